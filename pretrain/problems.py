@@ -1,0 +1,44 @@
+"""What is wrong with a user's input: said all at once, in full, and with the remedy."""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Iterable
+
+EXIT_BAD_INPUT = 2
+
+
+class InputError(Exception):
+    """Input that cannot be used. Holds every problem found, one line each.
+
+    A problem names what was given, what is allowed and what to do. A script shows them with `run_script` and exits
+    with status 2; no traceback reaches the user.
+    """
+
+    def __init__(self, *problems: str):
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+    """'; did you mean X?' for the nearest allowed name, or the list of all when nothing is near."""
+    names = sorted({str(name) for name in allowed})
+    near = difflib.get_close_matches(given, names, n=1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; allowed: {', '.join(names)}" if names else ""
+
+
+def is_first_on_machine() -> bool:
+    """Whether this process speaks for its machine: every rank reads the same input, one reports on it."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def run_script(main: Callable[[], int | None]) -> None:
+    """Runs a script's main function and turns its outcome into an exit status; an InputError becomes status 2."""
+    try:
+        sys.exit(main() or 0)
+    except InputError as error:
+        if is_first_on_machine():
+            print("\n".join(error.problems), file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
