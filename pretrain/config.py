@@ -1,0 +1,275 @@
+"""The run config: every setting of a run, typed, documented and frozen. recipe.py reads it from YAML and argv.
+
+A recipe is whole: no inheritance, no interpolation, so `diff` of two recipes is the experiment.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    model_validator,
+)
+
+UNITS = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+COUNT = re.compile(r"^([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([kKMBT]?)$")
+
+
+def parse_count(value: Any, thousand: int = 1000) -> Any:
+    """'10B' -> 10_000_000_000, '2k' -> 2 * thousand, 1e9 -> 1_000_000_000; anything else is left for pydantic."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and (match := COUNT.match(value.strip())):
+        unit = "k" if match[2] == "K" else match[2]
+        number = float(match[1].replace("_", "")) * ({**UNITS, "k": thousand}[unit] if unit else 1)
+        if number.is_integer():
+            return int(number)
+    return value
+
+
+def parse_fraction(value: Any) -> Any:
+    """'20%' -> 0.2; numbers stay."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        try:
+            return float(value.strip()[:-1]) / 100
+        except ValueError:
+            return value
+    return value
+
+
+Count = Annotated[int, BeforeValidator(parse_count), Field(ge=1)]
+# 2k of context is 2,048 tokens and a batch of 512k is 2^19 tokens to everyone in the field; 2k steps are 2,000.
+BinaryCount = Annotated[int, BeforeValidator(lambda value: parse_count(value, thousand=1024)), Field(ge=1)]
+Fraction = Annotated[float, BeforeValidator(parse_fraction), Field(ge=0, le=1)]
+PositiveFraction = Annotated[float, BeforeValidator(parse_fraction), Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    # extra=forbid: a misspelt key is an error, not a default. frozen: the record that is saved is what ran.
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+
+class Source(Section):
+    shards: Path
+    """Folder written by prepare_data.py."""
+    weight: PositiveFloat = 1.0
+    """Share of the training sequences drawn from here, relative to the other sources."""
+    max_epochs: PositiveFloat | None = None
+    """Stop drawing from here after so many passes; the other sources share what it leaves. null: no limit."""
+
+
+class Stage(Section):
+    train: Annotated[list[Source], Field(min_length=1)]
+    """The mixture of this stage."""
+    until: PositiveFraction | None = None
+    """The stage ends at this part of the run, as 20% or 0.2; null in the last stage alone."""
+
+
+class ValidationSource(Section):
+    shards: Path
+    """Folder written by prepare_data.py."""
+    split: Literal["validation", "train"] = "validation"
+    """Which of the folder's splits to measure."""
+
+
+class Data(Section):
+    train: Annotated[list[Source], Field(min_length=1)] | None = None
+    """The mixture, for runs of one stage."""
+    stages: Annotated[list[Stage], Field(min_length=1)] | None = None
+    """A curriculum: mixtures one after the other. Instead of `train`."""
+    validation: list[ValidationSource] | None = None
+    """What validation measures; null: the validation split of every training folder that has one."""
+    sequence_length: BinaryCount = 2048
+    """Tokens per training sequence; 2k is 2,048."""
+    document_mask: bool = True
+    """Tokens attend within their own document only, however documents are packed into sequences."""
+    sampling: Literal["epochs", "random_windows"] = "epochs"
+    """epochs: every window once per pass, in a seeded order. random_windows: windows at random offsets."""
+
+    @property
+    def mixtures(self) -> list[Stage]:
+        """The stages of the run; a plain mixture is a run of one stage."""
+        return self.stages or [Stage(train=self.train)]
+
+    @model_validator(mode="after")
+    def one_way_to_mix(self):
+        if (self.train is None) == (self.stages is None):
+            raise ValueError("give either train (one mixture) or stages (a curriculum)")
+        ends = [stage.until for stage in self.mixtures]
+        inner = ends[:-1]
+        if None in inner or inner != sorted(set(inner)) or ends[-1] not in (None, 1.0) or 1.0 in inner:
+            raise ValueError(f"stages[].until must rise, below 100%, with null or 100% in the last stage (got {ends})")
+        return self
+
+
+class Budget(Section):
+    tokens_per_parameter: PositiveFloat | None = None
+    """Training tokens per model parameter; 20 is the compute-optimal ratio of Hoffmann et al. (arXiv 2203.15556)."""
+    tokens: Count | None = None
+    """Training tokens in all."""
+    steps: Count | None = None
+    """Optimizer steps in all."""
+
+    @model_validator(mode="after")
+    def one_budget(self):
+        given = [name for name in ("tokens_per_parameter", "tokens", "steps") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                "give exactly one of tokens_per_parameter, tokens, steps"
+                + (f" (got {', '.join(given)})" if given else "")
+            )
+        return self
+
+
+class Ramp(Section):
+    start: Annotated[PositiveFraction, Field(alias="from")] = 0.25
+    """The first batch as a part of the full one: 1/2, 1/3, 1/4, ...; the batch grows in steps of this size."""
+    over: PositiveFraction = 0.05
+    """Part of the run's tokens over which the batch grows."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    @model_validator(mode="after")
+    def whole_levels(self):
+        if abs(1 / self.start - round(1 / self.start)) > 1e-6 or self.start >= 1:
+            raise ValueError(f"from must be 1/2, 1/3, 1/4, ... (got {self.start})")
+        return self
+
+
+class Batch(Section):
+    tokens_per_step: BinaryCount
+    """Global batch in tokens, whatever the number of processes; 512k is 2^19."""
+    sequences_per_micro_batch: Count = 8
+    """Sequences per forward pass and process: changes speed and memory, never results."""
+    ramp: Ramp | None = None
+    """Start with a smaller batch; null: the full batch from the first step."""
+
+
+class Optim(Section):
+    name: Literal["adamw", "adafactor", "muon", "adamw_8bit"] = "adamw"
+    """The optimizer; see docs/schedules.md and pretrain/optim.py."""
+    learning_rate: PositiveFloat | Literal["auto"] | None = None
+    """Peak learning rate, or auto: chosen from the number of parameters."""
+    base_learning_rate: PositiveFloat | None = None
+    """Peak learning rate for a global batch of one sequence; scaled by the square root of the global batch."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    """Applied to matrices only: never to embeddings, norms or biases."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Global gradient norm to clip at; null: no clipping."""
+    stochastic_rounding: bool = False
+    """adafactor only: parameters are kept in bf16 and updates are rounded up or down at random, without bias."""
+    schedule: Literal["cosine", "linear", "constant", "wsd", "infinite"] = "cosine"
+    """Learning rate over the run; see pretrain/schedule.py."""
+    warmup_steps: Annotated[int, BeforeValidator(parse_count), NonNegativeInt] = 500
+    """Steps of linear warmup to the peak."""
+    final_ratio: Fraction = 0.1
+    """Learning rate at the end of the decay, relative to the peak."""
+    decay_fraction: PositiveFraction = 0.2
+    """wsd: last part of the run, over which the learning rate decays."""
+    decay_shape: Literal["linear", "cosine", "sqrt"] = "sqrt"
+    """wsd: shape of the decay; sqrt is 1 - sqrt (arXiv 2405.18392)."""
+    cooldown_fraction: PositiveFraction = 0.7
+    """infinite: part of the run over which the learning rate falls from the peak to the constant rate."""
+    min_cooldown_tokens: Annotated[int, BeforeValidator(parse_count), NonNegativeInt] = 0
+    """infinite: the cooldown takes at least so many tokens, however short the run."""
+    constant_ratio: PositiveFraction = 0.536
+    """infinite: the constant learning rate, relative to the peak."""
+    anneal_fraction: Fraction = 0.0
+    """infinite: last part of the run, over which the learning rate anneals to final_ratio."""
+
+    @model_validator(mode="after")
+    def one_learning_rate(self):
+        if (self.learning_rate is None) == (self.base_learning_rate is None):
+            raise ValueError("give either learning_rate (a number or auto) or base_learning_rate")
+        if self.stochastic_rounding and self.name != "adafactor":
+            raise ValueError(f"stochastic_rounding works with name: adafactor (got {self.name})")
+        return self
+
+
+class Loss(Section):
+    backend: Literal["auto", "chunked", "torch", "logits"] = "auto"
+    """How the loss is computed from the last hidden states; see pretrain/loss.py."""
+    z_loss: NonNegativeFloat = 0.0
+    """Coefficient of mean(logsumexp(logits)^2), which keeps logits from drifting (arXiv 2204.02311); 0: off."""
+
+
+class Cadence(Section):
+    every_steps: Count | None = None
+    every_tokens: Count | None = None
+
+    @model_validator(mode="after")
+    def at_most_one_cadence(self):
+        if self.every_steps and self.every_tokens:
+            raise ValueError("give every_steps or every_tokens, not both")
+        return self
+
+
+class Validation(Cadence):
+    """Neither every_steps nor every_tokens: at the end of the run only."""
+
+    sequences: Count = 512
+    """Sequences per source: always the same ones, spread over the whole split."""
+
+
+class Checkpoint(Cadence):
+    """Neither every_steps nor every_tokens: at the end of the run only."""
+
+    keep_last: Count = 3
+    """How many of the newest checkpoints stay."""
+    keep_best: NonNegativeInt = 0
+    """How many of the best by validation loss stay."""
+    milestones_every: Count | None = None
+    """Checkpoints at multiples of so many steps stay for ever."""
+
+
+class Logging(Section):
+    every_steps: Count = 10
+    """Only these steps wait for the device."""
+
+
+class Export(Section):
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Dtype of the model in final/."""
+
+
+class RunConfig(Section):
+    model: str
+    """Architecture: a JSON file in model_configs/, a folder with a config.json, or a Hub id."""
+    init: Literal["scratch", "pretrained"] = "scratch"
+    """pretrained: continue from the weights of `model`."""
+    output: Path
+    """Folder of the run. The same command again continues it."""
+    seed: NonNegativeInt = 42
+    """Initial weights and the order of the data."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "bf16"
+    """Arithmetic of forward and backward; weights and optimizer stay in fp32. auto: bf16 where the device has it."""
+    data: Data
+    budget: Budget = Budget(tokens_per_parameter=20)
+    batch: Batch
+    optim: Optim
+    loss: Loss = Loss()
+    attention: Literal[
+        "auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "varlen"
+    ] = "auto"
+    """Attention kernel; auto: the fastest that the device and document_mask allow."""
+    compile: Literal["none", "regional", "full"] = "regional"
+    """torch.compile: regional compiles one layer and reuses it; full compiles the whole model."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """full: keep only each layer's input and recompute the rest in the backward pass."""
+    validation: Validation = Validation()
+    checkpoint: Checkpoint = Checkpoint()
+    logging: Logging = Logging()
+    cadence: PositiveFloat = 1.0
+    """Factor on the intervals of logging, validation and checkpoints."""
+    export: Export = Export()
+    trackers: list[Literal["wandb", "tensorboard"]] = []
+    """Where metrics go besides metrics.jsonl and the console."""

@@ -1,0 +1,207 @@
+"""Recipes and command lines to a RunConfig: the only module that knows YAML and argv.
+
+A misspelt key, a wrong type or a rule that two settings break together is reported with the file, the dotted path,
+what was given and what is allowed, all problems at once.
+"""
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from pretrain.config import RunConfig, Section
+from pretrain.problems import InputError, did_you_mean
+
+
+class Loader(yaml.SafeLoader):
+    """SafeLoader that reads 3e-4 as a number and 0123 as text (YAML 1.1: text and 83) and refuses a repeated key."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key) for key, _ in node.value]
+        if repeated := sorted({str(key) for key in keys if keys.count(key) > 1}):
+            raise yaml.constructor.ConstructorError(
+                None, None, f"repeated key: {', '.join(repeated)}", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+# Of YAML 1.1's implicit types only the unsurprising ones stay: `off` and `0123` are text, `3e-4` is a number.
+Loader.yaml_implicit_resolvers = {}
+for tag, pattern, first in (
+    ("bool", r"^(?:true|True|false|False)$", "tTfF"),
+    ("null", r"^(?:~|null|Null|)$", ["~", "n", "N", ""]),
+    ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", "-+0123456789"),
+    ("float", r"^[-+]?(?:[0-9][0-9_]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?)$", "-+.0123456789"),
+):
+    if tag == "float":
+        pattern = rf"(?!^0[0-9]){pattern}"
+    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), list(first))
+
+
+# One question, several ways to answer it: an answer on the command line replaces the recipe's.
+ALTERNATIVES = (
+    ("budget.tokens_per_parameter", "budget.tokens", "budget.steps"),
+    ("optim.learning_rate", "optim.base_learning_rate"),
+    ("validation.every_steps", "validation.every_tokens"),
+    ("checkpoint.every_steps", "checkpoint.every_tokens"),
+    ("data.train", "data.stages"),
+)
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    config: RunConfig
+    overridden: frozenset[str]
+    """Dotted paths named on the command line."""
+    check: bool
+    """Validate everything that can be known before a process starts, and stop."""
+
+
+def read_command_line(argv: list[str], usage: str) -> CommandLine:
+    """Reads `--config RECIPE [--check] [--section.key VALUE ...]`; prints the usage and every setting for --help."""
+    if not argv or "--help" in argv or "-h" in argv:
+        print(usage.strip(), "\nSettings, each as --path VALUE over the recipe's:\n", sep="\n")
+        for path, default, text in list_fields():
+            print(f"  --{path}" + ("" if default == "required" else f"  [{default}]"))
+            if text:
+                print(f"      {text}")
+        sys.exit(0 if argv else 2)
+    check = "--check" in argv
+    pairs = pair_up([argument for argument in argv if argument != "--check"])
+    recipes = [value for key, value in pairs if key == "config"]
+    if len(recipes) != 1:
+        raise InputError(f"give one recipe: --config recipes/NAME.yaml (got {', '.join(recipes) or 'none'})")
+    overrides = [(key, value) for key, value in pairs if key != "config"]
+    config = read_run_config(recipes[0], overrides)
+    return CommandLine(config, frozenset(key for key, _ in overrides), check)
+
+
+def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
+    """['--a.b=1', '--c', '2'] -> [('a.b', '1'), ('c', '2')]"""
+    pairs, rest, problems = [], list(arguments), []
+    while rest:
+        flag = rest.pop(0)
+        key, equals, value = flag.removeprefix("--").partition("=")
+        if not flag.startswith("--"):
+            problems.append(f"{flag!r}: expected --section.key VALUE")
+        elif not equals and (not rest or rest[0].startswith("--")):
+            problems.append(f"--{key}: needs a value")
+        else:
+            pairs.append((key, value if equals else rest.pop(0)))
+    if problems:
+        raise InputError(*problems)
+    return pairs
+
+
+def drop_alternatives(values: dict, overridden: set[str]) -> None:
+    """Removes from the recipe what the command line answers in another way."""
+    for names in ALTERNATIVES:
+        if any(name in overridden for name in names):
+            for name in names:
+                section, key = name.split(".")
+                if name not in overridden and isinstance(values.get(section), dict):
+                    values[section].pop(key, None)
+
+
+def read_run_config(path: str | Path, overrides: list[tuple[str, str]] = ()) -> RunConfig:
+    """Reads a recipe and applies the overrides. Raises InputError with every problem found."""
+    try:
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such recipe; see recipes/ for those that exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: a recipe is a mapping of settings (got {type(values).__name__})")
+    drop_alternatives(values, {key for key, _ in overrides})
+    problems = [problem for key, text in overrides if (problem := set_dotted(values, key, text))]
+    config = None
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        given = {key for key, _ in overrides}
+        problems += [describe(problem, path, given) for problem in error.errors()]
+    if problems:
+        raise InputError(*problems)
+    return config
+
+
+def set_dotted(values: dict, key: str, text: str) -> str | None:
+    """Sets values['a']['b'] = text read as YAML, for key 'a.b'; returns the problem if the path leads nowhere."""
+    *parents, last = key.split(".")
+    try:
+        for name in parents:
+            if isinstance(values, dict) and values.get(name) is None:
+                values[name] = {}
+            values = values[int(name) if isinstance(values, list) else name]
+        values[int(last) if isinstance(values, list) else last] = yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        return f"--{key}: {text!r} is not YAML: {' '.join(str(error).split())}"
+    except (KeyError, ValueError, IndexError, TypeError):
+        return f"--{key}: there is nothing to set at this path"
+    return None
+
+
+def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
+    """One line for one of pydantic's errors: file or flag, dotted path, what is wrong, what was given."""
+    where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
+    known = allowed_keys(problem["loc"])
+    if known is None:  # pydantic appends the branch of a union to the path: not a key of the recipe
+        where = ".".join(str(part) for part in problem["loc"][:-1])
+    source = f"--{where}" if where in overridden else f"{path}: {where or 'recipe'}"
+    if problem["type"] == "extra_forbidden":
+        return f"{source}: unknown key{did_you_mean(str(problem['loc'][-1]), known or [])}"
+    if problem["type"] == "missing":
+        return f"{source}: is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "literal_error":
+        message += did_you_mean(str(problem["input"]), re.findall(r"'([^']+)'", message)).replace("; allowed", "; one")
+    given = "" if problem["type"] == "value_error" else f" (got {problem['input']!r})"
+    return f"{source}: {message}{given}"
+
+
+def allowed_keys(loc: tuple) -> list[str] | None:
+    """The keys that stand beside the last one of this path; None where the path leaves the schema."""
+    schema: Any = RunConfig
+    siblings: list[str] | None = None
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        fields = {field.alias or name: field for name, field in schema.model_fields.items()} if schema else {}
+        siblings = sorted(fields)
+        if part not in fields:
+            return siblings if part == loc[-1] and fields else None
+        schema = next(iter(sections_in(fields[part].annotation)), None)
+    return siblings
+
+
+def sections_in(annotation: Any) -> list[type[Section]]:
+    """The config sections that a field's type mentions."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for inner in getattr(annotation, "__args__", ()) for section in sections_in(inner)]
+
+
+def list_fields(schema: type[Section] = RunConfig, prefix: str = "") -> list[tuple[str, Any, str]]:
+    """(dotted path, default, docstring) of every setting, lists as `[]`; for --help, docs and tests."""
+    rows: list[tuple[str, Any, str]] = []
+    for name, field in schema.model_fields.items():
+        path = f"{prefix}{field.alias or name}"
+        inner = sections_in(field.annotation)
+        if inner:
+            is_list = "list" in str(field.annotation)
+            rows += list_fields(inner[0], f"{path}{'[]' if is_list else ''}.")
+        else:
+            rows.append((path, "required" if field.is_required() else field.default, field.description or ""))
+    return rows
+
+
+def as_yaml(config: RunConfig) -> str:
+    """The resolved config as a recipe that can be run again."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
