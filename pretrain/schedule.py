@@ -1,0 +1,288 @@
+"""Learning rate and batch size as pure functions of progress: no state, so a resumed run needs none.
+
+Steps count from 0. Warmup gives step s the factor (s + 1) / warmup_steps: the first step already moves, and the last
+step of the warmup is at the peak. A decay reaches its floor at step == total_steps, the first step that is no longer
+taken (nanoGPT's get_lr with lr_decay_iters == max_iters): the last step of a run is one step above the floor. Past
+total_steps the factor stays where the decay ended.
+
+A schedule is a function (schedule, step) -> factor of the peak, entered in SCHEDULES; docs/schedules.md shows them.
+"""
+
+import bisect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pretrain.problems import InputError, did_you_mean
+
+DECAY_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+"""Progress 0..1 of a decay to the share 1..0 that is left; sqrt is Hägele et al. 2024, arXiv 2405.18392."""
+
+LEARNING_RATE_BY_PARAMETERS = ((10e6, 1e-3), (124e6, 6e-4), (1e9, 3e-4), (7e9, 1.5e-4), (13e9, 1e-4), (175e9, 6e-5))
+"""(parameters, peak learning rate) for AdamW. 10M: nanoGPT's character model; 124M, 13B and 175B: GPT-3, Brown et al.
+2020, table 2.1; 1B and 7B: common practice between GPT-3 and LLaMA (arXiv 2302.13971)."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One run's learning rate; raises InputError with every setting that cannot be."""
+
+    name: str
+    """Key of SCHEDULES."""
+    total_steps: int
+    """Optimizer steps of the run."""
+    warmup_steps: int = 0
+    """Steps of linear warmup, at most total_steps."""
+    final_ratio: float = 0.1
+    """Floor of the decay, as a share of the peak."""
+    decay_steps: int | None = None
+    """warmup_stable_decay: length of the decay that ends the run; None is a fifth of the run."""
+    decay_shape: str = "linear"
+    """warmup_stable_decay: key of DECAY_SHAPES."""
+    cooldown_steps: int | None = None
+    """infinite: length of the cosine cooldown after the warmup; None is 0.7 of the run. State it for a run that may be
+    extended: a default that grows with total_steps would change rates already used."""
+    constant_ratio: float = 7.5e-6 / 1.4e-5
+    """infinite: the plateau after the cooldown, as a share of the peak."""
+    anneal_steps: int = 0
+    """infinite: length of the annealing that ends the run; 0 leaves the run on the plateau, ready to be continued."""
+
+    def __post_init__(self):
+        problems = _problems_of_schedule(self)
+        if problems:
+            raise InputError(*problems)
+
+    def factor(self, step: int) -> float:
+        """Share of the peak learning rate at `step` (0 is the first)."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return SCHEDULES[self.name](self, step)
+
+    def learning_rate(self, step: int, peak: float) -> float:
+        """Learning rate at `step` (0 is the first) for the given peak."""
+        return peak * self.factor(step)
+
+
+def cosine(schedule: Schedule, step: int) -> float:
+    """Half a cosine from the peak to the floor (Loshchilov & Hutter 2017, arXiv 1608.03983, without restarts)."""
+    return _decay(schedule, "cosine", step, schedule.warmup_steps)
+
+
+def linear(schedule: Schedule, step: int) -> float:
+    """A straight line from the peak to the floor."""
+    return _decay(schedule, "linear", step, schedule.warmup_steps)
+
+
+def constant(schedule: Schedule, step: int) -> float:
+    """The peak, for ever."""
+    return 1.0
+
+
+def warmup_stable_decay(schedule: Schedule, step: int) -> float:
+    """The peak, then a decay to the floor over the last decay_steps (Hu et al. 2024, arXiv 2404.06395)."""
+    decay_steps = round(0.2 * schedule.total_steps) if schedule.decay_steps is None else schedule.decay_steps
+    start = max(schedule.warmup_steps, schedule.total_steps - decay_steps)
+    return 1.0 if step < start else _decay(schedule, schedule.decay_shape, step, start)
+
+
+def infinite(schedule: Schedule, step: int) -> float:
+    """Cosine cooldown to a plateau, the plateau, and an exponential annealing of the last anneal_steps to the floor.
+
+    Ibrahim et al. 2024, arXiv 2403.08763. Annealing starts from the rate it finds: a run shorter than its cooldown
+    anneals from there.
+    """
+    anneal_start = schedule.total_steps - schedule.anneal_steps
+    cooldown_steps = round(0.7 * schedule.total_steps) if schedule.cooldown_steps is None else schedule.cooldown_steps
+    cooling = _progress(min(step, anneal_start), schedule.warmup_steps, schedule.warmup_steps + cooldown_steps)
+    plateau = schedule.constant_ratio
+    factor = plateau + (1.0 - plateau) * DECAY_SHAPES["cosine"](cooling)
+    if not schedule.anneal_steps or step < anneal_start:
+        return factor
+    return factor * (schedule.final_ratio / factor) ** _progress(step, anneal_start, schedule.total_steps)
+
+
+SCHEDULES: dict[str, Callable[[Schedule, int], float]] = {
+    "cosine": cosine,
+    "linear": linear,
+    "constant": constant,
+    "warmup_stable_decay": warmup_stable_decay,
+    "wsd": warmup_stable_decay,
+    "infinite": infinite,
+}
+
+
+def cooldown_steps_of_infinite(
+    total_steps: int, tokens_per_step: int, min_cooldown_tokens: int = 0, cooldown_fraction: float = 0.7
+) -> int:
+    """Length of the infinite schedule's cooldown: max(min_cooldown_tokens, cooldown_fraction of the run), in steps.
+
+    A run shorter than min_cooldown_tokens stays near the peak: half a cosine is flat where it begins.
+    """
+    return max(math.ceil(min_cooldown_tokens / tokens_per_step), round(cooldown_fraction * total_steps))
+
+
+def learning_rate_for_parameters(parameters: int) -> float:
+    """Peak learning rate for a model of that many parameters: log-log interpolation of LEARNING_RATE_BY_PARAMETERS.
+
+    Held at the table's ends: 1e-3 below 10M parameters, 6e-5 above 175B.
+    """
+    sizes = [size for size, _ in LEARNING_RATE_BY_PARAMETERS]
+    above = min(max(bisect.bisect_left(sizes, parameters), 1), len(sizes) - 1)
+    (size_0, rate_0), (size_1, rate_1) = LEARNING_RATE_BY_PARAMETERS[above - 1 : above + 1]
+    position = math.log(min(max(parameters, sizes[0]), sizes[-1]) / size_0) / math.log(size_1 / size_0)
+    return rate_0 * (rate_1 / rate_0) ** position
+
+
+def learning_rate_for_batch(base_learning_rate: float, sequences_per_step: int) -> float:
+    """base_learning_rate, stated for one sequence per step, times the square root of the global batch in sequences.
+
+    Square-root scaling suits optimizers that divide by the gradient's magnitude (Malladi et al. 2022, arXiv
+    2205.10287).
+    """
+    return base_learning_rate * math.sqrt(sequences_per_step)
+
+
+@dataclass(frozen=True)
+class BatchRamp:
+    """Sequences per optimizer step over a run: levels that rise to the full batch. Built by `batch_ramp`."""
+
+    sequences_per_level: tuple[int, ...]
+    """Global batch of each level in sequences, ascending; the last is the full batch."""
+    first_steps: tuple[int, ...]
+    """Step at which each level begins; the first is 0."""
+    total_steps: int
+    """Optimizer steps of the run."""
+
+    @property
+    def total_sequences(self) -> int:
+        """Sequences that the run's steps hold: the budget, rounded up to whole steps."""
+        return self.sequences_before(self.total_steps)
+
+    def sequences_at(self, step: int) -> int:
+        """Global batch of `step` in sequences."""
+        return self.sequences_per_level[bisect.bisect_right(self.first_steps, step) - 1]
+
+    def sequences_before(self, step: int) -> int:
+        """Sequences seen by all steps before `step`; costs one term per level, whatever the step."""
+        ends = (*self.first_steps[1:], step)
+        steps = (max(0, min(step, end) - first) for first, end in zip(self.first_steps, ends, strict=True))
+        return sum(n * level for n, level in zip(steps, self.sequences_per_level, strict=True))
+
+    def steps_to_reach(self, sequences: int) -> int:
+        """Fewest steps after which at least that many sequences were seen."""
+        level = len(self.first_steps) - 1
+        while level > 0 and self.sequences_before(self.first_steps[level]) >= sequences:
+            level -= 1
+        first_step, per_step = self.first_steps[level], self.sequences_per_level[level]
+        return first_step + max(0, _ceil_div(sequences - self.sequences_before(first_step), per_step))
+
+
+def batch_ramp(
+    sequences_per_step: int,
+    *,
+    sequences_per_group: int = 1,
+    total_sequences: int | None = None,
+    total_steps: int | None = None,
+    ramp_from: float = 1.0,
+    ramp_over: float = 0.0,
+) -> BatchRamp:
+    """The batch sizes of a run whose budget is total_sequences, or exactly total_steps.
+
+    With ramp_from = 1/n the batch climbs 1/n, 2/n ... n/n of sequences_per_step in equal steps; the levels below the
+    full batch share the first `ramp_over` of the run's sequences equally, each rounded up to whole steps. The
+    defaults give a constant batch. sequences_per_group is what all ranks take in one micro-step: micro-batch x ranks.
+
+    Raises InputError if a level is not a multiple of sequences_per_group, naming the nearest batches that fit.
+    """
+    levels = _levels(sequences_per_step, sequences_per_group, ramp_from, ramp_over)
+    if (total_sequences is None) == (total_steps is None):
+        raise InputError("a run needs exactly one budget: total_sequences or total_steps")
+    over = Fraction(ramp_over).limit_denominator(10**6)
+    if total_sequences is None:
+        # Sequences x steps per sequence = total_steps: a level below the full batch takes more steps per sequence.
+        steps_below = Fraction(sum(Fraction(sequences_per_step, level) for level in levels[:-1]))
+        steps_per_full = 1 - over + (over * steps_below / (len(levels) - 1) if len(levels) > 1 else over)
+        target = Fraction(total_steps * sequences_per_step) / steps_per_full
+    else:
+        target = Fraction(total_sequences)
+    first_steps, seen = [0], 0
+    for index, level in enumerate(levels[:-1], start=1):
+        steps = max(0, math.ceil((target * over * index / (len(levels) - 1) - seen) / level))
+        seen += steps * level
+        first_steps.append(first_steps[-1] + steps)
+    ramp = BatchRamp(tuple(levels), tuple(first_steps), 0)
+    steps = ramp.steps_to_reach(total_sequences) if total_steps is None else total_steps
+    return BatchRamp(ramp.sequences_per_level, ramp.first_steps, steps)
+
+
+def _levels(sequences_per_step: int, sequences_per_group: int, ramp_from: float, ramp_over: float) -> list[int]:
+    problems = []
+    if not 0.0 < ramp_from <= 1.0 or abs(1.0 / round(1.0 / ramp_from) - ramp_from) > 0.005 * ramp_from:
+        problems.append(f"ramp from {ramp_from} is not one part of a whole batch: use 1/2, 1/3, 1/4 (0.25) ... 1/n")
+    if not 0.0 <= ramp_over < 1.0:
+        problems.append(f"ramp over {ramp_over} is not a share of the run: use 0 (no ramp) up to, not including, 1")
+    if problems:
+        raise InputError(*problems)
+    parts = round(1.0 / ramp_from) if ramp_over > 0.0 else 1
+    unit = parts * sequences_per_group
+    if sequences_per_step % unit:
+        below, above = sequences_per_step // unit * unit, _ceil_div(sequences_per_step, unit) * unit
+        nearest = f"{below:,} or {above:,}" if below else f"{above:,}"
+        ramp_term = f"{parts} ramp levels x " if parts > 1 else ""
+        raise InputError(
+            f"{sequences_per_step:,} sequences per step is not a multiple of {ramp_term}{sequences_per_group:,} "
+            f"sequences per micro-step of all ranks = {unit:,}; nearest: {nearest}"
+        )
+    return [sequences_per_step * part // parts for part in range(1, parts + 1)]
+
+
+def _decay(schedule: Schedule, shape: str, step: int, start: int) -> float:
+    left = DECAY_SHAPES[shape](_progress(step, start, schedule.total_steps))
+    return schedule.final_ratio + (1.0 - schedule.final_ratio) * left
+
+
+def _progress(step: int, start: int, end: int) -> float:
+    return min(max((step - start) / max(end - start, 1), 0.0), 1.0)
+
+
+def _ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def _problems_of_schedule(schedule: Schedule) -> list[str]:
+    problems = []
+    if schedule.name not in SCHEDULES:
+        problems.append(f"schedule {schedule.name!r} is unknown{did_you_mean(schedule.name, SCHEDULES)}")
+    if schedule.decay_shape not in DECAY_SHAPES:
+        hint = did_you_mean(schedule.decay_shape, DECAY_SHAPES)
+        problems.append(f"decay_shape {schedule.decay_shape!r} is unknown{hint}")
+    if schedule.total_steps < 1:
+        problems.append(f"total_steps {schedule.total_steps:,} is below 1: raise the budget")
+    phases = {"warmup_steps": schedule.warmup_steps}
+    if schedule.name in ("wsd", "warmup_stable_decay"):
+        phases["decay_steps"] = schedule.decay_steps or 0
+    if schedule.name == "infinite":
+        phases["anneal_steps"] = schedule.anneal_steps
+    problems += [f"{name} {steps:,} is negative: use 0 or more" for name, steps in phases.items() if steps < 0]
+    if 0 < schedule.total_steps < sum(phases.values()):
+        said = " + ".join(f"{name} {steps:,}" for name, steps in phases.items() if steps)
+        problems.append(
+            f"{said} is longer than the run of {schedule.total_steps:,} steps: shorten it or raise the budget"
+        )
+    if schedule.cooldown_steps is not None and schedule.cooldown_steps < 0:
+        problems.append(f"cooldown_steps {schedule.cooldown_steps:,} is negative: use 0 or more")
+    for name in ("final_ratio", "constant_ratio"):
+        if not 0.0 <= getattr(schedule, name) <= 1.0:
+            problems.append(f"{name} {getattr(schedule, name)} is not between 0 and 1: it is a share of the peak")
+    if (
+        schedule.name == "infinite"
+        and schedule.anneal_steps > 0
+        and not (schedule.final_ratio > 0.0 and schedule.constant_ratio > 0.0)
+    ):
+        problems.append("annealing is exponential: final_ratio and constant_ratio must be above 0, such as 0.01")
+    return problems

@@ -1,0 +1,184 @@
+import math
+from itertools import pairwise
+
+import pytest
+
+from pretrain.problems import InputError
+from pretrain.schedule import (
+    SCHEDULES,
+    BatchRamp,
+    Schedule,
+    batch_ramp,
+    cooldown_steps_of_infinite,
+    learning_rate_for_batch,
+    learning_rate_for_parameters,
+)
+
+
+def nanogpt_cosine(step, peak, floor, warmup, total):
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return floor + 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) * (peak - floor)
+
+
+@pytest.mark.parametrize("step", [0, 9, 10, 11, 55, 99])
+def test_cosine_is_nanogpts(step):
+    schedule = Schedule("cosine", total_steps=100, warmup_steps=10)
+    assert schedule.learning_rate(step, 6e-4) == pytest.approx(nanogpt_cosine(step, 6e-4, 6e-5, 10, 100), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_warms_up_peaks_and_stays_within_its_bounds(name):
+    schedule = Schedule(name, total_steps=200, warmup_steps=20)
+    factors = [schedule.factor(step) for step in range(300)]
+    assert factors[0] == 1 / 20 and factors[19] == 1.0 and factors[20] == 1.0
+    assert factors[:20] == sorted(factors[:20])
+    assert factors[20:] == sorted(factors[20:], reverse=True), "after the warmup no schedule here rises"
+    assert min(factors[20:]) >= 0.1
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_floor_is_reached_at_total_steps_and_kept(name):
+    schedule = Schedule(name, total_steps=50, warmup_steps=5, final_ratio=0.02)
+    assert schedule.factor(50) == pytest.approx(0.02) and schedule.factor(80) == pytest.approx(0.02)
+    assert schedule.factor(49) > 0.02
+
+
+def test_linear_by_hand():
+    schedule = Schedule("linear", total_steps=110, warmup_steps=10, final_ratio=0.0)
+    assert schedule.factor(60) == pytest.approx(0.5) and schedule.factor(109) == pytest.approx(0.01)
+
+
+def test_warmup_stable_decay_by_hand():
+    schedule = Schedule("wsd", total_steps=100, warmup_steps=10, decay_steps=40, final_ratio=0.0)
+    assert schedule.factor(59) == 1.0 and schedule.factor(60) == 1.0
+    assert schedule.factor(80) == pytest.approx(0.5)
+    sqrt = Schedule("wsd", total_steps=100, warmup_steps=10, decay_steps=40, final_ratio=0.0, decay_shape="sqrt")
+    assert sqrt.factor(70) == pytest.approx(1 - math.sqrt(0.25))
+    assert Schedule("wsd", total_steps=100).factor(79) == 1.0 > Schedule("wsd", total_steps=100).factor(81)
+
+
+def test_infinite_phases_by_hand():
+    schedule = Schedule("infinite", total_steps=1000, warmup_steps=100, cooldown_steps=400, anneal_steps=200)
+    plateau = 7.5 / 14
+    assert schedule.factor(300) == pytest.approx((1 + plateau) / 2), "halfway down the cooldown"
+    assert schedule.factor(500) == pytest.approx(plateau) == schedule.factor(799)
+    assert schedule.factor(900) == pytest.approx(math.sqrt(plateau * 0.1)), "exponential annealing, halfway"
+    assert schedule.factor(1000) == pytest.approx(0.1)
+
+
+def test_infinite_run_shorter_than_its_cooldown_stays_near_the_peak_and_anneals_from_there():
+    schedule = Schedule("infinite", total_steps=45_000, warmup_steps=500, cooldown_steps=1_220_000)
+    assert schedule.factor(44_999) > 0.996
+    annealed = Schedule("infinite", 45_000, warmup_steps=500, cooldown_steps=1_220_000, anneal_steps=1000)
+    assert annealed.factor(44_000) == pytest.approx(schedule.factor(44_000))
+    assert annealed.factor(45_000) == pytest.approx(0.1)
+
+
+def test_extending_an_infinite_run_changes_no_rate_already_used():
+    short = Schedule("infinite", total_steps=1000, warmup_steps=10, cooldown_steps=500)
+    longer = Schedule("infinite", total_steps=5000, warmup_steps=10, cooldown_steps=500)
+    assert [short.factor(s) for s in range(1000)] == [longer.factor(s) for s in range(1000)]
+
+
+def test_cooldown_is_the_larger_of_tokens_and_fraction():
+    # 100B tokens at 81,920 per step; 50B and 300B runs.
+    assert cooldown_steps_of_infinite(610_000, 81_920, 100_000_000_000) == 1_220_704
+    assert cooldown_steps_of_infinite(3_662_109, 81_920, 100_000_000_000) == round(0.7 * 3_662_109)
+
+
+def test_learning_rate_by_size_meets_the_published_points():
+    for parameters, rate in [(124e6, 6e-4), (1e9, 3e-4), (7e9, 1.5e-4), (13e9, 1e-4)]:
+        assert learning_rate_for_parameters(parameters) == pytest.approx(rate)
+    assert learning_rate_for_parameters(1000) == pytest.approx(1e-3)
+    assert learning_rate_for_parameters(10**12) == pytest.approx(6e-5)
+    rates = [learning_rate_for_parameters(int(1e6 * 1.3**n)) for n in range(50)]
+    assert rates == sorted(rates, reverse=True)
+    assert learning_rate_for_parameters(math.sqrt(1e9 * 7e9)) == pytest.approx(math.sqrt(3e-4 * 1.5e-4))
+
+
+def test_square_root_scaling_by_hand():
+    assert learning_rate_for_batch(1.4e-5, 16) == pytest.approx(5.6e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "cosin"}, "'cosin' is unknown; did you mean cosine?"),
+        ({"warmup_steps": 101}, "warmup_steps 101 is longer than the run of 100 steps"),
+        ({"name": "wsd", "warmup_steps": 60, "decay_steps": 50}, "warmup_steps 60 + decay_steps 50 is longer"),
+        ({"name": "infinite", "warmup_steps": 60, "anneal_steps": 50}, "anneal_steps 50 is longer than the run"),
+        ({"total_steps": 0}, "total_steps 0 is below 1"),
+        ({"warmup_steps": -1}, "warmup_steps -1 is negative"),
+        ({"final_ratio": 1.5}, "final_ratio 1.5 is not between 0 and 1"),
+        ({"name": "wsd", "decay_shape": "sqr"}, "did you mean sqrt?"),
+        ({"name": "infinite", "anneal_steps": 5, "final_ratio": 0.0}, "annealing is exponential"),
+    ],
+)
+def test_impossible_schedules_are_refused_by_name(settings, message):
+    with pytest.raises(InputError) as error:
+        Schedule(**{"name": "cosine", "total_steps": 100, **settings})
+    assert message in str(error.value)
+
+
+def test_all_problems_of_a_schedule_come_at_once():
+    with pytest.raises(InputError) as error:
+        Schedule("cosin", total_steps=10, warmup_steps=20, final_ratio=2)
+    assert len(error.value.problems) == 3
+
+
+def brute_force_before(ramp: BatchRamp, step: int) -> int:
+    return sum(ramp.sequences_at(s) for s in range(step))
+
+
+@pytest.mark.parametrize("ramp_from", [1.0, 0.5, 0.333, 0.25, 0.125])
+def test_ramp_arithmetic_equals_counting(ramp_from):
+    ramp = batch_ramp(48, sequences_per_group=2, total_sequences=20_011, ramp_from=ramp_from, ramp_over=0.3)
+    for step in (*range(150), ramp.total_steps, ramp.total_steps + 3):
+        assert ramp.sequences_before(step) == brute_force_before(ramp, step)
+    assert ramp.sequences_before(ramp.total_steps - 1) < 20_011 <= ramp.total_sequences
+    for sequences in (0, 1, 11, 12, 13, 5000, 20_011):
+        steps = ramp.steps_to_reach(sequences)
+        assert brute_force_before(ramp, steps) >= sequences
+        assert steps == 0 or brute_force_before(ramp, steps - 1) < sequences
+
+
+def test_ramp_from_a_quarter_over_five_percent():
+    ramp = batch_ramp(512, sequences_per_group=32, total_sequences=1_000_000, ramp_from=0.25, ramp_over=0.05)
+    assert ramp.sequences_per_level == (128, 256, 384, 512)
+    full_from = ramp.sequences_before(ramp.first_steps[-1])
+    assert 50_000 <= full_from < 50_000 + 384, "the ramp ends at 5 % of the sequences, rounded up to a step"
+    shares = [ramp.sequences_before(b) - ramp.sequences_before(a) for a, b in pairwise(ramp.first_steps)]
+    assert max(shares) - min(shares) <= 2 * 384, "each level takes the same share, to a step"
+    assert ramp.sequences_at(0) == 128 and ramp.sequences_at(ramp.total_steps) == 512
+
+
+def test_without_a_ramp_the_batch_is_constant():
+    batch = batch_ramp(64, total_sequences=6_401)
+    assert batch.total_steps == 101 and batch.sequences_at(0) == batch.sequences_at(100) == 64
+    assert batch.sequences_before(77) == 77 * 64
+
+
+@pytest.mark.parametrize(("ramp_from", "ramp_over"), [(1.0, 0.0), (0.25, 0.05), (0.5, 0.9)])
+def test_a_budget_in_steps_is_kept_exactly(ramp_from, ramp_over):
+    ramp = batch_ramp(64, total_steps=5000, ramp_from=ramp_from, ramp_over=ramp_over)
+    assert ramp.total_steps == 5000
+    assert ramp.sequences_before(ramp.first_steps[-1]) == pytest.approx(ramp_over * ramp.total_sequences, abs=128)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sequences_per_step": 100, "sequences_per_group": 32}, "= 32; nearest: 96 or 128"),
+        ({"sequences_per_step": 20, "sequences_per_group": 32}, "nearest: 32"),
+        ({"sequences_per_step": 96, "sequences_per_group": 32, "ramp_from": 0.25, "ramp_over": 0.1}, "nearest: 128"),
+        ({"ramp_from": 0.7, "ramp_over": 0.1}, "ramp from 0.7 is not one part of a whole batch"),
+        ({"ramp_from": 0.0, "ramp_over": 0.1}, "ramp from 0.0"),
+        ({"ramp_from": 0.5, "ramp_over": 1.0}, "ramp over 1.0 is not a share"),
+        ({"total_steps": 10}, "exactly one budget"),
+    ],
+)
+def test_impossible_batches_are_refused_with_the_nearest_that_fit(settings, message):
+    with pytest.raises(InputError) as error:
+        batch_ramp(**{"sequences_per_step": 64, "total_sequences": 10_000, **settings})
+    assert message in str(error.value)
