@@ -1,0 +1,282 @@
+"""Text to ids: the reference path through tokenizers, the fast path through gigatoken, and the proof that they agree.
+
+Both paths read plain text: the text of a special token inside a document never becomes that token's id, no token is
+added before or after a document, and nothing is truncated or padded.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.problems import InputError
+
+ENGINES = ("auto", "fast", "reference")
+USUAL_END_OF_DOCUMENT = "<|endoftext|>"
+TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+)
+# Encodings keep offsets and strings, many times the text: the reference path works through a part in such pieces.
+REFERENCE_BATCH_BYTES = 1 << 20
+AGREEMENT_TEXTS = (
+    "The quick brown fox jumps over the lazy dog. It's 1,234,567.89 o'clock, isn't it? WE'LL SEE; they'd've gone.",
+    "  leading and trailing   \t\tspaces \n\n\r\n  and\u00a0odd\u2003ones\u200b\ufeff \x00\x01\x1f\x7f end \n",
+    "def f(x):\n    return {'a': [1, 22, 333, 4444, 55555]}  # ünïcödé, naïve façade, ｗｉｄｔｈ, ﬁ ligature\n",
+    "Ελληνικά, русский, עברית, العربية، हिन्दी, বাংলা, ไทย, 中文字符，日本語テキスト、한국어, አማርኛ, ქართული",
+    "e\u0301 vs é, \U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1eb\U0001f1f7 \U0001f44d\U0001f3fd 𝒳𝔸 \U0010ffff, ½ ² ① ٣ Ⅷ, “q” — … <b>t</b> a_b__c ---",
+    "a" * 300 + " " * 70 + "\n" * 40 + "!" * 50 + "x\ty" * 20,
+)
+
+
+@dataclass(frozen=True)
+class LoadedTokenizer:
+    """A tokenizer read from a folder, a file or the Hub, with what the shards need to know about it.
+
+    `json` is the content of its tokenizer.json, `files` the other files of its folder that travel with the shards.
+    """
+
+    name: str
+    json: bytes
+    vocabulary_size: int
+    end_of_document: str
+    end_of_document_id: int
+    special_tokens: tuple[str, ...]
+    files: dict[str, bytes] = field(repr=False)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of tokenizer.json."""
+        return hashlib.sha256(self.json).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Writes a Hugging Face tokenizer folder that `AutoTokenizer.from_pretrained` loads without anything else."""
+        folder.mkdir(parents=True, exist_ok=True)
+        config = json.loads(self.files.get("tokenizer_config.json", b"{}"))
+        files = dict(self.files)
+        if not _content(config.get("eos_token")):
+            config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+            config["eos_token"] = self.end_of_document
+            files["tokenizer_config.json"] = (json.dumps(config, ensure_ascii=False, indent=2) + "\n").encode()
+        for name, content in {"tokenizer.json": self.json, **files}.items():
+            (folder / name).write_bytes(content)
+
+
+def load_tokenizer(name_or_path: str | Path, end_of_document: str | None = None) -> LoadedTokenizer:
+    """Loads a tokenizer folder, a tokenizer.json file, or a Hub repository's tokenizer.
+
+    The end-of-document token is `end_of_document`, else the tokenizer's eos_token, else <|endoftext|>.
+    Raises InputError when it is not there, cannot be loaded, or has no such token.
+    """
+    try:
+        name, content, files = _read(str(name_or_path))
+    except OSError as error:
+        raise InputError(f"{name_or_path}: cannot be read: {error.strerror}; give a readable tokenizer") from None
+    backend = _backend(content, str(name_or_path))
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    token = end_of_document or _eos_token(files) or USUAL_END_OF_DOCUMENT
+    if token not in vocabulary:
+        given = f"{token!r} is not in its vocabulary" if end_of_document else "has no eos_token and no <|endoftext|>"
+        specials = sorted(t.content for t in backend.get_added_tokens_decoder().values() if t.special)[:20]
+        raise InputError(
+            f"{name_or_path}: the tokenizer {given}; name the token that ends a document with "
+            f"--end_of_document TOKEN (its special tokens: {', '.join(specials) or 'none'})"
+        )
+    added = backend.get_added_tokens_decoder().values()
+    return LoadedTokenizer(
+        name=name,
+        json=content,
+        vocabulary_size=max(vocabulary.values()) + 1,
+        end_of_document=token,
+        end_of_document_id=vocabulary[token],
+        special_tokens=tuple(sorted({t.content for t in added if t.special} | {token})),
+        files=files,
+    )
+
+
+def _read(name_or_path: str) -> tuple[str, bytes, dict[str, bytes]]:
+    """(name, tokenizer.json, other files) of a folder, file or Hub id."""
+    path = Path(name_or_path)
+    if path.is_file():
+        name = path.parent.resolve().name if path.name == "tokenizer.json" else path.stem
+        return name, path.read_bytes(), {}
+    if path.is_dir():
+        return path.resolve().name, *_read_folder(path, name_or_path)
+    return name_or_path, *_read_folder(_download(name_or_path), name_or_path)
+
+
+def _read_folder(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
+    if (folder / "tokenizer.json").is_file():
+        files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+        return (folder / "tokenizer.json").read_bytes(), files
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise InputError(f"{given}: has no tokenizer.json and no other tokenizer files; give a tokenizer's folder")
+    return _convert(folder, given)
+
+
+def _convert(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
+    """Tokenizers that come without tokenizer.json (vocabulary and merges, sentencepiece) through transformers."""
+    import tempfile
+
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise InputError(f"{given}: transformers cannot load this tokenizer: {_one_line(error)}") from None
+    with tempfile.TemporaryDirectory() as temporary:
+        tokenizer.save_pretrained(temporary)
+        if not (Path(temporary) / "tokenizer.json").is_file():
+            raise InputError(f"{given}: has no fast (tokenizer.json) form; give a tokenizer that has one")
+        return _read_folder(Path(temporary), given)
+
+
+def _download(hub_id: str) -> Path:
+    missing = f"{hub_id}: no such tokenizer folder or file"
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or hub_id.startswith("."):
+        raise InputError(f"{missing}; give a tokenizer's folder, its tokenizer.json, or a Hub id (name or owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=["tokenizer.json", *TOKENIZER_FILES]))
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        raise InputError(f"{missing}, and as a Hub id it could not be fetched: {_one_line(error)}") from None
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _content(token: object) -> str | None:
+    """tokenizer_config.json writes a token either as text or as {"content": text, ...}."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) and value else None
+
+
+def _eos_token(files: dict[str, bytes]) -> str | None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            token = _content(json.loads(files.get(name, b"{}")).get("eos_token"))
+        except ValueError as error:
+            raise InputError(f"{name} of the tokenizer is not valid JSON ({error}); restore it") from None
+        if token:
+            return token
+    return None
+
+
+def _backend(content: bytes, given: str) -> "tokenizers.Tokenizer":  # noqa: F821
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_buffer(content)
+    except Exception as error:  # tokenizers raises plain Exception for whatever its parser meets
+        raise InputError(f"{given}: is not a tokenizer.json that tokenizers can load: {_one_line(error)}") from None
+
+
+class ReferenceEncoder:
+    """Ids from the tokenizers library: the definition of what is right."""
+
+    name = "reference"
+
+    def __init__(self, tokenizer: LoadedTokenizer):
+        self._backend = _backend(_with_special_end(tokenizer), tokenizer.name)
+        self._backend.encode_special_tokens = True
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """One uint32 array of ids per UTF-8 text."""
+        arrays: list[np.ndarray] = []
+        for batch in _batches(texts):
+            encodings = self._backend.encode_batch_fast([t.decode() for t in batch], add_special_tokens=False)
+            arrays.extend(np.array(encoding.ids, dtype=np.uint32) for encoding in encodings)
+        return arrays
+
+
+def _batches(texts: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    first, size = 0, 0
+    for number, text in enumerate(texts):
+        size += len(text)
+        if size >= REFERENCE_BATCH_BYTES:
+            yield texts[first : number + 1]
+            first, size = number + 1, 0
+    if first < len(texts):
+        yield texts[first:]
+
+
+def _with_special_end(tokenizer: LoadedTokenizer) -> bytes:
+    """tokenizer.json with the end-of-document token marked special; else it would be found in text."""
+    fields = json.loads(tokenizer.json)
+    for added in fields.get("added_tokens") or []:
+        if added.get("content") == tokenizer.end_of_document and not added.get("special"):
+            added["special"] = True
+            return json.dumps(fields).encode()
+    return tokenizer.json
+
+
+class FastEncoder:
+    """Ids from gigatoken; texts in which a special token's text may stand go to the reference path."""
+
+    name = "fast"
+
+    def __init__(self, tokenizer: LoadedTokenizer):
+        import gigatoken
+
+        self.reference = ReferenceEncoder(tokenizer)
+        self._encode = gigatoken.Tokenizer.from_json(tokenizer.json).backend.encode
+        # Few short prefixes are found faster than hundreds of whole tokens, and none can be missed.
+        self._suspects = sorted({token.encode()[:4] for token in tokenizer.special_tokens})
+        self._specials = re.compile(b"|".join(re.escape(token.encode()) for token in tokenizer.special_tokens))
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """One uint32 array of ids per UTF-8 text, equal to the reference's."""
+        arrays = [None if self._has_special(text) else self._encode(text) for text in texts]
+        suspected = [number for number, ids in enumerate(arrays) if ids is None]
+        for number, ids in zip(suspected, self.reference.encode([texts[n] for n in suspected]), strict=True):
+            arrays[number] = ids
+        return arrays
+
+    def _has_special(self, text: bytes) -> bool:
+        return any(suspect in text for suspect in self._suspects) and self._specials.search(text) is not None
+
+    def disagreement(self, texts: Sequence[bytes]) -> str | None:
+        """The first text where the fast path gives other ids than the reference, shortened; None when all agree."""
+        for text, expected in zip(texts, self.reference.encode(texts), strict=True):
+            if not self._has_special(text) and not np.array_equal(self._encode(text), expected):
+                return repr(text[:60].decode(errors="replace"))
+        return None
+
+
+def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[ReferenceEncoder | FastEncoder, str | None]:
+    """The encoder for `engine` (auto, fast or reference), and why auto took the reference path where it did.
+
+    Raises InputError when `fast` is asked for and gigatoken cannot do this tokenizer, or differs from tokenizers.
+    """
+    if engine == "reference":
+        return ReferenceEncoder(tokenizer), None
+    try:
+        encoder = FastEncoder(tokenizer)
+        disagreement = encoder.disagreement([text.encode() for text in AGREEMENT_TEXTS])
+        reason = f"gigatoken gives other ids than tokenizers for {disagreement}" if disagreement else None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in Rust code is a BaseException
+        reason = f"gigatoken cannot do this tokenizer ({_one_line(error)})"
+    if reason is None:
+        return encoder, None
+    if engine == "fast":
+        raise InputError(f"--engine fast: {reason}; use --engine auto or --engine reference")
+    return ReferenceEncoder(tokenizer), reason
