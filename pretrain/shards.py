@@ -265,7 +265,8 @@ def _content_problems(manifest: Manifest, shard: Shard) -> list[str]:
     with path.open("rb") as file:
         while block := file.read(VERIFY_BLOCK_BYTES):
             sha256.update(block)
-            ids = np.frombuffer(block[: len(block) // manifest.bytes_per_id * manifest.bytes_per_id], manifest.dtype)
+            whole = len(block) // manifest.bytes_per_id
+            ids = np.frombuffer(block, id_dtype(manifest.dtype), count=whole)
             largest_id = max(largest_id, int(ids.max(initial=0)))
             ends += int(np.count_nonzero(ids == manifest.end_of_document_id))
     problems = []

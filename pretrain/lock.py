@@ -1,0 +1,69 @@
+"""One process per output folder: a lock file that says who holds it and that dies with its holder."""
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pretrain.problems import InputError
+
+
+@contextmanager
+def folder_lock(path: Path) -> Iterator[None]:
+    """Holds the lock file `path` for the duration of a with block and removes it at the end.
+
+    The kernel releases the lock when its holder dies, however it dies, so a file that was left behind is taken over.
+    Raises InputError naming process and host when another process holds it, or when the file was left by another
+    host, whose processes cannot be seen from here.
+    """
+    descriptor = _acquire(path)
+    try:
+        yield
+    finally:
+        # Removed while still held: a process that opened the file meanwhile finds another inode at the path.
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _acquire(path: Path) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        holder = _holder(descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise InputError(
+                f"{path.parent}: process {holder.get('pid', '?')} on {holder.get('host', '?')} is working on it; "
+                "wait for it, stop it, or use another --output"
+            ) from None
+        if holder and holder.get("host") != socket.gethostname():
+            os.close(descriptor)
+            raise InputError(
+                f"{path.parent}: was left locked by process {holder.get('pid')} on {holder.get('host')}; "
+                f"if that process is gone, remove {path} and run again"
+            )
+        if _is_at(path, descriptor):
+            content = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, content, 0)
+            return descriptor
+        os.close(descriptor)
+
+
+def _holder(descriptor: int) -> dict[str, object]:
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
