@@ -115,8 +115,8 @@ def initialize_module(model: PreTrainedModel, name: str, *, seed: int) -> None:
 
     For a strategy that shards, none of these ever holds more than one unit beyond its own shard:
       - FSDP: shard a meta model, `to_empty` it, and for each unit call this on a second meta model, distribute the
-        unit's tensors over the ranks, and send the unit back with `.to("meta")`. Persistent and other buffers likewise.
-      - ZeRO-3: for each unit, call this inside `deepspeed.zero.GatheredParameters(unit.parameters(), modifier_rank=0)`.
+        unit's parameters and buffers over the ranks, and send the unit back with `.to("meta")`.
+      - ZeRO-3: for each unit, call this in `deepspeed.zero.GatheredParameters(unit.parameters(), modifier_rank=0)`.
       - pipeline: call this on every rank for the units of its own stages, with the names of the whole model.
 
     The random numbers are always drawn on the CPU: another device would draw others from the same seed. Raises

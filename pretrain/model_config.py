@@ -1,4 +1,4 @@
-"""Reads and verifies a model's configuration: transformers builds a model with defaults for every key it does not know.
+"""Reads and verifies a model's configuration: transformers ignores every key that it does not know.
 
 `{"model_type": "llama", "hiden_size": 512}` gives a model 4,096 wide without a word. Here it is refused, with all
 other problems of the file.
@@ -138,7 +138,7 @@ def _config_class(path: Path, keys: dict[str, Any]) -> type[PreTrainedConfig]:
 
 
 def _unknown_keys(config_class: type[PreTrainedConfig], fields: dict, keys: dict[str, Any]) -> list[str]:
-    own_keys = {*inspect_own_fields(config_class), *config_class.attribute_map}
+    own_keys = {*_own_fields(config_class), *config_class.attribute_map}
     allowed = {*fields, *config_class.attribute_map, *READ_BY_EVERY_CLASS}
     if "rope_parameters" in fields:
         allowed |= READ_INTO_ROPE_PARAMETERS
@@ -149,7 +149,7 @@ def _unknown_keys(config_class: type[PreTrainedConfig], fields: dict, keys: dict
     ]
 
 
-def inspect_own_fields(config_class: type[PreTrainedConfig]) -> set[str]:
+def _own_fields(config_class: type[PreTrainedConfig]) -> set[str]:
     """The keys that a class adds to those of every configuration: the ones that describe the model."""
     return {field.name for field in dataclasses.fields(config_class)} - {
         field.name for field in dataclasses.fields(PreTrainedConfig)

@@ -1,8 +1,8 @@
 """DeepOne: a deep decoder-only language model with DeepNet's residual scaling.
 
 Post-norm blocks with an up-weighted residual branch, x = LayerNorm(alpha * x + f(x)), and down-scaled initial weights
-keep the expected update of the model bounded whatever its depth (DeepNet, arXiv 2203.00555, section 3; for a decoder of
-N layers alpha = (2N)^(1/4) and beta = (8N)^(-1/4)). With it: rotary positions (arXiv 2104.09864), RMS-normalised
+keep the expected update of the model bounded whatever its depth (DeepNet, arXiv 2203.00555, section 3; for a decoder
+of N layers alpha = (2N)^(1/4) and beta = (8N)^(-1/4)). With it: rotary positions (arXiv 2104.09864), RMS-normalised
 queries and keys as in Qwen3 (arXiv 2505.09388), and a SwiGLU feed-forward (arXiv 2002.05202).
 
 This file imports only torch and transformers, because it is copied into every saved model folder.
@@ -144,6 +144,17 @@ def eager_attention(
     return (weights_BHTS @ value_BHSE).transpose(1, 2).contiguous(), weights_BHTS
 
 
+def deepnet_linear(in_width: int, out_width: int, initial_gain: float) -> nn.Linear:
+    """A matrix without bias that remembers the gain of its initial weights.
+
+    The matrix itself must know: for code outside the library, transformers never offers a module without parameters of
+    its own, such as the attention around its projections, to `_init_weights`.
+    """
+    linear = nn.Linear(in_width, out_width, bias=False)
+    linear.initial_gain = initial_gain
+    return linear
+
+
 class DeepOneAttention(nn.Module):
     """Causal self-attention with normalised queries and keys."""
 
@@ -158,10 +169,10 @@ class DeepOneAttention(nn.Module):
         self.is_causal = True
         query_width = config.num_attention_heads * config.head_dim
         key_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, key_width, bias=False)
-        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=False)
+        self.q_proj = deepnet_linear(config.hidden_size, query_width, 1.0)
+        self.k_proj = deepnet_linear(config.hidden_size, key_width, 1.0)
+        self.v_proj = deepnet_linear(config.hidden_size, key_width, config.initial_gain)
+        self.o_proj = deepnet_linear(query_width, config.hidden_size, config.initial_gain)
         self.q_norm = DeepOneRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = DeepOneRMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -201,9 +212,9 @@ class DeepOneMLP(nn.Module):
 
     def __init__(self, config: DeepOneConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = deepnet_linear(config.hidden_size, config.intermediate_size, config.initial_gain)
+        self.up_proj = deepnet_linear(config.hidden_size, config.intermediate_size, config.initial_gain)
+        self.down_proj = deepnet_linear(config.intermediate_size, config.hidden_size, config.initial_gain)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         h_BTF = nn.functional.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
@@ -247,18 +258,12 @@ class DeepOnePreTrainedModel(PreTrainedModel):
         """Xavier normal with gain beta for values, outputs and the feed-forward, gain 1 for queries and keys.
 
         Embedding, head and norms, of which the paper says nothing, are as in the library: normal with
-        initializer_range, ones and zeros. The gain depends on the role of a matrix, so the parents set it.
+        initializer_range, ones and zeros.
         """
-        super()._init_weights(module)
-        gain = self.config.initial_gain
-        if isinstance(module, DeepOneAttention):
-            init.xavier_normal_(module.q_proj.weight)
-            init.xavier_normal_(module.k_proj.weight)
-            init.xavier_normal_(module.v_proj.weight, gain=gain)
-            init.xavier_normal_(module.o_proj.weight, gain=gain)
-        elif isinstance(module, DeepOneMLP):
-            for projection in (module.gate_proj, module.up_proj, module.down_proj):
-                init.xavier_normal_(projection.weight, gain=gain)
+        if hasattr(module, "initial_gain"):
+            init.xavier_normal_(module.weight, gain=module.initial_gain)
+        else:
+            super()._init_weights(module)
 
 
 class DeepOneModel(DeepOnePreTrainedModel):
