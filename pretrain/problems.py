@@ -4,7 +4,9 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
+Value = TypeVar("Value")
 EXIT_BAD_INPUT = 2
 
 
@@ -34,11 +36,16 @@ def is_first_on_machine() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def run_script(main: Callable[[], int | None]) -> None:
-    """Runs a script's main function and turns its outcome into an exit status; an InputError becomes status 2."""
+def or_exit(function: Callable[[], Value]) -> Value:
+    """What the function returns; an InputError instead ends the process with status 2, its problems on stderr."""
     try:
-        sys.exit(main() or 0)
+        return function()
     except InputError as error:
         if is_first_on_machine():
             print("\n".join(error.problems), file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
+
+
+def run_script(main: Callable[[], int | None]) -> None:
+    """Runs a script's main function and turns its outcome into an exit status; an InputError becomes status 2."""
+    sys.exit(or_exit(main) or 0)

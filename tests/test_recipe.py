@@ -1,0 +1,178 @@
+"""Recipes: what parses, what is refused, and the words it is refused with."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from pretrain.problems import InputError
+from pretrain.recipe import as_yaml, list_fields, read_command_line, read_run_config
+
+RECIPE = """
+model: model_configs/llama_30m.json
+output: runs/x
+data:
+  train: [{shards: data/a}]
+  sequence_length: 2k
+batch: {tokens_per_step: 512k}
+optim: {learning_rate: 3e-4}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def problems_of(path, *overrides):
+    with pytest.raises(InputError) as caught:
+        read_run_config(path, list(overrides))
+    return caught.value.problems
+
+
+def test_numbers_with_units_parse(recipe):
+    config = read_run_config(recipe, [("budget.tokens", "10B"), ("optim.warmup_steps", "2k")])
+    assert config.data.sequence_length == 2048, "k is 1,024 in lengths and batches"
+    assert config.batch.tokens_per_step == 2**19
+    assert config.budget.tokens == 10**10
+    assert config.optim.warmup_steps == 2000, "k is 1,000 elsewhere"
+    assert config.optim.learning_rate == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e9", 10**9), ("1.5B", 1_500_000_000), ("500M", 5 * 10**8), ("1_000", 1000)]
+)
+def test_counts(recipe, text, value):
+    assert read_run_config(recipe, [("budget.tokens", text)]).budget.tokens == value
+
+
+def test_what_yaml_1_1_would_misread(recipe):
+    recipe.write_text(RECIPE + "seed: 0123\n")
+    assert read_run_config(recipe).seed == 123, "not octal 83"
+    assert "got 'off'" in problems_of(recipe, ("precision", "off"))[0], "not false"
+
+
+def test_all_problems_are_reported_at_once(recipe):
+    recipe.write_text(RECIPE + "chekpoint: {}\nprecision: bf61\n")
+    problems = problems_of(
+        recipe, ("optim.learning_rat", "1"), ("data.train.0.wieght", "2"), ("batch.ramp.from", "0.3")
+    )
+    text = "\n".join(problems)
+    assert len(problems) == 5
+    assert f"{recipe}: chekpoint: unknown key; did you mean checkpoint?" in problems
+    assert "--optim.learning_rat: unknown key; did you mean learning_rate?" in problems
+    assert "--data.train.0.wieght: unknown key; did you mean weight?" in problems
+    assert f"{recipe}: precision: " in text and "did you mean bf16?" in text and "got 'bf61'" in text
+    assert "batch.ramp: from must be 1/2, 1/3, 1/4, ... (got 0.3)" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("optim.max_grad_norm", "0", "greater than 0 (got 0)"),
+        ("optim.warmup_steps", "2.5", "valid integer"),
+        ("data.sequence_length", "-4", "greater than or equal to 1 (got -4)"),
+        ("budget.tokens", "many", "got 'many'"),
+        ("optim.stochastic_rounding", "true", "stochastic_rounding works with name: adafactor (got adamw)"),
+        ("data.train", "[]", "at least 1 item"),
+    ],
+)
+def test_impossible_values_are_refused(recipe, key, value, message):
+    (problem,) = problems_of(recipe, (key, value))
+    assert problem.startswith(f"--{key}: ") or key.rsplit(".", 1)[0] in problem
+    assert message in problem
+
+
+def test_a_repeated_key_is_refused(recipe):
+    recipe.write_text(RECIPE + "seed: 1\nseed: 2\n")
+    (problem,) = problems_of(recipe)
+    assert "repeated key: seed" in problem
+
+
+def test_missing_settings_are_named(tmp_path):
+    path = tmp_path / "empty.yaml"
+    path.write_text("seed: 1\n")
+    assert {problem.split(": ")[1] for problem in problems_of(path)} == {"model", "output", "data", "batch", "optim"}
+
+
+def test_a_missing_recipe_is_named(tmp_path):
+    (problem,) = problems_of(tmp_path / "no.yaml")
+    assert "no.yaml: no such recipe" in problem
+
+
+def test_the_command_line_replaces_the_recipes_alternative(recipe):
+    recipe.write_text(RECIPE + "budget: {tokens_per_parameter: 20}\n")
+    config = read_run_config(recipe, [("budget.steps", "100"), ("optim.base_learning_rate", "1e-5")])
+    assert (config.budget.steps, config.budget.tokens_per_parameter) == (100, None)
+    assert (config.optim.base_learning_rate, config.optim.learning_rate) == (1e-5, None)
+
+
+def test_two_budgets_are_refused(recipe):
+    (problem,) = problems_of(recipe, ("budget.steps", "100"), ("budget.tokens", "1M"))
+    assert "give exactly one of tokens_per_parameter, tokens, steps (got tokens, steps)" in problem
+
+
+@pytest.mark.parametrize("ends", [["50%", "20%", None], ["20%", None, None], ["20%", "80%"]])
+def test_stages_must_rise_to_the_end(recipe, ends):
+    stages = [{"train": [{"shards": "a"}], "until": end} for end in ends]
+    recipe.write_text(RECIPE.replace("train: [{shards: data/a}]", f"stages: {stages}".replace("None", "null")))
+    (problem,) = problems_of(recipe)
+    assert "stages[].until must rise" in problem
+
+
+def test_a_recipe_without_data_is_refused(recipe):
+    recipe.write_text(RECIPE.replace("  train: [{shards: data/a}]\n", ""))
+    (problem,) = problems_of(recipe)
+    assert "give either train (one mixture) or stages (a curriculum)" in problem
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--config"], "--config: needs a value"),
+        (["x.yaml"], "'x.yaml': expected --section.key VALUE"),
+        (["--seed", "1"], "give one recipe"),
+    ],
+)
+def test_command_lines_that_say_nothing(argv, message):
+    with pytest.raises(InputError, match=message):
+        read_command_line(argv, "usage")
+
+
+def test_overridden_paths_are_known(recipe):
+    command_line = read_command_line(["--config", str(recipe), "--seed=7", "--check"], "usage")
+    assert (command_line.config.seed, command_line.overridden, command_line.check) == (7, {"seed"}, True)
+
+
+def test_the_config_is_frozen_and_replays(recipe, tmp_path):
+    config = read_run_config(recipe, [("batch.ramp.from", "0.5")])
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 1
+    replay = tmp_path / "config.yaml"
+    replay.write_text(as_yaml(config))
+    assert read_run_config(replay) == config
+
+
+def test_every_setting_is_listed_once():
+    paths = [path for path, _, _ in list_fields()]
+    assert len(paths) == len(set(paths)) > 50
+    assert {"batch.ramp.from", "data.train[].shards", "data.stages[].train[].weight"} <= set(paths)
+
+
+def test_help_and_mistakes_need_no_torch():
+    for argv in (["--help"], ["--config", "missing.yaml"]):
+        code = (
+            "import sys, runpy\n"
+            f"sys.argv = ['train.py'] + {argv}\n"
+            "try: runpy.run_path('train.py', run_name='__main__')\n"
+            "except SystemExit as stop: print('exit', stop.code, 'torch' in sys.modules, 'numpy' in sys.modules)\n"
+        )
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert out.splitlines()[-1] == f"exit {0 if argv == ['--help'] else 2} False False"
+
+
+def test_yaml_of_the_replay_is_plain(recipe):
+    assert yaml.safe_load(as_yaml(read_run_config(recipe)))["data"]["train"][0]["shards"] == "data/a"
