@@ -39,7 +39,9 @@ def read_parquet(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     with seekable(stream) as file:
         try:
             table = parquet.ParquetFile(file)
-            batches = table.iter_batches(ROWS_AT_ONCE, columns=[_column_of(table.schema_arrow, reading)])
+            batches = table.iter_batches(
+                ROWS_AT_ONCE, columns=[_column_of(table.schema_arrow, reading)], use_threads=False
+            )
             yield from _batch_records(batches, reading)
         except (pa.ArrowException, OSError) as error:
             raise DamagedFileError(f"not readable as parquet ({_first_line(error)})") from None
@@ -54,7 +56,7 @@ def read_parquet_rows(stream: ByteStream, reading: Reading, row_group: int) -> I
         table = parquet.ParquetFile(stream.path)
         first_row = sum(table.metadata.row_group(number).num_rows for number in range(row_group))
         columns = [_column_of(table.schema_arrow, reading)]
-        batches = table.iter_batches(ROWS_AT_ONCE, row_groups=[row_group], columns=columns)
+        batches = table.iter_batches(ROWS_AT_ONCE, row_groups=[row_group], columns=columns, use_threads=False)
         yield from _batch_records(batches, reading, first_row)
     except (pa.ArrowException, OSError) as error:
         raise DamagedFileError(f"not readable as parquet ({_first_line(error)})") from None

@@ -146,7 +146,7 @@ class ShardWriter:
         """Closes the last shards; all shards, train before validation."""
         for split in SPLITS:
             self._finish(split)
-        return sorted(self._finished, key=lambda shard: (SPLITS.index(shard.split), shard.file))
+        return sorted(self._finished, key=lambda shard: SPLITS.index(shard.split))
 
     def close(self) -> None:
         """Closes the files without finishing anything."""

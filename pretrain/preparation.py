@@ -1,0 +1,374 @@
+"""Documents to a folder of shards: what is asked for, what is there already, and the run that continues after a kill.
+
+While it is unfinished, a folder has `.unfinished/` with the plan (what was asked for), the progress (how far shards
+are sound) and the lock. The manifest is written last: without it, nothing counts as done.
+"""
+
+import itertools
+import json
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretrain.lock import folder_lock
+from pretrain.part_encoder import EncodedPart, EncodingSettings, Problem, encode_parts
+from pretrain.preparation_plan import Documents, PreparationOptions, plan_of, refuse_differences, source_differences
+from pretrain.problems import InputError
+from pretrain.shard_writer import ShardWriter, as_json, sync_folder, write_durably
+from pretrain.shards import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    SPLITS,
+    TOKENIZER_FOLDER,
+    Manifest,
+    read_manifest,
+)
+from pretrain.sources import BEGINNING, Position
+from pretrain.tokenize import LoadedTokenizer, make_encoder
+
+UNFINISHED_FOLDER = ".unfinished"
+PLAN_LAYOUT = 1
+COMMIT_SECONDS = 2.0
+PROBLEMS_NAMED_IN_MANIFEST = 20
+
+
+@dataclass
+class Tally:
+    """What has been counted so far, over both splits."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    validation_tokens: int = 0
+    empty_documents: int = 0
+    bad_records: int = 0
+    bad_examples: list[str] = field(default_factory=list)
+    input_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a preparation ended. `already_done` means that nothing had to be made; seconds are this process's."""
+
+    manifest: Manifest
+    tally: Tally
+    already_done: bool
+    continued: bool
+    seconds: float
+    tokens_made: int
+
+
+class StoppedError(Exception):
+    """A signal asked to stop; everything until then is kept. Holds the signal's number."""
+
+
+Report = Callable[[Tally], None]
+
+
+def prepare(
+    documents: Documents,
+    tokenizer: LoadedTokenizer,
+    output: Path,
+    options: PreparationOptions,
+    engine: str = "auto",
+    workers: int = 1,
+    say: Callable[[str], None] = print,
+    report: Report = lambda tally: None,
+) -> Outcome:
+    """Makes, continues or recognises the prepared folder `output`.
+
+    Raises InputError for input that cannot be used or a folder that was made from something else, StoppedError when
+    a signal ended it early (run it again to continue).
+    """
+    plan = plan_of(documents, tokenizer, options)
+    finished = _finished(output, plan)
+    if finished is not None:
+        return finished
+    existed = output.is_dir()
+    _check_free(output)
+    state_folder = output / UNFINISHED_FOLDER
+    try:
+        state_folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {output}: cannot be made: {error.strerror}; give a writable folder") from None
+    with folder_lock(state_folder / "lock"):
+        # Another process may have finished it before the lock was ours.
+        finished = _finished(output, plan)
+        if finished is None:
+            run = _Run(documents, tokenizer, output, options, plan, report)
+            try:
+                return run.complete(engine, workers, say)
+            except InputError:
+                if not run.has_documents:
+                    _discard(output, existed)
+                raise
+            except OSError as error:
+                raise InputError(_disk_problem(output, error)) from error
+    return finished
+
+
+def _disk_problem(output: Path, error: OSError) -> str:
+    name = f" ({error.filename})" if error.filename else ""
+    return (
+        f"{output}: {error.strerror or error}{name}; make room or access, then run the same command again: "
+        "it continues where it stopped"
+    )
+
+
+def _finished(output: Path, plan: dict[str, Any]) -> Outcome | None:
+    if not (output / MANIFEST_FILE).is_file():
+        return None
+    manifest = read_manifest(output)
+    made_from = json.loads((output / MANIFEST_FILE).read_bytes())
+    refuse_differences(output, made_from, plan, "was finished")
+    totals = [manifest.totals(split) for split in SPLITS]
+    tally = Tally(
+        documents=sum(total[1] for total in totals),
+        tokens=sum(total[0] for total in totals),
+        text_bytes=sum(total[2] for total in totals),
+        validation_tokens=totals[1][0],
+        empty_documents=made_from["skipped"]["empty_documents"],
+        bad_records=made_from["skipped"]["bad_records"],
+    )
+    return Outcome(manifest, tally, already_done=True, continued=False, seconds=0.0, tokens_made=0)
+
+
+def _check_free(output: Path) -> None:
+    if output.is_file():
+        raise InputError(f"--output {output}: is a file; give a folder")
+    if output.is_dir() and not (output / UNFINISHED_FOLDER).is_dir():
+        others = sorted(path.name for path in output.iterdir())
+        if others:
+            shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+            raise InputError(f"--output {output}: holds something else already ({shown}); give a new or empty folder")
+
+
+def _discard(output: Path, existed: bool) -> None:
+    """Removes what a preparation without any result has made, and nothing else."""
+    for path in itertools.chain(*(output.glob(f"{split}-*.bin") for split in SPLITS)):
+        path.unlink()
+    for name in (TOKENIZER_FOLDER, UNFINISHED_FOLDER):
+        shutil.rmtree(output / name, ignore_errors=True)
+    if not existed:
+        output.rmdir()
+
+
+class _DisagreementError(Exception):
+    """The fast path gave other ids than the reference."""
+
+
+class _Run:
+    """One process's work on an unfinished folder, under its lock."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        tokenizer: LoadedTokenizer,
+        output: Path,
+        options: PreparationOptions,
+        plan: dict[str, Any],
+        report: Report,
+    ):
+        self.documents, self.tokenizer, self.output = documents, tokenizer, output
+        self.options, self.plan, self.report = options, plan, report
+        self.plan_path = output / UNFINISHED_FOLDER / "plan.json"
+        self.progress_path = output / UNFINISHED_FOLDER / "progress.json"
+        self.has_documents = self.progress_path.exists()
+
+    def complete(self, engine: str, workers: int, say: Callable[[str], None]) -> Outcome:
+        """Tokenises what is left and writes the manifest."""
+        started = time.monotonic()
+        progress = self._load_progress()
+        if progress is None:
+            self.tokenizer.save(self.output / TOKENIZER_FOLDER)
+            write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
+        else:
+            say(f"{self.output}: continuing after {progress['tally']['documents']:,} documents")
+        _, reason = make_encoder(self.tokenizer, engine)
+        chosen = "reference" if engine == "reference" or reason else "fast"
+        if reason:
+            say(f"tokenising with tokenizers: {reason}")
+        before = progress["tally"]["tokens"] if progress else 0
+        try:
+            tally, shards = self._tokenise(progress, chosen, workers)
+        except _DisagreementError as error:
+            if engine == "fast":
+                raise InputError(f"--engine fast: {error}; remove {self.output} and use --engine reference") from None
+            say(f"starting anew with tokenizers: {error}")
+            self.progress_path.unlink(missing_ok=True)
+            before = 0
+            tally, shards = self._tokenise(None, "reference", workers)
+        manifest = self._finish(tally, shards)
+        seconds = time.monotonic() - started
+        return Outcome(manifest, tally, False, progress is not None, seconds, tally.tokens - before)
+
+    def _load_progress(self) -> dict[str, Any] | None:
+        if not self.plan_path.is_file():
+            return None
+        try:
+            earlier = json.loads(self.plan_path.read_bytes())
+            progress = json.loads(self.progress_path.read_bytes()) if self.progress_path.is_file() else None
+        except ValueError as error:
+            raise InputError(f"{self.output}: its progress is damaged ({error}); remove it and start anew") from None
+        if earlier.pop("layout", None) != PLAN_LAYOUT:
+            raise InputError(f"{self.output}: was begun by another version; remove it and prepare it anew")
+        refuse_differences(self.output, earlier, self.plan, "was begun", free=("on_error", "max_errors"))
+        return progress
+
+    def _tokenise(self, progress: dict[str, Any] | None, engine: str, workers: int) -> tuple[Tally, list[Any]]:
+        options = self.options
+        tally = Tally(**progress["tally"]) if progress else Tally()
+        position = Position(*progress["position"]) if progress else BEGINNING
+        state = progress["writer"] if progress else None
+        writer = ShardWriter(self.output, self.plan["dtype"], options.shard_tokens, state)
+        stop = options.on_error == "stop"
+        settings = EncodingSettings(self.tokenizer, engine, options.reading, options.validation_fraction, stop)
+        parts = self.documents.parts(options.reading, position)
+        committed = time.monotonic()
+        try:
+            with _stop_signals() as stopped, _closing(encode_parts(parts, settings, workers)) as encoded_parts:
+                for encoded in () if progress and progress["complete"] else encoded_parts:
+                    complete = self._add(encoded, tally, writer)
+                    position = encoded.after
+                    self.has_documents = tally.documents > 0
+                    self.report(tally)
+                    if complete or stopped or time.monotonic() - committed > COMMIT_SECONDS:
+                        self._commit(writer, tally, position, complete)
+                        committed = time.monotonic()
+                    if complete:
+                        break
+                    if stopped:
+                        raise StoppedError(stopped[0])
+            if not tally.documents:
+                raise InputError(_nothing_found(tally, options))
+            return tally, writer.finish()
+        except InputError:
+            # What came before the bad record is sound and need not be made again.
+            if tally.documents:
+                self._commit(writer, tally, position, complete=False)
+            raise
+        finally:
+            writer.close()
+
+    def _commit(self, writer: ShardWriter, tally: Tally, position: Position, complete: bool) -> None:
+        state = {"position": position, "complete": complete, "tally": asdict(tally), "writer": writer.sync()}
+        write_durably(self.progress_path, as_json(state))
+
+    def _add(self, encoded: EncodedPart, tally: Tally, writer: ShardWriter) -> bool:
+        """Writes a part's documents, up to the limits; whether a limit has been reached."""
+        if encoded.disagreement is not None:
+            raise _DisagreementError(f"gigatoken gives other ids than tokenizers for {encoded.disagreement}")
+        taken = _documents_within_limits(encoded, tally, self.options)
+        complete = taken < len(encoded.document_tokens) or tally.documents + taken == self.options.max_documents
+        problems = [problem for problem in encoded.problems if problem.documents_before <= taken and not complete]
+        self._check_problems(problems, tally)
+        ids = encoded.ids[: int(encoded.document_tokens[:taken].sum())]
+        tokens, text_bytes = encoded.document_tokens[:taken], encoded.document_bytes[:taken]
+        validation = encoded.is_validation[:taken]
+        for split, chosen in (("train", ~validation), ("validation", validation)):
+            if chosen.any():
+                writer.write(split, ids[np.repeat(chosen, tokens)], tokens[chosen], text_bytes[chosen])
+        tally.documents += taken
+        tally.tokens += len(ids)
+        tally.text_bytes += int(text_bytes.sum())
+        tally.validation_tokens += int(tokens[validation].sum())
+        tally.empty_documents += encoded.empty_documents
+        tally.input_bytes += encoded.input_bytes
+        return complete
+
+    def _check_problems(self, problems: list[Problem], tally: Tally) -> None:
+        if not problems:
+            return
+        if self.options.on_error == "stop":
+            first = problems[0]
+            raise InputError(
+                f"{first.place}: {first.reason}; mend the input, or use --on_error skip, "
+                "which counts what it leaves out"
+            )
+        if tally.bad_records + len(problems) > self.options.max_errors:
+            excess = problems[self.options.max_errors - tally.bad_records]
+            raise InputError(
+                f"{excess.place}: {excess.reason}; that is one more than --max_errors {self.options.max_errors:,} bad "
+                "records; mend the input, or run again with a larger --max_errors, which goes on from here"
+            )
+        room = PROBLEMS_NAMED_IN_MANIFEST - len(tally.bad_examples)
+        tally.bad_examples += [f"{problem.name}: {problem.reason}" for problem in problems[:room]]
+        tally.bad_records += len(problems)
+
+    def _finish(self, tally: Tally, shards: list[Any]) -> Manifest:
+        changed = source_differences(self.plan["sources"], self.documents.description())
+        if changed:
+            raise InputError(
+                f"{self.output}: the input changed while it was read: {'; '.join(changed[:8])}; "
+                f"remove {self.output} and prepare it anew"
+            )
+        manifest = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **self.plan}
+        sources = manifest.pop("sources")
+        manifest["shards"] = [asdict(shard) for shard in shards]
+        manifest["totals"] = {
+            split: {
+                name: sum(getattr(shard, name) for shard in shards if shard.split == split)
+                for name in ("tokens", "documents", "text_bytes")
+            }
+            for split in SPLITS
+        }
+        manifest["skipped"] = {
+            "empty_documents": tally.empty_documents,
+            "bad_records": tally.bad_records,
+            "first_bad_records": tally.bad_examples,
+        }
+        manifest["sources"] = sources
+        sync_folder(self.output)
+        write_durably(self.output / MANIFEST_FILE, as_json(manifest))
+        shutil.rmtree(self.output / UNFINISHED_FOLDER, ignore_errors=True)
+        return read_manifest(self.output)
+
+
+def _nothing_found(tally: Tally, options: PreparationOptions) -> str:
+    skipped = f"{tally.empty_documents:,} empty documents and {tally.bad_records:,} bad records were skipped"
+    limit = options.max_tokens
+    limits = f", and --max_tokens {limit:,} is less than the first document" if limit is not None else ""
+    return f"the input holds no documents ({skipped}{limits}); nothing was made; give files that hold text"
+
+
+def _documents_within_limits(encoded: EncodedPart, tally: Tally, options: PreparationOptions) -> int:
+    taken = len(encoded.document_tokens)
+    if options.max_documents is not None:
+        taken = min(taken, options.max_documents - tally.documents)
+    if options.max_tokens is not None:
+        ends = np.cumsum(encoded.document_tokens)
+        taken = min(taken, int(np.searchsorted(ends, options.max_tokens - tally.tokens, side="right")))
+    return taken
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM so that work stops between parts; a second one acts at once."""
+    received: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        received.append(number)
+        signal.signal(number, previous[number])
+
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _closing(generator: Iterator[EncodedPart]) -> Iterator[Iterator[EncodedPart]]:
+    try:
+        yield generator
+    finally:
+        generator.close()

@@ -1,0 +1,119 @@
+"""What a preparation is asked for, and how that differs from what a folder was made from."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from pretrain.formats import Reading
+from pretrain.problems import InputError
+from pretrain.shards import dtype_for
+from pretrain.sources import Part, Position, Source, fingerprint, parts_of
+from pretrain.tokenize import LoadedTokenizer
+
+SHOWN_DIFFERENCES = 8
+
+
+class Documents(Protocol):
+    """Where documents come from: local files or a dataset. `total_bytes` is None when it cannot be known."""
+
+    total_bytes: int | None
+
+    def description(self) -> list[dict[str, Any]]:
+        """What identifies the documents, for the manifest; no absolute paths."""
+
+    def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
+        """The parts in order, from a position on."""
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """Documents from files."""
+
+    sources: Sequence[Source]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files as they lie there."""
+        return sum(source.bytes for source in self.sources)
+
+    def description(self) -> list[dict[str, Any]]:
+        """Name, size and fingerprint of every file."""
+        sizes = [os.path.getsize(source.path) for source in self.sources]
+        return [
+            {"path": source.name, "bytes": size, "fingerprint": fingerprint(source.path, size)}
+            for source, size in zip(self.sources, sizes, strict=True)
+        ]
+
+    def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
+        """The parts of all files."""
+        return parts_of(self.sources, reading, start)
+
+
+@dataclass(frozen=True)
+class PreparationOptions:
+    """What decides the bytes of the folder, besides documents and tokenizer. Limits are None when there is none."""
+
+    reading: Reading = field(default_factory=Reading)
+    format: str | None = None
+    validation_fraction: float = 0.01
+    shard_tokens: int = 100_000_000
+    max_documents: int | None = None
+    max_tokens: int | None = None
+    on_error: str = "stop"
+    max_errors: int = 100
+
+    def as_plan(self) -> dict[str, Any]:
+        """The options as the manifest records them."""
+        fields = asdict(self)
+        reading = fields.pop("reading")
+        return {"text_field": reading["text_field"], "documents": reading["documents"], **fields}
+
+
+def plan_of(documents: Documents, tokenizer: LoadedTokenizer, options: PreparationOptions) -> dict[str, Any]:
+    """Everything that decides the bytes of the folder, as the manifest records it."""
+    return {
+        "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
+        "vocabulary_size": tokenizer.vocabulary_size,
+        "end_of_document_id": tokenizer.end_of_document_id,
+        "dtype": dtype_for(tokenizer.vocabulary_size),
+        "options": options.as_plan(),
+        "sources": documents.description(),
+    }
+
+
+def refuse_differences(
+    output: Path, made_from: dict[str, Any], plan: dict[str, Any], how: str, free: tuple[str, ...] = ()
+) -> None:
+    """Raises InputError showing how `plan` differs from what the folder was made from.
+
+    `free` names options that may change on the way because they change no byte of what is already there.
+    """
+    differences = []
+    for key in ("tokenizer", "vocabulary_size", "end_of_document_id", "dtype", "options"):
+        before, now = made_from.get(key), plan[key]
+        if isinstance(now, dict):
+            before = before if isinstance(before, dict) else {}
+            names = [name for name in now if before.get(name) != now[name] and name not in free]
+            differences += [f"{key}.{name} was {before.get(name)!r}, is now {now[name]!r}" for name in names]
+        elif before != now:
+            differences.append(f"{key} was {before!r}, is now {now!r}")
+    differences += source_differences(made_from.get("sources") or [], plan["sources"])
+    if differences:
+        more = len(differences) - SHOWN_DIFFERENCES
+        shown = "; ".join(differences[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+        raise InputError(
+            f"{output}: {how} from something else: {shown}; use another --output, or remove this one first"
+        )
+
+
+def source_differences(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
+    """New, missing and changed sources, in words."""
+    old = {source["path"]: source for source in before}
+    new = {source["path"]: source for source in now}
+    return [
+        *(f"source {path} is new" for path in new if path not in old),
+        *(f"source {path} is gone" for path in old if path not in new),
+        *(f"source {path} has changed" for path in new if path in old and old[path] != new[path]),
+    ]
