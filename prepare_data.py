@@ -29,7 +29,9 @@ SIGINT = 2
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line. Counts and fractions stay text here, so that all that is wrong can be told at once."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     what = parser.add_argument_group("documents")
     what.add_argument(
         "--input", nargs="+", metavar="GLOB", help="files: jsonl json csv txt parquet arrow h5 tar, .gz .zst"
@@ -41,10 +43,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     what.add_argument("--streaming", action="store_true", help="read the dataset without downloading the whole")
     what.add_argument("--text_field", default="text", help="field or column of the text, such as text or meta.text")
     what.add_argument("--format", help="jsonl, json, csv, txt, parquet, arrow, hdf5 or tar (default: by suffix)")
-    what.add_argument("--documents", default="file", choices=["file", "line", "paragraph"], help="unit of plain text")
+    what.add_argument("--documents", default="file", help="unit of plain text: file (default), line or paragraph")
     what.add_argument("--max_documents", metavar="N", help="stop after so many documents")
     what.add_argument("--max_tokens", metavar="N", help="stop before more tokens than this, such as 10e9 or 10B")
-    what.add_argument("--on_error", default="stop", choices=["stop", "skip"], help="at a bad record (default: stop)")
+    what.add_argument("--on_error", default="stop", help="at a bad record: stop (default) or skip")
     what.add_argument("--max_errors", default="100", metavar="N", help="with skip: more bad records than this stop")
     how = parser.add_argument_group("output")
     how.add_argument("--tokenizer", metavar="FOLDER|FILE|HUB_ID", help="the tokenizer")
@@ -80,8 +82,9 @@ def count(problems: list[str], name: str, text: str | None, smallest: int = 1) -
 
 def read_options(arguments: argparse.Namespace) -> "PreparationOptions":
     """The options that decide the output's bytes. Raises InputError with everything that is wrong with them."""
-    from pretrain.formats import Reading
+    from pretrain.formats import UNITS, Reading
     from pretrain.preparation_plan import PreparationOptions
+    from pretrain.tokenize import ENGINES
 
     problems: list[str] = []
     try:
@@ -91,6 +94,10 @@ def read_options(arguments: argparse.Namespace) -> "PreparationOptions":
     if not 0.0 <= fraction < 1.0:
         given = arguments.validation_fraction
         problems.append(f"--validation_fraction {given}: must be a number from 0 (none) to below 1, such as 0.01")
+    for name, allowed in {"documents": UNITS, "on_error": ("stop", "skip"), "engine": ENGINES}.items():
+        given = getattr(arguments, name)
+        if given not in allowed:
+            problems.append(f"--{name} {given}: must be {', '.join(allowed[:-1])} or {allowed[-1]}")
     options = PreparationOptions(
         reading=Reading(arguments.text_field, arguments.documents),
         format=arguments.format,
@@ -108,9 +115,6 @@ def read_options(arguments: argparse.Namespace) -> "PreparationOptions":
 
 def required_problems(arguments: argparse.Namespace) -> list[str]:
     """What is missing from the command line or does not go together."""
-    from pretrain.problems import did_you_mean
-    from pretrain.tokenize import ENGINES
-
     problems = []
     if bool(arguments.input) == bool(arguments.dataset):
         problems.append("give either --input 'FILES' or --dataset NAME")
@@ -118,8 +122,6 @@ def required_problems(arguments: argparse.Namespace) -> list[str]:
         problems.append("give --output FOLDER, the folder to make")
     if bool(arguments.tokenizer) == bool(arguments.train_tokenizer):
         problems.append("give either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one")
-    if arguments.engine not in ENGINES:
-        problems.append(f"--engine {arguments.engine}: no such engine{did_you_mean(arguments.engine, ENGINES)}")
     return problems
 
 
@@ -197,7 +199,7 @@ def train(arguments: argparse.Namespace) -> int:
     options = gather(problems, read_options, arguments)
     vocabulary_size = count(problems, "train_tokenizer", arguments.train_tokenizer)
     sample_bytes = count(problems, "tokenizer_sample_bytes", arguments.tokenizer_sample_bytes)
-    documents = gather(problems, find_documents, arguments)
+    documents = gather(problems, find_documents, arguments) if arguments.input or arguments.dataset else None
     if problems:
         raise InputError(*problems)
     os.environ.setdefault("RAYON_NUM_THREADS", str(count(problems, "workers", arguments.workers) or available_cores()))

@@ -15,6 +15,7 @@ from pretrain.byte_stream import ByteStream, DamagedFileError
 
 MAXIMUM_DOCUMENT_BYTES = 256 << 20
 PART_BYTES = 4 << 20
+UNITS = ("file", "line", "paragraph")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 

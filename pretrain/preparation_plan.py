@@ -9,16 +9,17 @@ from typing import Any, Protocol
 from pretrain.formats import Reading
 from pretrain.problems import InputError
 from pretrain.shards import dtype_for
-from pretrain.sources import Part, Position, Source, fingerprint, parts_of
+from pretrain.sources import Part, Position, Source, expected_bytes, fingerprint, parts_of
 from pretrain.tokenize import LoadedTokenizer
 
 SHOWN_DIFFERENCES = 8
 
 
 class Documents(Protocol):
-    """Where documents come from: local files or a dataset. `total_bytes` is None when it cannot be known."""
+    """Where documents come from: local files or a dataset. Sizes are None where they cannot be known."""
 
     total_bytes: int | None
+    expected_text_bytes: int | None
 
     def description(self) -> list[dict[str, Any]]:
         """What identifies the documents, for the manifest; no absolute paths."""
@@ -37,6 +38,11 @@ class LocalFiles:
     def total_bytes(self) -> int:
         """Bytes of all files as they lie there."""
         return sum(source.bytes for source in self.sources)
+
+    @property
+    def expected_text_bytes(self) -> int:
+        """About how much there is when decompressed."""
+        return sum(expected_bytes(source) for source in self.sources)
 
     def description(self) -> list[dict[str, Any]]:
         """Name, size and fingerprint of every file."""

@@ -235,7 +235,7 @@ def parts_of(sources: Sequence[Source], reading: Reading, start: Position = BEGI
     while number < len(sources):
         group = list(itertools.takewhile(lambda s: _is_small(s, reading), sources[number : number + 1024]))
         if group:
-            sizes = itertools.accumulate(_expected_bytes(source) for source in group)
+            sizes = itertools.accumulate(expected_bytes(source) for source in group)
             group = group[: max(1, sum(1 for size in sizes if size <= PART_BYTES))]
             input_bytes = sum(source.bytes for source in group)
             number += len(group)
@@ -246,13 +246,14 @@ def parts_of(sources: Sequence[Source], reading: Reading, start: Position = BEGI
             number += 1
 
 
-def _expected_bytes(source: Source) -> int:
+def expected_bytes(source: Source) -> int:
+    """About how large a file is when decompressed."""
     return source.bytes * (EXPECTED_COMPRESSION_RATIO if source.compression else 1)
 
 
 def _is_small(source: Source, reading: Reading) -> bool:
     """Whether a worker reads the file whole: a small one, or one that is a single document anyway."""
-    return _expected_bytes(source) <= PART_BYTES or (source.format == "txt" and reading.documents == "file")
+    return expected_bytes(source) <= PART_BYTES or (source.format == "txt" and reading.documents == "file")
 
 
 def _parts_of_large(source: Source, number: int, reading: Reading, first: int) -> Iterator[Part]:
