@@ -23,6 +23,7 @@ READ_BY_EVERY_CLASS = {"model_type", "auto_map", "torch_dtype", "num_labels", "n
 READ_INTO_ROPE_PARAMETERS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 # The rest of the many known types are one typo away from these or are listed on the Hub.
 COMMON_MODEL_TYPES = ("llama", "qwen3", "gpt2", *pretrain.architectures.MODEL_TYPES)
+SHIPPED_CONFIGS = Path(__file__).parent.parent / "model_configs"
 COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -50,6 +51,8 @@ def load_model_config(name_or_path: str, *, trust_remote_code: bool = False) -> 
             raise InputError(f"{name_or_path}: this folder has no config.json, so it is not a model folder")
     elif name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1:
         raise InputError(f"{name_or_path}: no such folder; give a model's .json file, a model folder or a Hub id")
+    elif (SHIPPED_CONFIGS / f"{name_or_path}.json").is_file():
+        raise InputError(f"{name_or_path}: no such folder; did you mean {SHIPPED_CONFIGS.name}/{name_or_path}.json?")
     try:
         return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, huggingface_hub.errors.StrictDataclassError) as error:

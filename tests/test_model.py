@@ -378,6 +378,8 @@ def test_a_missing_file_or_folder_is_refused_with_its_neighbour(tmp_path):
         load_model_config(str(tmp_path / "tinny.json"))
     with pytest.raises(InputError, match=r"no such folder; give a model's \.json file, a model folder or a Hub id"):
         load_model_config(str(tmp_path / "nothing"))
+    with pytest.raises(InputError, match=r"llama_30m: no such folder; did you mean model_configs/llama_30m\.json\?"):
+        load_model_config("llama_30m")
     with pytest.raises(InputError, match=r"has no config\.json, so it is not a model folder"):
         load_model_config(str(tmp_path))
 
