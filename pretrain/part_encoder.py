@@ -20,7 +20,7 @@ from pretrain.formats import Reading, Record
 from pretrain.problems import InputError
 from pretrain.shards import dtype_for
 from pretrain.sources import Part, Position, Source
-from pretrain.tokenize import FastEncoder, LoadedTokenizer, ReferenceEncoder
+from pretrain.tokenize import Encoder, FastEncoder, LoadedTokenizer
 
 PARTS_AHEAD_PER_WORKER = 2
 SAMPLE_BYTES = 4096
@@ -32,7 +32,7 @@ class EncodingSettings:
     """What a worker has to know besides the part."""
 
     tokenizer: LoadedTokenizer
-    engine: str
+    encoder: Encoder
     reading: Reading
     validation_fraction: float
     stop_at_problem: bool
@@ -66,17 +66,18 @@ class EncodedPart:
 
 
 def is_validation_text(text: bytes, fraction: float) -> bool:
-    """Whether a document belongs to the validation split: by the BLAKE2b hash of its text, whatever else there is."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") < fraction * 2.0**64
+    """Whether a document belongs to the validation split: by the first 8 bytes of its text's SHA-256, alone."""
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fraction * 2.0**64
 
 
 class PartEncoder:
     """Encodes parts, one after another, in this process."""
 
     def __init__(self, settings: EncodingSettings):
+        # One worker per core: the tokenizers library must not start threads of its own.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._settings = settings
-        engines = {"fast": FastEncoder, "reference": ReferenceEncoder}
-        self._encoder = engines[settings.engine](settings.tokenizer)
+        self._encoder = settings.encoder
 
     def encode(self, part: Part) -> EncodedPart:
         """Reads, checks, splits and encodes one part."""
@@ -176,8 +177,6 @@ def _start_worker(settings: EncodingSettings, parent: int) -> None:
     global _encoder_of_worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # One worker per core: the tokenizers library must not start threads of its own.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     _encoder_of_worker = PartEncoder(settings)
 

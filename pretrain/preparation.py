@@ -32,7 +32,7 @@ from pretrain.shards import (
     read_manifest,
 )
 from pretrain.sources import BEGINNING, Position
-from pretrain.tokenize import LoadedTokenizer, make_encoder
+from pretrain.tokenize import Encoder, LoadedTokenizer, ReferenceEncoder, make_encoder
 
 UNFINISHED_FOLDER = ".unfinished"
 PLAN_LAYOUT = 1
@@ -192,20 +192,19 @@ class _Run:
             write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
         else:
             say(f"{self.output}: continuing after {progress['tally']['documents']:,} documents")
-        _, reason = make_encoder(self.tokenizer, engine)
-        chosen = "reference" if engine == "reference" or reason else "fast"
+        encoder, reason = make_encoder(self.tokenizer, engine)
         if reason:
             say(f"tokenising with tokenizers: {reason}")
         before = progress["tally"]["tokens"] if progress else 0
         try:
-            tally, shards = self._tokenise(progress, chosen, workers)
+            tally, shards = self._tokenise(progress, encoder, workers)
         except _DisagreementError as error:
             if engine == "fast":
                 raise InputError(f"--engine fast: {error}; remove {self.output} and use --engine reference") from None
             say(f"starting anew with tokenizers: {error}")
             self.progress_path.unlink(missing_ok=True)
             before = 0
-            tally, shards = self._tokenise(None, "reference", workers)
+            tally, shards = self._tokenise(None, ReferenceEncoder(self.tokenizer), workers)
         manifest = self._finish(tally, shards)
         seconds = time.monotonic() - started
         return Outcome(manifest, tally, False, progress is not None, seconds, tally.tokens - before)
@@ -223,14 +222,14 @@ class _Run:
         refuse_differences(self.output, earlier, self.plan, "was begun", free=("on_error", "max_errors"))
         return progress
 
-    def _tokenise(self, progress: dict[str, Any] | None, engine: str, workers: int) -> tuple[Tally, list[Any]]:
+    def _tokenise(self, progress: dict[str, Any] | None, encoder: Encoder, workers: int) -> tuple[Tally, list[Any]]:
         options = self.options
         tally = Tally(**progress["tally"]) if progress else Tally()
         position = Position(*progress["position"]) if progress else BEGINNING
         state = progress["writer"] if progress else None
         writer = ShardWriter(self.output, self.plan["dtype"], options.shard_tokens, state)
         stop = options.on_error == "stop"
-        settings = EncodingSettings(self.tokenizer, engine, options.reading, options.validation_fraction, stop)
+        settings = EncodingSettings(self.tokenizer, encoder, options.reading, options.validation_fraction, stop)
         parts = self.documents.parts(options.reading, position)
         committed = time.monotonic()
         try:

@@ -268,13 +268,13 @@ def _parts_of_large(source: Source, number: int, reading: Reading, first: int) -
 
 def _line_parts(source: Source, number: int, first: int) -> Iterator[Part]:
     with ByteStream(source.path, source.compression) as stream:
-        before, line, part = 0, 1, 0
+        before, line, part, content = 0, 1, 0, b""
         try:
             for part, (line, content) in enumerate(formats.whole_lines(stream), 1):
                 yield LinesPart(source, line, content, Position(number, part), stream.consumed - before)
-                before, line = stream.consumed, line + content.count(b"\n")
+                before = stream.consumed
         except DamagedFileError as error:
-            problem = Record(line, None, f"{error}; nothing after it was read")
+            problem = Record(line + content.count(b"\n"), None, f"{error}; nothing after it was read")
             yield RecordsPart(source, (problem,), Position(number, part + 1), source.bytes - before)
 
 

@@ -190,13 +190,15 @@ def _backend(content: bytes, given: str) -> "tokenizers.Tokenizer":  # noqa: F82
 class ReferenceEncoder:
     """Ids from the tokenizers library: the definition of what is right."""
 
-    name = "reference"
-
     def __init__(self, tokenizer: LoadedTokenizer):
+        self._tokenizer = tokenizer
         self._backend = _backend(_with_special_end(tokenizer), tokenizer.name)
         self._backend.encode_special_tokens = True
         self._backend.no_truncation()
         self._backend.no_padding()
+
+    def __reduce__(self) -> tuple[type, tuple[LoadedTokenizer]]:
+        return type(self), (self._tokenizer,)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """One uint32 array of ids per UTF-8 text."""
@@ -231,16 +233,18 @@ def _with_special_end(tokenizer: LoadedTokenizer) -> bytes:
 class FastEncoder:
     """Ids from gigatoken; texts in which a special token's text may stand go to the reference path."""
 
-    name = "fast"
-
     def __init__(self, tokenizer: LoadedTokenizer):
         import gigatoken
 
+        self._tokenizer = tokenizer
         self.reference = ReferenceEncoder(tokenizer)
         self._encode = gigatoken.Tokenizer.from_json(tokenizer.json).backend.encode
         # Few short prefixes are found faster than hundreds of whole tokens, and none can be missed.
         self._suspects = sorted({token.encode()[:4] for token in tokenizer.special_tokens})
         self._specials = re.compile(b"|".join(re.escape(token.encode()) for token in tokenizer.special_tokens))
+
+    def __reduce__(self) -> tuple[type, tuple[LoadedTokenizer]]:
+        return type(self), (self._tokenizer,)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """One uint32 array of ids per UTF-8 text, equal to the reference's."""
@@ -261,7 +265,10 @@ class FastEncoder:
         return None
 
 
-def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[ReferenceEncoder | FastEncoder, str | None]:
+Encoder = ReferenceEncoder | FastEncoder
+
+
+def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str | None]:
     """The encoder for `engine` (auto, fast or reference), and why auto took the reference path where it did.
 
     Raises InputError when `fast` is asked for and gigatoken cannot do this tokenizer, or differs from tokenizers.

@@ -142,9 +142,8 @@ def _texts(documents: Documents, options: PreparationOptions, sample: Sample) ->
 
 
 def _is_drawn(text: bytes, fraction: float) -> bool:
-    """By another hash than the validation split's, or the two choices would depend on each other."""
-    digest = hashlib.blake2b(text, digest_size=8, person=b"sample").digest()
-    return int.from_bytes(digest, "big") < fraction * 2.0**64
+    """By other bytes of the hash than the validation split's, or the two choices would depend on each other."""
+    return int.from_bytes(hashlib.sha256(text).digest()[8:16], "big") < fraction * 2.0**64
 
 
 def _usable_texts(documents: Documents, options: PreparationOptions, sample: Sample) -> Iterator[bytes]:
