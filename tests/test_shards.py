@@ -1,0 +1,213 @@
+import hashlib
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from pretrain.problems import InputError
+from pretrain.shard_writer import ShardWriter
+from pretrain.shards import Shard, dtype_for, open_shards, read_manifest, verify_shards
+
+END = 9
+VOCABULARY = 10
+
+
+def write_folder(folder, streams, dtype="uint16", vocabulary_size=VOCABULARY):
+    """A prepared folder by hand: {split: [ids of each shard]}."""
+    (folder / "tokenizer").mkdir(parents=True)
+    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+    shards = []
+    for split, parts in streams.items():
+        for number, ids in enumerate(parts):
+            content = np.array(ids, dtype=dtype).tobytes()
+            name = f"{split}-{number:05d}.bin"
+            (folder / name).write_bytes(content)
+            documents = ids.count(END)
+            shards.append(Shard(name, split, len(ids), documents, 7 * documents, hashlib.sha256(content).hexdigest()))
+    manifest = {
+        "format": "groundwork-shards",
+        "version": 1,
+        "tokenizer": {"name": "t", "sha256": hashlib.sha256(b"{}").hexdigest()},
+        "vocabulary_size": vocabulary_size,
+        "end_of_document_id": END,
+        "dtype": dtype,
+        "shards": [asdict(shard) for shard in shards],
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path / "data", {"train": [[1, 2, 9, 3, 9], [4, 9], [5, 6, 7, 9]], "validation": [[8, 9]]})
+
+
+@pytest.mark.parametrize("out_type", [np.uint16, np.int32, np.int64])
+def test_reads_cross_shard_files_into_any_integer_type(folder, out_type):
+    reader = open_shards(folder, "train")
+    stream = [1, 2, 9, 3, 9, 4, 9, 5, 6, 7, 9]
+    assert reader.tokens == len(stream)
+    for start in range(len(stream)):
+        for stop in range(start, len(stream) + 1):
+            out = np.zeros(stop - start, dtype=out_type)
+            reader.read(start, out)
+            assert out.tolist() == stream[start:stop]
+
+
+def test_reads_outside_of_the_stream_are_refused(folder):
+    reader = open_shards(folder, "train")
+    for start, length in ((-1, 2), (10, 2), (11, 1)):
+        with pytest.raises(IndexError, match="train has 0 to 11"):
+            reader.read(start, np.zeros(length, dtype=np.int64))
+
+
+def test_wide_ids_and_plain_memmap_open_the_same_file(tmp_path):
+    folder = write_folder(tmp_path / "data", {"train": [[70_000, 9]]}, "uint32", 70_001)
+    out = np.zeros(2, dtype=np.int64)
+    open_shards(folder, "train").read(0, out)
+    assert out.tolist() == [70_000, 9] == np.memmap(folder / "train-00000.bin", dtype=np.uint32).tolist()
+    assert (dtype_for(65_536), dtype_for(65_537)) == ("uint16", "uint32")
+
+
+def test_manifest_counts_and_identity(folder):
+    manifest = read_manifest(folder)
+    assert manifest.totals("train") == (11, 4, 28)
+    assert manifest.totals("test") == (0, 0, 0)
+    assert manifest.sha256 == hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
+    assert manifest.tokenizer_folder == folder / "tokenizer"
+
+
+def test_missing_folder_and_unfinished_folder_say_how_to_make_them(tmp_path):
+    with pytest.raises(InputError, match=r"no such folder.*python prepare_data.py"):
+        read_manifest(tmp_path / "none")
+    with pytest.raises(InputError, match=r"no manifest.json.*not a finished folder"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: "{" + m, "not valid JSON"),
+        (lambda m: "[]", "format is 'list', must be 'groundwork-shards'"),
+        (lambda m: m.replace('"version": 1', '"version": 2'), "format version 2, this program reads version 1"),
+        (lambda m: m.replace('"uint16"', '"int8"'), "dtype is 'int8', must be uint16 or uint32"),
+        (lambda m: m.replace('"tokens": 5', '"tokens": "5"'), r"shards\[0\].tokens is '5', must be int"),
+    ],
+)
+def test_bad_manifests_are_named(folder, change, message):
+    path = folder / "manifest.json"
+    path.write_text(change(path.read_text()))
+    with pytest.raises(InputError, match=message):
+        read_manifest(folder)
+
+
+def test_all_missing_keys_are_named_at_once(folder):
+    path = folder / "manifest.json"
+    fields = json.loads(path.read_text())
+    del fields["vocabulary_size"], fields["tokenizer"]["sha256"], fields["shards"][1]["sha256"]
+    path.write_text(json.dumps(fields))
+    with pytest.raises(InputError) as caught:
+        read_manifest(folder)
+    assert len(caught.value.problems) == 3
+
+
+def test_every_bad_shard_is_named_with_the_size_it_should_have(folder):
+    (folder / "train-00000.bin").write_bytes(b"12")
+    (folder / "train-00002.bin").unlink()
+    with pytest.raises(InputError) as caught:
+        open_shards(folder, "train")
+    first, second = caught.value.problems
+    assert "train-00000.bin: has 2 bytes, must have 10 bytes (5 uint16 ids)" in first
+    assert "train-00002.bin: is missing, must have 8 bytes" in second
+    assert "run prepare_data.py again" in first
+    open_shards(folder, "validation")
+
+
+def test_a_split_without_tokens_names_those_that_exist(folder):
+    with pytest.raises(InputError, match=r"no tokens in split 'test'; splits that exist: train, validation"):
+        open_shards(folder, "test")
+
+
+def test_a_shard_cut_after_opening_is_named_when_touched(folder):
+    reader = open_shards(folder, "train")
+    (folder / "train-00001.bin").write_bytes(b"1234567890")
+    with pytest.raises(InputError, match=r"train-00001\.bin: has 10 bytes, must have 4 bytes"):
+        reader.read(0, np.zeros(11, dtype=np.int64))
+
+
+def test_verify_finds_nothing_in_a_good_folder(folder):
+    assert verify_shards(folder) == []
+
+
+def test_verify_finds_one_changed_bit_and_counts(folder):
+    path = folder / "train-00002.bin"
+    content = bytearray(path.read_bytes())
+    content[6] ^= 1
+    path.write_bytes(content)
+    problems = verify_shards(folder)
+    assert "train-00002.bin: its content has changed" in problems[0]
+    assert "0 end-of-document ids, the manifest says 1 documents" in problems[1]
+
+
+def test_verify_finds_ids_beyond_the_vocabulary_and_a_foreign_tokenizer(tmp_path):
+    folder = write_folder(tmp_path / "data", {"train": [[10, 9]]})
+    (folder / "tokenizer" / "tokenizer.json").write_text("other")
+    tokenizer, ids = verify_shards(folder)
+    assert "is not the tokenizer that made the shards" in tokenizer
+    assert "holds id 10, the vocabulary has 0 to 9" in ids
+
+
+def documents(*lengths):
+    ids = np.concatenate([np.r_[np.arange(length - 1), END] for length in lengths]) if lengths else np.array([])
+    return ids, np.array(lengths), np.array(lengths) * 3
+
+
+def test_shards_are_cut_between_documents(tmp_path):
+    writer = ShardWriter(tmp_path, "uint16", 10)
+    writer.write("train", *documents(4, 5, 3, 12, 2))
+    writer.write("train", *documents(7, 2))
+    shards = writer.finish()
+    assert [(shard.tokens, shard.documents) for shard in shards] == [(9, 2), (3, 1), (12, 1), (9, 2), (2, 1)]
+    assert [shard.text_bytes for shard in shards] == [27, 9, 36, 27, 6]
+    for shard in shards:
+        content = (tmp_path / shard.file).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == shard.sha256
+        assert np.frombuffer(content, dtype="<u2")[-1] == END
+
+
+@pytest.mark.parametrize("written_after", [0, 1, 6])
+def test_a_writer_continues_from_its_state_whatever_was_written_after_it(tmp_path, written_after):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    pieces = [documents(4, 5, 3), documents(6, 6), documents(2), documents(9, 9), documents(1, 1, 1)]
+    writer = ShardWriter(whole, "uint16", 10)
+    for piece in pieces:
+        writer.write("train", *piece)
+        writer.write("validation", *piece)
+    expected = writer.finish()
+    writer = ShardWriter(broken, "uint16", 10)
+    for piece in pieces[:2]:
+        writer.write("train", *piece)
+        writer.write("validation", *piece)
+    state = json.loads(json.dumps(writer.sync()))
+    for _ in range(written_after):
+        writer.write("train", *documents(8, 3))
+    writer.close()
+    writer = ShardWriter(broken, "uint16", 10, state)
+    for piece in pieces[2:]:
+        writer.write("train", *piece)
+        writer.write("validation", *piece)
+    assert writer.finish() == expected
+    assert {p.name: p.read_bytes() for p in broken.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
+
+
+def test_a_writer_refuses_to_continue_what_was_cut(tmp_path):
+    writer = ShardWriter(tmp_path, "uint16", 100)
+    writer.write("train", *documents(4, 5, 3))
+    state = writer.sync()
+    writer.close()
+    (tmp_path / "train-00000.bin").write_bytes(b"12")
+    with pytest.raises(InputError, match=r"train-00000\.bin: is shorter than it was left; remove"):
+        ShardWriter(tmp_path, "uint16", 100, state)
