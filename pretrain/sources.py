@@ -118,10 +118,8 @@ def _source(path: str, name: str, format_name: str | None) -> tuple[Source | Non
     found = format_name or next((format_ for format_, known in SUFFIXES.items() if inner in known), None)
     if found is None:
         known = " ".join(itertools.chain(*SUFFIXES.values()))
-        return (
-            None,
-            f"{path}: unknown format {inner or '(no suffix)'}; known: {known}, each also .gz or .zst; or --format",
-        )
+        given = inner or "without a suffix"
+        return None, f"{path}: unknown format {given}; known: {known}, each also .gz or .zst; or give --format"
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,0 +1,338 @@
+import csv
+import gzip
+import io
+import json
+import random
+import re
+import tarfile
+
+import pytest
+import zstandard
+
+from pretrain import formats
+from pretrain.formats import Reading
+from pretrain.problems import InputError
+from pretrain.sources import BEGINNING, find_sources, parts_of
+
+TEXTS = ["One day, a girl.\nShe sang.", 'zwei, "drei"\tvier', "\u0000 NUL, \u2028, é, 漢字, 👍", "  spaces  ", "last"]
+
+
+def make_parts_small(monkeypatch):
+    for name in ("formats.PART_BYTES", "sources.PART_BYTES", "byte_stream.READ_BYTES"):
+        monkeypatch.setattr(f"pretrain.{name}", 8)
+
+
+def records_of_parts(patterns, reading=None, start=BEGINNING, **options):
+    reading = reading or Reading()
+    return [
+        record
+        for part in parts_of(find_sources([str(p) for p in patterns], **options), reading, start)
+        for _, record in part.records(reading)
+    ]
+
+
+def texts_of(*args, **options):
+    records = records_of_parts(*args, **options)
+    assert [record.problem for record in records] == [None] * len(records)
+    return [record.text.decode() for record in records]
+
+
+def jsonl(texts=TEXTS, field="text"):
+    return "".join(json.dumps({"id": n, field: text}) + "\n" for n, text in enumerate(texts)).encode()
+
+
+def write_jsonl(path):
+    path.write_bytes(jsonl())
+
+
+def write_json(path):
+    path.write_text(json.dumps([{"text": text} for text in TEXTS], indent=1))
+
+
+def write_csv(path):
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file).writerows([["id", "text"], *([n, text] for n, text in enumerate(TEXTS))])
+
+
+def write_tsv(path):
+    with path.open("w", newline="") as file:
+        csv.writer(file, delimiter="\t").writerows([["text", "n"], *([text, 1] for text in TEXTS)])
+
+
+def write_parquet(path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"id": range(5), "text": TEXTS}), path, row_group_size=2)
+
+
+def write_arrow_file(path):
+    import pyarrow as pa
+
+    table = pa.table({"text": pa.array(TEXTS, pa.large_string())})
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+def write_arrow_stream(path):
+    import pyarrow as pa
+
+    table = pa.table({"text": pa.array(TEXTS).dictionary_encode()})
+    with pa.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_hdf5(path):
+    import h5py
+
+    # HDF5's strings of any length end at a NUL byte.
+    with h5py.File(path, "w") as file:
+        file["text"] = [text.replace("\0", "0") for text in TEXTS]
+
+
+def write_tar(path):
+    with tarfile.open(path, "w") as archive:
+        for number, text in enumerate(TEXTS):
+            members = {f"a/{number:03d}.json": json.dumps({"text": "only if there is no txt"}).encode()}
+            if number % 2:
+                members = {f"a/{number:03d}.json": json.dumps({"text": text}).encode()}
+            else:
+                members[f"a/{number:03d}.txt"] = text.encode()
+            members[f"a/{number:03d}.jpg"] = b"\xff\xd8"
+            for name, content in members.items():
+                entry = tarfile.TarInfo(name)
+                entry.size = len(content)
+                archive.addfile(entry, io.BytesIO(content))
+
+
+WRITERS = {
+    "docs.jsonl": write_jsonl,
+    "docs.json": write_json,
+    "docs.csv": write_csv,
+    "docs.tsv": write_tsv,
+    "docs.parquet": write_parquet,
+    "docs.arrow": write_arrow_file,
+    "stream.arrow": write_arrow_stream,
+    "docs.h5": write_hdf5,
+    "docs.tar": write_tar,
+}
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["whole", "in parts"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_gives_the_same_documents_plain_gz_and_zst(tmp_path, monkeypatch, name, large):
+    if large:
+        make_parts_small(monkeypatch)
+    path = tmp_path / name
+    WRITERS[name](path)
+    content = path.read_bytes()
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content[:50]) + gzip.compress(content[50:]) + b"\0" * 512)
+    compress = zstandard.ZstdCompressor().compress
+    (tmp_path / f"{name}.zst").write_bytes(compress(content[:50]) + compress(content[50:]))
+    expected = [text.replace("\0", "0") for text in TEXTS] if name == "docs.h5" else TEXTS
+    for suffix in ("", ".gz", ".zst"):
+        assert texts_of([tmp_path / f"{name}{suffix}"]) == expected
+
+
+@pytest.mark.parametrize("name", ["docs.jsonl", "docs.jsonl.gz", "docs.csv", "docs.parquet", "docs.tar"])
+def test_reading_goes_on_from_any_part(tmp_path, monkeypatch, name):
+    make_parts_small(monkeypatch)
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / name.removesuffix(".gz")
+        WRITERS[path.name](path)
+        if name.endswith(".gz"):
+            path.with_name(name).write_bytes(gzip.compress(path.read_bytes()))
+    sources = find_sources([str(tmp_path / "*" / name)])
+    parts = list(parts_of(sources, Reading()))
+    assert len(parts) > 4
+    for number, part in enumerate(parts):
+        rest = [record for later in parts[number + 1 :] for _, record in later.records(Reading())]
+        again = [
+            record for later in parts_of(sources, Reading(), part.after) for _, record in later.records(Reading())
+        ]
+        assert again == rest
+
+
+def test_parts_account_for_all_input_bytes(tmp_path, monkeypatch):
+    make_parts_small(monkeypatch)
+    for name in ("docs.jsonl", "docs.csv", "docs.json", "docs.tar", "docs.arrow"):
+        WRITERS[name](tmp_path / name)
+    sources = find_sources([str(tmp_path / "*")])
+    assert sum(part.input_bytes for part in parts_of(sources, Reading())) == sum(s.bytes for s in sources)
+
+
+@pytest.mark.parametrize(
+    ("documents", "expected"),
+    [
+        ("file", ["one\r\ntwo\n\n \n\nthree\rthree\n"]),
+        ("line", ["one", "two", "", " ", "", "three\rthree"]),
+        ("paragraph", ["one\r\ntwo", "three\rthree"]),
+    ],
+)
+def test_plain_text_as_files_lines_or_paragraphs(tmp_path, documents, expected):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\n\n \n\nthree\rthree\n")
+    assert texts_of([tmp_path / "a.txt"], Reading(documents=documents)) == expected
+
+
+def test_crlf_and_byte_order_mark_in_json_lines(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl().replace(b"\n", b"\r\n") + b"\r\n  \n")
+    assert texts_of([tmp_path / "a.jsonl"]) == TEXTS
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps({"version": 1, "data": [{"text": text} for text in TEXTS]}),
+        "\n".join(json.dumps({"text": text}, indent=1) for text in TEXTS),
+        jsonl().decode(),
+    ],
+    ids=["object with a list", "one after another", "json lines under another name"],
+)
+def test_shapes_of_json(tmp_path, content):
+    (tmp_path / "a.json").write_text(content)
+    assert texts_of([tmp_path / "a.json"]) == TEXTS
+
+
+def test_nested_fields(tmp_path):
+    import h5py
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    (tmp_path / "a.jsonl").write_text(json.dumps({"a": {"b": "x"}}) + "\n" + json.dumps({"a.b": "y", "a": 1}) + "\n")
+    parquet.write_table(pa.table({"a": [{"b": "x", "c": 1}, {"b": "y", "c": 2}]}), tmp_path / "a.parquet")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["a/b"] = ["x", "y"]
+    for name in ("a.jsonl", "a.parquet", "a.h5"):
+        assert texts_of([tmp_path / name], Reading(text_field="a.b")) == ["x", "y"]
+
+
+BAD_LINES = [
+    (b'{"text": "cut', r"broken JSON \(Unterminated string .* column 10\)"),
+    (b'{"id": 1}', r"no field 'text' \(fields: id\)"),
+    (b'{"text": null}', "field 'text' is null, must be text"),
+    (b'{"text": ["a"]}', "field 'text' is a list, must be text"),
+    (b'["a"]', "is a list, must be an object with the field 'text'"),
+    (b'{"text": "\xff"}', r"not UTF-8 \(byte 0xff at byte 11 of it\)"),
+    (b'{"text": "\xed\xa0\x80"}', "not UTF-8"),
+    (b'{"text": "\\ud800"}', "half of a surrogate pair"),
+    (b"[" * 100_000, "broken JSON"),
+    (b'{"text": ' + b"9" * 10_000 + b"}", "broken JSON"),
+]
+
+
+@pytest.mark.parametrize(("line", "problem"), BAD_LINES, ids=range(len(BAD_LINES)))
+def test_a_bad_line_is_named_and_the_others_are_kept(tmp_path, line, problem):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "one"}\n\n' + line + b'\n{"text": "two"}')
+    first, bad, last = records_of_parts([tmp_path / "a.jsonl"])
+    assert (first.text, bad.place, bad.text, last.place, last.text) == (b"one", 3, None, 4, b"two")
+    assert re.search(problem, bad.problem)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_a_truncated_file_keeps_its_whole_lines_and_is_named(tmp_path, name):
+    rng = random.Random(0)
+    texts = [rng.randbytes(200).hex() for _ in range(3000)]
+    compress = gzip.compress if name.endswith("gz") else zstandard.ZstdCompressor().compress
+    content = compress(jsonl(texts))
+    (tmp_path / name).write_bytes(content[: len(content) // 2])
+    *good, last = records_of_parts([tmp_path / name])
+    assert 500 < len(good) < 2500
+    assert [record.text.decode() for record in good] == texts[: len(good)]
+    assert last.place == len(good) + 1
+    assert "the file is truncated; nothing after it was read" in last.problem
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.jsonl.gz", b"plain text", "damaged gz data"),
+        ("a.jsonl.zst", b"plain text", "damaged zst data"),
+        ("a.jsonl.gz", b"", "empty file, not gz data"),
+        ("a.parquet", b"PAR1 cut", "not readable as parquet"),
+        ("a.arrow", b"ARROW1 cut", "not readable as arrow IPC"),
+        ("a.h5", b"\x89HDF cut", "not readable as HDF5"),
+        ("a.tar", b"no archive at all" * 99, "damaged tar archive"),
+        ("a.json", b'[{"text": "a"}, {"text', "broken JSON"),
+        ("a.json", b'{"text": "a\xff"}', "not UTF-8"),
+        ("a.csv", b"id,body\n1,x\n", r"no column 'text' \(columns: id, body\)"),
+        ("a.csv", b'text\n"never closed\n', "broken row"),
+        ("a.txt", b"caf\xe9", r"not UTF-8 \(byte 0xe9 at byte 4 of it\)"),
+    ],
+)
+def test_files_that_are_not_what_their_name_says(tmp_path, name, content, problem):
+    (tmp_path / name).write_bytes(content)
+    last = records_of_parts([tmp_path / name])[-1]
+    assert last.text is None
+    assert re.search(problem, last.problem)
+
+
+def test_a_parquet_file_without_the_column_and_with_nulls(tmp_path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"text": ["a", None]}), tmp_path / "a.parquet")
+    assert records_of_parts([tmp_path / "a.parquet"])[1].problem == "field 'text' is null, must be text"
+    last = records_of_parts([tmp_path / "a.parquet"], Reading(text_field="body"))[-1]
+    assert "no column 'body' (columns: text)" in last.problem
+
+
+def test_token_ids_in_hdf5_are_not_taken_for_text(tmp_path):
+    import h5py
+
+    with h5py.File(tmp_path / "pile.h5", "w") as file:
+        file["tokens"] = [[1, 2], [3, 4]]
+    (record,) = records_of_parts([tmp_path / "pile.h5"], Reading(text_field="tokens"))
+    assert "holds int64 of shape (2, 2), must be a row of strings; token ids" in record.problem
+    (record,) = records_of_parts([tmp_path / "pile.h5"])
+    assert "no dataset 'text' (at the top: tokens)" in record.problem
+
+
+def test_bad_rows_of_csv(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b'id,text\n1,"a\nb"\n2\n3,\xff\n4,"x"y\n5,d\n')
+    records = records_of_parts([tmp_path / "a.csv"])
+    assert [record.text for record in records] == [b"a\nb", None, None, None, b"d"]
+    assert [record.place for record in records] == [3, 4, 5, 6, 7]
+    assert "row has 1 columns, the header has 2" in records[1].problem
+    assert "not UTF-8" in records[2].problem
+    assert "broken row" in records[3].problem
+
+
+def test_documents_beyond_the_limit_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "MAXIMUM_DOCUMENT_BYTES", 1000)
+    monkeypatch.setattr(formats, "PART_BYTES", 500)
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["a", "b" * 1100, "c"]))
+    first, bad, last = records_of_parts([tmp_path / "a.jsonl"])
+    assert (first.text, bad.place, last.text) == (b"a", 2, b"c")
+    assert "line of 1,121 bytes, at most 1,000 are taken" in bad.problem
+    (tmp_path / "b.txt").write_bytes(b"x" * 5000)
+    (record,) = records_of_parts([tmp_path / "b.txt"])
+    assert "more than 1,000 bytes in one piece; use --documents line or paragraph" in record.problem
+
+
+def test_files_are_found_once_in_order_with_names_below_their_common_folder(tmp_path):
+    for name in ("b/2.txt", "b/c/1.py", "a/3.txt.zst", "a/skip.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    patterns = [f"{tmp_path}/**/*.txt*", f"{tmp_path}/**/*.py", f"{tmp_path}/b/2.txt"]
+    sources = find_sources(patterns, exclude=["*/skip*"])
+    assert [source.name for source in sources] == ["a/3.txt.zst", "b/2.txt", "b/c/1.py"]
+    assert [source.compression for source in sources] == ["zst", None, None]
+
+
+def test_all_that_is_wrong_with_the_input_is_told_at_once(tmp_path):
+    (tmp_path / "a.doc").write_bytes(b"x")
+    (tmp_path / "noname").write_bytes(b"x")
+    patterns = [f"{tmp_path}/*.jsonl", str(tmp_path), f"{tmp_path}/a.doc", f"{tmp_path}/noname"]
+    with pytest.raises(InputError) as caught:
+        find_sources(patterns)
+    missing, folder, unknown, nameless = caught.value.problems
+    assert "no such file; quote patterns" in missing
+    assert "is a folder; name its files, such as" in folder
+    assert "unknown format .doc; known: .jsonl" in unknown
+    assert "unknown format without a suffix" in nameless
+    with pytest.raises(InputError, match="--format jsnol: no such format; did you mean jsonl"):
+        find_sources([f"{tmp_path}/a.doc"], format_name="jsnol")
+    with pytest.raises(InputError, match="leaves none of the 2 input files"):
+        find_sources([f"{tmp_path}/*"], exclude=["*"])
+    assert texts_of([tmp_path / "a.doc"], format_name="txt") == ["x"]
