@@ -1,0 +1,289 @@
+"""Which parameters decay, the optimizers, and their state by parameter name."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from pretrain.problems import InputError, did_you_mean
+
+NamedParameters = list[tuple[str, torch.nn.Parameter]]
+
+
+def build_optimizer(
+    named_parameters: NamedParameters,
+    *,
+    full_shapes: Mapping[str, tuple[int, ...]],
+    no_decay: set[str],
+    name: str,
+    learning_rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    seed: int,
+    device_type: str,
+) -> torch.optim.Optimizer:
+    """The optimizer, with weight decay on matrices alone.
+
+    Args:
+        full_shapes: {name: shape of the whole parameter}. Whether something is a matrix is decided by these: under
+            ZeRO-3 every parameter of the running model is empty.
+        no_decay: names of matrices that do not decay: the embeddings.
+        seed: of adafactor's stochastic rounding.
+        device_type: where it will run; decides on fused kernels.
+
+    Raises InputError for a name that is unknown or that the device cannot run.
+    """
+    if name not in OPTIMIZERS:
+        raise InputError(f"optim.name: {name!r} is unknown{did_you_mean(name, OPTIMIZERS)}")
+    matrices = [(n, p) for n, p in named_parameters if len(full_shapes[n]) >= 2 and n not in no_decay]
+    others = [(n, p) for n, p in named_parameters if len(full_shapes[n]) < 2 or n in no_decay]
+    settings = {"lr": learning_rate, "betas": tuple(betas), "eps": eps, "device_type": device_type, "seed": seed}
+    return OPTIMIZERS[name](matrices, others, weight_decay, settings)
+
+
+def groups_of(matrices: NamedParameters, others: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: matrices decay, the rest does not; empty groups are left out."""
+    groups = [
+        {"params": [parameter for _, parameter in matrices], "weight_decay": weight_decay},
+        {"params": [parameter for _, parameter in others], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def adamw(
+    matrices: NamedParameters, others: NamedParameters, weight_decay: float, settings: dict
+) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused where the device has the kernel."""
+    return torch.optim.AdamW(
+        groups_of(matrices, others, weight_decay),
+        lr=settings["lr"],
+        betas=settings["betas"],
+        eps=settings["eps"],
+        fused=settings["device_type"] in ("cpu", "cuda"),
+    )
+
+
+def adamw_8bit(matrices: NamedParameters, others: NamedParameters, weight_decay: float, settings: dict):
+    """AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), from bitsandbytes."""
+    if settings["device_type"] != "cuda":
+        raise InputError(
+            f"optim.name: adamw_8bit needs a GPU (this is a {settings['device_type']}); "
+            "adamw, muon and adafactor run here"
+        )
+    try:
+        import bitsandbytes
+    except ImportError:
+        raise InputError(
+            "optim.name: adamw_8bit needs bitsandbytes: pip install -r requirements-gpu.txt; "
+            "adamw, muon and adafactor run without it"
+        ) from None
+    return bitsandbytes.optim.AdamW8bit(
+        groups_of(matrices, others, weight_decay), lr=settings["lr"], betas=settings["betas"], eps=settings["eps"]
+    )
+
+
+def adafactor(matrices: NamedParameters, others: NamedParameters, weight_decay: float, settings: dict) -> "Adafactor":
+    return Adafactor(groups_of(matrices, others, weight_decay), lr=settings["lr"], seed=settings["seed"])
+
+
+def muon(matrices: NamedParameters, others: NamedParameters, weight_decay: float, settings: dict) -> "MuonWithAdamW":
+    """Muon for the hidden matrices; AdamW for embeddings, the output head, norms and biases."""
+    hidden = [(n, p) for n, p in matrices if not is_output_head(n)]
+    heads = [(n, p) for n, p in matrices if is_output_head(n)]
+    if not hidden:
+        raise InputError("optim.name: muon finds no hidden matrices in this model; use adamw")
+    return MuonWithAdamW(
+        torch.optim.Muon(
+            [parameter for _, parameter in hidden],
+            lr=settings["lr"],
+            weight_decay=weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        adamw(heads, others, weight_decay, settings),
+    )
+
+
+def is_output_head(name: str) -> bool:
+    return name.split(".")[0] in ("lm_head", "embed_out", "output")
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": adamw,
+    "adafactor": adafactor,
+    "muon": muon,
+    "adamw_8bit": adamw_8bit,
+}
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Adafactor (Shazeer and Stern, arXiv 1804.04235) with a given learning rate and no momentum.
+
+    The second moment of a matrix is kept as its row and column means. Parameters in bf16 are updated with stochastic
+    rounding: up or down at random so that the expectation is exact, which keeps small updates from being lost without
+    an fp32 copy. The random bits follow from (seed, step, position of the parameter), so a resumed run repeats them.
+
+    Args:
+        lr: step size, relative to a root mean square of one of the clipped update.
+        clip: largest root mean square of an update.
+        decay_exponent: the second moment's decay at step t is 1 - t^-decay_exponent.
+        eps: added to squared gradients.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float,
+        *,
+        weight_decay: float = 0.0,
+        clip: float = 1.0,
+        decay_exponent: float = 0.8,
+        eps: float = 1e-30,
+        seed: int = 0,
+    ):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "clip": clip})
+        self.decay_exponent, self.eps, self.seed = decay_exponent, eps, seed
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        position = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                position += 1
+                if parameter.grad is not None:
+                    self._update(parameter, group, position)
+
+    def _update(self, parameter: torch.Tensor, group: dict, position: int) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(self.fresh_state(parameter))
+        state["step"] += 1
+        step = int(state["step"].item())
+        gradient = parameter.grad.float()
+        beta = 1.0 - step**-self.decay_exponent
+        squared = gradient.square().add_(self.eps)
+        if "row" in state:
+            state["row"].lerp_(squared.mean(-1), 1 - beta)
+            state["column"].lerp_(squared.mean(-2), 1 - beta)
+            row = state["row"] / state["row"].mean(-1, keepdim=True)
+            update = gradient * row.rsqrt().unsqueeze(-1) * state["column"].rsqrt().unsqueeze(-2)
+        else:
+            state["variance"].lerp_(squared, 1 - beta)
+            update = gradient * state["variance"].rsqrt()
+        rms = update.norm() / math.sqrt(update.numel())
+        update.div_(torch.clamp(rms / group["clip"], min=1.0))
+        fresh = parameter.float()
+        fresh.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+        if parameter.dtype == torch.bfloat16:
+            fresh = round_stochastically(fresh, seed_of(self.seed, step, position))
+        parameter.copy_(fresh)
+
+    def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """State before the first step: {step, row, column} of a matrix, {step, variance} of anything else."""
+        zeros = {"device": parameter.device, "dtype": torch.float32}
+        state = {"step": torch.zeros((), dtype=torch.float32)}
+        if parameter.dim() >= 2:
+            state["row"] = torch.zeros(parameter.shape[:-1], **zeros)
+            state["column"] = torch.zeros(parameter.shape[:-2] + parameter.shape[-1:], **zeros)
+        else:
+            state["variance"] = torch.zeros(parameter.shape, **zeros)
+        return state
+
+
+def seed_of(*parts: int) -> int:
+    """A 63-bit seed from integers."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def round_stochastically(values: torch.Tensor, seed: int) -> torch.Tensor:
+    """fp32 to bf16, up or down with the probabilities that make the expectation exact.
+
+    bf16 is the upper half of fp32's bits: adding a uniform 16-bit number before cutting the lower half off carries
+    into the upper half with exactly the right probability, for either sign.
+    """
+    generator = torch.Generator(values.device).manual_seed(seed)
+    bits = values.contiguous().view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, generator=generator, device=bits.device, dtype=torch.int32)
+    finite = values.isfinite()
+    rounded = ((bits + noise) & -65536).view(torch.float32)
+    return torch.where(finite, rounded, values).to(torch.bfloat16)
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024; torch.optim.Muon) for hidden matrices and AdamW for the rest, as one optimizer.
+
+    Muon's update is scaled to AdamW's root mean square (Liu et al., arXiv 2502.16982), so one learning rate serves
+    both. param_groups and state are those of the two, concatenated.
+    """
+
+    def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer):
+        self.parts = (muon, adamw)
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        # The groups are shared objects: a learning rate written here is what each part reads.
+        split = len(muon.param_groups)
+        muon.param_groups, adamw.param_groups = self.param_groups[:split], self.param_groups[split:]
+        muon.state = adamw.state = self.state
+
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        split = len(self.parts[0].param_groups)
+        self.parts[0].param_groups, self.parts[1].param_groups = self.param_groups[:split], self.param_groups[split:]
+        for part in self.parts:
+            part.state = self.state
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """What was built, in words: 'AdamW (fused), 5,933,000 decayed and 1,300 other parameters'."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    decayed = sum(p.numel() for group in inner.param_groups if group["weight_decay"] for p in group["params"])
+    others = sum(p.numel() for group in inner.param_groups if not group["weight_decay"] for p in group["params"])
+    fused = " (fused)" if any(group.get("fused") for group in inner.param_groups) else ""
+    return f"{type(inner).__name__}{fused}, weight decay on {decayed:,} of {decayed + others:,} parameters"
+
+
+def optimizer_state_by_name(
+    optimizer: torch.optim.Optimizer, name_of: Mapping[torch.Tensor, str]
+) -> dict[str, torch.Tensor]:
+    """{'<parameter>.<state>': tensor} of everything the optimizer keeps; numbers become 0-dimensional tensors."""
+    return {
+        f"{name_of[parameter]}.{key}": value if torch.is_tensor(value) else torch.tensor(value)
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if value is not None
+    }
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, name_of: Mapping[torch.Tensor, str], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Puts saved state into an optimizer that has not stepped yet, to the last bit.
+
+    Moments go where their parameter is and keep their dtype; `step` stays on the host unless a kernel wants it on the
+    device. Raises ValueError naming the tensors of parameters that this optimizer does not have.
+    """
+    by_parameter: dict[str, dict[str, torch.Tensor]] = {}
+    for full_name in tensors:
+        name, _, key = full_name.rpartition(".")
+        by_parameter.setdefault(name, {})[key] = full_name
+    parameters = {
+        name_of[p]: (p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+    }
+    if unknown := sorted(by_parameter.keys() - parameters.keys()):
+        raise ValueError(f"the optimizer has no parameters named {', '.join(unknown[:5])} ({len(unknown)} in all)")
+    if by_parameter and (missing := sorted(parameters.keys() - by_parameter.keys())):
+        raise ValueError(f"no saved state for {', '.join(missing[:5])} ({len(missing)} parameters in all)")
+    for name, keys in by_parameter.items():
+        parameter, group = parameters[name]
+        step_on_device = bool(group.get("fused") or group.get("capturable"))
+        optimizer.state[parameter] = {
+            key: tensors[full_name].clone()
+            if key == "step" and not step_on_device
+            else tensors[full_name].to(parameter.device, copy=True)
+            for key, full_name in keys.items()
+        }

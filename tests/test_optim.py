@@ -1,0 +1,173 @@
+"""Optimizers: what decays, what they compute, and state that comes back to the last bit."""
+
+import pytest
+import torch
+from torch import nn
+
+from pretrain.optim import (
+    build_optimizer,
+    describe_optimizer,
+    load_optimizer_state,
+    optimizer_state_by_name,
+    round_stochastically,
+)
+from pretrain.problems import InputError
+
+
+def tiny_model(dtype=torch.float32):
+    torch.manual_seed(0)
+    modules = {
+        "embed": nn.Embedding(12, 8),
+        "norm": nn.LayerNorm(8),
+        "up": nn.Linear(8, 16),
+        "lm_head": nn.Linear(16, 12),
+    }
+    return nn.ModuleDict(modules).to(dtype)
+
+
+def build(model, name="adamw", **settings):
+    named = list(model.named_parameters())
+    settings = {"learning_rate": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "seed": 1} | settings
+    shapes = {n: tuple(p.shape) for n, p in named}
+    return build_optimizer(
+        named, full_shapes=shapes, no_decay={"embed.weight"}, name=name, device_type="cpu", **settings
+    )
+
+
+def train(model, optimizer, first, last):
+    for step in range(first, last):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (step + 1)
+        hidden = model["up"](model["norm"](model["embed"](torch.arange(12)))).relu()
+        loss = nn.functional.cross_entropy(model["lm_head"](hidden).float(), (torch.arange(12) * 7 + step) % 12)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def names_of(model):
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+def test_only_matrices_decay(name):
+    model = tiny_model()
+    optimizer = build(model, name)
+    names = names_of(model)
+    decayed = {names[p] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    every = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    assert decayed == {"up.weight", "lm_head.weight"}
+    assert sorted(every) == sorted(names.values()), "every parameter once"
+
+
+def test_full_shapes_decide_not_the_running_parameters():
+    """Under ZeRO-3 parameters are empty: their own dimensions would turn weight decay off."""
+    empty = [("up.weight", nn.Parameter(torch.empty(0))), ("up.bias", nn.Parameter(torch.empty(0)))]
+    optimizer = build_optimizer(
+        empty, full_shapes={"up.weight": (16, 8), "up.bias": (16,)}, no_decay=set(), name="adamw", learning_rate=0.1,
+        betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, seed=0, device_type="cpu",
+    )  # fmt: skip
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("adamw", torch.float32), ("adafactor", torch.float32), ("adafactor", torch.bfloat16), ("muon", torch.float32)],
+)
+def test_state_continues_to_the_last_bit(name, dtype):
+    whole = tiny_model(dtype)
+    train(whole, build(whole, name), 0, 6)
+    first = tiny_model(dtype)
+    optimizer = build(first, name)
+    train(first, optimizer, 0, 3)
+    saved = {key: value.clone() for key, value in optimizer_state_by_name(optimizer, names_of(first)).items()}
+    second = tiny_model(dtype)
+    second.load_state_dict(first.state_dict())
+    optimizer = build(second, name)
+    load_optimizer_state(optimizer, names_of(second), saved)
+    loaded = optimizer_state_by_name(optimizer, names_of(second))
+    assert all(torch.equal(loaded[key], value) and loaded[key].dtype == value.dtype for key, value in saved.items())
+    train(second, optimizer, 3, 6)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+def test_the_loss_falls(name):
+    model = tiny_model()
+    optimizer = build(model, name)
+    first = train(model, optimizer, 0, 1)
+    assert train(model, optimizer, 0, 5) < first
+
+
+def test_adafactor_factors_the_second_moment_of_matrices():
+    model = tiny_model()
+    optimizer = build(model, "adafactor")
+    train(model, optimizer, 0, 1)
+    shapes = {key: tuple(value.shape) for key, value in optimizer_state_by_name(optimizer, names_of(model)).items()}
+    assert shapes["up.weight.row"] == (16,) and shapes["up.weight.column"] == (8,)
+    assert shapes["up.bias.variance"] == (16,)
+
+
+def test_adafactors_first_update_by_hand():
+    """With beta_1 = 0 the row and column means are those of the squared gradient itself; the update is then clipped."""
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    optimizer = build_optimizer(
+        [("w", parameter)], full_shapes={"w": (2, 2)}, no_decay=set(), name="adafactor", learning_rate=0.5,
+        betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, seed=0, device_type="cpu",
+    )  # fmt: skip
+    parameter.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    optimizer.step()
+    squared = torch.tensor([[1.0, 4.0], [9.0, 16.0]])
+    estimate = squared.mean(1, keepdim=True) * squared.mean(0, keepdim=True) / squared.mean()
+    update = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) / estimate.sqrt()
+    update /= max(1.0, update.square().mean().sqrt().item())
+    torch.testing.assert_close(parameter.detach(), -0.5 * update, rtol=1e-5, atol=1e-6)
+
+
+def test_stochastic_rounding_is_unbiased_and_repeats():
+    values = torch.full((100_000,), 1.001).mul(torch.tensor([1.0, -1.0]).repeat(50_000))
+    rounded = round_stochastically(values, seed=3)
+    assert set(rounded.abs().unique().tolist()) == {1.0, 1.0078125}, "the two neighbours in bf16"
+    # The upper neighbour comes with p = 0.128; the mean of 100,000 is within 5 x 0.0078 x 0.33 / 316 = 4.1e-5.
+    assert rounded.float().abs().mean().item() == pytest.approx(1.001, abs=4.1e-5)
+    assert torch.equal(rounded, round_stochastically(values, seed=3))
+    assert not torch.equal(rounded, round_stochastically(values, seed=4))
+    special = torch.tensor([float("inf"), float("-inf"), 0.0])
+    assert torch.equal(round_stochastically(special, 0).float(), special)
+
+
+def test_a_skipped_step_changes_nothing_in_the_fused_kernel():
+    """strategy.update relies on it: found_inf = 1 leaves parameters, moments and the step count as they are."""
+    model = tiny_model()
+    optimizer = build(model)
+    train(model, optimizer, 0, 2)
+    before = {key: value.clone() for key, value in optimizer_state_by_name(optimizer, names_of(model)).items()}
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    optimizer.grad_scale, optimizer.found_inf = None, torch.ones(())
+    optimizer.step()
+    after = optimizer_state_by_name(optimizer, names_of(model))
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
+
+
+def test_state_of_another_model_is_refused():
+    model = tiny_model()
+    optimizer = build(model)
+    with pytest.raises(ValueError, match=r"no parameters named other.weight"):
+        load_optimizer_state(optimizer, names_of(model), {"other.weight.exp_avg": torch.zeros(2)})
+    with pytest.raises(ValueError, match="no saved state for"):
+        load_optimizer_state(optimizer, names_of(model), {"up.weight.exp_avg": torch.zeros(16, 8)})
+
+
+def test_what_cannot_run_is_refused_by_name():
+    with pytest.raises(InputError, match="adamw_8bit needs a GPU .* adamw, muon and adafactor run here"):
+        build(tiny_model(), "adamw_8bit")
+    with pytest.raises(InputError, match="did you mean adamw"):
+        build(tiny_model(), "adamv")
+
+
+def test_what_was_built_is_described():
+    assert describe_optimizer(build(tiny_model())) == "AdamW (fused), weight decay on 320 of 460 parameters"
