@@ -1,0 +1,144 @@
+"""Evaluates models: loss on prepared shards, tasks of lm-evaluation-harness, a sample of text.
+
+    python evaluate.py --model runs/x --data data/docs                     # loss, perplexity, bits per byte
+    python evaluate.py --model runs/x@500 runs/x/final --tasks base        # benchmarks, models side by side
+    python evaluate.py --model me/llama@main --tasks my_task --include_path tasks --output results.json
+    python evaluate.py --model runs/x/final --prompt 'Once' --max_new_tokens 100
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 evaluate.py --model runs/x ...
+
+--model: a run (its final/, else its newest valid checkpoint), RUN@STEP, RUN@all, a Hugging Face folder, or a Hub id,
+with @REVISION for a branch, tag or commit. The same numbers on any number of processes.
+"""
+
+# `import evaluate` anywhere in the harness may find this file instead of the library of that name: importing it must
+# cost nothing and do nothing.
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from pretrain.problems import InputError, did_you_mean, run_script
+
+PRECISIONS = ("auto", "bf16", "fp32")
+SPLITS = ("validation", "train")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--model", nargs="+", default=[], metavar="MODEL", help="what to evaluate, one or several; see above")
+    add("--output", type=Path, metavar="FILE", help="also write everything as JSON")
+    add("--plot", type=Path, metavar="FILE", help="scores against training tokens (.png, .svg, .pdf); for RUN@all")
+    add("--precision", default="auto", help="auto, bf16 or fp32; auto: tasks as saved, data as the run trained")
+    add("--trust_remote_code", action="store_true", help="run the code that a model folder carries; off by default")
+    tasks = parser.add_argument_group("tasks of lm-evaluation-harness")
+    add = tasks.add_argument
+    add("--tasks", nargs="+", default=[], metavar="TASK", help="names, groups, patterns, .yaml files; base: a set")
+    add("--include_path", type=Path, metavar="FOLDER", help="folder of your own task .yaml files")
+    add("--num_fewshot", metavar="N", help="examples in the prompt [the task's own]")
+    add("--limit", metavar="N", help="documents per task, or a fraction below 1; for trying out")
+    add(
+        "--batch_size",
+        metavar="N",
+        help="sequences per forward pass, or auto [tasks: auto on a GPU, else 1; data: the run's, else 8]",
+    )
+    data = parser.add_argument_group("loss on prepared shards")
+    add = data.add_argument
+    add("--data", nargs="+", default=[], type=Path, metavar="FOLDER", help="folders written by prepare_data.py")
+    add("--split", default="validation", help="validation or train [validation]")
+    add("--sequences", metavar="N", help="measure N sequences spread over the split [all]")
+    add("--sequence_length", metavar="N", help="[the run's; else at most 2048 and what the model has]")
+    add("--document_mask", metavar="on|off", help="attend within documents only [the run's; else on]")
+    sample = parser.add_argument_group("a sample")
+    add = sample.add_argument
+    add("--prompt", metavar="TEXT", help="continue this text")
+    add("--max_new_tokens", default="100", metavar="N", help="[100]")
+    add("--temperature", metavar="X", help="draw tokens at this temperature [the likeliest token]")
+    add("--top_k", metavar="N", help="draw among the N likeliest [all]")
+    add("--seed", default="0", metavar="N", help="of the draw [0]")
+    return parser
+
+
+def read_arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line, checked as far as it can be without reading anything. Raises InputError with all problems."""
+    parser = build_parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    problems = [f"{word}: unknown{did_you_mean(word, flags)}" for word in unknown if word.startswith("-")]
+    problems += [
+        f"{word}: belongs to no setting; quote a prompt of several words" for word in unknown if word[:1] != "-"
+    ]
+    if not arguments.model:
+        problems.append("--model is missing: give a run, RUN@STEP, a Hugging Face folder or a Hub id")
+    if not arguments.tasks and not arguments.data and arguments.prompt is None:
+        problems.append(
+            "nothing to evaluate: give --data FOLDER (loss on prepared shards), --tasks base or other tasks of "
+            "lm-evaluation-harness, --prompt TEXT (a sample), or several of these"
+        )
+    for name, allowed in (("precision", PRECISIONS), ("split", SPLITS)):
+        if (given := getattr(arguments, name)) not in allowed:
+            problems.append(f"--{name} {given}{did_you_mean(given, allowed)}")
+    if arguments.document_mask not in (None, "on", "off"):
+        problems.append(f"--document_mask {arguments.document_mask}; allowed: off, on")
+    problems += read_numbers(arguments)
+    arguments.tasks = [task for text in arguments.tasks for task in text.split(",") if task]
+    if problems:
+        raise InputError(*problems)
+    return arguments
+
+
+def read_numbers(arguments: argparse.Namespace) -> list[str]:
+    """Turns the numeric settings into numbers; returns what is wrong with the others."""
+    problems = []
+    if arguments.batch_size != "auto":
+        problems += read_number(arguments, "batch_size", int, 1)
+    for name, kind, least in (
+        ("num_fewshot", int, 0),
+        ("sequences", int, 1),
+        ("sequence_length", int, 1),
+        ("max_new_tokens", int, 1),
+        ("top_k", int, 1),
+        ("seed", int, 0),
+        ("limit", float, None),
+        ("temperature", float, None),
+    ):
+        problems += read_number(arguments, name, kind, least)
+    limit = arguments.limit
+    if isinstance(limit, float) and limit >= 1 and not limit.is_integer():
+        problems.append(f"--limit {limit}: must be a whole number of documents, or a fraction below 1")
+    if arguments.top_k is not None and arguments.temperature is None:
+        problems.append("--top_k: chooses among drawn tokens; give --temperature too, for example 0.8")
+    return problems
+
+
+def read_number(arguments: argparse.Namespace, name: str, kind: type, least: int | None) -> list[str]:
+    """least None: any number above 0."""
+    text = getattr(arguments, name)
+    if text is None:
+        return []
+    wanted = f"{'a whole number' if kind is int else 'a number'} {'above 0' if least is None else f'from {least}'}"
+    try:
+        number = kind(text)
+    except ValueError:
+        return [f"--{name} {text}: must be {wanted}"]
+    setattr(arguments, name, number)
+    # not (a > b) instead of a <= b: nan is no number above 0 either
+    is_wrong = not (number > 0) if least is None else number < least
+    return [f"--{name} {text}: must be {wanted}"] if is_wrong or number == float("inf") else []
+
+
+def main(argv: list[str]) -> int:
+    arguments = read_arguments(argv)  # before torch is imported: --help and a mistyped flag answer at once
+
+    if not sys.stderr.isatty():  # in a log file, a line now and then; tqdm reads this when it is imported
+        os.environ.setdefault("TQDM_MININTERVAL", "10")
+    from pretrain.evaluation import evaluate_models
+
+    evaluate_models(arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(lambda: main(sys.argv[1:]))

@@ -1,0 +1,212 @@
+"""Evaluates the models of a command line: finds everything first, then measures one model after the other."""
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoTokenizer, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+import pretrain.architectures  # noqa: F401  (registers the local models, which then need no trust_remote_code)
+from pretrain.addresses import ModelAddress, find_models
+from pretrain.generation import Sampling, encode_prompt, generate_text
+from pretrain.harness import TaskSelection, score_tasks, select_tasks
+from pretrain.model import load_model_config, load_pretrained
+from pretrain.problems import InputError
+from pretrain.scores import (
+    Evaluation,
+    append_to_run,
+    output_problems,
+    plot_problems,
+    plot_scores,
+    print_table,
+    write_json,
+)
+from pretrain.shard_evaluation import (
+    ShardSettings,
+    Wishes,
+    measure_shards,
+    open_sources,
+    settings_for,
+    tokenizer_problems,
+)
+from pretrain.shards import ShardReader
+from pretrain.strategy import Strategy
+
+Value = TypeVar("Value")
+
+
+@dataclass
+class Job:
+    """One model, and what is needed to measure it."""
+
+    address: ModelAddress
+    config: PreTrainedConfig
+    settings: ShardSettings | None = None
+    readers: dict[str, ShardReader] = field(default_factory=dict)
+    tokenizer: Any = None
+    prompt_ids_BT: torch.Tensor | None = None
+
+
+def evaluate_models(arguments: argparse.Namespace) -> list[Evaluation]:
+    """Does what evaluate.py's command line says; every rank returns the same.
+
+    Raises InputError, before anything is measured, with all that cannot work.
+    """
+    jobs, tasks = prepare(arguments)
+    strategy = Strategy("fp32")  # precision is each model's own; see measure_shards
+    if not strategy.is_main:
+        transformers_logging.disable_progress_bar()
+    evaluations = []
+    for job in jobs:
+        evaluation = measure(job, tasks, arguments, strategy)
+        evaluations.append(evaluation)
+        if strategy.is_main:
+            append_to_run(evaluation)
+            if arguments.output:
+                write_json(arguments.output, evaluations, settings_of(arguments))
+            if evaluation.sample is not None:
+                print(f"--- {job.address.name}\n{evaluation.sample}\n---", flush=True)
+    if strategy.is_main:
+        report(evaluations, arguments)
+    strategy.close()
+    return evaluations
+
+
+def report(evaluations: list[Evaluation], arguments: argparse.Namespace) -> None:
+    """The table, and where the rest is."""
+    if arguments.data or arguments.tasks:
+        print_table(evaluations)
+    if arguments.plot:
+        plot_scores(arguments.plot, evaluations)
+        print(f"The plot is in {arguments.plot}.")
+    if arguments.output:
+        print(f"Everything is in {arguments.output}.")
+
+
+def prepare(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelection | None]:
+    """Finds models, shards and tasks. Raises InputError with every problem of all of them."""
+    problems = output_problems("--output", arguments.output)
+
+    def attempt(find: Callable[[], Value]) -> Value | None:
+        try:
+            return find()
+        except InputError as error:
+            problems.extend(problem for problem in error.problems if problem not in problems)
+            return None
+
+    addresses = attempt(lambda: find_models(arguments.model)) or []
+    jobs = []
+    for address in addresses:
+        config = attempt(
+            lambda address=address: load_model_config(
+                str(address.folder), trust_remote_code=arguments.trust_remote_code
+            )
+        )
+        if config is None:
+            continue
+        job = Job(address, config)
+        jobs.append(job)
+        if arguments.data:
+            attempt(lambda job=job: add_sources(job, arguments))
+        if arguments.tasks or arguments.prompt is not None:
+            attempt(lambda job=job: add_tokenizer(job, arguments))
+        if arguments.prompt is not None and job.tokenizer is not None:
+            attempt(lambda job=job: add_prompt(job, arguments))
+    if addresses:
+        problems.extend(plot_problems(arguments.plot, addresses))
+    # Last, and not at all where something else is wrong already: it takes seconds and may download.
+    tasks = None
+    if arguments.tasks and not problems:
+        tasks = attempt(lambda: select_tasks(arguments.tasks, arguments.include_path))
+    if problems:
+        raise InputError(*problems)
+    return jobs, tasks
+
+
+def add_sources(job: Job, arguments: argparse.Namespace) -> None:
+    """The job's shards and how to measure them. Raises InputError."""
+    wishes = Wishes(
+        sequence_length=arguments.sequence_length,
+        sequences=arguments.sequences,
+        document_mask=None if arguments.document_mask is None else arguments.document_mask == "on",
+        precision=arguments.precision,
+        sequences_per_micro_batch=None if arguments.batch_size == "auto" else arguments.batch_size,
+    )
+    job.settings = settings_for(job.address, job.config, wishes)
+    job.readers = open_sources(arguments.data, arguments.split, job.settings.sequence_length)
+    manifests = [reader.manifest for reader in job.readers.values()]
+    problems = [p for manifest in manifests for p in tokenizer_problems(job.address, job.config, manifest)]
+    if problems:
+        raise InputError(*problems)
+
+
+def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
+    """Raises InputError for a folder without one."""
+    try:
+        job.tokenizer = AutoTokenizer.from_pretrained(
+            str(job.address.folder), trust_remote_code=arguments.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(
+            f"--model {job.address.name}: its tokenizer cannot be loaded, which --tasks and --prompt need ({reason}); "
+            "put the tokenizer's files into the model folder"
+        ) from error
+
+
+def add_prompt(job: Job, arguments: argparse.Namespace) -> None:
+    job.prompt_ids_BT = encode_prompt(
+        job.tokenizer,
+        arguments.prompt,
+        max_new_tokens=arguments.max_new_tokens,
+        max_positions=getattr(job.config, "max_position_embeddings", None),
+    )
+
+
+def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy) -> Evaluation:
+    """Everything asked for of one model."""
+    started = time.perf_counter()
+    model = load_pretrained(str(job.address.folder), trust_remote_code=arguments.trust_remote_code)
+    model.eval()
+    result = Evaluation(job.address, parameters=sum(parameter.numel() for parameter in model.parameters()))
+    if job.prompt_ids_BT is not None and strategy.is_main:
+        sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.seed)
+        result.sample = generate_text(model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling)
+    if job.readers:
+        result.sources = measure_shards(model, job.readers, strategy, job.settings)
+        result.source_settings = {"split": arguments.split, **asdict(job.settings)}
+    # The harness loads the model itself, in the dtype that it is saved in.
+    del model
+    gc.collect()
+    if strategy.device.type == "cuda":
+        torch.cuda.empty_cache()
+    if tasks is not None:
+        result.tasks = score_tasks(
+            job.address.folder,
+            tasks,
+            strategy,
+            few_shots=arguments.num_fewshot,
+            limit=arguments.limit,
+            batch_size=None if arguments.batch_size is None else str(arguments.batch_size),
+            precision=arguments.precision,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The command line, for the record."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return {name: plain(value) for name, value in vars(arguments).items()}
