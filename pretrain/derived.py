@@ -1,0 +1,257 @@
+"""The numbers of a run that follow from its recipe, its model, its data and the number of processes.
+
+They are computed here, printed at the start, and settable nowhere. What cannot work is found here too, all of it at
+once, before anything is built.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pretrain.attention import choose_attention
+from pretrain.batches import Batches, open_sources
+from pretrain.config import Cadence, RunConfig
+from pretrain.model import (
+    check_vocabulary,
+    count_non_embedding_parameters,
+    count_parameters,
+    load_model_config,
+    set_end_of_document,
+)
+from pretrain.problems import InputError
+from pretrain.schedule import (
+    BatchRamp,
+    Schedule,
+    batch_ramp,
+    cooldown_steps_of_infinite,
+    learning_rate_for_batch,
+    learning_rate_for_parameters,
+)
+from pretrain.strategy import device_type, resolve_precision
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Everything the loop needs to know before it starts."""
+
+    model_config: Any
+    parameters: int
+    flops_per_token: float
+    """6N + 12 layers x hidden x sequence_length, N without the input embedding unless it is tied."""
+    precision: str
+    attention: str
+    ranks: int
+    sequences_per_micro_batch: int
+    ramp: BatchRamp
+    schedule: Schedule
+    peak_learning_rate: float
+    batches: Batches
+    identity: dict[str, Any]
+    """What must not change when a run continues."""
+
+    @property
+    def total_steps(self) -> int:
+        return self.ramp.total_steps
+
+    @property
+    def total_tokens(self) -> int:
+        return self.tokens_before(self.total_steps)
+
+    def tokens_before(self, step: int) -> int:
+        """Training tokens of all steps before `step`."""
+        return self.ramp.sequences_before(step) * self.batches.sequence_length
+
+    def micro_steps(self, step: int) -> int:
+        """Forward and backward passes of each process in `step`."""
+        return self.ramp.sequences_at(step) // (self.sequences_per_micro_batch * self.ranks)
+
+    def learning_rate(self, step: int) -> float:
+        return self.schedule.learning_rate(step, self.peak_learning_rate)
+
+    def interval(self, cadence: Cadence, factor: float) -> int | None:
+        """Steps between two events of this cadence; None if it has none."""
+        steps = cadence.every_steps
+        if cadence.every_tokens:
+            steps = cadence.every_tokens / (self.ramp.sequences_per_level[-1] * self.batches.sequence_length)
+        return max(1, round(steps * factor)) if steps else None
+
+
+class Problems:
+    """Collects the input errors of independent checks."""
+
+    def __init__(self):
+        self.found: list[str] = []
+
+    def attempt(self, check: Callable[[], Value]) -> Value | None:
+        try:
+            return check()
+        except InputError as error:
+            self.found += error.problems
+            return None
+
+    def stop_if_any(self) -> None:
+        if self.found:
+            raise InputError(*self.found)
+
+
+def derive(config: RunConfig, ranks: int, skipped: tuple = ()) -> Derived:
+    """Checks a run as a whole. Raises InputError with everything that cannot work."""
+    problems = Problems()
+    data, batch = config.data, config.batch
+    model_config = problems.attempt(lambda: load_model_config(config.model))
+    readers = problems.attempt(lambda: open_sources(data))
+    precision = problems.attempt(lambda: resolve_precision(config.precision))
+    attention = problems.attempt(
+        lambda: choose_attention(
+            config.attention,
+            device_type=device_type(),
+            precision=precision or "fp32",
+            document_mask=data.document_mask,
+        )
+    )
+    sequences_per_step = problems.attempt(lambda: sequences_of(config, ranks))
+    if model_config is not None and readers:
+        manifest = next(iter(readers.values())).manifest
+        problems.found += check_vocabulary(model_config, manifest.vocabulary_size)
+        set_end_of_document(model_config, manifest.end_of_document_id)
+    if model_config is not None:
+        problems.found += too_long(model_config, data.sequence_length)
+    problems.stop_if_any()
+
+    parameters = count_parameters(model_config)
+    ramp = problems.attempt(lambda: ramp_of(config, sequences_per_step, ranks, parameters))
+    problems.stop_if_any()
+    schedule = problems.attempt(lambda: schedule_of(config, ramp.total_steps))
+    batches = problems.attempt(lambda: Batches(data, seed=config.seed, ramp=ramp, skipped=skipped))
+    problems.stop_if_any()
+    flops = 6 * count_non_embedding_parameters(model_config) + (
+        12 * model_config.num_hidden_layers * model_config.hidden_size * data.sequence_length
+    )
+    return Derived(
+        model_config=model_config,
+        parameters=parameters,
+        flops_per_token=flops,
+        precision=precision,
+        attention=attention,
+        ranks=ranks,
+        sequences_per_micro_batch=batch.sequences_per_micro_batch,
+        ramp=ramp,
+        schedule=schedule,
+        peak_learning_rate=peak_learning_rate(config, parameters, sequences_per_step),
+        batches=batches,
+        identity=identity_of(config, model_config, batches),
+    )
+
+
+def sequences_of(config: RunConfig, ranks: int) -> int:
+    """Sequences per optimizer step over all ranks; the batch must come out whole."""
+    batch, length = config.batch, config.data.sequence_length
+    levels = round(1 / batch.ramp.start) if batch.ramp else 1
+    group = levels * batch.sequences_per_micro_batch * length * ranks
+    if batch.tokens_per_step % group:
+        below, above = batch.tokens_per_step // group * group, math.ceil(batch.tokens_per_step / group) * group
+        nearest = f"{below:,} or {above:,}" if below else f"{above:,}"
+        factors = (
+            f"{batch.sequences_per_micro_batch} sequences per micro-batch x {length:,} tokens x {ranks} processes"
+        )
+        factors += f" x {levels} ramp levels" if levels > 1 else ""
+        raise InputError(
+            f"batch.tokens_per_step: {batch.tokens_per_step:,} is not a multiple of {factors} = {group:,}; "
+            f"nearest: {nearest}"
+        )
+    return batch.tokens_per_step // length
+
+
+def ramp_of(config: RunConfig, sequences_per_step: int, ranks: int, parameters: int) -> BatchRamp:
+    budget, length = config.budget, config.data.sequence_length
+    tokens = budget.tokens
+    if budget.tokens_per_parameter:
+        tokens = round(budget.tokens_per_parameter * parameters)
+    ramp = config.batch.ramp
+    return batch_ramp(
+        sequences_per_step,
+        sequences_per_group=config.batch.sequences_per_micro_batch * ranks,
+        total_sequences=None if budget.steps else math.ceil(tokens / length),
+        total_steps=budget.steps,
+        ramp_from=ramp.start if ramp else 1.0,
+        ramp_over=ramp.over if ramp else 0.0,
+    )
+
+
+def schedule_of(config: RunConfig, total_steps: int) -> Schedule:
+    optim = config.optim
+    return Schedule(
+        name=optim.schedule,
+        total_steps=total_steps,
+        warmup_steps=optim.warmup_steps,
+        final_ratio=optim.final_ratio,
+        decay_steps=round(optim.decay_fraction * total_steps) if optim.schedule == "wsd" else None,
+        decay_shape=optim.decay_shape,
+        cooldown_steps=cooldown_steps_of_infinite(
+            total_steps, config.batch.tokens_per_step, optim.min_cooldown_tokens, optim.cooldown_fraction
+        ),
+        constant_ratio=optim.constant_ratio,
+        anneal_steps=round(optim.anneal_fraction * total_steps) if optim.schedule == "infinite" else 0,
+    )
+
+
+def peak_learning_rate(config: RunConfig, parameters: int, sequences_per_step: int) -> float:
+    optim = config.optim
+    if optim.base_learning_rate is not None:
+        return learning_rate_for_batch(optim.base_learning_rate, sequences_per_step)
+    if optim.learning_rate == "auto":
+        return learning_rate_for_parameters(parameters)
+    return optim.learning_rate
+
+
+def too_long(model_config: Any, sequence_length: int) -> list[str]:
+    """The problem, if the sequences are longer than the model's positions."""
+    longest = getattr(model_config, "max_position_embeddings", None)
+    if longest is None or sequence_length <= longest:
+        return []
+    return [
+        f"data.sequence_length: {sequence_length:,} is more than the model's max_position_embeddings, {longest:,}; "
+        "shorten the sequences or raise it in the model's JSON"
+    ]
+
+
+def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[str, Any]:
+    """Settings under which a checkpoint continues exactly; JSON values by the dotted path that sets them."""
+    architecture = {k: v for k, v in model_config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
+    data_of = {folder: reader.manifest.sha256[:16] for folder, reader in batches.readers.items()}
+    mixtures = [
+        {
+            "until": stage.until,
+            "train": [(str(s.shards), data_of[str(s.shards)], s.weight, s.max_epochs) for s in stage.train],
+        }
+        for stage in config.data.mixtures
+    ]
+    identity = {
+        "model": hashlib.sha256(json.dumps(architecture, sort_keys=True, default=str).encode()).hexdigest()[:16],
+        "seed": config.seed,
+        "data.stages" if config.data.stages else "data.train": mixtures,
+        "data.sequence_length": config.data.sequence_length,
+        "data.document_mask": config.data.document_mask,
+        "data.sampling": config.data.sampling,
+        "batch.tokens_per_step": config.batch.tokens_per_step,
+        "batch.ramp": config.batch.ramp.model_dump(by_alias=True) if config.batch.ramp else None,
+        "optim.name": config.optim.name,
+    }
+    return json.loads(json.dumps(identity))
+
+
+def identity_problems(saved: dict[str, Any], now: dict[str, Any], overridden: frozenset[str]) -> list[str]:
+    """What differs from the checkpoint, less what the command line names."""
+    return [
+        f"{path}: the run was started with {json.dumps(saved.get(path))}, the recipe now says "
+        f"{json.dumps(now.get(path))}; restore it, choose another --output, or accept it with --{path} on the "
+        "command line"
+        for path in sorted(saved.keys() | now.keys())
+        if saved.get(path) != now.get(path)
+        and not any(name == path or name.startswith(f"{path}.") for name in overridden)
+    ]

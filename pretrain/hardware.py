@@ -1,0 +1,63 @@
+"""What the machine can do: peak arithmetic rates, for MFU."""
+
+import os
+import platform
+import time
+
+import torch
+
+PEAK_FLOPS_BF16 = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A10G": 125e12,
+    "A10": 125e12,
+    "A40": 149.7e12,
+    "A6000": 154.8e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
+"""Dense bf16 (fp16 where there is no bf16) peak of GPUs in FLOP/s, from NVIDIA's data sheets, without sparsity."""
+
+
+def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]:
+    """(peak FLOP/s of the device in matrix products, where the number is from); None for a GPU that is not listed."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        listed = [key for key in PEAK_FLOPS_BF16 if key in name]
+        if not listed:
+            return None, f"no peak is known for {name}"
+        return PEAK_FLOPS_BF16[max(listed, key=len)], f"data sheet of {name}, dense bf16"
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return measured_matrix_flops(dtype), f"measured {dtype} matrix product on {torch.get_num_threads()} threads"
+
+
+def measured_matrix_flops(dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
+    """FLOP/s of the best of some (size, size) matrix products on the CPU, after a warm-up."""
+    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    best = float("inf")
+    for repeat in range(repeats + 1):
+        start = time.perf_counter()
+        a @ b
+        if repeat:
+            best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def describe_machine(device: torch.device) -> dict[str, str | int]:
+    """Device, cores and system, for the run's record."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "device": gpu or platform.processor() or platform.machine(),
+        "cores": os.cpu_count() or 1,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,89 @@
+"""What a run's folder says of the run: resolved config, model, strategy, environment; and the banner at the start."""
+
+import dataclasses
+import importlib.metadata
+import json
+import subprocess
+from pathlib import Path
+
+from pretrain.config import RunConfig
+from pretrain.derived import Derived
+from pretrain.hardware import describe_machine
+from pretrain.metrics import count_text
+from pretrain.recipe import as_yaml
+from pretrain.strategy import Strategy
+
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
+
+
+def write_record(config: RunConfig, derived: Derived, strategy: Strategy) -> None:
+    """Writes config.yaml, model.json, strategy.json and environment.json into the run's folder; main rank only.
+
+    Nothing of the process's environment variables goes in.
+    """
+    folder = config.output
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(as_yaml(config), encoding="utf-8")
+    (folder / "model.json").write_text(derived.model_config.to_json_string(), encoding="utf-8")
+    write_json(folder / "strategy.json", strategy.describe())
+    write_json(folder / "environment.json", environment(strategy))
+
+
+def environment(strategy: Strategy) -> dict:
+    """Versions, commit and machine."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"commit": commit_of(Path(__file__).parent), **describe_machine(strategy.device), "packages": versions}
+
+
+def commit_of(folder: Path) -> str | None:
+    """The code's commit, with '+changes' where the working tree differs from it; None outside a repository."""
+    git = ["git", "-C", str(folder)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+changes" if changed.strip() else "")
+
+
+def write_json(path: Path, values: dict) -> None:
+    path.write_text(json.dumps(values, indent=1), encoding="utf-8")
+
+
+def banner(config: RunConfig, derived: Derived, built: dict[str, str]) -> str:
+    """The numbers of the run as they are in effect, one per line. `built` adds what only the built objects know."""
+    ramp, length = derived.ramp, config.data.sequence_length
+    micro = config.batch.sequences_per_micro_batch
+    full_micro_steps = ramp.sequences_per_level[-1] // (micro * derived.ranks)
+    levels = " -> ".join(f"{level * length:,}" for level in ramp.sequences_per_level)
+    rows = {
+        "model": f"{config.model} ({derived.model_config.model_type}), {derived.parameters:,} parameters",
+        "precision": f"{derived.precision}, weights and optimizer in fp32",
+        "attention": derived.attention + (", within documents" if config.data.document_mask else ""),
+        "data": " + ".join(
+            f"{folder} ({count_text(reader.tokens)} tokens)" for folder, reader in derived.batches.readers.items()
+        ),
+        "epochs at the end": ", ".join(
+            f"{folder} {epochs:.2f}" for folder, epochs in derived.batches.epochs_at(derived.total_steps).items()
+        ),
+        "tokens per step": f"{levels} = {micro} sequences x {length:,} tokens x {derived.ranks} processes x "
+        f"{full_micro_steps} micro-steps",
+        "budget": f"{derived.total_steps:,} steps, {derived.total_tokens:,} tokens, "
+        f"{derived.total_tokens / derived.parameters:.1f} per parameter",
+        "learning rate": f"{derived.peak_learning_rate:.3g} at the peak, {derived.schedule.name}, "
+        f"{derived.schedule.warmup_steps:,} warmup steps",
+        "FLOPs per token": f"{derived.flops_per_token:.4g} = 6N + 12 x layers x hidden x sequence length",
+        **built,
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def schedule_record(derived: Derived) -> dict:
+    """The schedule and the batch levels, for the start event."""
+    return {**dataclasses.asdict(derived.schedule), **dataclasses.asdict(derived.ramp)}

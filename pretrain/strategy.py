@@ -1,0 +1,274 @@
+"""The only module that knows which strategy runs.
+
+`accelerate launch --config_file accelerate_configs/X.yaml` chooses it; `Strategy` builds the Accelerator, checks that
+what runs is what was asked for, and gives the loop the verbs it needs: prepare, accumulate, backward, update, mean.
+The same files serve machines with and without GPUs: without one, processes talk over gloo.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from safetensors import SafetensorError
+
+from pretrain.loss import LanguageModelLoss
+from pretrain.optim import load_optimizer_state, optimizer_state_by_name
+from pretrain.problems import InputError
+
+PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+"""Our names to accelerate's."""
+
+
+def environment_flag(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("1", "true", "yes")
+
+
+def device_type() -> str:
+    """'cuda' where a GPU is visible, else 'cpu'."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def resolve_precision(requested: str) -> str:
+    """auto becomes bf16 where the device multiplies in bf16, else fp32. Raises InputError for fp16 without a GPU."""
+    if requested == "fp16" and device_type() == "cpu":
+        raise InputError("precision: fp16 needs a GPU; use bf16, fp32, or auto, which takes what the device has")
+    if requested != "auto":
+        return requested
+    if device_type() == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "fp32"
+
+
+def requested_strategy() -> str:
+    """What the launcher's environment asks for."""
+    if environment_flag("ACCELERATE_USE_DEEPSPEED"):
+        return "deepspeed"
+    if environment_flag("ACCELERATE_USE_FSDP"):
+        return "fsdp"
+    return "ddp" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "single"
+
+
+def launcher_problems(precision: str) -> list[str]:
+    """Settings of the launcher that contradict the recipe, or that this project does not run."""
+    problems = []
+    if requested_strategy() in ("deepspeed", "fsdp"):
+        problems.append(
+            f"launcher: {requested_strategy()} is not among the strategies that run: "
+            "use accelerate_configs/single.yaml or ddp.yaml"
+        )
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in ("no", PRECISIONS[precision]):
+        problems.append(
+            f"launcher: mixed_precision: {launched} contradicts the recipe's precision: {precision}; "
+            "remove mixed_precision from the launcher's file, or set precision in the recipe"
+        )
+    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulation not in ("1", "auto"):
+        problems.append(
+            f"launcher: gradient_accumulation_steps: {accumulation} contradicts the recipe, which derives it from "
+            "batch.tokens_per_step; remove it from the launcher's file"
+        )
+    return problems
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors by name, whole, wherever their pieces are. Fetching one is collective: every rank asks in one order."""
+
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    tensors: Mapping[str, torch.Tensor]
+
+    def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:
+        """The whole tensor on the host; None on a rank that takes part but does not want it."""
+        return self.tensors[name].detach().to("cpu") if wanted else None
+
+
+class Strategy:
+    """The strategy that runs: one process, or data parallel (DDP).
+
+    Raises InputError where the launcher contradicts the recipe or asks for what does not run.
+    """
+
+    def __init__(self, precision: str):
+        if problems := launcher_problems(precision):
+            raise InputError(*problems)
+        self.precision = precision
+        self.name = requested_strategy()
+        self.accelerator = Accelerator(
+            cpu=device_type() == "cpu",
+            mixed_precision=PRECISIONS[precision],
+            step_scheduler_with_optimizer=False,
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
+        )
+        self.device: torch.device = self.accelerator.device
+        self.rank: int = self.accelerator.process_index
+        self.ranks: int = self.accelerator.num_processes
+        self.is_main: bool = self.accelerator.is_main_process
+        self.data_rank, self.data_ranks = self.rank, self.ranks
+        # Accelerate falls back to fewer processes or another strategy without a word.
+        asked = int(os.environ.get("WORLD_SIZE", "1"))
+        if self.ranks != asked:
+            raise RuntimeError(f"{asked} processes were launched, but accelerate runs {self.ranks}")
+        if self.device.type == "cpu":
+            use_all_cores()
+
+    def prepare(
+        self, model: LanguageModelLoss, optimizer: torch.optim.Optimizer
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """Moves the model to the device and wraps both for the strategy; keep using what it returns."""
+        self.causal_lm = model.causal_lm
+        self.name_of = {parameter: name for name, parameter in model.causal_lm.named_parameters()}
+        with warnings.catch_warnings():  # torch renames broadcast_buffers; accelerate passes the old name
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+            self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        return self.model, self.optimizer
+
+    @contextmanager
+    def accumulate(self, is_last: bool) -> Iterator[None]:
+        """Around the forward and backward of a micro-step; ranks exchange gradients in the last one alone."""
+        if is_last:
+            yield
+        else:
+            with self.accelerator.no_sync(self.model):
+                yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds the gradient of `loss` (already divided by the number of micro-steps)."""
+        self.accelerator.backward(loss)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Before the first backward of a step: some strategies update inside the last one."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate * group.get("learning_rate_scale", 1.0)
+
+    def update(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clips, steps and clears the gradients; a step whose gradient norm is not finite changes nothing.
+
+        Returns (gradient norm before clipping, 1 if the step was skipped else 0), both on the device: nothing waits.
+        """
+        parameters = self.causal_lm.parameters()
+        grad_norm = self.accelerator.clip_grad_norm_(parameters, max_grad_norm or float("inf"))
+        inner = self.optimizer.optimizer
+        if self.accelerator.scaler is not None:  # fp16: the scaler skips, and lowers its scale
+            self.optimizer.step()
+            skipped = torch.tensor(float(self.optimizer.step_was_skipped), device=self.device)
+        elif inner.defaults.get("fused"):
+            # The fused kernels read found_inf on the device and leave everything as it is where it is 1.
+            skipped = (~torch.isfinite(grad_norm)).float()
+            inner.grad_scale, inner.found_inf = None, skipped
+            self.optimizer.step()
+        else:
+            skipped = (~torch.isfinite(grad_norm)).float()
+            if not skipped.item():
+                self.optimizer.step()
+        self.optimizer.zero_grad()
+        return grad_norm, skipped
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks that see different data."""
+        return self.accelerator.reduce(tensor, reduction="sum")
+
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Mean over the ranks that see different data."""
+        return self.sum(tensor) / self.data_ranks
+
+    def gather(self, value: Any) -> list[Any]:
+        """One small object of every rank, on every rank."""
+        return gather_object([value])
+
+    @contextmanager
+    def together(self, error: type[Exception], on_failure: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """What fails on one rank in this block fails on all, so that none waits for one that has given up.
+
+        on_failure runs on the main rank once everybody knows.
+        """
+        problem = None
+        try:
+            yield
+        except (OSError, SafetensorError) as cause:
+            problem = f"{type(cause).__name__}: {cause}"
+        problems = [text for text in self.gather(problem) if text]
+        if problems:
+            if self.is_main:
+                on_failure()
+            raise error("; ".join(problems))
+
+    def print(self, text: str) -> None:
+        """From the main rank alone."""
+        if self.is_main:
+            print(text, flush=True)
+
+    def describe(self) -> dict[str, Any]:
+        """What runs, for the run's record."""
+        return {
+            "strategy": self.name,
+            "ranks": self.ranks,
+            "device": self.device.type,
+            "precision": self.precision,
+            "threads": torch.get_num_threads(),
+        }
+
+    def barrier(self) -> None:
+        self.accelerator.wait_for_everyone()
+
+    def model_tensors(self) -> TensorGroup:
+        """The parameters by HF name, tied ones once, in fp32."""
+        saved = self.causal_lm.state_dict().keys()
+        buffers = {name: buffer for name, buffer in self.causal_lm.named_buffers() if name in saved}
+        return group_of({name: parameter for parameter, name in self.name_of.items()} | buffers)
+
+    def optimizer_tensors(self) -> TensorGroup:
+        """The optimizer's state as '<parameter>.<state>'."""
+        return group_of(optimizer_state_by_name(self.optimizer.optimizer, self.name_of))
+
+    def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
+        """Puts whole tensors by name into the running model and optimizer."""
+        with torch.no_grad():
+            for name, tensor in self.model_tensors().tensors.items():
+                tensor.copy_(model[name])
+        load_optimizer_state(self.optimizer.optimizer, self.name_of, optimizer)
+
+    def state(self) -> dict[str, float]:
+        """What else an exact continuation needs: the fp16 loss scale."""
+        scaler = self.accelerator.scaler
+        if scaler is None:
+            return {}
+        return {"scale": scaler.get_scale(), "growth_tracker": scaler._get_growth_tracker()}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        if self.accelerator.scaler is not None and state:
+            self.accelerator.scaler.load_state_dict(
+                {**self.accelerator.scaler.state_dict(), **state, "_growth_tracker": state["growth_tracker"]}
+            )
+
+    def close(self) -> None:
+        """Ends the process group, so that no rank is left waiting for one that has gone."""
+        self.accelerator.end_training()
+
+
+def group_of(tensors: Mapping[str, torch.Tensor]) -> TensorGroup:
+    """A group of tensors that every rank holds whole."""
+    return TensorGroup(
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        {name: tensor.dtype for name, tensor in tensors.items()},
+        tensors,
+    )
+
+
+def use_all_cores() -> None:
+    """accelerate launch and torchrun set OMP_NUM_THREADS=1; the processes of a machine share its cores instead.
+
+    A number that the user set stays: any other than 1, or 1 without a launcher.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS")
+    launched = "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if threads is None or (threads == "1" and launched):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

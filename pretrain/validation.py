@@ -1,0 +1,112 @@
+"""Validation loss on all ranks: the same windows every time, every token counted once."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pretrain.batches import model_inputs
+from pretrain.config import Data
+from pretrain.problems import InputError
+from pretrain.shards import ShardReader, open_shards, read_manifest
+from pretrain.strategy import Strategy
+
+
+def open_validation(data: Data) -> dict[str, ShardReader]:
+    """{name: reader} of what validation measures, by folder name. Raises InputError with every problem found."""
+    if data.validation is not None:
+        wanted = [(source.shards, source.split) for source in data.validation]
+    else:
+        folders = dict.fromkeys(source.shards for stage in data.mixtures for source in stage.train)
+        wanted = [
+            (f, "validation") for f in folders if read_manifest(f).totals("validation")[0] > data.sequence_length
+        ]
+    readers, problems = {}, []
+    for folder, split in wanted:
+        try:
+            reader = open_shards(folder, split)
+            if reader.tokens <= data.sequence_length:
+                problems.append(
+                    f"data.validation: {folder} has {reader.tokens:,} {split} tokens, fewer than one sequence of "
+                    f"{data.sequence_length:,} + 1; prepare it with a larger --validation_fraction or shorten the "
+                    "sequences"
+                )
+            readers[name_of(folder, readers)] = reader
+        except InputError as error:
+            problems += error.problems
+    if problems:
+        raise InputError(*problems)
+    return readers
+
+
+def name_of(folder: Path, taken: dict) -> str:
+    """The folder's own name, or its whole path where two folders share one."""
+    return folder.name if folder.name not in taken else str(folder)
+
+
+def windows_of(reader: ShardReader, sequence_length: int, sequences: int) -> np.ndarray:
+    """First tokens of at most `sequences` windows, spread evenly over the split."""
+    windows = (reader.tokens - 1) // sequence_length
+    count = min(sequences, windows)
+    return np.arange(count) * windows // count * sequence_length
+
+
+@torch.no_grad()
+def validate(
+    model: torch.nn.Module,
+    readers: dict[str, ShardReader],
+    strategy: Strategy,
+    *,
+    sequence_length: int,
+    sequences: int,
+    sequences_per_micro_batch: int,
+    document_mask: bool,
+) -> dict[str, dict[str, float]]:
+    """{source: {loss, perplexity, bits_per_byte, tokens}}: mean loss per token in nats over the windows.
+
+    bits_per_byte = loss / ln 2 x tokens / UTF-8 bytes, with the split's own ratio of tokens to bytes.
+    """
+    model.eval()
+    results = {}
+    for name, reader in readers.items():
+        starts = windows_of(reader, sequence_length, sequences)
+        total = torch.zeros(2, dtype=torch.float64)
+        for first in range(0, len(starts), sequences_per_micro_batch * strategy.data_ranks):
+            mine = starts[first + strategy.data_rank * sequences_per_micro_batch :][:sequences_per_micro_batch]
+            batch = validation_batch(reader, mine, sequence_length, sequences_per_micro_batch, document_mask)
+            batch = {key: value.to(strategy.device) for key, value in batch.items()}
+            _, cross_entropy = model(**batch)
+            tokens = len(mine) * sequence_length
+            total += torch.tensor([cross_entropy.item() * tokens, tokens], dtype=torch.float64)
+        loss_sum, tokens = strategy.sum(total.to(strategy.device)).tolist()
+        results[name] = summary(loss_sum / tokens, int(tokens), reader)
+    model.train()
+    return results
+
+
+def validation_batch(
+    reader: ShardReader, starts: np.ndarray, sequence_length: int, sequences: int, document_mask: bool
+) -> dict[str, torch.Tensor]:
+    """Model inputs for these windows, filled up to `sequences` rows with targets that count for nothing."""
+    ids = np.zeros((sequences, sequence_length + 1), dtype=np.int64)
+    for row, start in enumerate(starts):
+        reader.read(int(start), ids[row])
+    return model_inputs(ids, reader.manifest.end_of_document_id if document_mask else None, rows=len(starts))
+
+
+def summary(loss: float, tokens: int, reader: ShardReader) -> dict[str, float]:
+    """The measures of one source from its mean loss per token in nats."""
+    split_tokens, split_bytes = totals_of(reader)
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700)),
+        "bits_per_byte": loss / math.log(2) * split_tokens / split_bytes,
+        "tokens": tokens,
+    }
+
+
+def totals_of(reader: ShardReader) -> tuple[int, int]:
+    """(tokens, UTF-8 bytes) of the reader's split."""
+    tokens, _, text_bytes = reader.manifest.totals(reader.split)
+    return tokens, text_bytes

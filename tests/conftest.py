@@ -1,0 +1,116 @@
+"""What the tests share: text that every machine has, shards of it, a tiny recipe, and the scripts run as a user would."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+TINY_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_per_process():
+    """Several processes of a test share two cores."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def run_script(*arguments, check=True, timeout=300, **environment) -> subprocess.CompletedProcess:
+    """Runs a script of the project from its root; fails with its output unless it may fail."""
+    result = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    if check and result.returncode:
+        pytest.fail(f"{' '.join(map(str, arguments))} exited {result.returncode}\n{result.stdout}\n{result.stderr}")
+    return result
+
+
+def launch(strategy: str, processes: int, *arguments, check=True, **environment) -> subprocess.CompletedProcess:
+    """Runs a script under `accelerate launch` with a shipped strategy file."""
+    return run_script(
+        "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
+        "--num_processes", processes, "--main_process_port", "0", *arguments, check=check, **environment,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def text_files(tmp_path_factory) -> Path:
+    """A folder with forty files of the standard library's source."""
+    folder = tmp_path_factory.mktemp("text")
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]:
+        (folder / path.name).write_bytes(path.read_bytes()[:20_000].decode("utf-8", "ignore").encode())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(text_files, tmp_path_factory) -> Path:
+    """A byte-level BPE of 512 ids."""
+    folder = tmp_path_factory.mktemp("tokenizers") / "tiny"
+    run_script("prepare_data.py", "--input", f"{text_files}/*.py", "--train_tokenizer", "512", "--output", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shards(text_files, tokenizer, tmp_path_factory) -> Path:
+    """The text files as shards, a fifth of them for validation."""
+    folder = tmp_path_factory.mktemp("shards") / "source"
+    run_script(
+        "prepare_data.py", "--input", f"{text_files}/*.py", "--tokenizer", tokenizer, "--validation_fraction", "0.2",
+        "--output", folder,
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path, shards) -> Path:
+    """A recipe that trains in seconds: 12 steps of 4 x 64 tokens, a checkpoint every 4."""
+    model = tmp_path / "tiny_llama.json"
+    model.write_text(json.dumps(TINY_LLAMA))
+    path = tmp_path / "recipe.yaml"
+    values = {
+        "model": str(model),
+        "output": str(tmp_path / "run"),
+        "seed": 1,
+        "precision": "fp32",
+        "data": {"train": [{"shards": str(shards)}], "sequence_length": 64},
+        "budget": {"steps": 12},
+        "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 1},
+        "optim": {"learning_rate": 0.003, "warmup_steps": 2},
+        "compile": "none",
+        "validation": {"every_steps": 6, "sequences": 8},
+        "checkpoint": {"every_steps": 4, "keep_last": 2},
+        "logging": {"every_steps": 1},
+    }
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def events(run: Path, name: str) -> list[dict]:
+    """The events of one name in a run's metrics.jsonl."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == name]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """{step: loss} of a run; where a step was repeated after a resume, the last."""
+    return {line["step"]: line["loss"] for line in events(run, "train")}

@@ -1,0 +1,236 @@
+"""The whole of a run through the real scripts: train, kill, resume, on one process and two."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, events, launch, losses, run_script
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+GOLDEN_FIRST, GOLDEN_LAST = 6.2646, 5.5
+"""Loss of the first and the last step of the tiny run. A change here is a change of what every user trains: explain it
+in the commit that moves them, and update docs that quote losses."""
+
+
+def train(recipe, *overrides, **kwargs):
+    return run_script("train.py", "--config", recipe, *overrides, **kwargs)
+
+
+def weights(run, step):
+    return load_file(run / f"checkpoints/step-{step:08d}/model.safetensors")
+
+
+def test_a_run_from_start_to_finish(recipe, tmp_path):
+    out = train(recipe).stdout
+    run = tmp_path / "run"
+    curve = losses(run)
+    assert list(curve) == list(range(1, 13))
+    assert curve[1] == pytest.approx(GOLDEN_FIRST, abs=2e-3), test_a_run_from_start_to_finish.__globals__["__doc__"]
+    assert curve[12] < curve[1] - 0.5
+    assert [event["step"] for event in events(run, "validation")] == [0, 6, 12]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "LATEST",
+        "step-00000008",
+        "step-00000012",
+    ]
+    (end,) = events(run, "end")
+    assert (end["code"], end["reason"], end["tokens"]) == (0, "done", 12 * 256)
+    for line in ("tokens per step", "256 = 1 sequences x 64 tokens x 1 processes x 4 micro-steps", "attention"):
+        assert line in out
+    for name in ("config.yaml", "model.json", "strategy.json", "environment.json", "train.log"):
+        assert (run / name).stat().st_size > 0
+
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(run / "final"),
+        AutoTokenizer.from_pretrained(run / "final"),
+    )
+    assert model.dtype == torch.bfloat16
+    exported, trained = model.state_dict(), weights(run, 12)
+    assert all(torch.equal(exported[name], tensor.bfloat16()) for name, tensor in trained.items())
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    text = pipeline("text-generation", model=model, tokenizer=tokenizer)("def ", max_new_tokens=5)[0]["generated_text"]
+    assert text.startswith("def ")
+
+    again = train(recipe)
+    assert "is done: 12 steps" in again.stdout
+    assert losses(run) == curve, "a finished run must not be trained again"
+
+
+def test_a_run_longer_than_before_goes_on(recipe, tmp_path):
+    train(recipe, "--optim.schedule", "constant")
+    first = losses(tmp_path / "run")
+    train(recipe, "--optim.schedule", "constant", "--budget.steps", "14")
+    assert {step: loss for step, loss in losses(tmp_path / "run").items() if step <= 12} == first
+    assert events(tmp_path / "run", "resume")[0]["step"] == 12
+    assert max(losses(tmp_path / "run")) == 14
+
+
+def kill_at(run, step, command):
+    """Starts a run and kills its whole process group by SIGKILL once it has logged `step`."""
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and process.poll() is None:
+            if (run / "metrics.jsonl").exists() and any(event["step"] >= step for event in events(run, "train")):
+                break
+            time.sleep(0.005)
+        else:
+            pytest.fail(f"the run ended or stalled before step {step}")
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_run_continues_to_the_last_bit(recipe, tmp_path, processes):
+    strategy = "single" if processes == 1 else "ddp"
+    # Dropout on: randomness must be a function of the step as well.
+    model = json.loads((tmp_path / "tiny_llama.json").read_text()) | {"attention_dropout": 0.1}
+    (tmp_path / "tiny_llama.json").write_text(json.dumps(model))
+    arguments = ["train.py", "--config", str(recipe), "--budget.steps", "40", "--attention", "eager"]
+    launch(strategy, processes, *arguments, "--output", tmp_path / "whole")
+    launcher = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
+        "--num_processes", str(processes), "--main_process_port", "0",
+    ]  # fmt: skip
+    broken = tmp_path / "broken"
+    for step in (6, 23):
+        kill_at(broken, step, [*launcher, *arguments, "--output", str(broken)])
+    launch(strategy, processes, *arguments, "--output", broken)
+    assert losses(broken) == losses(tmp_path / "whole")
+    expected, found = weights(tmp_path / "whole", 40), weights(broken, 40)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert not list((broken / "checkpoints").glob(".*")), "no litter of a killed save"
+
+
+def test_one_and_two_processes_train_the_same_model(recipe, tmp_path):
+    """fp32 sums in another order: 1e-6 relative after a step, and Adam's division lets it grow to 1e-5 in twelve."""
+    arguments = ["train.py", "--config", recipe, "--output"]
+    launch("single", 1, *arguments, tmp_path / "one")
+    launch("ddp", 2, *arguments, tmp_path / "two")
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert all(abs(one[step] - two[step]) < 1e-5 for step in one)
+    validation = [[event["loss"] for event in events(tmp_path / run, "validation")] for run in ("one", "two")]
+    assert validation[0] == pytest.approx(validation[1], abs=1e-5)
+
+    # From two processes to one and back: the next steps are those of the unbroken run.
+    launch("ddp", 2, *arguments, tmp_path / "moved", "--budget.steps", "4", "--optim.schedule", "constant")
+    launch("single", 1, *arguments, tmp_path / "moved", "--budget.steps", "8", "--optim.schedule", "constant")
+    launch("ddp", 2, *arguments, tmp_path / "moved", "--budget.steps", "12", "--optim.schedule", "constant")
+    launch("single", 1, *arguments, tmp_path / "stayed", "--optim.schedule", "constant")
+    moved, stayed = losses(tmp_path / "moved"), losses(tmp_path / "stayed")
+    assert all(abs(moved[step] - stayed[step]) < 1e-5 for step in stayed)
+
+
+def test_the_micro_batch_changes_speed_only(recipe, tmp_path):
+    train(recipe, "--output", tmp_path / "one")
+    train(recipe, "--output", tmp_path / "four", "--batch.sequences_per_micro_batch", "4")
+    one, four = losses(tmp_path / "one"), losses(tmp_path / "four")
+    assert all(abs(one[step] - four[step]) < 1e-5 for step in one)
+
+
+def test_other_settings_than_the_checkpoints_are_refused(recipe, tmp_path):
+    train(recipe, "--budget.steps", "4")
+    recipe.write_text(
+        recipe.read_text().replace("seed: 1", "seed: 2").replace("sequence_length: 64", "sequence_length: 32")
+    )
+    refused = train(recipe, check=False)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "seed: the run was started with 1, the recipe now says 2" in refused.stderr
+    assert "data.sequence_length: the run was started with 64, the recipe now says 32" in refused.stderr
+    assert train(recipe, "--seed", "2", "--data.sequence_length", "32").returncode == 0, "named, so it is meant"
+
+
+def test_a_damaged_checkpoint_is_passed_over(recipe, tmp_path):
+    train(recipe)
+    whole = losses(tmp_path / "run")
+    path = tmp_path / "run/checkpoints/step-00000012/model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    out = train(recipe).stdout
+    assert "step-00000012 cannot be used: model.safetensors does not have the sha256" in out
+    assert events(tmp_path / "run", "resume")[-1]["path"] == "step-00000008"
+    assert losses(tmp_path / "run") == whole
+
+    for folder in (tmp_path / "run/checkpoints").glob("step-*"):
+        (folder / "MANIFEST.json").unlink()
+    refused = train(recipe, check=False)
+    assert refused.returncode == 17 and "none of the" in refused.stderr
+
+
+def test_check_finds_everything_and_starts_nothing(recipe, tmp_path):
+    start = time.monotonic()
+    good = train(recipe, "--check")
+    assert "The recipe can run." in good.stdout
+    assert time.monotonic() - start < 15, "three times the 5 s that it may take on an idle machine"
+    bad = train(
+        recipe, "--check", "--batch.tokens_per_step", "300", "--data.sequence_length", "256",
+        "--data.train", "[{shards: no/such/folder}]", check=False,
+    )  # fmt: skip
+    assert bad.returncode == 2 and "Traceback" not in bad.stderr
+    assert "batch.tokens_per_step: 300 is not a multiple of 1 sequences per micro-batch x 256 tokens" in bad.stderr
+    assert "nearest: 256 or 512" in bad.stderr
+    assert "sequence_length: 256 is more than the model's max_position_embeddings, 128" in bad.stderr
+    assert "no/such/folder: no such folder of prepared shards" in bad.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--optim.warmup_steps", "100"], "warmup_steps 100 is longer than the run of 12 steps"),
+        (["--model", "model_configs/lama_30m.json"], "lama_30m.json"),
+        (["--precision", "fp16"], "precision: fp16 needs a GPU"),
+        (["--attention", "flash_attention_2"], "flash_attention_2"),
+        (["--attention", "flex_attention"], "flex_attention"),
+        (["--optim.name", "adamw_8bit"], "adamw_8bit"),
+        (["--data.train.0.max_epochs", "0.001"], "used up"),
+    ],
+)
+def test_what_cannot_work_is_refused(recipe, tmp_path, overrides, message):
+    refused = train(recipe, *overrides, check=False)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert message in refused.stderr and "Traceback" not in refused.stderr
+    assert not (tmp_path / "run/checkpoints").exists() or not any((tmp_path / "run/checkpoints").iterdir())
+
+
+def test_vocabulary_larger_than_the_models(recipe, tmp_path):
+    model = json.loads((tmp_path / "tiny_llama.json").read_text()) | {"vocab_size": 256}
+    (tmp_path / "tiny_llama.json").write_text(json.dumps(model))
+    refused = train(recipe, check=False)
+    assert refused.returncode == 2
+    assert "512" in refused.stderr and "256" in refused.stderr and "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["--precision", "bf16", "--compile", "regional"],
+        ["--optim.name", "muon", "--optim.schedule", "wsd"],
+        ["--optim.name", "adafactor", "--optim.stochastic_rounding", "true", "--optim.schedule", "linear"],
+        ["--activation_checkpointing", "full", "--loss.z_loss", "1e-4", "--optim.schedule", "infinite"],
+        ["--data.document_mask", "false", "--batch.ramp.from", "0.5", "--data.sampling", "random_windows"],
+    ],
+)
+def test_settings_train(recipe, tmp_path, overrides):
+    train(recipe, *overrides)
+    curve = losses(tmp_path / "run")
+    assert curve[12] < curve[1] - 0.3, "the loss must fall"
+
+
+def test_trackers_get_the_same_numbers(recipe, tmp_path):
+    train(recipe, "--trackers", "[tensorboard, wandb]", WANDB_MODE="offline")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    board.Reload()
+    logged = {event.step: event.value for event in board.Scalars("train/loss")}
+    assert logged == pytest.approx(losses(tmp_path / "run"), rel=1e-6)
+    assert list((tmp_path / "run/wandb").glob("offline-run-*")), "wandb must have written its offline run"
