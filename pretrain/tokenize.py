@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pretrain.long_text import encode_long_text
 from pretrain.problems import InputError
 
 ENGINES = ("auto", "fast", "reference")
@@ -30,6 +31,7 @@ TOKENIZER_FILES = (
 )
 # Encodings keep offsets and strings, many times the text: the reference path works through a part in such pieces.
 REFERENCE_BATCH_BYTES = 1 << 20
+LONG_TEXT_BYTES = 1 << 22
 AGREEMENT_TEXTS = (
     "The quick brown fox jumps over the lazy dog. It's 1,234,567.89 o'clock, isn't it? WE'LL SEE; they'd've gone.",
     "  leading and trailing   \t\tspaces \n\n\r\n  and\u00a0odd\u2003ones\u200b\ufeff \x00\x01\x1f\x7f end \n",
@@ -204,20 +206,26 @@ class ReferenceEncoder:
         """One uint32 array of ids per UTF-8 text."""
         arrays: list[np.ndarray] = []
         for batch in _batches(texts):
-            encodings = self._backend.encode_batch_fast([t.decode() for t in batch], add_special_tokens=False)
-            arrays.extend(np.array(encoding.ids, dtype=np.uint32) for encoding in encodings)
+            if len(batch[0]) > LONG_TEXT_BYTES:
+                arrays.append(encode_long_text(self._backend, batch[0].decode()))
+            else:
+                encodings = self._backend.encode_batch_fast([t.decode() for t in batch], add_special_tokens=False)
+                arrays.extend(np.array(encoding.ids, dtype=np.uint32) for encoding in encodings)
         return arrays
 
 
 def _batches(texts: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    first, size = 0, 0
-    for number, text in enumerate(texts):
+    """Consecutive texts of about REFERENCE_BATCH_BYTES together; a long text comes alone."""
+    batch: list[bytes] = []
+    size = 0
+    for text in texts:
+        if batch and size + len(text) > REFERENCE_BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(text)
         size += len(text)
-        if size >= REFERENCE_BATCH_BYTES:
-            yield texts[first : number + 1]
-            first, size = number + 1, 0
-    if first < len(texts):
-        yield texts[first:]
+    if batch:
+        yield batch
 
 
 def _with_special_end(tokenizer: LoadedTokenizer) -> bytes:
