@@ -1,0 +1,365 @@
+"""Attention within documents: sequences are packed windows of a token stream, and no token sees another document.
+
+Every document in the stream is followed by the end-of-document id, which opens the next document's segment as its
+first token, as a BOS would. A segment begins at position 0 of a window and at every end-of-document token of the
+input. So every position keeps a target (that of the opening token is the document's first), none is masked, and a
+step always holds the same number of them.
+
+Models of transformers call the function registered under config._attn_implementation and hand it the keyword
+arguments that they were called with. Names registered here have no mask function, so that no (B, 1, T, T) mask is
+built from position_ids that restart; the segments arrive as cumulative lengths instead, padded to a fixed size, which
+neither recompiles nor waits for the device.
+
+Shapes: B windows, T positions, H query heads, G key heads, E width of a head, S segments.
+"""
+
+import importlib.util
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from pretrain.problems import InputError, did_you_mean
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
+TOKENS_PER_SEGMENT = 64
+"""Space for segments is made for documents of this mean length; shorter ones double it, and compiled code with it."""
+
+
+def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[str, np.ndarray]:
+    """Segments of a batch of windows, on the host.
+
+    Returns position_ids (B, T) int64, which restart at each segment, and cu_seq_lens_q and cu_seq_lens_k, the same
+    int32 (S + 1,) cumulative lengths over the flattened batch, padded with B x T to a size that depends on B and T
+    (and doubles where the documents are too many for it).
+    """
+    batch, length = input_ids_BT.shape
+    starts_BT = input_ids_BT == end_of_document_id
+    starts_BT[:, 0] = True
+    starts_S = np.flatnonzero(starts_BT)
+    tokens = batch * length
+    capacity = batch + tokens // TOKENS_PER_SEGMENT
+    while capacity < len(starts_S):
+        capacity *= 2
+    cu_seq_lens = np.full(capacity + 1, tokens, dtype=np.int32)
+    cu_seq_lens[: len(starts_S)] = starts_S
+    lengths_S = np.diff(starts_S, append=tokens)
+    position_ids = np.arange(tokens, dtype=np.int64) - np.repeat(starts_S, lengths_S)
+    return {
+        "position_ids": position_ids.reshape(batch, length),
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+    }
+
+
+def attention_arguments(layout: dict[str, np.ndarray], attention: str, device: torch.device | str) -> dict[str, Any]:
+    """Keyword arguments for a model on `device` whose attn_implementation is `attention` (see `choose_attention`).
+
+    Copies to a GPU do not wait for it. For flex_attention the block mask is made here, once for all layers.
+    """
+    position_ids = _to_device(layout["position_ids"], device)
+    cu_seq_lens = _to_device(layout["cu_seq_lens_q"], device)
+    batch, length = position_ids.shape
+    if attention == "flex_attention":
+        return {"position_ids": position_ids, "attention_mask": _flex_block_mask(cu_seq_lens, batch, length)}
+    # The window's length bounds every segment's: the true maximum would change from step to step and recompile.
+    return {
+        "position_ids": position_ids,
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+        "max_length_q": length,
+        "max_length_k": length,
+    }
+
+
+def choose_attention(requested: str, *, device_type: str, dtype: torch.dtype, training: bool = True) -> str:
+    """The attn_implementation to give to a model of transformers for the attention that a run asks for.
+
+    auto is sdpa: on a CPU one call of torch's flash kernel per document, on a GPU in half precision torch's varlen
+    flash attention, on a GPU in fp32 a dense mask. Raises InputError, naming what works, where the device, the dtype
+    or a package is missing for what was asked.
+    """
+    half_on_gpu = device_type == "cuda" and dtype in HALF_DTYPES
+    works = ["auto", "eager", "sdpa"]
+    works += ["flex_attention"] if device_type == "cuda" or not training else []
+    works += ["varlen"] if half_on_gpu else []
+    works += [name for name, package in FLASH_PACKAGES.items() if half_on_gpu and importlib.util.find_spec(package)]
+    if requested not in ATTENTION_NAMES:
+        raise InputError(f"attention {requested!r} is unknown{did_you_mean(requested, ATTENTION_NAMES)}")
+    if requested not in works:
+        reason = _why_not(requested, device_type, dtype)
+        raise InputError(f"attention {requested} {reason}; here work: {', '.join(works)}")
+    return ATTENTION_NAMES[requested]
+
+
+ATTENTION_NAMES = {
+    "auto": "groundwork_sdpa",
+    "eager": "groundwork_eager",
+    "sdpa": "groundwork_sdpa",
+    "varlen": "groundwork_sdpa",
+    "flex_attention": "flex_attention",
+    "flash_attention_2": "flash_attention_2",
+    "flash_attention_3": "flash_attention_3",
+}
+FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+
+
+def _why_not(requested: str, device_type: str, dtype: torch.dtype) -> str:
+    if requested == "flex_attention":
+        return f"has no backward pass on {device_type}"
+    if device_type != "cuda":
+        return f"does not run on {device_type}"
+    if dtype not in HALF_DTYPES:
+        return f"computes in bf16 or fp16 only, not in {str(dtype).removeprefix('torch.')}"
+    return f"needs the package {FLASH_PACKAGES[requested]}, which is not installed"
+
+
+def sdpa(
+    module: torch.nn.Module,
+    query_BHTE: Tensor,
+    key_BGTE: Tensor,
+    value_BGTE: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Causal attention within segments; causal over the whole window if there is no cu_seq_lens_q.
+
+    For training, and for generation without padding: attention_mask arrives only if it is already (B, 1, T, T). The
+    signature and the (B, T, H, E) result are those of transformers' attention interface.
+    """
+    _refuse_unsupported(kwargs)
+    query_BHTE, key_BGTE, value_BGTE = _in_one_dtype(query_BHTE, key_BGTE, value_BGTE)
+    length, keys = query_BHTE.shape[2], key_BGTE.shape[2]
+    window = None if sliding_window is None or sliding_window >= keys else sliding_window
+    device_type = query_BHTE.device.type
+    if attention_mask is None and cu_seq_lens_q is not None and not dropout:
+        if device_type == "cpu" and window is None:
+            scale = query_BHTE.shape[-1] ** -0.5 if scaling is None else scaling
+            out_BHTE, _ = torch.ops.groundwork.packed_attention(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scale)
+            return out_BHTE.transpose(1, 2), None
+        if device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES:
+            return _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling, window), None
+    mask = attention_mask
+    # A single query is the newest token of a generation and sees every key; sdpa's own causal mask fits square only.
+    if mask is None and (cu_seq_lens_q is not None or window is not None or 1 < length < keys):
+        mask = _dense_mask(query_BHTE, key_BGTE, cu_seq_lens_q, window)
+    out_BHTE = F.scaled_dot_product_attention(
+        query_BHTE,
+        key_BGTE,
+        value_BGTE,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None and length > 1,
+        scale=scaling,
+        enable_gqa=query_BHTE.shape[1] != key_BGTE.shape[1],
+    )
+    return out_BHTE.transpose(1, 2), None
+
+
+def eager(
+    module: torch.nn.Module,
+    query_BHTE: Tensor,
+    key_BGTE: Tensor,
+    value_BGTE: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor]:
+    """`sdpa` spelt out, with the (T, T) weights in memory: for debugging, and to compare others with."""
+    _refuse_unsupported(kwargs)
+    query_BHTE, key_BGTE, value_BGTE = _in_one_dtype(query_BHTE, key_BGTE, value_BGTE)
+    group = query_BHTE.shape[1] // key_BGTE.shape[1]
+    key_BHTE, value_BHTE = (x.repeat_interleave(group, dim=1) for x in (key_BGTE, value_BGTE))
+    scale = query_BHTE.shape[-1] ** -0.5 if scaling is None else scaling
+    mask = attention_mask
+    if mask is None:
+        mask = _dense_mask(query_BHTE, key_BGTE, cu_seq_lens_q, sliding_window)
+    scores_BHTT = (query_BHTE @ key_BHTE.transpose(2, 3)).float() * scale
+    scores_BHTT = scores_BHTT.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores_BHTT + mask
+    weights_BHTT = scores_BHTT.softmax(dim=-1).to(value_BHTE.dtype)
+    weights_BHTT = F.dropout(weights_BHTT, p=dropout, training=module.training)
+    return (weights_BHTT @ value_BHTE).transpose(1, 2), weights_BHTT
+
+
+AttentionInterface.register("groundwork_sdpa", sdpa)
+AttentionInterface.register("groundwork_eager", eager)
+
+
+def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
+    given = [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]
+    if given:
+        raise InputError(
+            f"this model's attention uses {', '.join(given)}, which eager and sdpa here do not compute: use "
+            "flex_attention or flash_attention_2 (on a GPU), or another architecture"
+        )
+
+
+def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
+    """Autocast stops at registered operators, and query and key can leave a normalisation in fp32."""
+    device_type = tensors[0].device.type
+    dtype = tensors[-1].dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def _dense_mask(query_BHTE: Tensor, key_BGTE: Tensor, cu_seq_lens: Tensor | None, window: int | None) -> Tensor:
+    """Boolean mask (B or 1, 1, T, keys), true where a query may look; queries are the last of the keys."""
+    batch, _, length, _ = query_BHTE.shape
+    keys = key_BGTE.shape[2]
+    key_position = torch.arange(keys, device=query_BHTE.device)
+    distance_TT = key_position[keys - length :, None] - key_position[None, :]
+    mask_TT = distance_TT >= 0
+    if window is not None:
+        mask_TT = mask_TT & (distance_TT < window)
+    if cu_seq_lens is None:
+        return mask_TT[None, None]
+    segment_BT = _segment_ids(cu_seq_lens, batch, length)
+    return (mask_TT & (segment_BT[:, :, None] == segment_BT[:, None, :]))[:, None]
+
+
+def _segment_ids(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
+    tokens = torch.arange(batch * length, dtype=cu_seq_lens.dtype, device=cu_seq_lens.device)
+    return torch.searchsorted(cu_seq_lens, tokens, right=True).view(batch, length)
+
+
+def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch, heads, length, _ = query_BHTE.shape
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTE, key_BGTE, value_BGTE))
+    grouped = {"enable_gqa": True} if heads != key_BGTE.shape[1] else {}
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        cu_seq_lens,
+        cu_seq_lens,
+        length,
+        length,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **grouped,
+    )
+    return out.unflatten(0, (batch, length))
+
+
+def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    segment_BT = _segment_ids(cu_seq_lens, batch, length)
+
+    def same_segment_and_causal(b, h, query, key):
+        return (segment_BT[b, query] == segment_BT[b, key]) & (query >= key)
+
+    return create_block_mask(same_segment_and_causal, batch, None, length, length, device=cu_seq_lens.device)
+
+
+def _to_device(array: np.ndarray, device: torch.device | str) -> Tensor:
+    tensor = torch.from_numpy(array)
+    if torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def _blocks(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slice, slice]]:
+    """(rows, positions) of the segments; neighbouring rows that are one segment each come as one block."""
+    ends = cu_seq_lens.tolist()
+    blocks: list[tuple[slice, slice]] = []
+    for start, end in itertools.pairwise(ends):
+        if start == end:
+            continue
+        row, first = divmod(start, length)
+        whole = end - start == length
+        if whole and blocks and blocks[-1][1] == slice(0, length) and blocks[-1][0].stop == row:
+            blocks[-1] = (slice(blocks[-1][0].start, row + 1), slice(0, length))
+        else:
+            blocks.append((slice(row, row + 1), slice(first, first + end - start)))
+    return blocks
+
+
+@torch.library.custom_op("groundwork::packed_attention", mutates_args=(), device_types="cpu")
+def _packed_attention(
+    query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(output (B, H, T, E), logsumexp (B, H, T)); opaque to the compiler, since it loops over the segments."""
+    out_BHTE, lse_BHT = _empty_outputs(query_BHTE)
+    for rows, positions in _blocks(cu_seq_lens, query_BHTE.shape[0], query_BHTE.shape[2]):
+        inputs = (x[rows, :, positions] for x in (query_BHTE, key_BGTE, value_BGTE))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, True, scale=scale)
+        out_BHTE[rows, :, positions] = out
+        lse_BHT[rows, :, positions] = lse
+    return out_BHTE, lse_BHT
+
+
+@torch.library.custom_op("groundwork::packed_attention_backward", mutates_args=(), device_types="cpu")
+def _packed_attention_backward(
+    grad_out_BHTE: Tensor,
+    query_BHTE: Tensor,
+    key_BGTE: Tensor,
+    value_BGTE: Tensor,
+    out_BHTE: Tensor,
+    lse_BHT: Tensor,
+    cu_seq_lens: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    grad_out_BHTE = grad_out_BHTE.contiguous() if grad_out_BHTE.stride(-1) != 1 else grad_out_BHTE
+    inputs = (query_BHTE, key_BGTE, value_BGTE)
+    gradients = tuple(_empty_like_heads_last(x) for x in inputs)
+    for rows, positions in _blocks(cu_seq_lens, query_BHTE.shape[0], query_BHTE.shape[2]):
+        arguments = (x[rows, :, positions] for x in (grad_out_BHTE, *inputs, out_BHTE, lse_BHT))
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*arguments, 0.0, True, scale=scale)
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient[rows, :, positions] = part
+    return gradients
+
+
+@_packed_attention.register_fake
+def _(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scale):
+    return _empty_outputs(query_BHTE)
+
+
+@_packed_attention_backward.register_fake
+def _(grad_out_BHTE, query_BHTE, key_BGTE, value_BGTE, out_BHTE, lse_BHT, cu_seq_lens, scale):
+    return tuple(_empty_like_heads_last(x) for x in (query_BHTE, key_BGTE, value_BGTE))
+
+
+def _empty_like_heads_last(x_BHTE: Tensor) -> Tensor:
+    """(B, H, T, E) in the memory order (B, T, H, E), from which the projections before and after need no copy."""
+    batch, heads, length, width = x_BHTE.shape
+    return x_BHTE.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
+def _empty_outputs(query_BHTE: Tensor) -> tuple[Tensor, Tensor]:
+    # The kernel keeps logsumexp in fp32, and in fp64 for fp64 input.
+    dtype = torch.promote_types(query_BHTE.dtype, torch.float32)
+    batch, heads, length, _ = query_BHTE.shape
+    lse_BHT = query_BHTE.new_empty(batch, length, heads, dtype=dtype).transpose(1, 2)
+    return _empty_like_heads_last(query_BHTE), lse_BHT
+
+
+def _save_for_backward(ctx, inputs, output):
+    query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, ctx.scale = inputs
+    ctx.save_for_backward(query_BHTE, key_BGTE, value_BGTE, *output, cu_seq_lens)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_out_BHTE, _):
+    gradients = torch.ops.groundwork.packed_attention_backward(grad_out_BHTE, *ctx.saved_tensors, ctx.scale)
+    return *gradients, None, None
+
+
+_packed_attention.register_autograd(_backward, setup_context=_save_for_backward)
