@@ -182,13 +182,13 @@ def print_summary(outcome: "Outcome", output: str) -> None:
         print(f"  {name:<16} {value}")
     for example in tally.bad_examples:
         print(f"  skipped          {example}")
-    if not tally.validation_tokens:
-        print(
-            "  No document fell into the validation split. Validation needs more documents (--documents paragraph or "
-            "line makes them of plain text) or a larger --validation_fraction."
-        )
-    print(f"Next: name it in a recipe as data.train: [{{shards: {output}}}] and run")
-    print("  python train.py --config RECIPE.yaml")
+    for split, tokens in (("train", tally.tokens - tally.validation_tokens), ("validation", tally.validation_tokens)):
+        if not tokens:
+            print(f"  No document fell into the {split} split: they are chosen by hash. More documents help")
+            print("  (--documents paragraph or line makes them of plain text), or another --validation_fraction.")
+    vocabulary_size = outcome.manifest.vocabulary_size
+    print(f"Next: train a model whose vocab_size is at least {vocabulary_size:,}, such as")
+    print(f"  python train.py --config RECIPE.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
 
 
 def train(arguments: argparse.Namespace) -> int:

@@ -70,7 +70,8 @@ def train_tokenizer(
     sample = Sample(_fraction(documents, sample_bytes), sample_bytes)
     backend = _trained(_texts(documents, options, sample), vocabulary_size)
     if not sample.documents:
-        raise InputError("the input holds no documents to train on; give files that hold text")
+        held_out = "; all it holds is for validation, so use --validation_fraction 0" if sample.held_out else ""
+        raise InputError(f"the input holds no documents to train on{held_out}; give files that hold text")
     temporary = output.with_name(output.name + ".tmp")
     try:
         _write(backend, temporary, record)
