@@ -28,7 +28,8 @@ from pretrain.problems import InputError, did_you_mean
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 TOKENS_PER_SEGMENT = 64
-"""Space for segments is made for documents of this mean length; shorter ones double it, and compiled code with it."""
+"""Space for segments is made for documents of this mean length (and at least 8 in a window); where they are shorter it
+doubles, which recompiles compiled code once. Space for the worst case would cost a GPU kernel an idle block each."""
 
 
 def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[str, np.ndarray]:
@@ -43,7 +44,7 @@ def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[s
     starts_BT[:, 0] = True
     starts_S = np.flatnonzero(starts_BT)
     tokens = batch * length
-    capacity = batch + tokens // TOKENS_PER_SEGMENT
+    capacity = batch * max(8, length // TOKENS_PER_SEGMENT)
     while capacity < len(starts_S):
         capacity *= 2
     cu_seq_lens = np.full(capacity + 1, tokens, dtype=np.int32)
@@ -77,7 +78,9 @@ def attention_arguments(layout: dict[str, np.ndarray], attention: str, device: t
     }
 
 
-def choose_attention(requested: str, *, device_type: str, dtype: torch.dtype, training: bool = True) -> str:
+def choose_attention(
+    requested: str, *, device_type: str, dtype: torch.dtype, document_mask: bool = True, training: bool = True
+) -> str:
     """The attn_implementation to give to a model of transformers for the attention that a run asks for.
 
     auto is sdpa: on a CPU one call of torch's flash kernel per document, on a GPU in half precision torch's varlen
@@ -87,7 +90,7 @@ def choose_attention(requested: str, *, device_type: str, dtype: torch.dtype, tr
     half_on_gpu = device_type == "cuda" and dtype in HALF_DTYPES
     works = ["auto", "eager", "sdpa"]
     works += ["flex_attention"] if device_type == "cuda" or not training else []
-    works += ["varlen"] if half_on_gpu else []
+    works += ["varlen"] if half_on_gpu and document_mask else []
     works += [name for name, package in FLASH_PACKAGES.items() if half_on_gpu and importlib.util.find_spec(package)]
     if requested not in ATTENTION_NAMES:
         raise InputError(f"attention {requested!r} is unknown{did_you_mean(requested, ATTENTION_NAMES)}")
@@ -116,6 +119,8 @@ def _why_not(requested: str, device_type: str, dtype: torch.dtype) -> str:
         return f"does not run on {device_type}"
     if dtype not in HALF_DTYPES:
         return f"computes in bf16 or fp16 only, not in {str(dtype).removeprefix('torch.')}"
+    if requested == "varlen":
+        return "has no documents to keep apart without document_mask"
     return f"needs the package {FLASH_PACKAGES[requested]}, which is not installed"
 
 

@@ -1,0 +1,266 @@
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pretrain.attention import attention_arguments, choose_attention, document_layout, eager, sdpa
+from pretrain.loss import LanguageModelLoss
+from pretrain.problems import InputError
+
+EOD = 0
+MODELS = ["llama", "qwen3", "gpt2"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Operations this small only wait for each other's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_layout_by_hand():
+    ids = np.array([[7, 8, EOD, 9, EOD], [EOD, 1, 2, 3, 4]], dtype=np.uint16)
+    layout = document_layout(ids, EOD)
+    assert layout["position_ids"].tolist() == [[0, 1, 0, 1, 0], [0, 1, 2, 3, 4]]
+    assert layout["position_ids"].dtype == np.int64 and layout["cu_seq_lens_q"].dtype == np.int32
+    cu_seq_lens = layout["cu_seq_lens_q"].tolist()
+    assert cu_seq_lens[:5] == [0, 2, 4, 5, 10] and set(cu_seq_lens[5:]) <= {10}
+    assert ids[1, 0] == EOD and ids[0, 0] == 7, "the batch is not written to"
+
+
+def test_layout_has_one_size_for_few_documents_and_room_for_any_number():
+    rng = np.random.default_rng(0)
+    few = rng.integers(1, 1000, (4, 512), dtype=np.uint16)
+    many = few.copy()
+    many[rng.random(few.shape) < 1 / 500] = EOD
+    sizes = {len(document_layout(ids, EOD)["cu_seq_lens_q"]) for ids in (few, many)}
+    assert len(sizes) == 1
+    all_eod = document_layout(np.zeros((4, 512), dtype=np.uint16), EOD)
+    assert all_eod["cu_seq_lens_q"][:2049].tolist() == list(range(2049))
+    assert not all_eod["position_ids"].any()
+
+
+def tiny_model(model_type, attention, **changes):
+    sizes = {"num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 61}
+    config = AutoConfig.for_model(model_type, **sizes)
+    small = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+    tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    no_dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    for name, value in {**small, **tokens, **no_dropout, **changes}.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        # Weights far from their initial scale, so that attention is far from uniform and masks matter.
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def packed_batch():
+    """Two windows of 32: documents that fill, span and open windows, one of a single token, one row undivided."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(1, 61, (3, 33), generator=generator)
+    ids[0, [5, 6, 20, 32]] = EOD
+    ids[1, [0, 31]] = EOD
+    return ids[:, :-1], ids[:, 1:]
+
+
+def losses_of_documents_alone(model, input_ids, targets):
+    """Mean loss over all tokens, each segment in a call of its own, by transformers' own eager attention."""
+    model.set_attn_implementation("eager")
+    total = 0.0
+    for row_ids, row_targets in zip(input_ids, targets, strict=True):
+        starts = [0] + [t for t in range(1, len(row_ids)) if row_ids[t] == EOD]
+        for start, end in zip(starts, [*starts[1:], len(row_ids)], strict=True):
+            logits = model(input_ids=row_ids[None, start:end], use_cache=False).logits[0]
+            total = total + torch.nn.functional.cross_entropy(logits, row_targets[start:end], reduction="sum")
+    return total / targets.numel()
+
+
+def loss_and_gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same(got, wanted):
+    torch.testing.assert_close(got[0], wanted[0], rtol=1e-5, atol=1e-5)
+    for name, gradient in wanted[1].items():
+        # Gradients are sums over 96 tokens in another order; 1e-5 of the largest entry.
+        atol = 1e-5 * max(1.0, gradient.abs().max().item())
+        torch.testing.assert_close(got[1][name], gradient, rtol=1e-5, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_packed_loss_and_gradients_equal_those_of_the_documents_alone(model_type, attention):
+    name = choose_attention(attention, device_type="cpu", dtype=torch.float32)
+    model = tiny_model(model_type, name)
+    input_ids, targets = packed_batch()
+    arguments = attention_arguments(document_layout(input_ids.numpy(), EOD), name, "cpu")
+    packed = loss_and_gradients(model, LanguageModelLoss(model)(input_ids, targets, **arguments)[0])
+    unpacked = LanguageModelLoss(model)(input_ids, targets)[0].item()
+    assert abs(packed[0].item() - unpacked) > 1e-3, "the case must tell masked attention from plain attention"
+    assert_same(packed, loss_and_gradients(model, losses_of_documents_alone(model, input_ids, targets)))
+
+
+def test_packed_loss_is_the_same_compiled_and_does_not_recompile():
+    model = tiny_model("llama", "groundwork_sdpa", num_hidden_layers=1)
+    input_ids, targets = (ids.contiguous() for ids in packed_batch())
+    module = LanguageModelLoss(model)
+    compiled = torch.compile(module, dynamic=False, fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for ids in (input_ids, input_ids.flip(1), torch.ones_like(input_ids)):
+            arguments = attention_arguments(document_layout(ids.numpy(), EOD), "groundwork_sdpa", "cpu")
+            wanted = loss_and_gradients(model, module(ids, targets, **arguments)[0])
+            assert_same(loss_and_gradients(model, compiled(ids, targets, **arguments)[0]), wanted)
+
+
+def test_activation_checkpointing_changes_nothing():
+    input_ids, targets = packed_batch()
+    arguments = attention_arguments(document_layout(input_ids.numpy(), EOD), "groundwork_sdpa", "cpu")
+    results = []
+    for checkpointing in (False, True):
+        model = tiny_model("llama", "groundwork_sdpa").train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        results.append(loss_and_gradients(model, LanguageModelLoss(model)(input_ids, targets, **arguments)[0]))
+    assert_same(results[1], results[0])
+
+
+def test_without_a_layout_attention_is_causal_over_the_window():
+    input_ids, targets = packed_batch()
+    reference = LanguageModelLoss(tiny_model("llama", "sdpa"))(input_ids, targets)
+    for name in ("groundwork_sdpa", "groundwork_eager"):
+        loss = LanguageModelLoss(tiny_model("llama", name))(input_ids, targets)
+        torch.testing.assert_close(loss, reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["groundwork_sdpa", "groundwork_eager"])
+def test_sliding_window_is_kept(name):
+    input_ids, targets = packed_batch()
+    arguments = attention_arguments(document_layout(input_ids.numpy(), EOD), name, "cpu")
+    model = tiny_model("mistral", name, sliding_window=4)
+    loss, _ = LanguageModelLoss(model)(input_ids, targets, **arguments)
+    wanted = losses_of_documents_alone(model, input_ids, targets)
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
+    wide, _ = LanguageModelLoss(tiny_model("mistral", name))(input_ids, targets, **arguments)
+    assert abs(loss.item() - wide.item()) > 1e-3
+
+
+def test_generation_equals_transformers_own_sdpa():
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    outputs = [tiny_model("llama", name).generate(prompt, **options) for name in ("sdpa", "groundwork_sdpa")]
+    assert outputs[0].tolist() == outputs[1].tolist()
+
+
+@pytest.mark.parametrize("keys", [1, 2, 4])
+def test_operator_equals_dense_attention_in_bf16_with_grouped_heads(keys):
+    torch.manual_seed(3)
+    layout = document_layout(packed_batch()[0].numpy(), EOD)
+    cu_seq_lens = torch.from_numpy(layout["cu_seq_lens_q"])
+    shapes = [(3, 32, heads, 16) for heads in (4, keys, keys)]
+    inputs = [torch.randn(shape).transpose(1, 2).requires_grad_() for shape in shapes]
+    results = []
+    for function, dtype in ((sdpa, torch.float32), (eager, torch.float32), (sdpa, torch.bfloat16)):
+        half = [x.to(dtype) for x in inputs]
+        out, _ = function(torch.nn.Identity(), *half, None, cu_seq_lens_q=cu_seq_lens)
+        # A scalar of ones has an expanded, stride-0 gradient: the kernel must not trip over it.
+        results.append([out, *torch.autograd.grad(out.sum() + out.square().sum(), inputs)])
+    for got, want in zip(results[0], results[1], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for got, want in zip(results[2], results[1], strict=True):
+        assert (got - want).norm() < 0.02 * want.norm(), "bf16 has 8 bits"
+
+
+def test_autocast_reaches_the_operator():
+    """Autocast stops at registered operators: without a cast, fp32 attention would run, or mixed dtypes crash."""
+    cu_seq_lens = torch.tensor([0, 3, 8], dtype=torch.int32)
+    query, key, value = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for function in (sdpa, eager):
+            out, _ = function(torch.nn.Identity(), query, key, value.bfloat16(), None, cu_seq_lens_q=cu_seq_lens)
+            assert out.dtype == torch.bfloat16 and out.shape == (1, 8, 2, 16)
+
+
+def test_dropout_takes_the_dense_path_and_stays_within_documents():
+    torch.manual_seed(0)
+    cu_seq_lens = torch.tensor([0, 3, 8], dtype=torch.int32)
+    query, key = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 16)
+    value = torch.zeros(1, 2, 8, 16)
+    value[:, :, :3] = 1.0
+    out, _ = sdpa(torch.nn.Identity(), query, key, value, None, dropout=0.5, cu_seq_lens_q=cu_seq_lens)
+    assert not out[:, 3:].any() and out[:, :3].any()
+
+
+def test_custom_op_keeps_torchs_rules():
+    cu_seq_lens = torch.tensor([0, 3, 8, 16, 16], dtype=torch.int32)
+    inputs = [torch.randn(2, 8, 2, 16).transpose(1, 2).requires_grad_() for _ in range(3)]
+    torch.library.opcheck(torch.ops.groundwork.packed_attention, (*inputs, cu_seq_lens, 0.25))
+
+
+@pytest.mark.parametrize(
+    ("requested", "device_type", "dtype", "message"),
+    [
+        ("flex_attention", "cpu", torch.float32, "flex_attention has no backward pass on cpu; here work: auto, eager"),
+        ("flash_attention_2", "cpu", torch.bfloat16, "flash_attention_2 does not run on cpu; here work: auto, eager"),
+        ("varlen", "cuda", torch.float32, "varlen computes in bf16 or fp16 only, not in float32"),
+        ("flash_attn", "cpu", torch.float32, "'flash_attn' is unknown; did you mean flash_attention"),
+    ],
+)
+def test_attention_that_does_not_work_here_is_refused_by_name_of_what_does(requested, device_type, dtype, message):
+    with pytest.raises(InputError) as error:
+        choose_attention(requested, device_type=device_type, dtype=dtype)
+    assert message in str(error.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn_interface") is not None, reason="the package is there")
+def test_missing_flash_package_is_named():
+    with pytest.raises(InputError, match=r"needs the package flash_attn_interface.*here work: auto,.* varlen"):
+        choose_attention("flash_attention_3", device_type="cuda", dtype=torch.bfloat16)
+
+
+def test_varlen_without_documents_is_refused():
+    with pytest.raises(InputError, match="varlen has no documents to keep apart"):
+        choose_attention("varlen", device_type="cuda", dtype=torch.bfloat16, document_mask=False)
+
+
+def test_auto_is_sdpa_everywhere():
+    for device_type in ("cpu", "cuda"):
+        assert choose_attention("auto", device_type=device_type, dtype=torch.bfloat16) == "groundwork_sdpa"
+
+
+def test_unsupported_attention_is_refused_not_ignored():
+    x = torch.randn(1, 2, 8, 16)
+    with pytest.raises(InputError, match="uses softcap"):
+        sdpa(torch.nn.Identity(), x, x, x, None, softcap=50.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("requested", ["sdpa", "flex_attention", "flash_attention_2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_loss_on_a_gpu_equals_the_documents_alone(requested, dtype):
+    try:
+        name = choose_attention(requested, device_type="cuda", dtype=dtype)
+    except InputError as error:
+        pytest.skip(str(error))
+    # Kernels want heads of 16 or more and flex attention windows of whole blocks.
+    model = tiny_model("llama", name, head_dim=64).cuda()
+    ids = packed_batch()[0].repeat(1, 4)
+    input_ids, targets = ids.cuda(), ids.roll(-1, 1).cuda()
+    arguments = attention_arguments(document_layout(ids.numpy(), EOD), name, "cuda")
+    with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32):
+        got = loss_and_gradients(model, LanguageModelLoss(model)(input_ids, targets, **arguments)[0])
+    wanted = loss_and_gradients(model, losses_of_documents_alone(model, input_ids, targets))
+    tolerance = 1e-4 if dtype == torch.float32 else 0.03
+    assert (got[0] - wanted[0]).abs() < tolerance * wanted[0]
+    for gradient_name, gradient in wanted[1].items():
+        assert (got[1][gradient_name] - gradient).norm() <= 3 * tolerance * gradient.norm(), gradient_name
