@@ -21,7 +21,7 @@ from pretrain.lock import folder_lock
 from pretrain.part_encoder import EncodedPart, EncodingSettings, Problem, encode_parts
 from pretrain.preparation_plan import Documents, PreparationOptions, plan_of, refuse_differences, source_differences
 from pretrain.problems import InputError
-from pretrain.shard_writer import ShardWriter, as_json, sync_folder, write_durably
+from pretrain.shard_writer import ShardWriter, as_json, sync_files, sync_folder, write_durably
 from pretrain.shards import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -89,25 +89,27 @@ def prepare(
     a signal ended it early (run it again to continue).
     """
     plan = plan_of(documents, tokenizer, options)
+    state_folder = output / UNFINISHED_FOLDER
     finished = _finished(output, plan)
-    if finished is not None:
+    if finished is not None and not state_folder.exists():
         return finished
     existed = output.is_dir()
     _check_free(output)
-    state_folder = output / UNFINISHED_FOLDER
     try:
         state_folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--output {output}: cannot be made: {error.strerror}; give a writable folder") from None
     with folder_lock(state_folder / "lock"):
-        # Another process may have finished it before the lock was ours.
+        # Another process may have finished it before the lock was ours, or was killed when all but this was done.
         finished = _finished(output, plan)
-        if finished is None:
+        if finished is not None:
+            shutil.rmtree(state_folder, ignore_errors=True)
+        else:
             run = _Run(documents, tokenizer, output, options, plan, report)
             try:
                 return run.complete(engine, workers, say)
             except InputError:
-                if not run.has_documents:
+                if not run.worth_keeping:
                     _discard(output, existed)
                 raise
             except OSError as error:
@@ -181,7 +183,8 @@ class _Run:
         self.options, self.plan, self.report = options, plan, report
         self.plan_path = output / UNFINISHED_FOLDER / "plan.json"
         self.progress_path = output / UNFINISHED_FOLDER / "progress.json"
-        self.has_documents = self.progress_path.exists()
+        # What an earlier process left is not this one's to throw away.
+        self.worth_keeping = self.plan_path.exists()
 
     def complete(self, engine: str, workers: int, say: Callable[[str], None]) -> Outcome:
         """Tokenises what is left and writes the manifest."""
@@ -189,6 +192,7 @@ class _Run:
         progress = self._load_progress()
         if progress is None:
             self.tokenizer.save(self.output / TOKENIZER_FOLDER)
+            sync_files(self.output / TOKENIZER_FOLDER)
             write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
         else:
             say(f"{self.output}: continuing after {progress['tally']['documents']:,} documents")
@@ -237,7 +241,7 @@ class _Run:
                 for encoded in () if progress and progress["complete"] else encoded_parts:
                     complete = self._add(encoded, tally, writer)
                     position = encoded.after
-                    self.has_documents = tally.documents > 0
+                    self.worth_keeping = self.worth_keeping or tally.documents > 0
                     self.report(tally)
                     if complete or stopped or time.monotonic() - committed > COMMIT_SECONDS:
                         self._commit(writer, tally, position, complete)

@@ -26,12 +26,19 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes creations, renames and removals in a folder durable."""
+    """Makes creations, renames and removals in a folder durable (or, given a file, its content)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_files(folder: Path) -> None:
+    """Makes the files of a folder durable, and the folder itself."""
+    for path in folder.iterdir():
+        sync_folder(path)
+    sync_folder(folder)
 
 
 def as_json(fields: Any) -> bytes:

@@ -10,11 +10,15 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pretrain.long_text import encode_long_text
 from pretrain.problems import InputError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 ENGINES = ("auto", "fast", "reference")
 USUAL_END_OF_DOCUMENT = "<|endoftext|>"
@@ -180,7 +184,7 @@ def _eos_token(files: dict[str, bytes]) -> str | None:
     return None
 
 
-def _backend(content: bytes, given: str) -> "tokenizers.Tokenizer":  # noqa: F821
+def _backend(content: bytes, given: str) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     try:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pretrain.part_encoder import is_validation_text
 from pretrain.preparation_plan import Documents, PreparationOptions, source_differences
@@ -17,6 +17,9 @@ from pretrain.problems import InputError
 from pretrain.shard_writer import as_json
 from pretrain.sources import BEGINNING
 from pretrain.tokenize import USUAL_END_OF_DOCUMENT, ReferenceEncoder, load_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 SMALLEST_VOCABULARY = 257
 HELD_OUT_BYTES = 2 << 20
@@ -166,7 +169,7 @@ def _usable_texts(documents: Documents, options: PreparationOptions, sample: Sam
                 yield record.text
 
 
-def _trained(texts: Iterator[str], vocabulary_size: int) -> "tokenizers.Tokenizer":  # noqa: F821
+def _trained(texts: Iterator[str], vocabulary_size: int) -> "Tokenizer":
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -184,7 +187,7 @@ def _trained(texts: Iterator[str], vocabulary_size: int) -> "tokenizers.Tokenize
     return tokenizer
 
 
-def _write(backend: "tokenizers.Tokenizer", folder: Path, record: dict[str, Any]) -> None:  # noqa: F821
+def _write(backend: "Tokenizer", folder: Path, record: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

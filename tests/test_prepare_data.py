@@ -1,19 +1,14 @@
 import gzip
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 import prepare_data
-from pretrain.lock import folder_lock
 from pretrain.part_encoder import is_validation_text
 from pretrain.problems import InputError
 from pretrain.shards import open_shards, read_manifest, verify_shards
@@ -305,99 +300,6 @@ def test_verify_tells_good_from_bad(tmp_path, run):
     (tmp_path / "out" / "train-00000.bin").write_bytes(content)
     with pytest.raises(InputError, match=r"train-00000.bin: its content has changed"):
         run("--verify", tmp_path / "out", with_tokenizer=False)
-
-
-def test_a_second_process_is_refused_and_told_by_whom(tmp_path, run):
-    write_jsonl(tmp_path / "a.jsonl", texts(9))
-    state = tmp_path / "out" / ".unfinished"
-    state.mkdir(parents=True)
-    arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
-    with (
-        folder_lock(state / "lock"),
-        pytest.raises(InputError, match=rf"process {os.getpid()} on {socket.gethostname()} is working on it"),
-    ):
-        run(*arguments)
-    (state / "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
-    with pytest.raises(InputError, match=r"left locked by process 1 on elsewhere; .* remove .*lock and run again"):
-        run(*arguments)
-    (state / "lock").write_text(json.dumps({"pid": 1, "host": socket.gethostname()}))
-    run(*arguments)
-    assert not state.exists()
-
-
-# Runs prepare_data.py with tiny parts, a commit after each, and SIGKILL at the given call of fsync.
-KILLED = """
-import os, signal, sys
-from pretrain import byte_stream, formats, preparation, sources
-byte_stream.READ_BYTES, formats.PART_BYTES, sources.PART_BYTES, preparation.COMMIT_SECONDS = 500, 1000, 1000, 0.0
-remaining, sync = int(sys.argv.pop(1)), os.fsync
-def fsync(descriptor):
-    global remaining
-    sync(descriptor)
-    remaining -= 1
-    if remaining == 0:
-        import psutil
-        print(*[child.pid for child in psutil.Process().children()], flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-os.fsync = fsync
-import prepare_data
-from pretrain.problems import run_script
-run_script(prepare_data.main)
-"""
-
-
-def run_killed(at, *arguments):
-    command = [sys.executable, "-c", KILLED, str(at), *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-
-
-def wait_until_gone(pids, seconds=10):
-    deadline = time.monotonic() + seconds
-    while alive := [pid for pid in pids if psutil.pid_exists(pid)]:
-        assert time.monotonic() < deadline, f"workers outlived their parent: {alive}"
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_killed_at_any_write_it_continues_to_the_same_bytes(tmp_path, tokenizer, workers):
-    write_jsonl(tmp_path / "a.jsonl", texts(100))
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
-    arguments = ("--input", f"{tmp_path}/*.jsonl*", "--tokenizer", tokenizer, "--shard_tokens", 3000)
-    assert run_killed(0, *arguments, "--workers", 1, "--output", tmp_path / "whole").returncode == 0
-    broken = (*arguments, "--output", tmp_path / "broken", "--workers", workers)
-    for at in (1, 3, 8, 9, 10, 11, 12):
-        killed = run_killed(at, *broken)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
-        assert not (tmp_path / "broken" / "manifest.json").exists()
-    pids = [int(pid) for pid in killed.stdout.split()]
-    assert len(pids) == (0 if workers == 1 else workers)
-    ended = run_killed(0, *broken)
-    assert ended.returncode == 0, ended.stderr
-    assert "continuing after" in ended.stderr
-    assert content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
-    wait_until_gone(pids)
-
-
-def test_a_signal_stops_between_parts_and_tells_to_run_again(tmp_path, tokenizer):
-    write_jsonl(tmp_path / "a.jsonl", texts(400))
-    arguments = ("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--output", tmp_path / "out")
-    code = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getpid(), signal.SIGTERM)")
-    command = [sys.executable, "-c", code, "9", *map(str, arguments)]
-    stopped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (stopped.returncode, "run the same command again to continue" in stopped.stderr) == (75, True)
-    assert run_killed(0, *arguments).returncode == 0
-    assert verify_shards(tmp_path / "out") == []
-
-
-def test_changed_sources_and_options_of_an_unfinished_folder_are_refused(tmp_path, tokenizer, run):
-    write_jsonl(tmp_path / "a.jsonl", texts(100))
-    arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
-    assert run_killed(8, *arguments, "--tokenizer", tokenizer).returncode == -signal.SIGKILL
-    with pytest.raises(InputError, match=r"was begun .*: options\.validation_fraction was 0\.01, is now 0\.5"):
-        run(*arguments, "--validation_fraction", "0.5")
-    write_jsonl(tmp_path / "a.jsonl", texts(101))
-    with pytest.raises(InputError, match=r"source a.jsonl has changed"):
-        run(*arguments)
 
 
 def test_bad_input_exits_with_2_and_no_traceback_and_help_is_fast(tmp_path):
