@@ -5,6 +5,7 @@ what runs is what was asked for, and gives the loop the verbs it needs: prepare,
 The same files serve machines with and without GPUs: without one, processes talk over gloo.
 """
 
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,16 +18,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from safetensors import SafetensorError
 
+from pretrain.config import RunConfig
+from pretrain.launcher import PRECISIONS, launcher_problems, processes_launched, requested_strategy
 from pretrain.loss import LanguageModelLoss
-from pretrain.optim import load_optimizer_state, optimizer_state_by_name
+from pretrain.optim import OPTIMIZERS, describe_optimizer, load_optimizer_state, optimizer_state_by_name
 from pretrain.problems import InputError
-
-PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
-"""Our names to accelerate's."""
-
-
-def environment_flag(name: str) -> bool:
-    return os.environ.get(name, "false").lower() in ("1", "true", "yes")
+from pretrain.weights import InitialWeights
 
 
 def device_type() -> str:
@@ -45,36 +42,33 @@ def resolve_precision(requested: str) -> str:
     return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "fp32"
 
 
-def requested_strategy() -> str:
-    """What the launcher's environment asks for."""
-    if environment_flag("ACCELERATE_USE_DEEPSPEED"):
-        return "deepspeed"
-    if environment_flag("ACCELERATE_USE_FSDP"):
-        return "fsdp"
-    return "ddp" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "single"
+OptimizerBuilder = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
+"""(name, parameter) pairs to an optimizer for them: `optim.build_optimizer` with all else given."""
+
+STRATEGIES = {
+    "single": "pretrain.strategy.Strategy",
+    "ddp": "pretrain.strategy.Strategy",
+}
+"""Class of each strategy, imported when it is asked for."""
 
 
-def launcher_problems(precision: str) -> list[str]:
-    """Settings of the launcher that contradict the recipe, or that this project does not run."""
-    problems = []
-    if requested_strategy() in ("deepspeed", "fsdp"):
-        problems.append(
-            f"launcher: {requested_strategy()} is not among the strategies that run: "
-            "use accelerate_configs/single.yaml or ddp.yaml"
-        )
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launched not in ("no", PRECISIONS[precision]):
-        problems.append(
-            f"launcher: mixed_precision: {launched} contradicts the recipe's precision: {precision}; "
-            "remove mixed_precision from the launcher's file, or set precision in the recipe"
-        )
-    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if accumulation not in ("1", "auto"):
-        problems.append(
-            f"launcher: gradient_accumulation_steps: {accumulation} contradicts the recipe, which derives it from "
-            "batch.tokens_per_step; remove it from the launcher's file"
-        )
-    return problems
+def make_strategy(config: RunConfig) -> "Strategy":
+    """The strategy that the launcher asks for, ready to prepare a model.
+
+    Raises InputError with everything in the launcher's settings that contradicts the recipe or cannot run.
+    """
+    precision = resolve_precision(config.precision)
+    name = requested_strategy()
+    problems = launcher_problems(precision)
+    if name not in STRATEGIES:
+        problems.append(f"launcher: {name} is not among the strategies that run: {', '.join(STRATEGIES)}")
+        raise InputError(*problems)
+    module, _, class_name = STRATEGIES[name].rpartition(".")
+    strategy_class: type[Strategy] = getattr(importlib.import_module(module), class_name)
+    problems += strategy_class.problems(config)
+    if problems:
+        raise InputError(*problems)
+    return strategy_class(precision, config)
 
 
 @dataclass(frozen=True)
@@ -91,44 +85,77 @@ class TensorGroup:
 
 
 class Strategy:
-    """The strategy that runs: one process, or data parallel (DDP).
+    """The strategy that runs: one process, or data parallel (DDP). The others are subclasses.
 
-    Raises InputError where the launcher contradicts the recipe or asks for what does not run.
+    The loop calls, in this order: prepare, load (when it continues a run), then for every step set_learning_rate,
+    accumulate with the forward pass and backward in it for every micro-step, update. All ranks call together.
     """
 
-    def __init__(self, precision: str):
-        if problems := launcher_problems(precision):
-            raise InputError(*problems)
+    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
+    """Names of the optimizers that run under this strategy."""
+
+    def __init__(self, precision: str, config: RunConfig | None = None):
+        """Starts the processes' communication; `config` may be None where nothing is trained."""
         self.precision = precision
+        self.config = config
         self.name = requested_strategy()
-        self.accelerator = Accelerator(
-            cpu=device_type() == "cpu",
-            mixed_precision=PRECISIONS[precision],
-            step_scheduler_with_optimizer=False,
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
-        )
+        self.accelerator = self.make_accelerator()
         self.device: torch.device = self.accelerator.device
         self.rank: int = self.accelerator.process_index
         self.ranks: int = self.accelerator.num_processes
         self.is_main: bool = self.accelerator.is_main_process
         self.data_rank, self.data_ranks = self.rank, self.ranks
-        # Accelerate falls back to fewer processes or another strategy without a word.
-        asked = int(os.environ.get("WORLD_SIZE", "1"))
-        if self.ranks != asked:
-            raise RuntimeError(f"{asked} processes were launched, but accelerate runs {self.ranks}")
+        """Which part of the batch this rank reads, of how many. Ranks that share one model's work share a part."""
+        self.optimizer_built = ""
+        """What was built, in words, once prepared."""
+        self.check_started()
         if self.device.type == "cpu":
             use_all_cores()
 
+    @classmethod
+    def problems(cls, config: RunConfig) -> list[str]:
+        """What in the recipe this strategy cannot run, before anything starts."""
+        if config.optim.name in cls.optimizers:
+            return []
+        return [
+            f"optim.name: {config.optim.name} does not run under {requested_strategy()}; "
+            f"these do: {', '.join(cls.optimizers)}; {config.optim.name} runs under ddp"
+        ]
+
+    def make_accelerator(self) -> Accelerator:
+        return Accelerator(
+            cpu=device_type() == "cpu",
+            mixed_precision=PRECISIONS[self.precision],
+            step_scheduler_with_optimizer=False,
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
+        )
+
+    def check_started(self) -> None:
+        """Accelerate falls back to fewer processes or another strategy without a word: refuse that."""
+        if self.ranks != processes_launched():
+            raise RuntimeError(f"{processes_launched()} processes were launched, but accelerate runs {self.ranks}")
+
     def prepare(
-        self, model: LanguageModelLoss, optimizer: torch.optim.Optimizer
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        """Moves the model to the device and wraps both for the strategy; keep using what it returns."""
+        self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
+    ) -> torch.nn.Module:
+        """Gives the model its weights, places it and builds the optimizer; returns the model to call from now on.
+
+        Args:
+            model: on the meta device; its parameters have no values yet.
+            weights: what fills it, unit by unit where the strategy shards.
+            build_optimizer: makes the optimizer of the (name, parameter) pairs this process updates.
+        """
+        weights.fill(model.causal_lm, "")
+        model.causal_lm.tie_weights()
         self.causal_lm = model.causal_lm
-        self.name_of = {parameter: name for name, parameter in model.causal_lm.named_parameters()}
+        named_parameters = list(model.causal_lm.named_parameters())
+        optimizer = build_optimizer(named_parameters)
+        self.optimizer_built = describe_optimizer(optimizer)
+        self.name_of = {parameter: name for name, parameter in named_parameters}
         with warnings.catch_warnings():  # torch renames broadcast_buffers; accelerate passes the old name
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        return self.model, self.optimizer
+        return self.model
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:

@@ -1,0 +1,46 @@
+"""What the launcher asks for: which strategy, and whether its settings contradict the recipe.
+
+`accelerate launch --config_file F` passes F on to the processes as environment variables, typing errors and all; so
+what is said there is read here, and checked, before anything starts.
+"""
+
+import os
+
+PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+"""Our names to accelerate's."""
+
+
+def environment_flag(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("1", "true", "yes")
+
+
+def processes_launched() -> int:
+    """How many processes the launcher started, over all machines."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def requested_strategy() -> str:
+    """Name of the strategy that the launcher's environment asks for; 'deepspeed' or 'fsdp' where it cannot run."""
+    if environment_flag("ACCELERATE_USE_DEEPSPEED"):
+        return "deepspeed"
+    if environment_flag("ACCELERATE_USE_FSDP"):
+        return "fsdp"
+    return "ddp" if processes_launched() > 1 else "single"
+
+
+def launcher_problems(precision: str) -> list[str]:
+    """Settings of the launcher that contradict the recipe, or that this project does not run."""
+    problems = []
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in ("no", PRECISIONS[precision]):
+        problems.append(
+            f"launcher: mixed_precision: {launched} contradicts the recipe's precision: {precision}; "
+            "remove mixed_precision from the launcher's file, or set precision in the recipe"
+        )
+    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulation not in ("1", "auto"):
+        problems.append(
+            f"launcher: gradient_accumulation_steps: {accumulation} contradicts the recipe, which derives it from "
+            "batch.tokens_per_step; remove it from the launcher's file"
+        )
+    return problems
