@@ -24,7 +24,6 @@ from functools import partial
 import torch
 
 import pretrain.architectures  # noqa: F401  (registers the local models)
-from pretrain.attention import set_attention
 from pretrain.batches import key_of, model_inputs
 from pretrain.checkpoint import (
     EXIT_NO_VALID_CHECKPOINT,
@@ -41,11 +40,12 @@ from pretrain.export import card_facts, describe_model, export_final
 from pretrain.hardware import peak_flops
 from pretrain.loss import LanguageModelLoss
 from pretrain.metrics import Metrics, Throughput, peak_memory_bytes
-from pretrain.model import build_model, embedding_parameter_names, load_pretrained
-from pretrain.optim import build_optimizer, describe_optimizer
+from pretrain.model import build_meta_model, embedding_parameter_names, load_pretrained
+from pretrain.optim import build_optimizer
 from pretrain.record import banner, schedule_record, write_record
-from pretrain.strategy import Strategy, resolve_precision
+from pretrain.strategy import Strategy, make_strategy
 from pretrain.validation import open_validation, validate
+from pretrain.weights import InitialWeights
 
 
 @dataclass
@@ -64,7 +64,7 @@ class RunState:
 
 def main(config: RunConfig, overridden: frozenset[str]) -> int:
     started = time.perf_counter()
-    strategy = Strategy(resolve_precision(config.precision))
+    strategy = make_strategy(config)
     run = derive(config, strategy.data_ranks)
     validation_readers = open_validation(config.data)
 
@@ -84,23 +84,21 @@ def main(config: RunConfig, overridden: frozenset[str]) -> int:
             strategy.print(f"{config.output} is done: {state.step:,} steps. The model is in {config.output}/final.")
             return 0
 
-    # Model and optimizer, the same on every rank and under every strategy.
-    if config.init == "pretrained" and found is None:
-        causal_lm = load_pretrained(config.model)
-    else:
-        causal_lm = build_model(run.model_config, seed=config.seed)
-    if config.optim.stochastic_rounding:
-        for parameter in causal_lm.parameters():  # not causal_lm.to(bfloat16), which would round the rotary tables
-            parameter.data = parameter.data.to(torch.bfloat16)
-    set_attention(causal_lm, run.attention)
+    # Model and optimizer, the same under every strategy, which gives the model its weights piece by piece.
+    causal_lm = build_meta_model(run.model_config, attention=run.attention)
     checkpoint_activations(causal_lm, config.activation_checkpointing)
     model = LanguageModelLoss(
         causal_lm,
         z_loss=config.loss.z_loss,
         backend="chunked" if config.loss.backend == "auto" else config.loss.backend,
     )
-    optimizer = build_optimizer(
-        list(causal_lm.named_parameters()),
+    weights = InitialWeights(
+        seed=config.seed,
+        pretrained=load_pretrained(config.model) if config.init == "pretrained" and found is None else None,
+        dtype=torch.bfloat16 if config.optim.stochastic_rounding else torch.float32,
+    )
+    optimizer_of = partial(
+        build_optimizer,
         full_shapes={name: tuple(parameter.shape) for name, parameter in causal_lm.named_parameters()},
         no_decay=embedding_parameter_names(causal_lm),
         name=config.optim.name,
@@ -111,7 +109,7 @@ def main(config: RunConfig, overridden: frozenset[str]) -> int:
         seed=config.seed,
         device_type=strategy.device.type,
     )
-    model, optimizer = strategy.prepare(model, optimizer)
+    model = strategy.prepare(model, weights, optimizer_of)
     if found is not None:
         strategy.load(saved_model, saved_optimizer)
         strategy.load_state(saved["strategy"])
@@ -126,7 +124,7 @@ def main(config: RunConfig, overridden: frozenset[str]) -> int:
     peak, peak_source = peak_flops(strategy.device, run.precision)
     built = {
         "strategy": f"{strategy.name}, {strategy.ranks} processes on {strategy.device.type}",
-        "optimizer": describe_optimizer(optimizer),
+        "optimizer": strategy.optimizer_built,
         "peak for MFU": f"{peak / 1e12:.3g} TFLOP/s per process ({peak_source})" if peak else peak_source,
     }
     metrics.say(banner(config, run, built))
@@ -146,6 +144,7 @@ def main(config: RunConfig, overridden: frozenset[str]) -> int:
         sequences=config.validation.sequences,
         sequences_per_micro_batch=config.batch.sequences_per_micro_batch,
         document_mask=config.data.document_mask,
+        attention=run.attention,
     )
     log_every = max(1, round(config.logging.every_steps * config.cadence))
     validate_every = run.interval(config.validation, config.cadence)
@@ -244,8 +243,12 @@ def load_batch(
     ids = run.batches.read(
         step, micro_step, strategy.data_rank, ranks=strategy.data_ranks, sequences=run.sequences_per_micro_batch
     )
-    inputs = model_inputs(ids, run.batches.end_of_document_id if document_mask else None)
-    return {name: tensor.to(strategy.device, non_blocking=True) for name, tensor in inputs.items()}
+    return model_inputs(
+        ids,
+        device=strategy.device,
+        attention=run.attention,
+        end_of_document_id=run.batches.end_of_document_id if document_mask else None,
+    )
 
 
 def check(config: RunConfig) -> int:
