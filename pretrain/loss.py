@@ -128,9 +128,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss, _):
-        # In place outside of compiled code: the head's gradient is too large to hold twice. A second backward over
-        # the same graph then fails on autograd's version counter instead of returning wrong numbers.
-        in_place = not torch.compiler.is_compiling()
+        # In place outside of compiled code: the head's gradient is too large to hold twice. Not where the graph is
+        # kept for a second backward, which zero-bubble pipelines run: it would find the gradients scaled already.
+        in_place = not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
         count, *gradients = ctx.saved_tensors
         scale = grad_loss / count
         scaled = [
@@ -259,9 +259,13 @@ class LanguageModelLoss(nn.Module):
             outputs = self.causal_lm(input_ids=input_ids_BT, use_cache=False, **attention_kwargs)
             return loss_of_logits(outputs.logits, targets_BT, z_loss=self.z_loss)
         outputs = self.causal_lm.base_model(input_ids=input_ids_BT, use_cache=False, **attention_kwargs)
+        return self.loss_of_hidden(outputs.last_hidden_state, targets_BT)
+
+    def loss_of_hidden(self, hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss, cross_entropy) from the base model's last hidden states."""
         head = self.causal_lm.get_output_embeddings()
         return next_token_loss(
-            outputs.last_hidden_state,
+            hidden_BTD,
             head.weight,
             targets_BT,
             head_bias=getattr(head, "bias", None),
