@@ -35,7 +35,7 @@ from pretrain.shard_evaluation import (
     settings_for,
     tokenizer_problems,
 )
-from pretrain.shards import ShardReader
+from pretrain.shards import ShardReader, read_manifest
 from pretrain.strategy import Strategy
 
 Value = TypeVar("Value")
@@ -100,7 +100,11 @@ def prepare(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelection | N
             problems.extend(problem for problem in error.problems if problem not in problems)
             return None
 
-    addresses = attempt(lambda: find_models(arguments.model)) or []
+    addresses = [
+        address for text in arguments.model for address in attempt(lambda text=text: find_models([text])) or []
+    ]
+    for folder in arguments.data:
+        attempt(lambda folder=folder: read_manifest(folder))
     jobs = []
     for address in addresses:
         config = attempt(

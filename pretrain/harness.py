@@ -47,7 +47,7 @@ class TaskScore:
     samples: int | None
     version: str | None
     is_part: bool = False
-    """One of a group that has a score of its own."""
+    """One of a group that has a score of its own, and not asked for by name."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class TaskSelection:
     names: list[str]
     loaded: list[Any] = field(repr=False)
     """lm_eval Task and Group objects."""
+    manager: Any = field(repr=False)
+    """The lm_eval TaskManager that knows them."""
 
 
 @contextlib.contextmanager
@@ -92,15 +94,12 @@ def select_tasks(names: list[str], include_path: Path | None = None) -> TaskSele
     Raises InputError with every name that is unknown, every task whose data cannot be had, and every task that would
     run code written by the model.
     """
-    problems = []
     if include_path is not None and not include_path.is_dir():
-        problems.append(f"--include_path {include_path}: no such folder; give a folder with task .yaml files")
-        include_path = None
+        raise InputError(f"--include_path {include_path}: no such folder; give a folder with task .yaml files")
     wanted = list(dict.fromkeys(member for name in names for member in TASK_SETS.get(name, (name,))))
     with evaluate_package_importable():
         manager = _task_manager(wanted, include_path)
-        specs, unknown = match_names(manager, wanted)
-        problems += unknown
+        specs, problems = match_names(manager, wanted)
         if problems:
             raise InputError(*problems)
         loaded = []
@@ -109,23 +108,37 @@ def select_tasks(names: list[str], include_path: Path | None = None) -> TaskSele
                 loaded += _load(manager, spec)
             except InputError as error:
                 problems += error.problems
-        problems += _repetitions(loaded)
-    if problems:
-        raise InputError(*problems)
-    return TaskSelection(names, loaded)
+    loaded, repeated = _without_repeats(loaded)
+    if problems or repeated:
+        raise InputError(*problems, *repeated)
+    return TaskSelection(names, loaded, manager)
 
 
 def _task_manager(wanted: list[str], include_path: Path | None):
     """Knows the local tasks alone where they are enough: reading the harness's own 14,000 takes many seconds."""
     from lm_eval.tasks import TaskManager
-    from lm_eval.tasks._index import Kind
 
     if include_path is not None:
         local = TaskManager(include_path=str(include_path), include_defaults=False)
-        kinds = [entry.kind for name in wanted if (entry := local.task_index.get(name))]
-        if len(kinds) == len(wanted) and set(kinds) <= {Kind.TASK, Kind.PY_TASK}:
+        entries = [entry for name in wanted if (entry := local.task_index.get(name))]
+        if len(entries) == len(wanted) and all(_is_complete(entry, local.task_index) for entry in entries):
             return local
     return TaskManager(include_path=None if include_path is None else str(include_path))
+
+
+def _is_complete(entry, index: dict[str, Any]) -> bool:
+    """Whether a task, or a group with all its tasks, is in the index. A tag may hold more elsewhere."""
+    from lm_eval.tasks._index import Kind
+
+    if entry.kind is not Kind.GROUP:
+        return entry.kind is not Kind.TAG
+    parts = (entry.cfg or {}).get("task", [])
+    names = [part for part in parts if isinstance(part, str)] if isinstance(parts, list) else []
+    return (
+        bool(names)
+        and len(names) == len(parts)
+        and all(name in index and _is_complete(index[name], index) for name in names)
+    )
 
 
 def match_names(manager, wanted: list[str]) -> tuple[list[str], list[str]]:
@@ -168,19 +181,20 @@ def _load(manager, spec: str) -> list[Any]:
     return [groups[spec]] if spec in groups else list(found["tasks"].values())
 
 
-def _repetitions(loaded: list[Any]) -> list[str]:
-    """A task in two of the selected groups would be scored once and counted twice; the harness refuses it late."""
-    seen: dict[str, str] = {}
-    problems = []
+def _without_repeats(loaded: list[Any]) -> tuple[list[Any], list[str]]:
+    """(each task once, problems): a task beside a group that holds it goes, one in two groups is refused."""
+    holders: dict[str, list[str]] = {}
     for item in loaded:
-        members = [t.task_name for t in item.get_all_tasks()] if hasattr(item, "get_all_tasks") else [item.task_name]
-        for task in members:
-            if task in seen:
-                problems.append(
-                    f"--tasks: {task} is selected twice, alone or through a group ({seen[task]}); name it once"
-                )
-            seen[task] = getattr(item, "name", task)
-    return problems
+        for task in item.get_all_tasks() if hasattr(item, "get_all_tasks") else ():
+            holders.setdefault(task.task_name, []).append(item.name)
+    problems = [
+        f"--tasks: {task} is in {' and '.join(groups)}; give one of them, or the tasks by name"
+        for task, groups in holders.items()
+        if len(groups) > 1
+    ]
+    tasks = {item.task_name: item for item in loaded if not hasattr(item, "get_all_tasks")}
+    groups = [item for item in loaded if hasattr(item, "get_all_tasks")]
+    return groups + [task for name, task in tasks.items() if name not in holders], problems
 
 
 def score_tasks(
@@ -220,13 +234,14 @@ def score_tasks(
         results = simple_evaluate(
             model=model,
             tasks=list(tasks.loaded),
+            task_manager=tasks.manager,
             num_fewshot=few_shots,
             limit=limit,
             batch_size=batch_size,
             log_samples=False,
         )
         # The harness hands out results where LOCAL_RANK is 0 alone.
-        gathered = strategy.gather(None if results is None else _scores(results))
+        gathered = strategy.gather(None if results is None else _scores(results, tasks.names))
     return next(scores for scores in gathered if scores is not None)
 
 
@@ -261,7 +276,7 @@ def _shared_model(strategy: Strategy) -> type:
     return SharedModel
 
 
-def _scores(results: dict[str, Any]) -> list[TaskScore]:
+def _scores(results: dict[str, Any], named: list[str]) -> list[TaskScore]:
     grouped = {
         part
         for group, parts in results["group_subtasks"].items()
@@ -281,7 +296,7 @@ def _scores(results: dict[str, Any]) -> list[TaskScore]:
             few_shots=results["n-shot"].get(task),
             samples=results["n-samples"].get(task, {}).get("effective"),
             version=None if results["versions"].get(task) is None else str(results["versions"][task]),
-            is_part=task in grouped,
+            is_part=task in grouped and task not in named,
         )
         for task, row in rows.items()
     ]

@@ -140,7 +140,7 @@ def print_table(evaluations: list[Evaluation]) -> None:
     rows = {row: None for evaluation in evaluations for row in _cells(evaluation)}
     table = Table("source or task", "measure")
     for evaluation in evaluations:
-        table.add_column(_heading(evaluation), justify="right")
+        table.add_column(_heading(evaluation), justify="right", overflow="fold")
     previous = None
     for name, measure in rows:
         cells = [_cells(evaluation).get((name, measure), "") for evaluation in evaluations]

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.addresses import ModelAddress
-from pretrain.attention import choose_attention, set_attention
+from pretrain.attention import choose_attention
 from pretrain.config import RunConfig
 from pretrain.loss import LanguageModelLoss
 from pretrain.problems import InputError
@@ -36,7 +36,7 @@ class ShardSettings:
     precision: str
     """Arithmetic over fp32 weights: fp32, bf16 or fp16."""
     attention: str
-    """As the recipe writes it; `set_attention` takes what choose_attention makes of it."""
+    """The model's attn_implementation; see pretrain/attention.py."""
     loss_backend: str
     sequences_per_micro_batch: int
     sequences: int | None
@@ -92,12 +92,21 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, wishes: Wishes
         sequence_length=length,
         document_mask=document_mask,
         precision=resolve_precision(precision),
-        attention=run.attention if run else "auto",
-        loss_backend=run.loss.backend if run else "chunked",
+        attention=_attention(run.attention if run else "auto", resolve_precision(precision)),
+        loss_backend=run.loss.backend if run and run.loss.backend != "auto" else "chunked",
         sequences_per_micro_batch=wishes.sequences_per_micro_batch
         or (run.batch.sequences_per_micro_batch if run else 8),
         sequences=wishes.sequences,
     )
+
+
+def _attention(requested: str, precision: str) -> str:
+    """The run's own kernel, or where this machine does not have it the one that it has: they compute the same."""
+    here = {"device_type": device_type(), "dtype": AUTOCAST_DTYPES.get(precision, torch.float32)}
+    try:
+        return choose_attention(requested, **here)
+    except InputError:
+        return choose_attention("auto", **here)
 
 
 def run_config_of(address: ModelAddress) -> RunConfig | None:
@@ -174,13 +183,7 @@ def measure_shards(
 
     All ranks together, each with the whole model in fp32; arithmetic in settings.precision as in training.
     """
-    attention = choose_attention(
-        settings.attention,
-        device_type=strategy.device.type,
-        precision=settings.precision,
-        document_mask=settings.document_mask,
-    )
-    set_attention(causal_lm, attention)
+    causal_lm.set_attn_implementation(settings.attention)
     model = LanguageModelLoss(causal_lm, backend=settings.loss_backend).to(strategy.device)
     results = {}
     for name, reader in readers.items():
@@ -195,6 +198,7 @@ def measure_shards(
                 sequences=sequences,
                 sequences_per_micro_batch=settings.sequences_per_micro_batch,
                 document_mask=settings.document_mask,
+                attention=settings.attention,
             )
     return results
 
@@ -218,7 +222,11 @@ def _progress(
         dynamic_ncols=True,
         disable=not strategy.is_main,
     )
-    hook = model.register_forward_hook(lambda *_: bar.update(min(tokens_per_pass, bar.total - bar.n)))
+
+    def advance(*_: Any) -> None:  # a hook that returned something would replace the model's output
+        bar.update(min(tokens_per_pass, bar.total - bar.n))
+
+    hook = model.register_forward_hook(advance)
     try:
         yield
     finally:
