@@ -30,6 +30,8 @@ UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 TOKENS_PER_SEGMENT = 64
 """Space for segments is made for documents of this mean length (and at least 8 in a window); where they are shorter it
 doubles, which recompiles compiled code once. Space for the worst case would cost a GPU kernel an idle block each."""
+FP32_SEGMENT_TOKENS = 256
+"""A CPU's half-precision kernel is slower than its fp32 one, conversions included, on segments up to this length."""
 
 
 def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[str, np.ndarray]:
@@ -295,6 +297,11 @@ def _blocks(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slice, s
     return blocks
 
 
+def _kernel_dtype(dtype: torch.dtype, positions: slice) -> torch.dtype:
+    short = positions.stop - positions.start <= FP32_SEGMENT_TOKENS
+    return torch.float32 if short and dtype in HALF_DTYPES else dtype
+
+
 @torch.library.custom_op("groundwork::packed_attention", mutates_args=(), device_types="cpu")
 def _packed_attention(
     query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor, scale: float
@@ -302,7 +309,8 @@ def _packed_attention(
     """(output (B, H, T, E), logsumexp (B, H, T)); opaque to the compiler, since it loops over the segments."""
     out_BHTE, lse_BHT = _empty_outputs(query_BHTE)
     for rows, positions in _blocks(cu_seq_lens, query_BHTE.shape[0], query_BHTE.shape[2]):
-        inputs = (x[rows, :, positions] for x in (query_BHTE, key_BGTE, value_BGTE))
+        dtype = _kernel_dtype(query_BHTE.dtype, positions)
+        inputs = (x[rows, :, positions].to(dtype) for x in (query_BHTE, key_BGTE, value_BGTE))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, True, scale=scale)
         out_BHTE[rows, :, positions] = out
         lse_BHT[rows, :, positions] = lse
@@ -325,8 +333,11 @@ def _packed_attention_backward(
     inputs = (query_BHTE, key_BGTE, value_BGTE)
     gradients = tuple(_empty_like_heads_last(x) for x in inputs)
     for rows, positions in _blocks(cu_seq_lens, query_BHTE.shape[0], query_BHTE.shape[2]):
-        arguments = (x[rows, :, positions] for x in (grad_out_BHTE, *inputs, out_BHTE, lse_BHT))
-        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*arguments, 0.0, True, scale=scale)
+        dtype = _kernel_dtype(query_BHTE.dtype, positions)
+        arguments = (x[rows, :, positions].to(dtype) for x in (grad_out_BHTE, *inputs, out_BHTE))
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *arguments, lse_BHT[rows, :, positions], 0.0, True, scale=scale
+        )
         for gradient, part in zip(gradients, parts, strict=True):
             gradient[rows, :, positions] = part
     return gradients
