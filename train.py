@@ -65,7 +65,7 @@ class RunState:
 def main(config: RunConfig, overridden: frozenset[str]) -> int:
     started = time.perf_counter()
     strategy = make_strategy(config)
-    run = derive(config, strategy.data_ranks)
+    run = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
     validation_readers = open_validation(config.data)
 
     checkpoints = Checkpoints(
@@ -142,7 +142,7 @@ def main(config: RunConfig, overridden: frozenset[str]) -> int:
         strategy,
         sequence_length=config.data.sequence_length,
         sequences=config.validation.sequences,
-        sequences_per_micro_batch=config.batch.sequences_per_micro_batch,
+        sequences_per_micro_batch=config.batch.sequences_per_micro_batch * strategy.micro_batches_per_call,
         document_mask=config.data.document_mask,
         attention=run.attention,
     )
@@ -240,9 +240,8 @@ def load_batch(
     run: Derived, strategy: Strategy, step: int, micro_step: int, document_mask: bool
 ) -> dict[str, torch.Tensor]:
     """This rank's micro-batch on its device."""
-    ids = run.batches.read(
-        step, micro_step, strategy.data_rank, ranks=strategy.data_ranks, sequences=run.sequences_per_micro_batch
-    )
+    sequences = run.sequences_per_micro_batch * strategy.micro_batches_per_call
+    ids = run.batches.read(step, micro_step, strategy.data_rank, ranks=strategy.data_ranks, sequences=sequences)
     return model_inputs(
         ids,
         device=strategy.device,

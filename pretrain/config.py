@@ -195,6 +195,18 @@ class Optim(Section):
         return self
 
 
+class Pipeline(Section):
+    """Read where a pipeline runs (accelerate_configs/pp.yaml) and nowhere else."""
+
+    schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"] = (
+        "Interleaved1F1B"
+    )
+    """In which order microbatches go through the stages; see docs/pipeline.md. GPipe and 1F1B have one stage per
+    process, the others two."""
+    microbatch_scale: Count = 1
+    """Pipeline microbatches per stage: more of them leave processes idle for less time, in smaller matrix products."""
+
+
 class Loss(Section):
     backend: Literal["auto", "chunked", "torch", "logits"] = "auto"
     """How the loss is computed from the last hidden states; see pretrain/loss.py."""
@@ -257,6 +269,7 @@ class RunConfig(Section):
     batch: Batch
     optim: Optim
     loss: Loss = Loss()
+    pipeline: Pipeline = Pipeline()
     attention: Literal[
         "auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "varlen"
     ] = "auto"

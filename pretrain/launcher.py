@@ -25,7 +25,23 @@ def requested_strategy() -> str:
         return "deepspeed"
     if environment_flag("ACCELERATE_USE_FSDP"):
         return "fsdp"
+    if environment_flag("ACCELERATE_USE_MEGATRON_LM"):
+        return "pp"  # the only settings of pipelines that the launcher hands on are Megatron-LM's
+    if environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return "tp"
     return "ddp" if processes_launched() > 1 else "single"
+
+
+def parallel_size(variable: str) -> int:
+    """Processes that share one model, as the launcher says in this variable; all of them where its file says null.
+
+    Raises ValueError for anything but null and a number that is at least 1.
+    """
+    text = os.environ.get(variable, "None")
+    size = processes_launched() if text == "None" else int(text)
+    if size < 1:
+        raise ValueError(f"{variable} is {size}")
+    return size
 
 
 def launcher_problems(precision: str) -> list[str]:

@@ -79,7 +79,7 @@ def split_micro_batch(targets_BT: Tensor, arguments: Mapping[str, Any], parts: i
 
 
 class Stage(nn.Module):
-    """Some layers of a model; in the first stage the embedding before them, in the last norm, head and loss after them.
+    """Some layers of a model; in the first stage the embedding before them, in the last all that comes after them.
 
     The first stage takes token ids (B, T), the others hidden states (B, T, D); the last returns the loss of the
     pipeline microbatch times its weight, the others hidden states. Its modules are the model's own: on the meta device

@@ -48,6 +48,8 @@ OptimizerBuilder = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.
 STRATEGIES = {
     "single": "pretrain.strategy.Strategy",
     "ddp": "pretrain.strategy.Strategy",
+    "pp": "pretrain.pipeline.PipelineParallel",
+    "tp": "pretrain.tensor_parallel.TensorParallel",
 }
 """Class of each strategy, imported when it is asked for."""
 
@@ -106,6 +108,8 @@ class Strategy:
         self.is_main: bool = self.accelerator.is_main_process
         self.data_rank, self.data_ranks = self.rank, self.ranks
         """Which part of the batch this rank reads, of how many. Ranks that share one model's work share a part."""
+        self.micro_batches_per_call: int = 1
+        """How many times batch.sequences_per_micro_batch one call of the model takes."""
         self.optimizer_built = ""
         """What was built, in words, once prepared."""
         self.check_started()
@@ -180,8 +184,7 @@ class Strategy:
 
         Returns (gradient norm before clipping, 1 if the step was skipped else 0), both on the device: nothing waits.
         """
-        parameters = self.causal_lm.parameters()
-        grad_norm = self.accelerator.clip_grad_norm_(parameters, max_grad_norm or float("inf"))
+        grad_norm = self.clip(max_grad_norm or float("inf"))
         inner = self.optimizer.optimizer
         if self.accelerator.scaler is not None:  # fp16: the scaler skips, and lowers its scale
             self.optimizer.step()
@@ -197,6 +200,10 @@ class Strategy:
                 self.optimizer.step()
         self.optimizer.zero_grad()
         return grad_norm, skipped
+
+    def clip(self, max_grad_norm: float) -> torch.Tensor:
+        """Scales the gradients down to this norm; returns the norm of the whole model's gradient before that."""
+        return self.accelerator.clip_grad_norm_(self.causal_lm.parameters(), max_grad_norm)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that see different data."""
