@@ -10,11 +10,12 @@ import bisect
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from pretrain.attention import document_layout
+from pretrain.attention import attention_arguments, document_layout
 from pretrain.config import Data, Source
 from pretrain.problems import InputError
 from pretrain.schedule import BatchRamp
@@ -126,7 +127,19 @@ class Batches:
         out = np.empty((sequences, self.sequence_length + 1), self.dtype)
         for row, (source, start) in enumerate(self.locate(first, sequences)):
             self.readers[self.folders[source]].read(start, out[row])
+        if out.max() >= self.vocabulary_size:
+            self._refuse(first, out)
         return out
+
+    def _refuse(self, first_sample: int, ids: np.ndarray) -> None:
+        """On a GPU an id beyond the embedding would end in a device-side assert that names nothing."""
+        row = int((ids >= self.vocabulary_size).any(axis=1).argmax())
+        source, start = self.locate(first_sample + row, 1)[0]
+        raise InputError(
+            f"{self.folders[source]}: id {int(ids[row].max()):,} in the training tokens {start:,} to "
+            f"{start + ids.shape[1]:,} is outside the vocabulary of {self.vocabulary_size:,}; the shards are damaged: "
+            "restore them or prepare them again"
+        )
 
     def locate(self, first_sample: int, count: int) -> list[tuple[int, int]]:
         """(source number, first token) of `count` consecutive samples of the run."""
@@ -263,19 +276,29 @@ def open_sources(data: Data) -> dict[str, ShardReader]:
     return readers
 
 
-def model_inputs(ids: np.ndarray, end_of_document_id: int | None, rows: int | None = None) -> dict[str, torch.Tensor]:
-    """{input_ids_BT, targets_BT, ...}, on the host, from ids (B, T + 1).
+def model_inputs(
+    ids: np.ndarray,
+    *,
+    device: torch.device,
+    attention: str,
+    end_of_document_id: int | None,
+    rows: int | None = None,
+) -> dict[str, Any]:
+    """The model's arguments, on its device, from ids (B, T + 1).
 
     Args:
+        attention: the model's attn_implementation, which decides in what form the documents reach it.
         end_of_document_id: mask attention between documents; None: attend over the whole window.
         rows: only the first `rows` count; the targets of the others are ignored. None: all count.
     """
-    inputs, targets = ids[:, :-1], ids[:, 1:].astype(np.int64)
+    inputs, targets = ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
     if rows is not None:
         targets[rows:] = IGNORED
-    layout = {} if end_of_document_id is None else document_layout(inputs, end_of_document_id)
+    layout = {}
+    if end_of_document_id is not None:
+        layout = attention_arguments(document_layout(inputs, end_of_document_id), attention, device)
     return {
-        "input_ids_BT": torch.from_numpy(inputs.astype(np.int64)),
-        "targets_BT": torch.from_numpy(targets),
-        **{name: torch.as_tensor(value) for name, value in layout.items()},
+        "input_ids_BT": torch.from_numpy(inputs).to(device, non_blocking=True),
+        "targets_BT": torch.from_numpy(targets).to(device, non_blocking=True),
+        **layout,
     }

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pretrain.attention import choose_attention
 from pretrain.batches import Batches, open_sources
 from pretrain.config import Cadence, RunConfig
+from pretrain.hardware import DTYPES
 from pretrain.model import (
     check_vocabulary,
     count_non_embedding_parameters,
@@ -110,8 +111,7 @@ def derive(config: RunConfig, ranks: int, skipped: tuple = ()) -> Derived:
         lambda: choose_attention(
             config.attention,
             device_type=device_type(),
-            precision=precision or "fp32",
-            document_mask=data.document_mask,
+            dtype=DTYPES[precision or "fp32"],
         )
     )
     sequences_per_step = problems.attempt(lambda: sequences_of(config, ranks))

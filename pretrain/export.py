@@ -5,25 +5,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from pretrain.checkpoint import SaveFailed, commit, write_group
+from pretrain.hardware import DTYPES
 from pretrain.metrics import count_text
 from pretrain.model import save_model_metadata
 from pretrain.strategy import Strategy
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+def describe_model(model: PreTrainedModel, tokenizer: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Everything of a HF model folder but the weights: configs, code of local architectures, tokenizer.
 
-def describe_model(model: PreTrainedModel | PreTrainedConfig, tokenizer: Path, folder: Path) -> None:
-    """Everything of a HF model folder but the weights: configs, code of local architectures, tokenizer."""
+    dtype: of the weights in the folder; from_pretrained loads in it.
+    """
+    model.config.dtype = dtype
     save_model_metadata(model, folder)
     for path in tokenizer.iterdir():
         shutil.copyfile(path, folder / path.name)
 
 
 def export_final(
-    run: Path, strategy: Strategy, dtype: str, describe: Callable[[Path], None], card: dict[str, str]
+    run: Path, strategy: Strategy, dtype: str, describe: Callable[..., None], card: dict[str, str]
 ) -> Path:
     """Writes run/final, whole or not at all; all ranks together. Raises SaveFailed if one cannot write."""
     final, unfinished = run / "final", run / ".saving-final"
@@ -38,7 +41,7 @@ def export_final(
     files = {name: entry for share in strategy.gather(written) for name, entry in share.items()}
     with strategy.together(SaveFailed):
         if strategy.is_main:
-            describe(unfinished)
+            describe(unfinished, dtype=DTYPES[dtype])
             (unfinished / "README.md").write_text(model_card(run.name, card), encoding="utf-8")
             commit(unfinished, final, files)
     return final
@@ -77,7 +80,8 @@ def card_facts(config, derived, validation: dict[str, dict[str, float]]) -> dict
         "training tokens": count_text(derived.total_tokens),
         "data": ", ".join(Path(folder).name for folder in derived.batches.readers),
         "sequence length": f"{config.data.sequence_length:,}",
-        "optimizer": f"{config.optim.name}, peak learning rate {derived.peak_learning_rate:.3g}, {config.optim.schedule}",
+        "optimizer": config.optim.name,
+        "learning rate": f"{derived.peak_learning_rate:.3g} at the peak, {config.optim.schedule}",
         "precision": derived.precision,
     }
     for source, result in validation.items():

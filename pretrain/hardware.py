@@ -6,6 +6,9 @@ import time
 
 import torch
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Our names of precisions to torch's dtypes."""
+
 PEAK_FLOPS_BF16 = {
     "H200": 989e12,
     "H100": 989e12,

@@ -62,6 +62,7 @@ def validate(
     sequences: int,
     sequences_per_micro_batch: int,
     document_mask: bool,
+    attention: str,
 ) -> dict[str, dict[str, float]]:
     """{source: {loss, perplexity, bits_per_byte, tokens}}: mean loss per token in nats over the windows.
 
@@ -74,8 +75,14 @@ def validate(
         total = torch.zeros(2, dtype=torch.float64)
         for first in range(0, len(starts), sequences_per_micro_batch * strategy.data_ranks):
             mine = starts[first + strategy.data_rank * sequences_per_micro_batch :][:sequences_per_micro_batch]
-            batch = validation_batch(reader, mine, sequence_length, sequences_per_micro_batch, document_mask)
-            batch = {key: value.to(strategy.device) for key, value in batch.items()}
+            ids = read_windows(reader, mine, sequence_length, sequences_per_micro_batch)
+            batch = model_inputs(
+                ids,
+                device=strategy.device,
+                attention=attention,
+                end_of_document_id=reader.manifest.end_of_document_id if document_mask else None,
+                rows=len(mine),
+            )
             _, cross_entropy = model(**batch)
             tokens = len(mine) * sequence_length
             total += torch.tensor([cross_entropy.item() * tokens, tokens], dtype=torch.float64)
@@ -85,14 +92,12 @@ def validate(
     return results
 
 
-def validation_batch(
-    reader: ShardReader, starts: np.ndarray, sequence_length: int, sequences: int, document_mask: bool
-) -> dict[str, torch.Tensor]:
-    """Model inputs for these windows, filled up to `sequences` rows with targets that count for nothing."""
-    ids = np.zeros((sequences, sequence_length + 1), dtype=np.int64)
+def read_windows(reader: ShardReader, starts: np.ndarray, sequence_length: int, rows: int) -> np.ndarray:
+    """Token ids (rows, sequence_length + 1) of the windows, and zeros where there are fewer windows than rows."""
+    ids = np.zeros((rows, sequence_length + 1), dtype=np.int64)
     for row, start in enumerate(starts):
         reader.read(int(start), ids[row])
-    return model_inputs(ids, reader.manifest.end_of_document_id if document_mask else None, rows=len(starts))
+    return ids
 
 
 def summary(loss: float, tokens: int, reader: ShardReader) -> dict[str, float]:

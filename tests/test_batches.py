@@ -86,7 +86,7 @@ def test_a_window_is_the_text_with_its_next_token(tmp_path):
     ids = batches.read(3, 0, 0, ranks=1, sequences=4)
     assert ids.shape == (4, LENGTH + 1) and ids.dtype == np.uint16
     assert (np.diff(ids.astype(int), axis=1) == 1).all(), "windows must run across shard files"
-    inputs = model_inputs(ids, None)
+    inputs = model_inputs(ids, device="cpu", attention="groundwork_sdpa", end_of_document_id=None)
     assert (inputs["targets_BT"] == inputs["input_ids_BT"] + 1).all()
 
 
@@ -188,3 +188,13 @@ def test_bad_sources_are_all_named(tmp_path):
         batches_of({"shards": short})
     with pytest.raises(InputError, match="different tokenizers"):
         batches_of({"shards": other}, {"shards": write_shards(tmp_path / "a", 900)})
+
+
+def test_an_id_outside_the_vocabulary_names_its_shards(tmp_path):
+    folder = write_shards(tmp_path / "a", 900, vocabulary=50_000)
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"vocabulary_size": 500}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    batches = batches_of({"shards": folder})
+    with pytest.raises(InputError, match=r"a: id \d+ in the training tokens .* outside the vocabulary of 500"):
+        for step in range(10):
+            batches.read(step, 0, 0, ranks=1, sequences=4)
