@@ -4,7 +4,9 @@
 what is said there is read here, and checked, before anything starts.
 """
 
+import json
 import os
+from pathlib import Path
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 """Our names to accelerate's."""
@@ -19,12 +21,29 @@ def processes_launched() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def replicas_requested() -> int:
+    """Over how many groups of processes a sharded model is replicated; 1 unless the launcher's file is for HSDP."""
+    if not environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return 1
+    return int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+
+
+def deepspeed_file() -> dict:
+    """What the DeepSpeed JSON says that the launcher's file names; {} where it cannot be read."""
+    try:
+        return json.loads(Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text(encoding="utf-8"))
+    except (KeyError, OSError, ValueError):
+        return {}
+
+
 def requested_strategy() -> str:
     """Name of the strategy that the launcher's environment asks for; 'deepspeed' or 'fsdp' where it cannot run."""
     if environment_flag("ACCELERATE_USE_DEEPSPEED"):
-        return "deepspeed"
+        return f"zero{deepspeed_file().get('zero_optimization', {}).get('stage', 0)}"
     if environment_flag("ACCELERATE_USE_FSDP"):
-        return "fsdp"
+        if os.environ.get("FSDP_VERSION", "1") != "2":
+            return "fsdp1"
+        return "hsdp" if replicas_requested() > 1 else "fsdp2"
     if environment_flag("ACCELERATE_USE_MEGATRON_LM"):
         return "pp"  # the only settings of pipelines that the launcher hands on are Megatron-LM's
     if environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):

@@ -7,6 +7,7 @@ The same files serve machines with and without GPUs: without one, processes talk
 
 import importlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,6 +49,11 @@ OptimizerBuilder = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.
 STRATEGIES = {
     "single": "pretrain.strategy.Strategy",
     "ddp": "pretrain.strategy.Strategy",
+    "fsdp2": "pretrain.fully_sharded.FullySharded",
+    "hsdp": "pretrain.fully_sharded.FullySharded",
+    "zero1": "pretrain.zero.Zero",
+    "zero2": "pretrain.zero.Zero",
+    "zero3": "pretrain.zero.Zero",
     "pp": "pretrain.pipeline.PipelineParallel",
     "tp": "pretrain.tensor_parallel.TensorParallel",
 }
@@ -95,6 +101,8 @@ class Strategy:
 
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
     """Names of the optimizers that run under this strategy."""
+    precisions: tuple[str, ...] = tuple(PRECISIONS)
+    """Names of the precisions that run under this strategy."""
 
     def __init__(self, precision: str, config: RunConfig | None = None):
         """Starts the processes' communication; `config` may be None where nothing is trained."""
@@ -119,11 +127,15 @@ class Strategy:
     @classmethod
     def problems(cls, config: RunConfig) -> list[str]:
         """What in the recipe this strategy cannot run, before anything starts."""
-        if config.optim.name in cls.optimizers:
-            return []
+        given = {
+            "optim.name": (config.optim.name, cls.optimizers),
+            "precision": (resolve_precision(config.precision), cls.precisions),
+        }
         return [
-            f"optim.name: {config.optim.name} does not run under {requested_strategy()}; "
-            f"these do: {', '.join(cls.optimizers)}; {config.optim.name} runs under ddp"
+            f"{path}: {value} does not run under {requested_strategy()}; choose {' or '.join(allowed)}, or a strategy "
+            f"that runs it, as ddp does"
+            for path, (value, allowed) in given.items()
+            if value not in allowed
         ]
 
     def make_accelerator(self) -> Accelerator:
@@ -185,7 +197,7 @@ class Strategy:
         Returns (gradient norm before clipping, 1 if the step was skipped else 0), both on the device: nothing waits.
         """
         grad_norm = self.clip(max_grad_norm or float("inf"))
-        inner = self.optimizer.optimizer
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
         if self.accelerator.scaler is not None:  # fp16: the scaler skips, and lowers its scale
             self.optimizer.step()
             skipped = torch.tensor(float(self.optimizer.step_was_skipped), device=self.device)
@@ -285,6 +297,19 @@ class Strategy:
     def close(self) -> None:
         """Ends the process group, so that no rank is left waiting for one that has gone."""
         self.accelerator.end_training()
+
+    def exit(self, code: int) -> None:
+        """Ends every process of a run that is over; all ranks together.
+
+        At once, where there are several: torch's and DeepSpeed's destructors over gloo sometimes hang or abort after
+        everything was written.
+        """
+        self.barrier()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self.ranks > 1:
+            os._exit(code)
+        sys.exit(code)
 
 
 def group_of(tensors: Mapping[str, torch.Tensor]) -> TensorGroup:
