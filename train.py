@@ -62,7 +62,7 @@ class RunState:
     """Mean over the sources, if measured at this very step."""
 
 
-def main(config: RunConfig, overridden: frozenset[str]) -> int:
+def main(config: RunConfig, overridden: frozenset[str]) -> None:
     started = time.perf_counter()
     strategy = make_strategy(config)
     run = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
@@ -82,7 +82,7 @@ def main(config: RunConfig, overridden: frozenset[str]) -> int:
         state = RunState(**saved["state"])
         if state.step >= run.total_steps and (config.output / "final" / "MANIFEST.json").exists():
             strategy.print(f"{config.output} is done: {state.step:,} steps. The model is in {config.output}/final.")
-            return 0
+            strategy.exit(0)
 
     # Model and optimizer, the same under every strategy, which gives the model its weights piece by piece.
     causal_lm = build_meta_model(run.model_config, attention=run.attention)
@@ -232,8 +232,7 @@ def main(config: RunConfig, overridden: frozenset[str]) -> int:
     )
     metrics.say(f"The model is in {final}. Try: python evaluate.py --model {final} --prompt 'Once'")
     metrics.close()
-    strategy.close()
-    return 0
+    strategy.exit(0)
 
 
 def load_batch(
@@ -261,7 +260,7 @@ def check(config: RunConfig) -> int:
 
 def start(config: RunConfig, overridden: frozenset[str]) -> int:
     try:
-        return main(config, overridden)
+        main(config, overridden)
     except NoValidCheckpoint as error:
         print(error, file=sys.stderr)
         return EXIT_NO_VALID_CHECKPOINT
