@@ -13,6 +13,22 @@ BIN := .venv/bin
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
+# The demo's text: the source of Python's standard library, which every machine with Python has.
+STDLIB = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
+DEMO_TEXT = --input '$(STDLIB)/**/*.py' --exclude '*/test/*' '*/tests/*' '*/idle_test/*' '*/site-packages/*'
+
+demo: .venv/requirements
+	$(BIN)/python prepare_data.py $(DEMO_TEXT) --train_tokenizer 8192 --output tokenizers/demo
+	$(BIN)/python prepare_data.py $(DEMO_TEXT) --tokenizer tokenizers/demo --validation_fraction 0.05 --output data/demo
+	$(BIN)/accelerate launch --config_file accelerate_configs/single.yaml train.py --config recipes/demo.yaml
+	@test -f runs/demo/evaluation.json || $(BIN)/python evaluate.py --model runs/demo/final --data data/demo \
+		--output runs/demo/evaluation.json
+	$(BIN)/python evaluate.py --model runs/demo/final --prompt '    def read(self' --max_new_tokens 80 --temperature 0.7 --top_k 50
+	@echo
+	@echo 'The model is in runs/demo/final: a Hugging Face folder that from_pretrained and pipeline load.'
+	@echo 'Next, your own text:  .venv/bin/python prepare_data.py --help      and the README, section "Your own text".'
+	@echo 'The loop itself:      train.py        The run as it went:  runs/demo/train.log, runs/demo/metrics.jsonl'
+
 test: .venv/requirements-dev
 	$(BIN)/python -m pytest
 
