@@ -41,6 +41,7 @@ def build_optimizer(
     matrices = [(n, p) for n, p in named_parameters if len(full_shapes[n]) >= 2 and n not in no_decay]
     others = [(n, p) for n, p in named_parameters if len(full_shapes[n]) < 2 or n in no_decay]
     settings = {"lr": learning_rate, "betas": tuple(betas), "eps": eps, "device_type": device_type, "seed": seed}
+    settings["full_shapes"] = full_shapes
     return OPTIMIZERS[name](matrices, others, weight_decay, settings)
 
 
@@ -67,19 +68,20 @@ def adamw(
 
 
 def adamw_8bit(matrices: NamedParameters, others: NamedParameters, weight_decay: float, settings: dict):
-    """AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), from bitsandbytes."""
-    if settings["device_type"] != "cuda":
-        raise InputError(
-            f"optim.name: adamw_8bit needs a GPU (this is a {settings['device_type']}); "
-            "adamw, muon and adafactor run here"
-        )
+    """AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), from bitsandbytes, on a GPU or a CPU."""
     try:
         import bitsandbytes
     except ImportError:
         raise InputError(
-            "optim.name: adamw_8bit needs bitsandbytes: pip install -r requirements-gpu.txt; "
+            "optim.name: adamw_8bit needs bitsandbytes: pip install bitsandbytes; "
             "adamw, muon and adafactor run without it"
         ) from None
+    kernel = "bitsandbytes::optimizer_update_8bit_blockwise"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(kernel, settings["device_type"].upper()):
+        raise InputError(
+            f"optim.name: bitsandbytes {bitsandbytes.__version__} has no 8-bit AdamW for {settings['device_type']}: "
+            "upgrade it, or use adamw, muon or adafactor"
+        )
     return bitsandbytes.optim.AdamW8bit(
         groups_of(matrices, others, weight_decay), lr=settings["lr"], betas=settings["betas"], eps=settings["eps"]
     )
@@ -91,8 +93,9 @@ def adafactor(matrices: NamedParameters, others: NamedParameters, weight_decay: 
 
 def muon(matrices: NamedParameters, others: NamedParameters, weight_decay: float, settings: dict) -> "MuonWithAdamW":
     """Muon for the hidden matrices; AdamW for embeddings, the output head, norms and biases."""
-    hidden = [(n, p) for n, p in matrices if not is_output_head(n)]
-    heads = [(n, p) for n, p in matrices if is_output_head(n)]
+    hidden = [(n, p) for n, p in matrices if len(settings["full_shapes"][n]) == 2 and not is_output_head(n)]
+    names = {name for name, _ in hidden}
+    heads = [(n, p) for n, p in matrices if n not in names]
     if not hidden:
         raise InputError("optim.name: muon finds no hidden matrices in this model; use adamw")
     return MuonWithAdamW(
@@ -183,7 +186,7 @@ class Adafactor(torch.optim.Optimizer):
     def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """State before the first step: {step, row, column} of a matrix, {step, variance} of anything else."""
         zeros = {"device": parameter.device, "dtype": torch.float32}
-        state = {"step": torch.zeros((), dtype=torch.float32)}
+        state = {"step": torch.zeros((), dtype=torch.float32)}  # on the host, where the next seed is made from it
         if parameter.dim() >= 2:
             state["row"] = torch.zeros(parameter.shape[:-1], **zeros)
             state["column"] = torch.zeros(parameter.shape[:-2] + parameter.shape[-1:], **zeros)
@@ -264,26 +267,57 @@ def load_optimizer_state(
 ) -> None:
     """Puts saved state into an optimizer that has not stepped yet, to the last bit.
 
-    Moments go where their parameter is and keep their dtype; `step` stays on the host unless a kernel wants it on the
-    device. Raises ValueError naming the tensors of parameters that this optimizer does not have.
+    Moments go where their parameter is; `step` stays on the host unless a kernel wants it on the device. Parameters
+    that were never updated have no state and get none, if that holds for all. Raises InputError with everything that
+    is missing, unexpected or of another shape, before anything is changed.
     """
-    by_parameter: dict[str, dict[str, torch.Tensor]] = {}
-    for full_name in tensors:
-        name, _, key = full_name.rpartition(".")
-        by_parameter.setdefault(name, {})[key] = full_name
-    parameters = {
-        name_of[p]: (p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad
-    }
-    if unknown := sorted(by_parameter.keys() - parameters.keys()):
-        raise ValueError(f"the optimizer has no parameters named {', '.join(unknown[:5])} ({len(unknown)} in all)")
-    if by_parameter and (missing := sorted(parameters.keys() - by_parameter.keys())):
-        raise ValueError(f"no saved state for {', '.join(missing[:5])} ({len(missing)} parameters in all)")
-    for name, keys in by_parameter.items():
-        parameter, group = parameters[name]
-        step_on_device = bool(group.get("fused") or group.get("capturable"))
-        optimizer.state[parameter] = {
-            key: tensors[full_name].clone()
-            if key == "step" and not step_on_device
-            else tensors[full_name].to(parameter.device, copy=True)
-            for key, full_name in keys.items()
-        }
+    if not tensors:
+        return
+    wanted: dict[str, tuple[torch.Tensor, dict, str, tuple[int, ...]]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                for key, shape in _state_shapes(optimizer, group, parameter).items():
+                    wanted[f"{name_of[parameter]}.{key}"] = (parameter, group, key, tuple(shape))
+    _check_state(type(optimizer).__name__, {name: entry[3] for name, entry in wanted.items()}, tensors)
+    for name, (parameter, group, key, _) in wanted.items():
+        optimizer.state[parameter][key] = _placed(optimizer, group, parameter, key, tensors[name])
+
+
+def _check_state(optimizer_name: str, wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]):
+    missing, unexpected = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    reshaped = [n for n in wanted.keys() & tensors.keys() if tuple(tensors[n].shape) != wanted[n]]
+    found = {"missing": missing, "unexpected": unexpected, "of another shape": sorted(reshaped)}
+    problems = [f"{len(names)} {kind} ({', '.join(names[:4])})" for kind, names in found.items() if names]
+    if problems:
+        raise InputError(
+            f"this optimizer state is not that of {optimizer_name} on this model: {'; '.join(problems)}; "
+            "resume with the optimizer and the model that saved it"
+        )
+
+
+def _state_shapes(optimizer: torch.optim.Optimizer, group: dict, parameter: torch.Tensor) -> dict[str, tuple]:
+    """{name: shape} of what the optimizer keeps for a parameter once it has stepped."""
+    if isinstance(optimizer, Adafactor):
+        return {key: value.shape for key, value in optimizer.fresh_state(parameter).items()}
+    if "ns_steps" in group:
+        return {"momentum_buffer": parameter.shape}
+    if _is_8bit(optimizer):
+        state = {"step": (), "state1": parameter.shape, "state2": parameter.shape}
+        if parameter.numel() >= optimizer.args.min_8bit_size:
+            blocks = -(-parameter.numel() // 256)
+            state |= {"qmap1": (256,), "qmap2": (256,), "absmax1": (blocks,), "absmax2": (blocks,)}
+        return state
+    return {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+
+
+def _placed(optimizer: torch.optim.Optimizer, group: dict, parameter: torch.Tensor, key: str, value: torch.Tensor):
+    if key != "step":
+        return value.to(parameter.device, copy=True)
+    if _is_8bit(optimizer):
+        return int(value)
+    return value.to(parameter.device, copy=True) if group.get("fused") or group.get("capturable") else value.clone()
+
+
+def _is_8bit(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("bitsandbytes")

@@ -1,5 +1,7 @@
 """Optimizers: what decays, what they compute, and state that comes back to the last bit."""
 
+import importlib.util
+
 import pytest
 import torch
 from torch import nn
@@ -153,18 +155,122 @@ def test_a_skipped_step_changes_nothing_in_the_fused_kernel():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
 
 
-def test_state_of_another_model_is_refused():
+def saved_state(name):
+    model = tiny_model()
+    optimizer = build(model, name)
+    train(model, optimizer, 0, 1)
+    return dict(optimizer_state_by_name(optimizer, names_of(model)))
+
+
+def test_state_that_does_not_fit_is_refused_in_full_and_changes_nothing():
     model = tiny_model()
     optimizer = build(model)
-    with pytest.raises(ValueError, match=r"no parameters named other.weight"):
-        load_optimizer_state(optimizer, names_of(model), {"other.weight.exp_avg": torch.zeros(2)})
-    with pytest.raises(ValueError, match="no saved state for"):
-        load_optimizer_state(optimizer, names_of(model), {"up.weight.exp_avg": torch.zeros(16, 8)})
+    saved = saved_state("adamw")
+    saved["other.weight.exp_avg"] = saved.pop("up.weight.exp_avg")
+    saved["up.bias.exp_avg_sq"] = torch.zeros(3)
+    with pytest.raises(InputError) as error:
+        load_optimizer_state(optimizer, names_of(model), saved)
+    assert "not that of AdamW on this model" in str(error.value)
+    for part in (
+        "1 missing (up.weight.exp_avg)",
+        "1 unexpected (other.weight.exp_avg)",
+        "1 of another shape (up.bias.exp_avg_sq)",
+    ):
+        assert part in str(error.value)
+    assert not optimizer.state
 
 
-def test_what_cannot_run_is_refused_by_name():
-    with pytest.raises(InputError, match=r"adamw_8bit needs a GPU .* adamw, muon and adafactor run here"):
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [("adafactor", "adamw"), ("adamw", "muon"), ("muon", "adafactor")])
+def test_state_of_another_optimizer_is_refused(saved_by, loaded_by):
+    model = tiny_model()
+    with pytest.raises(InputError, match="resume with the optimizer and the model that saved it"):
+        load_optimizer_state(build(model, loaded_by), names_of(model), saved_state(saved_by))
+
+
+def test_state_from_before_the_first_step_is_empty_and_loads():
+    model = tiny_model()
+    optimizer = build(model)
+    assert optimizer_state_by_name(optimizer, names_of(model)) == {}
+    load_optimizer_state(optimizer, names_of(model), {})
+    train(model, optimizer, 0, 1)
+
+
+def test_muon_leaves_what_is_not_a_matrix_to_adamw():
+    """Convolution kernels have three dimensions: torch's Muon would refuse them."""
+    shapes = {"conv.weight": (4, 2, 3), "up.weight": (8, 4), "lm_head.weight": (9, 8), "embed.weight": (9, 4)}
+    named = [(name, nn.Parameter(torch.ones(shape))) for name, shape in shapes.items()]
+    optimizer = build_optimizer(
+        named, full_shapes=shapes, no_decay={"embed.weight"}, name="muon", learning_rate=0.1,
+        betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, seed=0, device_type="cpu",
+    )  # fmt: skip
+    names = {parameter: name for name, parameter in named}
+    by_muon = [names[p] for group in optimizer.param_groups if "ns_steps" in group for p in group["params"]]
+    assert by_muon == ["up.weight"]
+    for _, parameter in named:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    # AdamW's first step is lr x sign (and decay); Muon's has AdamW's root mean square, 0.2 x lr.
+    assert dict(named)["embed.weight"][0, 0].item() == pytest.approx(0.9, abs=1e-5)
+    assert dict(named)["lm_head.weight"][0, 0].item() == pytest.approx(1 - 0.1 * 0.1 - 0.1, abs=1e-5)
+    moved = dict(named)["up.weight"].detach() - (1 - 0.1 * 0.1)
+    assert moved.abs().max() > 0
+
+
+def test_updates_under_stochastic_rounding_are_not_lost():
+    """Adding 2^-12 to 1.0 in bf16 is lost every time; rounded at random, 100 steps make 100 x 2^-12 on average."""
+    results = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        parameter = nn.Parameter(torch.ones(4096, dtype=dtype))
+        optimizer = build_optimizer(
+            [("w", parameter)], full_shapes={"w": (4096,)}, no_decay=set(), name="adafactor", learning_rate=2**-12,
+            betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, seed=0, device_type="cpu",
+        )  # fmt: skip
+        for _ in range(100):
+            parameter.grad = torch.full_like(parameter, -1.0)
+            optimizer.step()
+        results[dtype] = parameter.detach().float().mean().item()
+    assert results[torch.float32] == pytest.approx(1 + 100 * 2**-12, abs=1e-5)
+    # One parameter's walk has a variance of 100 x 2^-12 x 2^-7; the mean of 4,096 is within 5 x 0.00022.
+    assert results[torch.bfloat16] == pytest.approx(1 + 100 * 2**-12, abs=0.0011)
+
+
+def test_8bit_adamw_continues_to_the_last_bit():
+    pytest.importorskip("bitsandbytes")
+
+    def big():
+        torch.manual_seed(0)
+        return nn.ModuleDict({"up": nn.Linear(64, 128)})
+
+    def steps(model, optimizer, first, last):
+        for step in range(first, last):
+            torch.manual_seed(step)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+
+    def build_8bit(model):
+        return build(model, "adamw_8bit")
+
+    whole, part, rest = big(), big(), big()
+    steps(whole, build_8bit(whole), 0, 6)
+    optimizer = build_8bit(part)
+    steps(part, optimizer, 0, 3)
+    saved = {key: value.clone() for key, value in optimizer_state_by_name(optimizer, names_of(part)).items()}
+    assert saved["up.weight.state1"].dtype == torch.uint8
+    rest.load_state_dict(part.state_dict())
+    optimizer = build_8bit(rest)
+    load_optimizer_state(optimizer, names_of(rest), saved)
+    steps(rest, optimizer, 3, 6)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), rest.parameters(), strict=True))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the package is there")
+def test_8bit_adamw_without_its_package_is_refused():
+    with pytest.raises(InputError, match=r"adamw_8bit needs bitsandbytes: pip install .* adamw, muon and adafactor"):
         build(tiny_model(), "adamw_8bit")
+
+
+def test_unknown_optimizer_is_refused():
     with pytest.raises(InputError, match="did you mean adamw"):
         build(tiny_model(), "adamv")
 
