@@ -115,7 +115,9 @@ class Stage(nn.Module):
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             hidden_BTD = self.base(**inputs, use_cache=False, **microbatch.attention_arguments).last_hidden_state
             if not self.is_last:
-                return hidden_BTD.float()
+                hidden_BTD = hidden_BTD.float()
+                # Zero-bubble schedules detach what a stage returns in place, which torch refuses for a view.
+                return hidden_BTD.clone() if hidden_BTD._is_view() else hidden_BTD
             loss, cross_entropy = self.loss_of_hidden(hidden_BTD, microbatch.targets_BT)
         weighted = cross_entropy * microbatch.weight
         self.cross_entropy = weighted if self.cross_entropy is None else self.cross_entropy + weighted
