@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pretrain.compilation import layers_of
+from pretrain.gradients import total_norm
 from pretrain.launcher import replicas_requested
 from pretrain.loss import LanguageModelLoss
 from pretrain.optim import describe_optimizer, load_optimizer_state, optimizer_state_by_name
@@ -99,7 +100,7 @@ class FullySharded(Strategy):
 
     def clip(self, max_grad_norm: float) -> torch.Tensor:
         parameters = [parameter for parameter in self.causal_lm.parameters() if parameter.grad is not None]
-        grad_norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        grad_norm = total_norm(parameter.grad for parameter in parameters)
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
         torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, grad_norm)
         return grad_norm.to(self.device)

@@ -20,6 +20,7 @@ from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from safetensors import SafetensorError
 
 from pretrain.config import RunConfig
+from pretrain.gradients import total_norm
 from pretrain.launcher import PRECISIONS, launcher_problems, processes_launched, requested_strategy
 from pretrain.loss import LanguageModelLoss
 from pretrain.optim import OPTIMIZERS, describe_optimizer, load_optimizer_state, optimizer_state_by_name
@@ -215,7 +216,12 @@ class Strategy:
 
     def clip(self, max_grad_norm: float) -> torch.Tensor:
         """Scales the gradients down to this norm; returns the norm of the whole model's gradient before that."""
-        return self.accelerator.clip_grad_norm_(self.causal_lm.parameters(), max_grad_norm)
+        if self.accelerator.scaler is not None:
+            self.accelerator.unscale_gradients()
+        parameters = [parameter for parameter in self.causal_lm.parameters() if parameter.grad is not None]
+        grad_norm = total_norm(parameter.grad for parameter in parameters)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, grad_norm)
+        return grad_norm
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that see different data."""
