@@ -15,6 +15,8 @@ CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 """fp32 logits of one chunk, by device type: small beside the head's own gradient."""
 CPU_PIECE_BYTES = 2 * 2**20
 """fp32 logits that a CPU turns into probabilities at a time, so that they stay in its cache."""
+CPU_PRODUCT_BYTES = 16 * 2**20
+"""fp32 rows of the head's gradient that a CPU adds to at a time."""
 MIN_CHUNK_TOKENS = 256
 """Every chunk reads and writes the head's whole gradient; with fewer rows that traffic outweighs the products."""
 
@@ -226,8 +228,12 @@ def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
     """total += left @ right, with the sum over chunks in the total's fp32 even where the product is in bf16."""
     if left_VC.dtype == total_VD.dtype:
         total_VD.addmm_(left_VC, right_CD)
-    else:
-        total_VD += left_VC @ right_CD
+        return
+    rows = total_VD.shape[0]
+    if total_VD.device.type == "cpu":  # where a sum of two dtypes first copies one of them
+        rows = max(1, CPU_PRODUCT_BYTES // (4 * total_VD.shape[1]))
+    for start in range(0, total_VD.shape[0], rows):
+        total_VD[start : start + rows] += left_VC[start : start + rows] @ right_CD
 
 
 class LanguageModelLoss(nn.Module):

@@ -5,12 +5,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import pretrain.architectures  # noqa: F401, registers the local ones
 from pretrain.attention import attention_arguments, choose_attention, document_layout, eager, sdpa
 from pretrain.loss import LanguageModelLoss
 from pretrain.problems import InputError
 
 EOD = 0
-MODELS = ["llama", "qwen3", "gpt2"]
+MODELS = ["llama", "qwen3", "gpt2", "deepone"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -114,6 +115,7 @@ def test_packed_loss_is_the_same_compiled_and_does_not_recompile():
     model = tiny_model("llama", "groundwork_sdpa", num_hidden_layers=1)
     input_ids, targets = (ids.contiguous() for ids in packed_batch())
     module = LanguageModelLoss(model)
+    torch.compiler.reset()  # else code compiled for another test counts as the first compilation
     compiled = torch.compile(module, dynamic=False, fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for ids in (input_ids, input_ids.flip(1), torch.ones_like(input_ids)):
