@@ -17,10 +17,9 @@ from conftest import ROOT, TINY_LLAMA, events, run_script
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import pretrain.architectures  # noqa: F401
-from pretrain.addresses import find_models
 from pretrain.checkpoint import commit
 from pretrain.evaluation import evaluate_models
-from pretrain.harness import BASE_TASKS, evaluate_package_importable, match_names, select_tasks
+from pretrain.harness import evaluate_package_importable, match_names, select_tasks
 from pretrain.model import build_model, save_model_metadata, set_end_of_document
 from pretrain.problems import InputError
 from pretrain.shards import read_manifest
@@ -217,70 +216,6 @@ def test_all_problems_of_the_inputs_at_once(model_folder, tmp_path):
         assert part in text
 
 
-# Addresses
-
-
-def make_run(run, steps, final_step=None):
-    """The folders of a run as far as addresses look at them."""
-    run.mkdir(parents=True)
-    (run / "config.yaml").write_text("model: x\n")
-    for step in steps:
-        unfinished = run / "checkpoints" / f".saving-{step}"
-        unfinished.mkdir(parents=True)
-        (unfinished / "config.json").write_text("{}")
-        (unfinished / "trainer_state.json").write_text(json.dumps({"state": {"step": step, "tokens": 10 * step}}))
-        commit(unfinished, run / "checkpoints" / f"step-{step:08d}", {})
-    if final_step is not None:
-        (run / ".f").mkdir()
-        (run / ".f/config.json").write_text("{}")
-        commit(run / ".f", run / "final", {})
-        end = {"event": "end", "code": 0, "step": final_step, "tokens": 10 * final_step}
-        (run / "metrics.jsonl").write_text(json.dumps(end) + "\n")
-    return run
-
-
-def found(*given):
-    return [(str(address.folder), address.step, address.tokens) for address in find_models([str(g) for g in given])]
-
-
-def test_a_run_is_its_final_model_or_its_newest_valid_checkpoint(tmp_path, capsys):
-    done, going = make_run(tmp_path / "done", [4, 8], final_step=8), make_run(tmp_path / "going", [4, 8])
-    assert found(done) == [(f"{done}/final", 8, 80)]
-    assert found(going) == [(f"{going}/checkpoints/step-00000008", 8, 80)]
-    (going / "checkpoints/step-00000008/config.json").write_text("{ }")
-    assert found(going) == [(f"{going}/checkpoints/step-00000004", 4, 40)]
-    assert "step-00000008 cannot be used: config.json has 3 bytes instead of 2" in capsys.readouterr().err
-    (address,) = find_models([str(done / "final")])
-    assert address.run == done
-
-
-def test_a_step_and_all_steps(tmp_path):
-    run = make_run(tmp_path / "run", [4, 8], final_step=10)
-    assert found(f"{run}@4") == [(f"{run}/checkpoints/step-00000004", 4, 40)]
-    assert [step for _, step, _ in found(f"{run}@all")] == [4, 8, 10]
-    text = problems_of(found, f"{run}@5", f"{run}@last")
-    assert f"--model {run}@5: {run} has no checkpoint of step 5; steps there: 4, 8" in text
-    assert "after @ comes a step or all (got 'last')" in text
-    (run / "checkpoints/step-00000004/MANIFEST.json").unlink()
-    (run / "checkpoints/step-00000008/config.json").unlink()
-    assert "is damaged: config.json is missing" in problems_of(found, f"{run}@8")
-
-
-def test_an_address_that_leads_nowhere(tmp_path, monkeypatch):
-    make_run(tmp_path / "runs/demo", [4])
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path)
-    text = problems_of(found, "runs/dmeo", "empty", "not a/model id")
-    assert "--model runs/dmeo: no such folder; did you mean runs/demo?" in text
-    assert "--model empty: neither a model folder (no config.json) nor a run" in text
-    assert "--model not a/model id: neither a folder here nor a Hub id" in text
-
-
-def test_a_hub_model_that_cannot_be_reached(monkeypatch):
-    with pytest.raises(InputError, match="it cannot be read from the Hub"):
-        find_models(["nobody/no-such-model@v1"], offline=True)
-
-
 # Loss on shards
 
 
@@ -362,9 +297,6 @@ def test_the_runs_own_validation_is_repeated(recipe, shards, tasks, tmp_path):
     assert by_task["tiny_choice"]["acc"] == final["tasks"]["tiny_choice"]["acc"]
 
 
-# Tasks
-
-
 def test_scores_are_the_harness_own_to_the_last_digit(model_folder, tasks):
     (result,) = evaluate("--model", model_folder, "--tasks", f"{ALL_TASKS},tiny_group", "--include_path", tasks)
     expected = harness_alone(model_folder, tasks, "tiny_group,tiny_rolling,tiny_text")
@@ -408,16 +340,6 @@ def test_a_task_without_its_data(tasks, tmp_path):
         InputError, match=r"--tasks tiny_gone: its data or its definition cannot be loaded .*gone.jsonl"
     ):
         select_tasks(["tiny_gone"], tmp_path)
-
-
-def test_the_base_set_names_tasks_that_exist():
-    import lm_eval.tasks
-    from lm_eval.tasks import TaskManager
-
-    tasks = Path(lm_eval.tasks.__file__).parent
-    folders = ["hellaswag", "arc", "piqa", "winogrande", "lambada", "super_glue/boolq", "sciq", "openbookqa", "blimp"]
-    known = TaskManager(include_path=[str(tasks / f) for f in folders], include_defaults=False).all_tasks
-    assert set(BASE_TASKS) <= set(known)
 
 
 # Samples, JSON, plot
