@@ -8,6 +8,9 @@ import json
 import os
 from pathlib import Path
 
+from pretrain.config import RunConfig
+from pretrain.launcher_files import deepspeed_problems, launcher_file, launcher_file_problems, value_at
+
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 """Our names to accelerate's."""
 
@@ -37,7 +40,7 @@ def deepspeed_file() -> dict:
 
 
 def requested_strategy() -> str:
-    """Name of the strategy that the launcher's environment asks for; 'deepspeed' or 'fsdp' where it cannot run."""
+    """Name of the strategy that the launcher's environment asks for, whether it runs here or not."""
     if environment_flag("ACCELERATE_USE_DEEPSPEED"):
         return f"zero{deepspeed_file().get('zero_optimization', {}).get('stage', 0)}"
     if environment_flag("ACCELERATE_USE_FSDP"):
@@ -63,7 +66,7 @@ def parallel_size(variable: str) -> int:
     return size
 
 
-def launcher_problems(precision: str) -> list[str]:
+def launcher_problems(config: RunConfig, precision: str) -> list[str]:
     """Settings of the launcher that contradict the recipe, or that this project does not run."""
     problems = []
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -72,10 +75,39 @@ def launcher_problems(precision: str) -> list[str]:
             f"launcher: mixed_precision: {launched} contradicts the recipe's precision: {precision}; "
             "remove mixed_precision from the launcher's file, or set precision in the recipe"
         )
-    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if accumulation not in ("1", "auto"):
-        problems.append(
-            f"launcher: gradient_accumulation_steps: {accumulation} contradicts the recipe, which derives it from "
-            "batch.tokens_per_step; remove it from the launcher's file"
-        )
-    return problems
+    settled = {
+        "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "batch.tokens_per_step"),
+        "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", "optim.max_grad_norm"),
+        "dynamo_backend": ("ACCELERATE_DYNAMO_BACKEND", "compile"),
+        "fsdp_activation_checkpointing": ("FSDP_ACTIVATION_CHECKPOINTING", "activation_checkpointing"),
+    }
+    for name, (variable, setting) in settled.items():
+        value = os.environ.get(variable, "none")
+        if value.lower() not in ("none", "no", "false", "auto", "1" if name == "gradient_accumulation_steps" else ""):
+            problems.append(
+                f"launcher: {name}: {value} stands beside the recipe's {setting}: {value_at(config, setting)}, which "
+                "settles it; remove it from the launcher's file"
+            )
+    if environment_flag("ACCELERATE_USE_DEEPSPEED"):
+        problems += deepspeed_problems(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), config)
+    elif environment_flag("ACCELERATE_USE_FSDP"):
+        problems += replica_problems(processes_launched())
+    file = launcher_file()
+    return problems + (launcher_file_problems(file) if file is not None else [])
+
+
+def replica_problems(processes: int) -> list[str]:
+    """What is wrong with HSDP's numbers of groups and of processes in each, as the launcher hands them on."""
+    replicas = replicas_requested()
+    shards = os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "None") if replicas > 1 else "None"
+    if processes % replicas:
+        return [
+            f"launcher: dp_replicate_size: {replicas} does not divide {processes} processes; use "
+            f"{' or '.join(str(n) for n in range(1, processes + 1) if processes % n == 0)}, or other --num_processes"
+        ]
+    if shards != "None" and int(shards) * replicas != processes:
+        return [
+            f"launcher: dp_replicate_size {replicas} x dp_shard_size {shards} is not {processes} processes; use "
+            f"dp_shard_size: null, which is {processes // replicas} here, or --num_processes {int(shards) * replicas}"
+        ]
+    return []

@@ -242,10 +242,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """What was built, in words: 'AdamW (fused), 5,933,000 decayed and 1,300 other parameters'."""
+    """What was built, in words: 'AdamW (fused), weight decay on 5,933,000 of 5,934,300 parameters'."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    decayed = sum(p.numel() for group in inner.param_groups if group["weight_decay"] for p in group["params"])
-    others = sum(p.numel() for group in inner.param_groups if not group["weight_decay"] for p in group["params"])
+    decayed = others = 0
+    for group in inner.param_groups:
+        elements = sum(getattr(p, "ds_numel", p.numel()) for p in group["params"])  # ZeRO-3's parameters are empty
+        decayed, others = (decayed + elements, others) if group["weight_decay"] else (decayed, others + elements)
     fused = " (fused)" if any(group.get("fused") for group in inner.param_groups) else ""
     return f"{type(inner).__name__}{fused}, weight decay on {decayed:,} of {decayed + others:,} parameters"
 

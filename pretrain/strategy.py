@@ -68,9 +68,13 @@ def make_strategy(config: RunConfig) -> "Strategy":
     """
     precision = resolve_precision(config.precision)
     name = requested_strategy()
-    problems = launcher_problems(precision)
+    problems = launcher_problems(config, precision)
     if name not in STRATEGIES:
-        problems.append(f"launcher: {name} is not among the strategies that run: {', '.join(STRATEGIES)}")
+        if not problems:
+            problems.append(
+                f"launcher: {name} is not among the strategies that run: {', '.join(STRATEGIES)}; take a file of "
+                "accelerate_configs, or set fsdp_version: 2 in your own"
+            )
         raise InputError(*problems)
     module, _, class_name = STRATEGIES[name].rpartition(".")
     strategy_class: type[Strategy] = getattr(importlib.import_module(module), class_name)
@@ -110,6 +114,11 @@ class Strategy:
         self.precision = precision
         self.config = config
         self.name = requested_strategy()
+        if config is None and self.name not in ("single", "ddp"):
+            raise InputError(
+                f"launcher: {self.name} is for training; use accelerate_configs/single.yaml or ddp.yaml here, which read "
+                "checkpoints of every strategy"
+            )
         self.accelerator = self.make_accelerator()
         self.device: torch.device = self.accelerator.device
         self.rank: int = self.accelerator.process_index
@@ -313,7 +322,7 @@ class Strategy:
         self.barrier()
         sys.stdout.flush()
         sys.stderr.flush()
-        if self.ranks > 1:
+        if torch.distributed.is_initialized():
             os._exit(code)
         sys.exit(code)
 

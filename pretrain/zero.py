@@ -5,6 +5,7 @@ the weights as well. The file in ds_configs/ says how; what follows from the rec
 configuration here and compared with what DeepSpeed then has in effect.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -38,6 +39,9 @@ class Zero(Strategy):
 
         # An operator for all-reduces between processes of one CPU, compiled at the first start: gloo serves as well.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        warnings.filterwarnings(
+            "ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning
+        )
         self.settings = {**deepspeed_file(), **derived_settings(self.config, self.precision)}
         self.stage: int = self.settings["zero_optimization"]["stage"]
         kwargs_handlers = []

@@ -1,0 +1,158 @@
+"""Checks of the two kinds of launcher files, whose readers accept any misspelt key in silence.
+
+accelerate drops what it does not know inside fsdp_config and the like, DeepSpeed what it does not know at the top of
+its JSON. Everything settled by the recipe is refused in them, so that no setting has two places.
+"""
+
+import json
+import os
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pretrain.config import RunConfig
+from pretrain.problems import did_you_mean
+
+FROM_RECIPE = {
+    "train_batch_size": "batch.tokens_per_step",
+    "train_micro_batch_size_per_gpu": "batch.sequences_per_micro_batch",
+    "gradient_accumulation_steps": "batch.tokens_per_step",
+    "gradient_clipping": "optim.max_grad_norm",
+    "bf16": "precision",
+    "fp16": "precision",
+    "amp": "precision",
+    "torch_autocast": "precision",
+    "data_types": "precision",
+    "communication_data_type": "precision",
+    "optimizer": "optim.name",
+    "scheduler": "optim.schedule",
+    "activation_checkpointing": "activation_checkpointing",
+    "compile": "compile",
+}
+"""Keys at the top of a DeepSpeed JSON that the recipe settles, and where."""
+
+ALLOWED_IN_DEEPSPEED_JSON = (
+    *("zero_optimization", "aio", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer", "comms_logger"),
+    *("flops_profiler", "wall_clock_breakdown", "memory_breakdown", "steps_per_print", "nebula", "timers"),
+)
+AIO_KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds")
+
+
+def value_at(config: RunConfig, path: str) -> Any:
+    """The recipe's value at a dotted path."""
+    return reduce(getattr, path.split("."), config)
+
+
+def launcher_file() -> Path | None:
+    """The --config_file of the `accelerate launch` that started this process, or its default one; None without one.
+
+    The launcher does not hand the file's name on, so it is read off the command line of the parent process.
+    """
+    import psutil
+
+    for parent in psutil.Process().parents()[:3]:
+        try:
+            words = parent.cmdline()
+        except psutil.Error:
+            continue
+        if not any("accelerate" in word and "launch" in " ".join(words) for word in words):
+            continue
+        for word, following in zip(words, [*words[1:], ""], strict=True):
+            if word == "--config_file":
+                return Path(parent.cwd(), following)
+            if word.startswith("--config_file="):
+                return Path(parent.cwd(), word.partition("=")[2])
+        from accelerate.commands.config.config_args import default_config_file
+
+        return Path(default_config_file) if os.path.exists(default_config_file) else None
+    return None
+
+
+def launcher_file_problems(path: Path) -> list[str]:
+    """What accelerate would read past in this file: unknown keys inside its sections, and settings of the recipe."""
+    from accelerate.commands.launch import launch_command_parser
+
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return []  # accelerate has said so
+    if not isinstance(settings, dict):
+        return []
+    known = {action.dest for action in launch_command_parser()._actions}
+    problems = []
+    for section, prefix in (("fsdp_config", "fsdp_"), ("deepspeed_config", ""), ("parallelism_config", "")):
+        for key in settings.get(section) or {}:
+            if prefix + key.removeprefix(prefix) not in known:
+                names = {name for name in known if name.startswith(prefix)} if prefix else known
+                problems.append(
+                    f"{path.name}: {section}.{key} is unknown and would be ignored{did_you_mean(key, names)}"
+                )
+    return problems
+
+
+def deepspeed_problems(path: str | None, config: RunConfig) -> list[str]:
+    """What is wrong with the DeepSpeed JSON that the launcher names; settings of the recipe do not belong into it."""
+    if path is None:
+        return [
+            "launcher: deepspeed_config names no deepspeed_config_file; name a JSON such as those in "
+            "ds_configs, or take accelerate_configs/zero1.yaml, zero2.yaml or zero3.yaml"
+        ]
+    try:
+        settings = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return [
+            f"deepspeed_config_file: {path} cannot be read from {Path.cwd()} ({error}); paths in the launcher's file "
+            "are relative to the folder where the launch happens"
+        ]
+    name = Path(path).name
+    problems = []
+    for key, value in settings.items():
+        if key in FROM_RECIPE:
+            if value != "auto":
+                problems.append(
+                    f"{name}: {key}: {json.dumps(value)} stands beside the recipe's {FROM_RECIPE[key]}: "
+                    f"{value_at(config, FROM_RECIPE[key])}, which settles it; remove it from {name}"
+                )
+        elif key not in ALLOWED_IN_DEEPSPEED_JSON:
+            problems.append(f"{name}: {key} is unknown here{did_you_mean(key, ALLOWED_IN_DEEPSPEED_JSON)}")
+    problems += [
+        f"{name}: aio.{key} is unknown{did_you_mean(key, AIO_KEYS)}"
+        for key in settings.get("aio", {})
+        if key not in AIO_KEYS
+    ]
+    return problems + zero_problems(name, settings.get("zero_optimization"))
+
+
+def zero_problems(name: str, settings: Any) -> list[str]:
+    """Unknown keys and values that do not run in the zero_optimization section of a DeepSpeed JSON."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    if not isinstance(settings, dict) or settings.get("stage") not in (1, 2, 3):
+        stage = settings.get("stage") if isinstance(settings, dict) else None
+        return [f"{name}: zero_optimization.stage is {json.dumps(stage)}; it must be 1, 2 or 3"]
+    sections = {
+        "zero_optimization": (settings, DeepSpeedZeroConfig),
+        "zero_optimization.offload_optimizer": (
+            settings.get("offload_optimizer"),
+            DeepSpeedZeroOffloadOptimizerConfig,
+        ),
+        "zero_optimization.offload_param": (settings.get("offload_param"), DeepSpeedZeroOffloadParamConfig),
+    }
+    problems = []
+    for section, (values, model) in sections.items():
+        known = {alias for field, info in model.model_fields.items() for alias in (field, info.alias) if alias}
+        problems += [
+            f"{name}: {section}.{key} is unknown{did_you_mean(key, known)}" for key in values or {} if key not in known
+        ]
+    if (settings.get("offload_param") or {}).get("device") == "nvme":
+        problems.append(
+            f"{name}: zero_optimization.offload_param.device: nvme is not run here; use cpu: the optimizer's state, "
+            "which may go to nvme, is six times as large as the weights"
+        )
+    return problems
