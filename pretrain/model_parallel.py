@@ -16,13 +16,15 @@ from accelerate.utils import patch_environment
 from torch.distributed.device_mesh import init_device_mesh
 
 from pretrain.config import RunConfig
+from pretrain.gradients import total_norm
 from pretrain.launcher import parallel_size, processes_launched
-from pretrain.strategy import Strategy, resolve_precision
+from pretrain.strategy import Strategy
 
 
 class ModelParallel(Strategy, ABC):
     """Base of the strategies in which a process holds a part of the model. See `Strategy` for the order of calls."""
 
+    precisions = ("fp32", "bf16")
     size_variable: ClassVar[str]
     """Environment variable in which the launcher hands on how many processes share a model."""
     size_setting: ClassVar[str]
@@ -47,10 +49,7 @@ class ModelParallel(Strategy, ABC):
 
     @classmethod
     def problems(cls, config: RunConfig) -> list[str]:
-        problems = super().problems(config)
-        if resolve_precision(config.precision) == "fp16":
-            problems.append("precision: fp16 runs under single and ddp only; use bf16, which needs no loss scale")
-        return problems + cls.size_problems()
+        return super().problems(config) + cls.size_problems()
 
     @classmethod
     def size_problems(cls) -> list[str]:
@@ -98,8 +97,7 @@ class ModelParallel(Strategy, ABC):
         self.combine_gradients()
         self.micro_steps = 0
         gradients = self.local_gradients()
-        square = torch.nn.utils.get_total_norm([gradient for gradient, counts in gradients if counts]).square()
-        square = square.to(self.device)
+        square = total_norm(gradient for gradient, counts in gradients if counts).square().to(self.device)
         dist.all_reduce(square, group=self.model_group)
         grad_norm = square.sqrt()
         factor = (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_

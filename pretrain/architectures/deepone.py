@@ -39,6 +39,19 @@ class DeepOneConfig(PreTrainedConfig):
 
     model_type = "deepone"
     keys_to_ignore_at_inference = ["past_key_values"]
+    # How the library's tensor parallelism, and that of any tool that reads its plans, splits a layer. The norms of
+    # queries and keys are whole on every process, each of which has the gradient of its own heads only.
+    base_model_tp_plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 768
