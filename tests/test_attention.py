@@ -116,12 +116,29 @@ def test_packed_loss_is_the_same_compiled_and_does_not_recompile():
     input_ids, targets = (ids.contiguous() for ids in packed_batch())
     module = LanguageModelLoss(model)
     torch.compiler.reset()  # else code compiled for another test counts as the first compilation
-    compiled = torch.compile(module, dynamic=False, fullgraph=True)
+    compiled = torch.compile(module, dynamic=False, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for ids in (input_ids, input_ids.flip(1), torch.ones_like(input_ids)):
             arguments = attention_arguments(document_layout(ids.numpy(), EOD), "groundwork_sdpa", "cpu")
             wanted = loss_and_gradients(model, module(ids, targets, **arguments)[0])
             assert_same(loss_and_gradients(model, compiled(ids, targets, **arguments)[0]), wanted)
+
+
+def test_operator_between_generated_kernels_equals_eager():
+    """The compiler relies on the memory order that the operator promises: a wrong one shows here, not above."""
+    cu_seq_lens = torch.from_numpy(document_layout(packed_batch()[0].numpy(), EOD)["cu_seq_lens_q"])
+    inputs = [torch.randn(3, 32, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
+
+    def attend(query, key, value):
+        return sdpa(torch.nn.Identity(), query * 2, key * 2, value * 2, None, cu_seq_lens_q=cu_seq_lens)[0].square()
+
+    results = []
+    # Compiling in this process: the pool of compile workers now and then hangs for minutes on a busy machine.
+    with torch._inductor.config.patch(compile_threads=1):
+        for function in (attend, torch.compile(attend, fullgraph=True, dynamic=False)):
+            out = function(*inputs)
+            results.append([out, *torch.autograd.grad(out.sum(), inputs)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
 def test_activation_checkpointing_changes_nothing():
