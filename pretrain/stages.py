@@ -172,7 +172,7 @@ def layer_problem(model_config: Any, stages: int, ranks: int, schedule: str) -> 
     if stages_per_rank > 1 and layers >= ranks:
         works = f"pipeline.schedule GPipe or 1F1B, which need {ranks}" + (f", or {works}" if works else "")
     return (
-        f"the model has {layers} layers, fewer than the {stages} stages of pipeline.schedule {schedule} on {ranks} "
+        f"model: {layers} layers are fewer than the {stages} stages of pipeline.schedule {schedule} on {ranks} "
         f"processes ({stages_per_rank} each); use {works or 'another strategy'}"
     )
 

@@ -1,0 +1,132 @@
+"""A model cut into stages: balanced, and together the same function of the same weights as the whole."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+
+import pretrain.architectures  # noqa: F401  (registers the local models)
+from pretrain.attention import attention_arguments, document_layout
+from pretrain.loss import HIDDEN_STATE_ARCHITECTURES, LanguageModelLoss
+from pretrain.model import build_meta_model, build_model
+from pretrain.stages import Stage, fill_stages, split_layers, split_micro_batch, stage_parameters
+from pretrain.weights import InitialWeights
+
+END = 3
+SPECIAL = {
+    "gpt2": {"n_embd": 32, "n_layer": 5, "n_head": 4, "n_positions": 64},
+    # Layers of two kinds, so that a stage must know which of the whole model's layers its own are.
+    "olmo3": {"sliding_window": 8},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "head_dim": 8},
+}
+
+
+def tiny_config(model_type: str, tied: bool):
+    values = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    if model_type == "gpt_neox":
+        del values["num_key_value_heads"]
+    values = SPECIAL["gpt2"] if model_type == "gpt2" else values | SPECIAL.get(model_type, {})
+    ends = {"pad_token_id": None, "eos_token_id": END, "bos_token_id": END}
+    return AutoConfig.for_model(model_type, vocab_size=97, tie_word_embeddings=tied, **ends, **values)
+
+
+def batch():
+    """Four windows of several documents; most of the last one's targets count for nothing."""
+    ids = np.random.default_rng(0).integers(0, 97, (4, 32))
+    arguments = attention_arguments(document_layout(ids, END), "groundwork_sdpa", "cpu")
+    targets = torch.from_numpy(ids).roll(-1, 1)
+    targets[3, 5:] = -100
+    return torch.from_numpy(ids), targets, arguments
+
+
+@pytest.mark.parametrize("model_type", sorted(HIDDEN_STATE_ARCHITECTURES))
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_stages_one_after_the_other_are_the_whole_model(model_type, tied):
+    """Tolerance: fp32 sums over the microbatches in another order; losses near 4.6, gradients below 1."""
+    config = tiny_config(model_type, tied)
+    ids, targets, arguments = batch()
+    whole = LanguageModelLoss(build_model(config, seed=1, attention="groundwork_sdpa").eval())
+    expected, cross_entropy = whole(ids, targets, **arguments)
+    expected.backward()
+
+    model = LanguageModelLoss(build_meta_model(config, attention="groundwork_sdpa").eval())
+    ranges, counts = stage_parameters(model.causal_lm, 3)
+    stages = [Stage(model, layers, "fp32") for layers in ranges]
+    fill_stages(model.causal_lm, stages, InitialWeights(seed=1))
+    assert counts == [sum(p.numel() for p in stage.parameters()) for stage in stages]
+    microbatches = split_micro_batch(targets, arguments, 2)
+    losses = []
+    for stage in stages:
+        stage.begin(microbatches)
+    for number in range(2):
+        x = ids[2 * number : 2 * number + 2]
+        for stage in stages:
+            x = stage(x, torch.tensor([number]))
+        losses.append(x)
+    sum(losses).backward()
+
+    assert sum(losses).item() == pytest.approx(expected.item(), abs=2e-6)
+    assert stages[-1].cross_entropy.item() == pytest.approx(cross_entropy.item(), abs=2e-6)
+    for name, parameter in whole.causal_lm.named_parameters():
+        torch.testing.assert_close(
+            model.causal_lm.get_parameter(name).grad, parameter.grad, atol=2e-6, rtol=1e-4, msg=lambda m, n=name: n + m
+        )
+
+
+def test_a_stage_holds_its_own_layers_and_nothing_else():
+    model = LanguageModelLoss(build_meta_model(tiny_config("llama", tied=False), attention="groundwork_sdpa"))
+    ranges, _ = stage_parameters(model.causal_lm, 3)
+    stages = [Stage(model, layers, "fp32") for layers in ranges]
+    fill_stages(model.causal_lm, stages[1:2], InitialWeights(seed=1))
+    made = {name for name, parameter in model.causal_lm.named_parameters() if not parameter.is_meta}
+    layers = {f"model.layers.{number}." for number in ranges[1]}
+    assert made and {name[: name.index(".", 13) + 1] for name in made} == layers
+    assert made == {n for n, _ in model.causal_lm.named_parameters() if any(n.startswith(layer) for layer in layers)}
+
+
+def test_layers_are_split_evenly_and_every_stage_has_one():
+    assert split_layers([1] * 8, 4, first=0, last=0) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
+    # Embedding and head as heavy as ten layers: one layer beside each, the rest between them.
+    assert split_layers([1] * 8, 4, first=10, last=10) == [range(1), range(1, 4), range(4, 7), range(7, 8)]
+    assert [len(part) for part in split_layers([3, 1, 1, 1, 3], 3, first=0, last=0)] == [1, 3, 1]
+
+
+def test_the_split_is_the_best_there_is():
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        sizes = generator.integers(1, 9, 7).tolist()
+        first, last = generator.integers(0, 20, 2).tolist()
+
+        def squares(ends, sizes=sizes, first=first, last=last):
+            stages = [sum(sizes[a:b]) for a, b in itertools.pairwise([0, *ends, 7])]
+            stages[0] += first
+            stages[-1] += last
+            return sum(stage**2 for stage in stages)
+
+        found = [part.stop for part in split_layers(sizes, 3, first, last)][:-1]
+        assert squares(found) == min(squares(ends) for ends in itertools.combinations(range(1, 7), 2))
+
+
+def test_a_part_of_a_micro_batch_has_its_own_segments():
+    ids, targets, arguments = batch()
+    parts = split_micro_batch(targets, arguments, 2)
+    assert sum(part.weight.item() for part in parts) == pytest.approx(1.0)
+    assert parts[1].weight.item() == pytest.approx((32 + 5) / (3 * 32 + 5))
+    for number, part in enumerate(parts):
+        rows = slice(2 * number, 2 * number + 2)
+        expected = document_layout(ids[rows].numpy(), END)
+        found = part.attention_arguments
+        assert set(found) == set(arguments)
+        assert torch.equal(found["position_ids"], torch.from_numpy(expected["position_ids"]))
+        assert found["cu_seq_lens_q"].shape == arguments["cu_seq_lens_q"].shape, "the shape must not change"
+        assert set(found["cu_seq_lens_q"].tolist()) == {*expected["cu_seq_lens_q"].tolist()}
+        assert torch.equal(part.targets_BT, targets[rows])
