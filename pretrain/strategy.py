@@ -116,8 +116,8 @@ class Strategy:
         self.name = requested_strategy()
         if config is None and self.name not in ("single", "ddp"):
             raise InputError(
-                f"launcher: {self.name} is for training; use accelerate_configs/single.yaml or ddp.yaml here, which read "
-                "checkpoints of every strategy"
+                f"launcher: {self.name} is for training; use accelerate_configs/single.yaml or ddp.yaml here: a "
+                "checkpoint of any strategy can be read under them"
             )
         self.accelerator = self.make_accelerator()
         self.device: torch.device = self.accelerator.device
