@@ -1,25 +1,32 @@
 """Trains several runs under several strategies in one set of processes, whose start costs more than a tiny run does.
 
-    accelerate launch ... tests/train_strategies.py RECIPE '[["fsdp2", "--output", "a"], ["zero1", "--output", "b"]]'
+    accelerate launch ... tests/train_strategies.py RECIPE RUNS.json
 
-After every load the tensors in the running model and optimizer are compared with those in the checkpoint, bit by bit.
+RUNS.json is a list of runs, each with its `strategy` and the `arguments` of train.py, and if need be
+
+    nan_at_call   the call of the model, counted from 0, whose loss becomes NaN on the last rank
+    start_from    a checkpoint to copy into the run's folder first
+
+After every load the tensors in the running model and optimizer are compared with those in the checkpoint, bit by bit,
+and the folder of every run gets a hash of the weights it started from.
 """
 
 import hashlib
+import itertools
 import json
 import os
+import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-import train
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+import train
 from pretrain.recipe import pair_up, read_run_config
 from pretrain.strategy import Strategy
 
@@ -30,7 +37,7 @@ def launcher_environment(strategy: str) -> None:
     """Sets what `accelerate launch` would set for this strategy's file."""
     for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
         del os.environ[name]
-    file = str(ROOT / f"accelerate_configs/{strategy}.yaml")
+    file = str(Path(__file__).parents[1] / f"accelerate_configs/{strategy}.yaml")
     processes = os.environ.get("WORLD_SIZE", "1")
     arguments = launch_command_parser().parse_args(["--config_file", file, "--num_processes", processes, "x.py"])
     arguments, defaults, _ = _validate_launch_command(arguments)
@@ -56,11 +63,13 @@ def check_load(load):
     return checked
 
 
-def record_initial_weights(prepare):
+def record_initial_weights(prepare, run: dict):
     """Wraps Strategy.prepare: writes a hash of the weights that a run starts from into its folder."""
 
-    def recorded(strategy, *arguments):
-        model = prepare(strategy, *arguments)
+    def recorded(strategy, model, *arguments):
+        if run.get("nan_at_call") is not None and strategy.rank == strategy.ranks - 1:
+            model.register_forward_hook(spoil_call(run["nan_at_call"]))
+        model = prepare(strategy, model, *arguments)
         group, digest = strategy.model_tensors(), hashlib.sha256()
         for name in sorted(group.shapes):
             digest.update(name.encode() + group.fetch(name).contiguous().view(torch.uint8).numpy().tobytes())
@@ -72,6 +81,25 @@ def record_initial_weights(prepare):
     return recorded
 
 
+def spoil_call(number: int):
+    """A forward hook that turns the loss of one training call into NaN, whose backward pass spoils every gradient."""
+    calls = itertools.count()
+
+    def hook(module, inputs, outputs):
+        loss, cross_entropy = outputs
+        return (loss * float("nan") if module.training and next(calls) == number else loss), cross_entropy
+
+    return hook
+
+
+def copy_checkpoint(source: str, run: Path) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        (run / "checkpoints").mkdir(parents=True)
+        shutil.copytree(source, run / "checkpoints" / Path(source).name)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
 def all_strategies(base: type = Strategy) -> list[type]:
     return [base, *(found for child in base.__subclasses__() for found in all_strategies(child))]
 
@@ -80,19 +108,23 @@ if __name__ == "__main__":
     import pretrain.fully_sharded
     import pretrain.zero  # noqa: F401  (their classes must be known)
 
+    run: dict = {}
     for strategy_class in all_strategies():
         if "load" in vars(strategy_class):
             strategy_class.load = check_load(strategy_class.load)
         if "prepare" in vars(strategy_class):
-            strategy_class.prepare = record_initial_weights(strategy_class.prepare)
+            strategy_class.prepare = record_initial_weights(strategy_class.prepare, run)
     Strategy.exit = lambda strategy, code: strategy.barrier()  # the processes outlive a run
-    for strategy, *arguments in json.loads(sys.argv[2]):
-        launcher_environment(strategy)
-        pairs = pair_up(arguments)
+    for description in json.loads(Path(sys.argv[2]).read_text()):
+        run.clear()
+        run.update(description)
+        launcher_environment(run["strategy"])
+        pairs = pair_up(run["arguments"])
         config = read_run_config(sys.argv[1], pairs)
-        print(f"=== {strategy} {' '.join(arguments)}", flush=True)
+        if "start_from" in run:
+            copy_checkpoint(run["start_from"], config.output)
+        print(f"=== {run}", flush=True)
         train.main(config, frozenset(key for key, _ in pairs))
         AcceleratorState._reset_state(True)  # the next run has another strategy
-    with suppress(OSError):
-        sys.stdout.flush()
+    sys.stdout.flush()
     os._exit(0)

@@ -1,0 +1,238 @@
+"""One loss curve and one checkpoint under every strategy, on processes that talk over gloo.
+
+A launch costs more than a tiny run, so three launches train everything (tests/train_strategies.py) and the tests look
+at what they left. With STRATEGIES=all in the environment (`make test-strategies`) the runs have 50 steps, and
+checkpoints go from every strategy to every other on one process and on two.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import TINY_LLAMA, events, launch, losses
+from safetensors.torch import load_file
+
+EVERYTHING = os.environ.get("STRATEGIES") == "all"
+STEPS = 50 if EVERYTHING else 12
+RESUMED_STEPS = 20 if EVERYTHING else 4
+STRATEGIES = ["ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"]
+SHARDED = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+MODELS = {
+    "llama": {**TINY_LLAMA, "attention_dropout": 0.1, "tie_word_embeddings": False},
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 512,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "deepone": {
+        "model_type": "deepone",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    },
+}
+NAN_STEP = 3
+PARITY = ["--budget.steps", str(STEPS), "--checkpoint.every_steps", str(STEPS)]
+CONSTANT = ["--optim.schedule", "constant"]
+
+
+@pytest.fixture(scope="module")
+def folder(shards, tmp_path_factory) -> Path:
+    """Where the runs are, with a recipe whose clipping bites: norms of the tiny models begin between 1 and 4."""
+    folder = tmp_path_factory.mktemp("strategies")
+    for name, values in MODELS.items():
+        (folder / f"{name}.json").write_text(json.dumps(values))
+    without_dropout = {**MODELS["llama"], "attention_dropout": 0.0}
+    (folder / "llama.json").write_text(json.dumps(without_dropout))
+    (folder / "llama_dropout.json").write_text(json.dumps(MODELS["llama"]))
+    recipe = {
+        "model": str(folder / "llama.json"),
+        "output": str(folder / "run"),
+        "seed": 1,
+        "precision": "fp32",
+        "data": {"train": [{"shards": str(shards)}], "sequence_length": 64},
+        "budget": {"steps": 12},
+        "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 1},
+        "optim": {"learning_rate": 0.003, "warmup_steps": 2, "max_grad_norm": 0.5, "weight_decay": 0.1},
+        "compile": "none",
+        "validation": {"sequences": 8},
+        "checkpoint": {"every_steps": 4, "keep_last": 9},
+        "logging": {"every_steps": 1},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+def run_all(folder: Path, name: str, strategy: str, processes: int, runs: list[dict]) -> None:
+    (folder / f"{name}.json").write_text(json.dumps(runs))
+    program = ["tests/train_strategies.py", folder / "recipe.yaml", folder / f"{name}.json"]
+    launch(strategy, processes, *program, timeout=3000)
+
+
+def run(strategy: str, output: Path, *arguments: str, **more) -> dict:
+    return {"strategy": strategy, "arguments": ["--output", str(output), *arguments], **more}
+
+
+def parity_runs(folder: Path, strategies: list[str]) -> list[dict]:
+    runs = []
+    for strategy in strategies:
+        for model in MODELS if strategy != "zero3_offload" else ["llama"]:
+            runs.append(run(strategy, folder / model / strategy, "--model", str(folder / f"{model}.json"), *PARITY))
+        runs.append(run(strategy, folder / "bf16" / strategy, *PARITY, "--precision", "bf16"))
+        nan = ["--budget.steps", "6", "--batch.ramp.from", "0.5", "--batch.ramp.over", "0.7"]
+        runs.append(run(strategy, folder / "nan" / strategy, *nan, nan_at_call=NAN_STEP))
+    return runs
+
+
+def exact_runs(folder: Path, strategies: list[str]) -> list[dict]:
+    """Twice the same with dropout and recomputed activations, the second time from the middle."""
+    runs = []
+    for strategy in strategies:
+        arguments = ["--model", str(folder / "llama_dropout.json"), "--attention", "eager", "--budget.steps", "8"]
+        arguments += ["--activation_checkpointing", "full"]
+        middle = str(folder / "whole" / strategy / "checkpoints/step-00000004")
+        runs.append(run(strategy, folder / "whole" / strategy, *arguments))
+        runs.append(run(strategy, folder / "resumed" / strategy, *arguments, start_from=middle))
+    return runs
+
+
+def resume_runs(folder: Path, source: str, targets: list[str], name: str) -> list[dict]:
+    """The checkpoint that `source` left after 4 steps, continued under each target."""
+    checkpoint = str(folder / "from" / source / "checkpoints/step-00000004")
+    arguments = [*CONSTANT, "--budget.steps", str(4 + RESUMED_STEPS), "--checkpoint.every_steps", "100"]
+    return [run(target, folder / name / source / target, *arguments, start_from=checkpoint) for target in targets]
+
+
+def first_steps(folder: Path, strategies: list[str]) -> list[dict]:
+    return [run(strategy, folder / "from" / strategy, *CONSTANT, "--budget.steps", "4") for strategy in strategies]
+
+
+@pytest.fixture(scope="module")
+def one_process(folder) -> Path:
+    """The reference: everything under `single`."""
+    runs = [*parity_runs(folder, ["single"]), *first_steps(folder, ["single"])]
+    unbroken = [*CONSTANT, "--budget.steps", str(4 + RESUMED_STEPS), "--checkpoint.every_steps", "100"]
+    run_all(folder, "one", "single", 1, [*runs, run("single", folder / "unbroken", *unbroken)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_processes(one_process) -> Path:
+    """Everything else on two processes."""
+    folder = one_process
+    runs = [*parity_runs(folder, STRATEGIES), *exact_runs(folder, SHARDED), *first_steps(folder, SHARDED)]
+    # A ring visits every strategy once as source and once as target.
+    ring = [
+        (source, [target]) for source, target in zip(["single", *SHARDED], [*SHARDED, "zero3_offload"], strict=True)
+    ]
+    for source, targets in [(s, SHARDED) for s in ["single", *SHARDED]] if EVERYTHING else ring:
+        runs += resume_runs(folder, source, targets, "to_two")
+    run_all(folder, "two", "ddp", 2, runs)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def back_on_one(two_processes) -> Path:
+    """Checkpoints of two processes on one."""
+    folder, targets = two_processes, ["fsdp2", "zero1", "zero2", "zero3"]
+    pairs = [(source, targets) for source in ["single", *SHARDED]]
+    for source, names in pairs if EVERYTHING else [("zero3", ["fsdp2", "zero1"]), ("fsdp2", ["zero3", "zero2"])]:
+        run_all(folder, f"back_{source}", "zero3", 1, resume_runs(folder, source, names, "to_one"))
+    run_all(folder, "back_single", "single", 1, resume_runs(folder, "zero2", ["single"], "to_one"))
+    return folder
+
+
+def gradient_norms(run: Path) -> dict[int, float | None]:
+    return {line["step"]: line["grad_norm"] for line in events(run, "train")}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_and_gradient_norms_are_those_of_one_process(two_processes, model, strategy):
+    if strategy == "zero3_offload" and model != "llama":
+        pytest.skip("one model is enough to see that offload moves numbers and does not change them")
+    expected, found = losses(two_processes / model / "single"), losses(two_processes / model / strategy)
+    assert len(found) == STEPS
+    assert max(abs(found[step] - expected[step]) for step in expected) < 1e-5
+    expected, found = (gradient_norms(two_processes / model / name) for name in ("single", strategy))
+    assert max(expected.values()) > 0.5, "clipping must bite"
+    assert max(abs(found[step] / expected[step] - 1) for step in expected) < 1e-4
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bf16(two_processes, strategy):
+    """Rounded differently, since DDP keeps the residual stream in fp32 and the sharding strategies do not."""
+    expected, found = (losses(two_processes / "bf16" / name) for name in ("single", strategy))
+    assert max(abs(found[step] - expected[step]) for step in expected) < 2e-2
+    final = [events(two_processes / "bf16" / name, "validation")[-1]["loss"] for name in ("single", strategy)]
+    assert final[1] == pytest.approx(final[0], rel=1e-2)
+
+
+def test_initial_weights_are_the_same_to_the_last_bit(two_processes):
+    for model in MODELS:
+        names = ["single", *STRATEGIES] if model == "llama" else ["single", *STRATEGIES[:-1]]
+        hashes = {(two_processes / model / name / "initial_weights.sha256").read_text() for name in names}
+        assert len(hashes) == 1, model
+    hashes = {(two_processes / "bf16" / name / "initial_weights.sha256").read_text() for name in STRATEGIES}
+    assert hashes == {(two_processes / "llama/single/initial_weights.sha256").read_text()}, (
+        "masters must not be rounded"
+    )
+
+
+@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+def test_a_step_with_nan_on_one_process_is_skipped_on_all(two_processes, strategy):
+    """The batch ramp has one micro-step of two processes at first: call 3 is in the fourth step."""
+    run = two_processes / "nan" / strategy
+    norms = gradient_norms(run)
+    skipped = [step for step, norm in norms.items() if norm is None]
+    assert len(skipped) == 1 and len(norms) == 6
+    assert sum(event["steps"] for event in events(run, "skip")) == 1
+    assert events(run, "end")[0]["skipped_steps"] == 1
+    curve = losses(run)
+    assert all(curve[step] is not None for step in curve), "the weights must stay finite"
+    if strategy != "single":
+        reference = losses(two_processes / "nan/ddp")
+        assert gradient_norms(two_processes / "nan/ddp").keys() == norms.keys()
+        assert max(abs(curve[step] - reference[step]) for step in curve) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(two_processes, strategy):
+    whole, resumed = (two_processes / name / strategy for name in ("whole", "resumed"))
+    expected, found = losses(whole), losses(resumed)
+    assert list(found) == [5, 6, 7, 8]
+    assert all(found[step] == expected[step] for step in found)
+    for file in ("model", "optimizer"):
+        tensors = [load_file(run / f"checkpoints/step-00000008/{file}.safetensors") for run in (whole, resumed)]
+        assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
+
+
+def test_checkpoints_have_the_same_files_and_tensors(two_processes):
+    expected = load_file(two_processes / "from/single/checkpoints/step-00000004/optimizer.safetensors")
+    for strategy in SHARDED:
+        found = load_file(two_processes / f"from/{strategy}/checkpoints/step-00000004/optimizer.safetensors")
+        assert {name: tensor.shape for name, tensor in found.items()} == {n: t.shape for n, t in expected.items()}
+        assert all(torch.allclose(tensor, expected[name], atol=1e-6) for name, tensor in found.items())
+
+
+def test_any_checkpoint_continues_under_any_strategy(back_on_one):
+    """Tensors were compared bit by bit after each load; here the steps that follow."""
+    unbroken = losses(back_on_one / "unbroken")
+    resumed = [*(back_on_one / "to_two").glob("*/*"), *(back_on_one / "to_one").glob("*/*")]
+    assert len(resumed) >= 11
+    for run in resumed:
+        curve = losses(run)
+        assert len(curve) == RESUMED_STEPS and events(run, "resume")[0]["step"] == 4
+        assert max(abs(curve[step] - unbroken[step]) for step in curve) < 1e-5, run.relative_to(back_on_one)
