@@ -15,10 +15,11 @@ BIN := .venv/bin
 
 # The demo's text: the source of Python's standard library, which every machine with Python has.
 STDLIB = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
-DEMO_TEXT = --input '$(STDLIB)/**/*.py' --exclude '*/test/*' '*/tests/*' '*/idle_test/*' '*/site-packages/*'
+DEMO_TEXT = --input '$(STDLIB)/**/*.py' --exclude '*/test/*' '*/tests/*' '*/idle_test/*' '*/site-packages/*' \
+	'*/encodings/*' '*/pydoc_data/*'
 
 demo: .venv/requirements
-	$(BIN)/python prepare_data.py $(DEMO_TEXT) --train_tokenizer 8192 --output tokenizers/demo
+	$(BIN)/python prepare_data.py $(DEMO_TEXT) --train_tokenizer 1024 --output tokenizers/demo
 	$(BIN)/python prepare_data.py $(DEMO_TEXT) --tokenizer tokenizers/demo --validation_fraction 0.05 --output data/demo
 	$(BIN)/accelerate launch --config_file accelerate_configs/single.yaml train.py --config recipes/demo.yaml
 	@test -f runs/demo/evaluation.json || $(BIN)/python evaluate.py --model runs/demo/final --data data/demo \
@@ -30,7 +31,7 @@ demo: .venv/requirements
 	@echo 'The loop itself:      train.py        The run as it went:  runs/demo/train.log, runs/demo/metrics.jsonl'
 
 test: .venv/requirements-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/requirements-dev
 	$(BIN)/ruff check .
