@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from pretrain.config import RunConfig
-from pretrain.launcher_files import deepspeed_problems, launcher_file, launcher_file_problems, value_at
+from pretrain.launcher_files import command_problems, deepspeed_problems, value_at
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 """Our names to accelerate's."""
@@ -92,8 +92,7 @@ def launcher_problems(config: RunConfig, precision: str) -> list[str]:
         problems += deepspeed_problems(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), config)
     elif environment_flag("ACCELERATE_USE_FSDP"):
         problems += replica_problems(processes_launched())
-    file = launcher_file()
-    return problems + (launcher_file_problems(file) if file is not None else [])
+    return problems + command_problems(requested_strategy(), processes_launched())
 
 
 def replica_problems(processes: int) -> list[str]:

@@ -5,7 +5,6 @@ its JSON. Everything settled by the recipe is refused in them, so that no settin
 """
 
 import json
-import os
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -45,33 +44,56 @@ def value_at(config: RunConfig, path: str) -> Any:
     return reduce(getattr, path.split("."), config)
 
 
-def launcher_file() -> Path | None:
-    """The --config_file of the `accelerate launch` that started this process, or its default one; None without one.
+def launcher_command() -> tuple[list[str], Path] | None:
+    """Arguments of the `accelerate launch` that started this process, and where it runs; None without one.
 
-    The launcher does not hand the file's name on, so it is read off the command line of the parent process.
+    The launcher hands on neither its file's name nor what was asked for on the command line: both are read off the
+    parent process.
     """
     import psutil
 
     for parent in psutil.Process().parents()[:3]:
         try:
-            words = parent.cmdline()
+            words, folder = parent.cmdline(), Path(parent.cwd())
         except psutil.Error:
             continue
-        if not any("accelerate" in word and "launch" in " ".join(words) for word in words):
-            continue
-        for word, following in zip(words, [*words[1:], ""], strict=True):
-            if word == "--config_file":
-                return Path(parent.cwd(), following)
-            if word.startswith("--config_file="):
-                return Path(parent.cwd(), word.partition("=")[2])
-        from accelerate.commands.config.config_args import default_config_file
-
-        return Path(default_config_file) if os.path.exists(default_config_file) else None
+        if "accelerate.commands.launch" in words:
+            return words[words.index("accelerate.commands.launch") + 1 :], folder
+        if "launch" in words and any(Path(word).name == "accelerate" for word in words):
+            return words[words.index("launch") + 1 :], folder
     return None
 
 
-def launcher_file_problems(path: Path) -> list[str]:
-    """What accelerate would read past in this file: unknown keys inside its sections, and settings of the recipe."""
+def option(words: list[str], name: str) -> str | None:
+    """The value of --name in a command line, as two words or as one with an equals sign."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == f"--{name}":
+            return following
+        if word.startswith(f"--{name}="):
+            return word.partition("=")[2]
+    return None
+
+
+def command_problems(strategy: str, processes: int) -> list[str]:
+    """Where the launcher started something else than it was told to, or read past something in its file."""
+    command = launcher_command()
+    if command is None:
+        return []
+    words, folder = command
+    problems = []
+    asked = option(words, "num_processes")
+    if asked is not None and asked.isdigit() and int(asked) != processes:
+        problems.append(
+            f"launcher: --num_processes {asked} was asked for, but {processes} runs; without a GPU too the files in "
+            "accelerate_configs start as many as asked: remove --cpu, or use_cpu from the launcher's file"
+        )
+    if (file := option(words, "config_file")) is not None:
+        problems += launcher_file_problems(folder / file, strategy)
+    return problems
+
+
+def launcher_file_problems(path: Path, strategy: str) -> list[str]:
+    """What accelerate reads past in this file: unknown keys inside its sections, and a strategy that does not run."""
     from accelerate.commands.launch import launch_command_parser
 
     try:
@@ -82,6 +104,12 @@ def launcher_file_problems(path: Path) -> list[str]:
         return []
     known = {action.dest for action in launch_command_parser()._actions}
     problems = []
+    asked = settings.get("distributed_type")
+    if asked in ("FSDP", "DEEPSPEED", "MEGATRON_LM") and strategy in ("single", "ddp"):
+        problems.append(
+            f"{path.name}: distributed_type: {asked} was asked for, but {strategy} runs; remove --cpu or --multi_gpu "
+            "from the command line and use_cpu from the file"
+        )
     for section, prefix in (("fsdp_config", "fsdp_"), ("deepspeed_config", ""), ("parallelism_config", "")):
         for key in settings.get(section) or {}:
             if prefix + key.removeprefix(prefix) not in known:

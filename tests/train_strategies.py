@@ -22,31 +22,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from launcher_environment import LAUNCHER_VARIABLES, launcher_environment
 
 import train
 from pretrain.recipe import pair_up, read_run_config
 from pretrain.strategy import Strategy
-
-LAUNCHER_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
-
-
-def launcher_environment(strategy: str) -> None:
-    """Sets what `accelerate launch` would set for this strategy's file."""
-    for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
-        del os.environ[name]
-    file = str(Path(__file__).parents[1] / f"accelerate_configs/{strategy}.yaml")
-    processes = os.environ.get("WORLD_SIZE", "1")
-    arguments = launch_command_parser().parse_args(["--config_file", file, "--num_processes", processes, "x.py"])
-    arguments, defaults, _ = _validate_launch_command(arguments)
-    if arguments.use_deepspeed:
-        arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
-        _, environment = prepare_deepspeed_cmd_env(arguments)
-    else:
-        environment = prepare_multi_gpu_env(arguments)
-    os.environ.update({k: v for k, v in environment.items() if k.startswith(LAUNCHER_VARIABLES)})
 
 
 def check_load(load):
@@ -118,7 +99,10 @@ if __name__ == "__main__":
     for description in json.loads(Path(sys.argv[2]).read_text()):
         run.clear()
         run.update(description)
-        launcher_environment(run["strategy"])
+        for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
+            del os.environ[name]
+        file = Path(__file__).parents[1] / f"accelerate_configs/{run['strategy']}.yaml"
+        os.environ.update(launcher_environment(file, int(os.environ.get("WORLD_SIZE", "1"))))
         pairs = pair_up(run["arguments"])
         config = read_run_config(sys.argv[1], pairs)
         if "start_from" in run:

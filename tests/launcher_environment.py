@@ -1,0 +1,20 @@
+"""The environment that `accelerate launch` makes of a launcher file, by accelerate's own functions."""
+
+from pathlib import Path
+
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+LAUNCHER_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+
+
+def launcher_environment(file: Path, processes: int) -> dict[str, str]:
+    """The launcher's own variables for this file and number of processes."""
+    words = ["--config_file", str(file), "--num_processes", str(processes), "--main_process_port", "0", "train.py"]
+    arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        _, environment = prepare_deepspeed_cmd_env(arguments)
+    else:
+        environment = prepare_multi_gpu_env(arguments)
+    return {name: value for name, value in environment.items() if name.startswith(LAUNCHER_VARIABLES)}
