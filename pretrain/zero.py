@@ -16,6 +16,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from transformers import PreTrainedModel
 
 from pretrain.config import RunConfig
+from pretrain.extensions import prepare_extensions_folder
 from pretrain.launcher import PRECISIONS, deepspeed_file, processes_launched
 from pretrain.loss import LanguageModelLoss
 from pretrain.model import build_meta_model
@@ -34,7 +35,19 @@ class Zero(Strategy):
     optimizers = ("adamw",)  # the others need whole matrices, and DeepSpeed updates flat pieces of many
     precisions = ("fp32", "bf16")
 
+    @classmethod
+    def problems(cls, config: RunConfig) -> list[str]:
+        offload = deepspeed_file().get("zero_optimization", {}).get("offload_optimizer") or {}
+        problems = super().problems(config)
+        if offload.get("device") == "nvme" and not can_use_nvme():
+            problems.append(
+                "launcher: offload_optimizer.device: nvme needs libaio (apt install libaio-dev, or conda install "
+                "libaio) and a C++ compiler; accelerate_configs/zero3_offload.yaml uses host memory and needs neither"
+            )
+        return problems
+
     def make_accelerator(self) -> Accelerator:
+        prepare_extensions_folder()
         import deepspeed
 
         # An operator for all-reduces between processes of one CPU, compiled at the first start: gloo serves as well.
@@ -254,6 +267,14 @@ def derived_settings(config: RunConfig, precision: str) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,
     }
+
+
+def can_use_nvme() -> bool:
+    """Whether DeepSpeed's asynchronous file operator can be built here."""
+    prepare_extensions_folder()
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder().is_compatible()
 
 
 class Gathered(Mapping[str, torch.Tensor]):

@@ -1,6 +1,8 @@
 """Launcher files: every shipped key is one that its reader knows, and what contradicts a recipe is refused."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -177,3 +179,38 @@ def test_the_launcher_itself_is_checked(tmp_path, shards):
     assert "fsdp_config.fsdp_offload_param is unknown" in refused.stderr
     assert "did you mean fsdp_offload_params?" in refused.stderr
     assert "optim.name: adafactor does not run under fsdp2; choose adamw or muon" in refused.stderr
+
+
+SLURM_COMMANDS = {
+    "scontrol": "echo node0; echo node1",
+    "srun": '[ "${1#--kill}" != "$1" ] && shift; SLURM_NODEID=1 exec "$@"',
+}
+
+
+@pytest.mark.parametrize("name", ["one_node", "many_nodes"])
+def test_slurm_scripts_launch_what_they_are_given(name, tmp_path):
+    """Run as they are, with stand-ins for Slurm's commands and for accelerate."""
+    commands = {f"bin/{command}": text for command, text in SLURM_COMMANDS.items()}
+    for path, text in {**commands, ".venv/bin/accelerate": 'echo "$@"'}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / path).chmod(0o755)
+    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "node[0-1]"}
+    said = subprocess.run(
+        ["bash", ROOT / f"slurm/{name}.sbatch", "hsdp", "recipes/llama_125m.yaml", "--seed", "3"],
+        cwd=tmp_path,
+        env={**os.environ, **slurm, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    arguments = launch_command_parser().parse_args(said[1:])
+    assert said[0] == "launch" and arguments.config_file == "accelerate_configs/hsdp.yaml"
+    assert [arguments.training_script, *arguments.training_script_args] == [
+        *("train.py", "--config", "recipes/llama_125m.yaml", "--seed", "3"),
+    ]
+    if name == "one_node":
+        assert arguments.num_processes == 8
+    else:
+        assert (arguments.num_processes, arguments.num_machines, arguments.machine_rank) == (16, 2, 1)
+        assert (arguments.main_process_ip, arguments.main_process_port) == ("node0", 20007)

@@ -1,0 +1,31 @@
+"""A compilation that was killed must not stop the next run; one that goes on must not be disturbed."""
+
+import os
+
+from torch.utils.file_baton import FileBaton
+
+from pretrain.extensions import CACHE, prepare_extensions_folder
+
+
+def test_a_lock_that_nobody_holds_is_removed_and_a_held_one_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for name in ("killed", "building"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "killed/lock").touch()
+    baton = FileBaton(str(tmp_path / "building/lock"))
+    assert baton.try_acquire()
+    try:
+        assert prepare_extensions_folder() == tmp_path
+        assert not (tmp_path / "killed/lock").exists()
+        assert (tmp_path / "building/lock").exists()
+    finally:
+        baton.release()
+    assert FileBaton(str(tmp_path / "killed/lock")).try_acquire(), "the next build can start"
+
+
+def test_the_folder_is_the_projects_own(monkeypatch, tmp_path):
+    monkeypatch.setattr("pretrain.extensions.CACHE", tmp_path / CACHE.name)
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    folder = prepare_extensions_folder()
+    assert folder.is_relative_to(tmp_path) and os.environ["TORCH_EXTENSIONS_DIR"] == str(folder)
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
