@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-strategies parity lint format clean
 
 .venv/requirements: requirements.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -32,6 +32,15 @@ demo: .venv/requirements
 
 test: .venv/requirements-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Every strategy for 50 steps, and checkpoints from each to each on one process and on two: about 15 minutes.
+test-strategies: .venv/requirements-dev
+	STRATEGIES=all $(BIN)/python -m pytest tests/test_strategies.py
+
+# One recipe under every strategy: make parity RECIPE=recipes/mine.yaml
+RECIPE ?= recipes/demo.yaml
+parity: .venv/requirements
+	$(BIN)/python runs.py parity --config $(RECIPE) --steps 10
 
 lint: .venv/requirements-dev
 	$(BIN)/ruff check .
