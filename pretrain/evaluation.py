@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -60,7 +61,7 @@ def evaluate_models(arguments: argparse.Namespace) -> list[Evaluation]:
     """
     jobs, tasks = prepare(arguments)
     strategy = Strategy("fp32")  # precision is each model's own; see measure_shards
-    if not strategy.is_main:
+    if not strategy.is_main or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     evaluations = []
     for job in jobs:

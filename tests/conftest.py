@@ -1,4 +1,4 @@
-"""What the tests share: text that every machine has, shards of it, a tiny recipe, and the scripts run as a user would."""
+"""What the tests share: text that every machine has, shards of it, a tiny recipe, the scripts run as a user would."""
 
 import json
 import os
