@@ -262,7 +262,7 @@ class RunConfig(Section):
     """Folder of the run. The same command again continues it."""
     seed: NonNegativeInt = 42
     """Initial weights and the order of the data."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "bf16"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "bf16"
     """Arithmetic of forward and backward; weights and optimizer stay in fp32. auto: bf16 where the device has it."""
     data: Data
     budget: Budget = Budget(tokens_per_parameter=20)

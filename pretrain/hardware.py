@@ -6,8 +6,8 @@ import time
 
 import torch
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Our names of precisions to torch's dtypes."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Our names of precisions to the dtype between the matrix products."""
 
 PEAK_FLOPS_BF16 = {
     "H200": 989e12,

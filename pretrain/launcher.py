@@ -11,7 +11,7 @@ from pathlib import Path
 from pretrain.config import RunConfig
 from pretrain.launcher_files import command_problems, deepspeed_problems, value_at
 
-PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 """Our names to accelerate's."""
 
 

@@ -61,9 +61,10 @@ def banner(config: RunConfig, derived: Derived, built: dict[str, str]) -> str:
     micro = config.batch.sequences_per_micro_batch
     full_micro_steps = ramp.sequences_per_level[-1] // (micro * derived.ranks)
     levels = " -> ".join(f"{level * length:,}" for level in ramp.sequences_per_level)
+    weights = "bf16, rounded stochastically" if config.optim.stochastic_rounding else "fp32"
     rows = {
         "model": f"{config.model} ({derived.model_config.model_type}), {derived.parameters:,} parameters",
-        "precision": f"{derived.precision}, weights and optimizer in fp32",
+        "precision": f"{derived.precision}, weights and optimizer in {weights}",
         "attention": derived.attention + (", within documents" if config.data.document_mask else ""),
         "data": " + ".join(
             f"{folder} ({count_text(reader.tokens)} tokens)" for folder, reader in derived.batches.readers.items()

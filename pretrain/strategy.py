@@ -20,6 +20,7 @@ from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from safetensors import SafetensorError
 
 from pretrain.config import RunConfig
+from pretrain.fp8 import fp8_problem, use_fp8
 from pretrain.gradients import total_norm
 from pretrain.launcher import PRECISIONS, launcher_problems, processes_launched, requested_strategy
 from pretrain.loss import LanguageModelLoss
@@ -34,7 +35,9 @@ def device_type() -> str:
 
 
 def resolve_precision(requested: str) -> str:
-    """auto becomes bf16 where the device multiplies in bf16, else fp32. Raises InputError for fp16 without a GPU."""
+    """auto becomes bf16 where the device multiplies in bf16, else fp32. Raises InputError for what does not run."""
+    if requested == "fp8" and (problem := fp8_problem()):
+        raise InputError(problem)
     if requested == "fp16" and device_type() == "cpu":
         raise InputError("precision: fp16 needs a GPU; use bf16, fp32, or auto, which takes what the device has")
     if requested != "auto":
@@ -171,6 +174,8 @@ class Strategy:
             weights: what fills it, unit by unit where the strategy shards.
             build_optimizer: makes the optimizer of the (name, parameter) pairs this process updates.
         """
+        if self.precision == "fp8":
+            use_fp8(model.causal_lm)
         weights.fill(model.causal_lm, "")
         model.causal_lm.tie_weights()
         self.causal_lm = model.causal_lm

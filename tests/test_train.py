@@ -208,6 +208,7 @@ def test_check_finds_everything_and_starts_nothing(recipe, tmp_path):
         (["--optim.warmup_steps", "100"], "warmup_steps 100 is longer than the run of 12 steps"),
         (["--model", "model_configs/lama_30m.json"], "lama_30m.json"),
         (["--precision", "fp16"], "precision: fp16 needs a GPU"),
+        (["--precision", "fp8"], "precision: fp8 needs a GPU with fp8 matrix units"),
         (["--attention", "flash_attention_2"], "flash_attention_2"),
         (["--attention", "flex_attention"], "flex_attention"),
         (["--optim.name", "adamw_8bit"], "adamw_8bit"),
