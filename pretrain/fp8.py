@@ -1,7 +1,7 @@
 """Matrix products in fp8: torchao's dynamic tensorwise scaling for the linear layers inside the blocks.
 
-Weights, optimizer and everything between the products stay as under bf16. Embedding and output head are left out: their
-products are the ones that lose by it (Peng et al., arXiv 2310.18313).
+Weights, optimizer and everything between the products stay as under bf16. Embedding and output head are left out:
+their products are the ones that lose by it (Peng et al., arXiv 2310.18313).
 """
 
 import importlib.util
