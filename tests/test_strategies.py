@@ -50,7 +50,11 @@ CONSTANT = ["--optim.schedule", "constant"]
 
 @pytest.fixture(scope="module")
 def folder(shards, tmp_path_factory) -> Path:
-    """Where the runs are, with a recipe whose clipping bites: norms of the tiny models begin between 1 and 4."""
+    """Where the runs are, with a recipe whose clipping bites: gradient norms of the tiny models begin above 1.
+
+    The learning rate is one at which training is stable: at 3e-3 gradient norms jump now and then, and a jump makes
+    1e-4 of the last digit of the loss, under DDP as under the others.
+    """
     folder = tmp_path_factory.mktemp("strategies")
     for name, values in MODELS.items():
         (folder / f"{name}.json").write_text(json.dumps(values))
@@ -65,7 +69,7 @@ def folder(shards, tmp_path_factory) -> Path:
         "data": {"train": [{"shards": str(shards)}], "sequence_length": 64},
         "budget": {"steps": 12},
         "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 1},
-        "optim": {"learning_rate": 0.003, "warmup_steps": 2, "max_grad_norm": 0.5, "weight_decay": 0.1},
+        "optim": {"learning_rate": 0.001, "warmup_steps": 2, "max_grad_norm": 0.5, "weight_decay": 0.1},
         "compile": "none",
         "validation": {"sequences": 8},
         "checkpoint": {"every_steps": 4, "keep_last": 9},
@@ -147,10 +151,14 @@ def two_processes(one_process) -> Path:
 def back_on_one(two_processes) -> Path:
     """Checkpoints of two processes on one."""
     folder, targets = two_processes, ["fsdp2", "zero1", "zero2", "zero3"]
-    pairs = [(source, targets) for source in ["single", *SHARDED]]
-    for source, names in pairs if EVERYTHING else [("zero3", ["fsdp2", "zero1"]), ("fsdp2", ["zero3", "zero2"])]:
-        run_all(folder, f"back_{source}", "zero3", 1, resume_runs(folder, source, names, "to_one"))
-    run_all(folder, "back_single", "single", 1, resume_runs(folder, "zero2", ["single"], "to_one"))
+    pairs = [("zero3", ["fsdp2", "zero1"]), ("fsdp2", ["zero3", "zero2"])]
+    sources = ["zero2"]
+    if EVERYTHING:
+        pairs, sources = [(source, targets) for source in ["single", *SHARDED]], ["single", *SHARDED]
+    runs = [run for source, names in pairs for run in resume_runs(folder, source, names, "to_one")]
+    run_all(folder, "back", "zero3", 1, runs)
+    runs = [run for source in sources for run in resume_runs(folder, source, ["single"], "to_one")]
+    run_all(folder, "back_single", "single", 1, runs)
     return folder
 
 
