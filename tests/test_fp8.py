@@ -1,5 +1,8 @@
 """fp8 training: which layers it takes, under which names, and that it computes what bf16 does, more coarsely."""
 
+import importlib.util
+
+import pytest
 import torch
 from conftest import TINY_LLAMA
 from transformers import AutoConfig
@@ -9,6 +12,8 @@ from pretrain.loss import LanguageModelLoss
 from pretrain.model import build_meta_model, build_model
 from pretrain.weights import InitialWeights
 
+# Not among the requirements of the tests: where torchao is installed, accelerate imports it in every process.
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="pip install torchao")
 CONFIG = AutoConfig.for_model(**TINY_LLAMA)
 
 
@@ -20,6 +25,7 @@ def loss_and_gradients(causal_lm):
     return loss.item(), {name: parameter.grad for name, parameter in causal_lm.named_parameters()}
 
 
+@needs_torchao
 def test_only_the_blocks_linear_layers_under_the_same_names():
     model = build_meta_model(CONFIG)
     names = [name for name, _ in model.named_parameters()]
@@ -28,6 +34,7 @@ def test_only_the_blocks_linear_layers_under_the_same_names():
     assert type(model.lm_head) is torch.nn.Linear
 
 
+@needs_torchao
 def test_the_initial_weights_are_those_of_every_precision():
     model = build_meta_model(CONFIG)
     use_fp8(model, emulate=True)
@@ -37,6 +44,7 @@ def test_the_initial_weights_are_those_of_every_precision():
     assert all(torch.equal(expected[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@needs_torchao
 def test_loss_and_gradients_are_bf16s_within_the_coarser_rounding():
     """e4m3 has 3 bits of mantissa: a product is off by up to 2^-4, a gradient of many products by a few percent."""
     plain = build_model(CONFIG, seed=3)
