@@ -48,6 +48,9 @@ from pretrain.validation import open_validation, validate
 from pretrain.weights import InitialWeights
 
 
+EXIT_INTERRUPTED = 130
+
+
 @dataclass
 class RunState:
     """What a run knows beyond its tensors; trainer_state.json."""
@@ -267,6 +270,9 @@ def start(config: RunConfig, overridden: frozenset[str]) -> int:
     except SaveFailed as error:
         print(f"the checkpoint could not be saved: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command continues from the newest checkpoint", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

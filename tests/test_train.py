@@ -107,6 +107,18 @@ def kill_at(run, step, command):
         process.wait()
 
 
+def test_control_c_ends_in_words(recipe, tmp_path):
+    command = [sys.executable, "train.py", "--config", str(recipe), "--budget.steps", "100000"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step 5/"):
+            process.send_signal(signal.SIGINT)
+            break
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the same command continues" in errors and "Traceback" not in errors
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_killed_run_continues_to_the_last_bit(recipe, tmp_path, processes):
     strategy = "single" if processes == 1 else "ddp"
