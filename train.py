@@ -47,7 +47,6 @@ from pretrain.strategy import Strategy, make_strategy
 from pretrain.validation import open_validation, validate
 from pretrain.weights import InitialWeights
 
-
 EXIT_INTERRUPTED = 130
 
 
