@@ -33,7 +33,7 @@ demo: .venv/requirements
 test: .venv/requirements-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Every strategy for 50 steps, and checkpoints from each to each on one process and on two: about 15 minutes.
+# Every strategy for 50 steps, and checkpoints from each to each on one process and on two: about 5 minutes.
 test-strategies: .venv/requirements-dev
 	STRATEGIES=all $(BIN)/python -m pytest tests/test_strategies.py
 
