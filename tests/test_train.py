@@ -107,14 +107,24 @@ def kill_at(run, step, command):
         process.wait()
 
 
-def test_control_c_ends_in_words(recipe, tmp_path):
-    command = [sys.executable, "train.py", "--config", str(recipe), "--budget.steps", "100000"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if line.startswith("step 5/"):
-            process.send_signal(signal.SIGINT)
-            break
-    _, errors = process.communicate(timeout=60)
+def test_control_c_ends_in_words(recipe):
+    # What starts the tests may ignore SIGINT, as a shell does for its background jobs, and processes inherit that.
+    process = subprocess.Popen(
+        [sys.executable, "train.py", "--config", str(recipe), "--budget.steps", "100000"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        for line in process.stdout:
+            if line.startswith("step 5/"):
+                process.send_signal(signal.SIGINT)
+                break
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "the same command continues" in errors and "Traceback" not in errors
 
