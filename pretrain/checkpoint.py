@@ -3,151 +3,316 @@
     checkpoints/step-00000500/
       config.json, tokenizer files, model*.safetensors    a model that from_pretrained loads
       optimizer*.safetensors                              optimizer state as '<parameter>.<state>', whole tensors
-      trainer_state.json                                  step, tokens, best losses, what the data and the model were
+      trainer_state.json                                  step, tokens, what was skipped, what data and model were
       MANIFEST.json                                       size and sha256 of every file, written last
 
-A save writes to a hidden folder, syncs every file, writes the manifest, renames, syncs the parent, and then prunes:
-at every instant the newest folder with a valid manifest is a whole checkpoint. Resume checks hashes before it reads.
+The step waits for the copy to host memory only; a thread writes to a hidden folder, syncs and hashes every file,
+writes the manifest, renames, syncs the parent, and then prunes: at every instant the newest folder with a valid
+manifest is a whole checkpoint. Resume checks hashes before it reads; a damaged checkpoint is set aside under the name
+damaged-step-00000500.
 """
 
-import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from pretrain import config
+from pretrain.sealed_folder import REMOVED, commit, damage, remove, seal, write_durably
+from pretrain.state import EXIT_NO_VALID_CHECKPOINT, RunStopped
 from pretrain.strategy import Strategy, TensorGroup
+from pretrain.tensor_files import SavedTensors, bytes_of, index_of, shares
 
-FORMAT = {"format": "groundwork-checkpoint", "version": 1}
-MAX_FILE_BYTES = 4 * 1024**3
-UNFINISHED, REMOVED = ".saving-", ".removing-"
-EXIT_NO_VALID_CHECKPOINT = 17
+UNFINISHED, DAMAGED = ".saving-", "damaged-"
+SLOWEST_SAVE_SECONDS = 3600.0
+"""A disk may take so long; after that a wait for it counts as a hang."""
 
 
-class NoValidCheckpoint(Exception):
+class NoValidCheckpoint(RunStopped):
     """There are checkpoints, and none can be trusted: starting from scratch would hide the loss."""
 
+    exit_code = EXIT_NO_VALID_CHECKPOINT
 
-class SaveFailed(Exception):
+
+class SaveFailed(RunStopped):
     """The save was given up on every rank; what was there before is untouched."""
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints stay."""
+@dataclass
+class Save:
+    """One save: what is to be written, and what became of it."""
 
-    keep_last: int
-    keep_best: int
-    milestones_every: int | None
-
-    def keeps(self, losses: Mapping[int, float | None]) -> set[int]:
-        """The steps to keep, of {step: validation loss or None}."""
-        newest = sorted(losses)[-self.keep_last :]
-        measured = sorted((loss, step) for step, loss in losses.items() if loss is not None)
-        best = [step for _, step in measured[: self.keep_best]]
-        milestones = [step for step in losses if self.milestones_every and step % self.milestones_every == 0]
-        return {*newest, *best, *milestones}
-
-
-class SavedTensors(Mapping[str, torch.Tensor]):
-    """The tensors of `<prefix>*.safetensors` in a folder, by name, read one at a time when asked for."""
-
-    def __init__(self, folder: Path, prefix: str):
-        self._file_of: dict[str, Path] = {}
-        for path in sorted(folder.glob(f"{prefix}*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                self._file_of |= dict.fromkeys(file.keys(), path)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        with safe_open(self._file_of[name], framework="pt") as file:
-            return file.get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def __len__(self) -> int:
-        return len(self._file_of)
+    step: int
+    folder: Path
+    files: dict[str, dict[str, torch.Tensor]]
+    """This rank's share, in host memory: {file: {name: tensor}}."""
+    indices: dict[str, dict]
+    """{file: contents} of the index files."""
+    contents: dict[str, Any]
+    """trainer_state.json."""
+    describe: Callable[[Path], None]
+    started: float = field(default_factory=time.perf_counter)
+    stall_seconds: float = 0.0
+    """How long training waited."""
+    seconds: float = 0.0
+    """From the beginning to the commit."""
+    bytes: int = 0
+    problem: str | None = None
+    """Why it failed, on every rank alike."""
+    thread: threading.Thread | None = None
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every method that is not marked otherwise is called by all ranks together."""
+    """The checkpoints of one run. Every method but `finished` is called by all ranks together."""
 
-    def __init__(self, run: Path, strategy: Strategy, retention: Retention):
+    def __init__(self, run: Path, strategy: Strategy, settings: config.Checkpoint):
         self.folder = run / "checkpoints"
-        self.strategy, self.retention = strategy, retention
-        if strategy.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for litter in [*self.folder.glob(f"{UNFINISHED}*"), *self.folder.glob(f"{REMOVED}*")]:
-                shutil.rmtree(litter)
-        strategy.barrier()
+        self.strategy, self.settings, self.in_background = strategy, settings, settings.in_background
+        self.last_step: int | None = None
+        """The step of the newest checkpoint that was found valid or written."""
+        self.begun_step: int | None = None
+        """The same, or the step of a save that is not over: known to all ranks at the same time."""
+        self._in_flight: Save | None = None
+        self._done: list[Save] = []
+        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+        with strategy.together(SaveFailed):
+            if strategy.is_main:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for litter in [*self.folder.glob(f"{UNFINISHED}*"), *self.folder.glob(f"{REMOVED}*")]:
+                    shutil.rmtree(litter)
+                for litter in self.folder.glob(".*.new"):
+                    litter.unlink()
 
     def save(
-        self, step: int, state: dict, groups: Mapping[str, TensorGroup], describe: Callable[[Path], None]
-    ) -> Path:
-        """Writes and commits the checkpoint of `step`, then prunes; returns its folder.
+        self,
+        step: int,
+        contents: dict[str, Any],
+        groups: Mapping[str, TensorGroup],
+        describe: Callable[[Path], None],
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begins to save the checkpoint of `step`: copies the tensors to host memory and writes them in a thread.
 
         Args:
-            state: what goes into trainer_state.json.
+            contents: what goes into trainer_state.json.
             groups: {"model": ..., "optimizer": ...}; each rank writes its share of the files.
             describe: writes the rest of a HF model folder (config, tokenizer) into the folder given; main rank only.
+            beat: called now and then while training waits.
 
-        Raises SaveFailed on every rank if any rank could not write.
+        A save that is still being written is waited for. What became of this one is told by `finished` or `wait`.
         """
+        begun = time.perf_counter()
+        self.wait(beat)
+        self.begun_step = step
         final = self.folder / f"step-{step:08d}"
         unfinished = self.folder / f"{UNFINISHED}{final.name}"
-        with self.strategy.together(SaveFailed):
-            if self.strategy.is_main:
-                require_space(self.folder, sum(bytes_of(group) for group in groups.values()))
-                unfinished.mkdir()
-        written: dict[str, dict] = {}
-        with self.strategy.together(SaveFailed, on_failure=lambda: shutil.rmtree(unfinished, ignore_errors=True)):
-            for prefix, group in groups.items():
-                written |= write_group(unfinished, prefix, group, self.strategy.rank, self.strategy.ranks)
-        files = {name: entry for share in self.strategy.gather(written) for name, entry in share.items()}
-        with self.strategy.together(SaveFailed, on_failure=lambda: shutil.rmtree(unfinished, ignore_errors=True)):
-            if self.strategy.is_main:
-                describe(unfinished)
-                (unfinished / "trainer_state.json").write_text(json.dumps(state, indent=1))
-                commit(unfinished, final, files)
-                write_durably(self.folder / "LATEST", final.name)
-                self._prune()
-        return final
+        save = Save(step, final, {}, {}, contents, describe, started=begun)
+        try:
+            with self.strategy.together(SaveFailed):
+                if self.strategy.is_main:
+                    require_space(self.folder, sum(bytes_of(group) for group in groups.values()))
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                    unfinished.mkdir()
+        except SaveFailed as error:
+            save.problem = str(error)
+            self._done.append(save)
+            return
+        for prefix, group in groups.items():
+            save.files |= self._staged(prefix, group, beat)
+            save.indices |= index_of(group, prefix)
+        save.thread = threading.Thread(target=self._write, args=(save, unfinished), name="checkpoint", daemon=True)
+        self._in_flight = save
+        save.thread.start()
+        if not self.in_background:
+            wait_for(save, beat)
+        save.stall_seconds = time.perf_counter() - begun
 
-    def newest_valid(self, log: Callable[[str], None]) -> Path | None:
-        """The newest checkpoint whose files are all as they were written; None if there never was one.
+    def finished(self) -> Save | None:
+        """A save that was written or has failed since the last call; the ranks need not ask in the same step."""
+        if self._in_flight is not None and not self._in_flight.thread.is_alive():
+            self.wait()
+        return self._done.pop(0) if self._done else None
 
-        What is wrong with those passed over goes to `log`. Raises NoValidCheckpoint if there are only damaged ones.
+    def wait(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Returns when nothing is being written; calls `beat` now and then."""
+        if (save := self._in_flight) is None:
+            return
+        wait_for(save, beat)
+        self._in_flight = None
+        self._done.append(save)
+        if save.problem is None:
+            self.last_step = save.step
+
+    def _staged(self, prefix: str, group: TensorGroup, beat: Callable[[], None]) -> dict[str, dict[str, torch.Tensor]]:
+        """This rank's share in memory that nothing else writes to; the same memory in every save.
+
+        New memory costs more than the copy: the kernel clears every page of it.
         """
-        folders = sorted(self.folder.glob("step-*"), reverse=True)
-        for folder in folders:
-            share = damage(folder, self.strategy.rank, self.strategy.ranks)
+        staged: dict[str, dict[str, torch.Tensor]] = {}
+        rank, ranks, on_gpu = self.strategy.rank, self.strategy.ranks, False
+        for file, name, tensor in shares(prefix, group, rank, ranks, beat, on_host=not self.in_background):
+            on_gpu = on_gpu or tensor.is_cuda
+            if not self.in_background:
+                staged.setdefault(file, {})[name] = tensor.contiguous()
+                continue
+            buffer = self._buffers.get((prefix, name))
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = self._buffers[prefix, name] = host_memory_for(tensor)
+            # On a GPU in the stream of the steps: after the last one, before the next, and gathered tensors are not
+            # reused too early. Nobody waits for a single tensor.
+            staged.setdefault(file, {})[name] = buffer.copy_(tensor, non_blocking=True)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return staged
+
+    def _write(self, save: Save, unfinished: Path) -> None:
+        """In the thread: writes this rank's files, waits for the other ranks', commits."""
+        save.problem = "not finished"
+        try:
+            save.problem = self._written(save, unfinished)
+        except Exception as error:  # a thread that dies without a word would leave a save that seems to have worked
+            save.problem = f"{type(error).__name__}: {error}"
+        save.files = {}
+        save.seconds = time.perf_counter() - save.started
+
+    def _written(self, save: Save, unfinished: Path) -> str | None:
+        """Returns what went wrong, the same on all ranks; raises if the others can no longer be asked."""
+        problem, written = None, {}
+        try:
+            for file, tensors in save.files.items():
+                save_file(tensors, unfinished / file, metadata={"format": "pt"})
+                written[file] = seal(unfinished / file)
+        except Exception as error:  # whatever it is, the other ranks wait for the answer
+            problem = f"{type(error).__name__}: {error}"
+        answers = self.strategy.gather((problem, written), in_background=True)
+        problems = [problem for problem, _ in answers if problem]
+        if not problems and self.strategy.is_main:
+            try:
+                self._commit(save, unfinished, {n: entry for _, share in answers for n, entry in share.items()})
+            except Exception as error:  # as above: describing the model may fail in any way
+                problems = [f"{type(error).__name__}: {error}"]
+        # Nobody goes on before the commit: the next save must find it done, and all must know how it went.
+        problems = self.strategy.gather(problems, in_background=True)[0]
+        if problems and self.strategy.is_main:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        save.bytes = sum(entry["bytes"] for _, share in answers for entry in share.values())
+        return "; ".join(problems) or None
+
+    def _commit(self, save: Save, unfinished: Path, files: Mapping[str, dict]) -> None:
+        for name, index in save.indices.items():
+            (unfinished / name).write_text(json.dumps(index, indent=1))
+        save.describe(unfinished)
+        (unfinished / "trainer_state.json").write_text(json.dumps(save.contents, indent=1))
+        commit(unfinished, save.folder, files)
+        write_durably(self.folder / "LATEST", save.folder.name)
+        try:
+            self._prune()
+        except OSError as error:  # this checkpoint is good; the old ones go with the next prune
+            print(f"checkpoints: an old one could not be removed ({error})", file=sys.stderr, flush=True)
+
+    def valid(self, folder: Path) -> Path:
+        """A checkpoint of any run, once its files are found to be as they were written. Raises NoValidCheckpoint."""
+        share = damage(folder, self.strategy.rank, self.strategy.ranks)
+        if problems := [problem for found in self.strategy.gather(share) for problem in found]:
+            raise NoValidCheckpoint(f"{folder} cannot be used: {'; '.join(problems)}")
+        return folder
+
+    def newest_valid(
+        self, log: Callable[[str], None], at_most: int | None = None, beat: Callable[[], None] = lambda: None
+    ) -> Path | None:
+        """The newest checkpoint, of step `at_most` or before, whose files are all as they were written, or None.
+
+        What is wrong with those passed over goes to `log`, and they are set aside. Raises NoValidCheckpoint if there
+        are only damaged ones.
+        """
+        self.wait(beat)
+        # The main rank's list: on a network disk the others may still see an older one.
+        present = self.strategy.gather(sorted(path.name for path in self.folder.glob("step-*")))[0]
+        for folder in [self.folder / name for name in reversed(present)]:
+            if at_most is not None and step_of(folder) > at_most:
+                continue
+            share = damage(folder, self.strategy.rank, self.strategy.ranks, beat)
             problems = [problem for found in self.strategy.gather(share) for problem in found]
             if not problems:
+                self.last_step = self.begun_step = step_of(folder)
                 return folder
-            log(f"checkpoint {folder.name} cannot be used: {'; '.join(problems)}")
-        if folders:
+            aside = folder.with_name(f"{DAMAGED}{folder.name}")
+            log(f"checkpoint {folder.name} cannot be used: {'; '.join(problems)}; it is now {aside.name}")
+            with self.strategy.together(SaveFailed):
+                if self.strategy.is_main:
+                    shutil.rmtree(aside, ignore_errors=True)
+                    folder.rename(aside)
+        if at_most is None and (lost := self.strategy.gather(self._lost())[0]):
             raise NoValidCheckpoint(
-                f"none of the {len(folders)} checkpoints in {self.folder} is intact; restore one from a copy, "
+                f"none of the checkpoints in {self.folder} is intact ({lost}); restore one from a copy as step-..., "
                 "or start again with another --output"
             )
         return None
 
+    def _lost(self) -> str:
+        """What speaks for checkpoints that were here and are not, in words; '' if there never was one."""
+        if damaged := len(list(self.folder.glob(f"{DAMAGED}*"))):
+            return f"{damaged} damaged"
+        latest = self.folder / "LATEST"
+        return f"LATEST names {latest.read_text()}, which is gone" if latest.exists() else ""
+
+    def discard_after(self, step: int) -> None:
+        """Removes the checkpoints of later steps: training goes back to `step` and takes another way."""
+        self.wait()
+        with self.strategy.together(SaveFailed):
+            if self.strategy.is_main:
+                write_durably(self.folder / "LATEST", f"step-{step:08d}")
+                for folder in self.folder.glob("step-*"):
+                    if step_of(folder) > step:
+                        remove(folder)
+
     def _prune(self) -> None:
-        losses = {}
-        for folder in self.folder.glob("step-*"):
-            state = read_state(folder) or {}
-            losses[int(folder.name.removeprefix("step-"))] = state.get("validation_loss")
-        for step in set(losses) - self.retention.keeps(losses):
-            # Renamed first: a folder that is being removed must never pass for a checkpoint.
-            doomed = self.folder / f"{REMOVED}step-{step:08d}"
-            (self.folder / f"step-{step:08d}").rename(doomed)
-            shutil.rmtree(doomed)
+        losses = {
+            step_of(folder): (read_state(folder) or {}).get("validation_loss") for folder in self.folder.glob("step-*")
+        }
+        for step in set(losses) - steps_to_keep(self.settings, losses):
+            remove(self.folder / f"step-{step:08d}")
+
+
+def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
+    """As much memory on the host, page-locked for one on a GPU: to that it copies several times as fast."""
+    if tensor.is_cuda:
+        try:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        except RuntimeError:  # a limit on locked pages, or too little of them
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def steps_to_keep(settings: config.Checkpoint, losses: Mapping[int, float | None]) -> set[int]:
+    """The steps whose checkpoints stay, of {step: validation loss or None}: the newest, the best, the milestones."""
+    newest = sorted(losses)[-settings.keep_last :]
+    measured = sorted((loss, step) for step, loss in losses.items() if loss is not None)
+    best = [step for _, step in measured[: settings.keep_best]]
+    milestones = [step for step in losses if settings.milestones_every and step % settings.milestones_every == 0]
+    return {*newest, *best, *milestones}
+
+
+def wait_for(save: Save, beat: Callable[[], None]) -> None:
+    """Until it is written. Beats in between: a slow disk is no hang, one that never answers is."""
+    while save.thread.is_alive():
+        save.thread.join(timeout=1.0)
+        if time.perf_counter() - save.started < SLOWEST_SAVE_SECONDS:
+            beat()
+
+
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint's folder."""
+    return int(folder.name.rpartition("-")[2])
 
 
 def read_state(folder: Path) -> dict | None:
@@ -158,130 +323,6 @@ def read_state(folder: Path) -> dict | None:
         return None
 
 
-def plan_files(group: TensorGroup, prefix: str, max_file_bytes: int = MAX_FILE_BYTES) -> dict[str, list[str]]:
-    """{file name: names of its tensors}: HF's naming, one file where everything fits."""
-    bundles: list[list[str]] = [[]]
-    room = max_file_bytes
-    for name, shape in group.shapes.items():
-        size = tensor_bytes(shape, group.dtypes[name])
-        if bundles[-1] and size > room:
-            bundles.append([])
-            room = max_file_bytes
-        bundles[-1].append(name)
-        room -= size
-    if len(bundles) == 1:
-        return {f"{prefix}.safetensors": bundles[0]}
-    return {f"{prefix}-{i:05d}-of-{len(bundles):05d}.safetensors": names for i, names in enumerate(bundles, start=1)}
-
-
-def write_group(
-    folder: Path, prefix: str, group: TensorGroup, rank: int, ranks: int, dtype: torch.dtype | None = None
-) -> dict[str, dict]:
-    """Writes this rank's share of the files; returns {file: {bytes, sha256}} of what it wrote.
-
-    All ranks walk through all tensors in the same order, since fetching one may need everybody; rank i keeps those of
-    every i-th file. dtype: cast floating-point tensors on the way.
-    """
-    files = plan_files(group, prefix)
-    written = {}
-    # The optimizer starts with the last rank, so that with several ranks the two large files have different writers.
-    first = 0 if prefix == "model" else ranks - 1
-    for number, (file, names) in enumerate(files.items()):
-        mine = (first + number) % ranks == rank
-        tensors = {name: tensor for name in names if (tensor := group.fetch(name, mine)) is not None}
-        if mine:
-            if dtype is not None:
-                tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
-            save_file({n: t.contiguous() for n, t in tensors.items()}, folder / file, metadata={"format": "pt"})
-            written[file] = seal(folder / file)
-    if len(files) > 1 and rank == 0:
-        index = {
-            "metadata": {"total_size": bytes_of(group, dtype)},
-            "weight_map": {name: file for file, names in files.items() for name in names},
-        }
-        (folder / f"{prefix}.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    return written
-
-
-def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
-    """Seals what is not sealed yet, writes the manifest, and makes the folder appear under its name at once."""
-    for path in sorted(unfinished.rglob("*")):
-        name = str(path.relative_to(unfinished))
-        if path.is_file() and name not in files:
-            files = {**files, name: seal(path)}
-    manifest = {**FORMAT, "files": dict(sorted(files.items()))}
-    write_durably(unfinished / "MANIFEST.json", json.dumps(manifest, indent=1))
-    for folder in [*(path for path in unfinished.rglob("*") if path.is_dir()), unfinished]:
-        sync_folder(folder)
-    if final.exists():
-        doomed = final.with_name(f"{REMOVED}{final.name}")
-        final.rename(doomed)
-        unfinished.rename(final)
-        shutil.rmtree(doomed)
-    else:
-        unfinished.rename(final)
-    sync_folder(final.parent)
-
-
-def seal(path: Path) -> dict:
-    """Forces a file to disk; returns its size and sha256."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replaces a small file so that a crash leaves either the old or the new one."""
-    fresh = path.with_name(f".{path.name}.new")
-    with open(fresh, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.rename(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def damage(folder: Path, rank: int = 0, ranks: int = 1) -> list[str]:
-    """What is wrong with a checkpoint, as far as this rank's share of its files shows; [] is a good checkpoint."""
-    try:
-        manifest = json.loads((folder / "MANIFEST.json").read_text())
-        expected = manifest["files"]
-    except FileNotFoundError:
-        return ["MANIFEST.json is missing"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return [f"MANIFEST.json cannot be read ({error})"]
-    if {key: manifest.get(key) for key in FORMAT} != FORMAT:
-        return [f"MANIFEST.json is not of {FORMAT['format']} version {FORMAT['version']}"]
-    present = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} - {"MANIFEST.json"}
-    problems = [f"{name} is not in the manifest" for name in sorted(present - set(expected))] if rank == 0 else []
-    for name, entry in sorted(expected.items())[rank::ranks]:
-        if name not in present:
-            problems.append(f"{name} is missing")
-        elif (size := (folder / name).stat().st_size) != entry["bytes"]:
-            problems.append(f"{name} has {size:,} bytes instead of {entry['bytes']:,}")
-        elif seal(folder / name)["sha256"] != entry["sha256"]:
-            problems.append(f"{name} does not have the sha256 that was written")
-    return problems
-
-
-def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
-
-
-def bytes_of(group: TensorGroup, dtype: torch.dtype | None = None) -> int:
-    """Bytes of a group's tensors on disk."""
-    return sum(tensor_bytes(shape, dtype or group.dtypes[name]) for name, shape in group.shapes.items())
-
-
 def require_space(folder: Path, needed_bytes: int) -> None:
     """Raises OSError if the disk has no room for a checkpoint: better before than in the middle of it."""
     free = shutil.disk_usage(folder).free
@@ -289,9 +330,21 @@ def require_space(folder: Path, needed_bytes: int) -> None:
         raise OSError(f"a checkpoint needs {needed_bytes / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free")
 
 
-def load_saved(folder: Path) -> tuple[SavedTensors, SavedTensors, dict]:
-    """(model tensors, optimizer tensors, trainer state) of a checkpoint that was found valid."""
+@dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint's contents; tensors are read when they are asked for."""
+
+    model: SavedTensors
+    optimizer: SavedTensors
+    contents: dict[str, Any]
+    """trainer_state.json: state, identity, strategy, guard, validation_loss."""
+
+
+def load_saved(folder: Path) -> SavedRun:
+    """The contents of a checkpoint that was found valid."""
+    if (contents := read_state(folder)) is None:
+        raise NoValidCheckpoint(f"{folder}: its trainer_state.json cannot be read")
     try:
-        return SavedTensors(folder, "model"), SavedTensors(folder, "optimizer"), read_state(folder)
-    except SafetensorError as error:
+        return SavedRun(SavedTensors(folder, "model"), SavedTensors(folder, "optimizer"), contents)
+    except (OSError, SafetensorError) as error:
         raise NoValidCheckpoint(f"{folder}: {error}") from error

@@ -1,25 +1,30 @@
 """One process per output folder: a lock file that says who holds it and that dies with its holder."""
 
+import contextlib
 import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from pretrain.problems import InputError
 
 
 @contextmanager
-def folder_lock(path: Path) -> Iterator[None]:
+def folder_lock(path: Path, silence_seconds: float | None = None) -> Iterator[None]:
     """Holds the lock file `path` for the duration of a with block and removes it at the end.
+
+    silence_seconds: holders touch the file; one on another host that does not for so long has died.
 
     The kernel releases the lock when its holder dies, however it dies, so a file that was left behind is taken over.
     Raises InputError naming process and host when another process holds it, or when the file was left by another
     host, whose processes cannot be seen from here.
     """
-    descriptor = _acquire(path)
+    descriptor = _acquire(path, silence_seconds)
     try:
         yield
     finally:
@@ -28,7 +33,31 @@ def folder_lock(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _acquire(path: Path) -> int:
+def hold_while_open(file: IO) -> None:
+    """Marks an open file as in use until the last process that inherits it has closed it or is gone."""
+    with contextlib.suppress(OSError):  # a file system without locks: nobody then waits for it either
+        fcntl.flock(file, fcntl.LOCK_SH)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process still has the file open that was marked by `hold_while_open`."""
+    try:
+        with open(path, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def wait_until_free(path: Path) -> None:
+    """Returns once no process has the file open that was marked by `hold_while_open`."""
+    with contextlib.suppress(OSError), open(path, "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def _acquire(path: Path, silence_seconds: float | None) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         holder = _holder(descriptor)
@@ -40,7 +69,7 @@ def _acquire(path: Path) -> int:
                 f"{path.parent}: process {holder.get('pid', '?')} on {holder.get('host', '?')} is working on it; "
                 "wait for it, stop it, or use another --output"
             ) from None
-        if holder and holder.get("host") != socket.gethostname():
+        if holder and holder.get("host") != socket.gethostname() and not _is_silent(path, silence_seconds):
             os.close(descriptor)
             raise InputError(
                 f"{path.parent}: was left locked by process {holder.get('pid')} on {holder.get('host')}; "
@@ -52,6 +81,18 @@ def _acquire(path: Path) -> int:
             os.pwrite(descriptor, content, 0)
             return descriptor
         os.close(descriptor)
+
+
+def _is_silent(path: Path, silence_seconds: float | None) -> bool:
+    """Whether nobody touches the file for so long. Compares it with itself: two machines' clocks may differ."""
+    if silence_seconds is None:
+        return False
+    touched, deadline = path.stat().st_mtime_ns, time.monotonic() + silence_seconds
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        if path.stat().st_mtime_ns != touched:
+            return False
+    return True
 
 
 def _holder(descriptor: int) -> dict[str, object]:

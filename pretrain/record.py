@@ -6,18 +6,23 @@ import json
 import subprocess
 from pathlib import Path
 
+from pretrain.card_facts import DATA_FILE, hub_datasets_of, read_json
 from pretrain.config import RunConfig
 from pretrain.derived import Derived
 from pretrain.hardware import describe_machine
-from pretrain.metrics import count_text
+from pretrain.quantities import count_text
 from pretrain.recipe import as_yaml
+from pretrain.shards import MANIFEST_FILE, SPLITS, ShardReader
 from pretrain.strategy import Strategy
 
+COUNTS = ("tokens", "documents", "text_bytes")
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
 
 
 def write_record(config: RunConfig, derived: Derived, strategy: Strategy) -> None:
-    """Writes config.yaml, model.json, strategy.json and environment.json into the run's folder; main rank only.
+    """Writes config.yaml, model.json, data.json, strategy.json and environment.json into the run's folder.
+
+    Main rank only.
 
     Nothing of the process's environment variables goes in.
     """
@@ -25,8 +30,26 @@ def write_record(config: RunConfig, derived: Derived, strategy: Strategy) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(as_yaml(config), encoding="utf-8")
     (folder / "model.json").write_text(derived.model_config.to_json_string(), encoding="utf-8")
+    write_json(
+        folder / DATA_FILE, {str(shards): data_record(reader) for shards, reader in derived.batches.readers.items()}
+    )
     write_json(folder / "strategy.json", strategy.describe())
     write_json(folder / "environment.json", environment(strategy))
+
+
+def data_record(reader: ShardReader) -> dict:
+    """What a run keeps of its shards' manifest, for its card and for whoever asks when the shards have gone."""
+    manifest = reader.manifest
+    splits = {split: dict(zip(COUNTS, manifest.totals(split), strict=True)) for split in SPLITS}
+    return {
+        "manifest_sha256": manifest.sha256,
+        "tokenizer": {"name": manifest.tokenizer_name, "sha256": manifest.tokenizer_sha256},
+        "vocabulary_size": manifest.vocabulary_size,
+        "end_of_document_id": manifest.end_of_document_id,
+        "totals": splits,
+        "hub_datasets": hub_datasets_of(read_json(manifest.folder / MANIFEST_FILE)),
+        "input_files": len(manifest.source_names),
+    }
 
 
 def environment(strategy: Strategy) -> dict:

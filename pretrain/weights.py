@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from pretrain.compilation import layers_of
 from pretrain.model import initialize_module
+from pretrain.pretrained import PretrainedTensors
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,9 @@ class InitialWeights:
     """Where the weights come from: the seed, or a pretrained model."""
 
     seed: int
-    pretrained: PreTrainedModel | None = None
-    """A whole model of the same architecture on the CPU, whose tensors are handed over; None: drawn from the seed."""
+    pretrained: PretrainedTensors | PreTrainedModel | None = None
+    """What `open_pretrained` returns: files to read, or a whole model of the same architecture on the CPU, whose
+    tensors are handed over. None: drawn from the seed."""
     dtype: torch.dtype = torch.float32
     """Of the parameters. Buffers keep theirs: rotary tables must not be rounded."""
 
@@ -26,7 +28,9 @@ class InitialWeights:
         The same values however many units are filled, and in whatever order. `unit` is one of `units_of(causal_lm)`,
         or "" for the whole model; call `causal_lm.tie_weights()` after the last.
         """
-        if self.pretrained is not None:
+        if isinstance(self.pretrained, PretrainedTensors):
+            self.pretrained.fill(causal_lm, unit)
+        elif self.pretrained is not None:
             hand_over(self.pretrained.get_submodule(unit), causal_lm.get_submodule(unit))
         else:
             initialize_module(causal_lm, unit, seed=self.seed)

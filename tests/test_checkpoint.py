@@ -2,22 +2,18 @@
 
 import json
 import os
+import threading
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from save_and_die import strategy_of
 
-from pretrain.checkpoint import (
-    FORMAT,
-    Retention,
-    SavedTensors,
-    commit,
-    damage,
-    plan_files,
-    require_space,
-    write_durably,
-    write_group,
-)
+from pretrain import config
+from pretrain.checkpoint import Checkpoints, load_saved, require_space, steps_to_keep
+from pretrain.sealed_folder import FORMAT, commit, damage, write_durably
 from pretrain.strategy import group_of
+from pretrain.tensor_files import SavedTensors, plan_files, write_group
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.ones(3), "b.weight": torch.zeros(4, 4)}
 
@@ -86,9 +82,13 @@ def test_each_rank_checks_its_share(checkpoint):
 
 def test_retention_keeps_the_newest_the_best_and_milestones():
     losses = {100: 3.0, 200: 2.0, 300: 2.5, 400: None, 500: 2.6, 600: 2.7}
-    assert Retention(keep_last=2, keep_best=0, milestones_every=None).keeps(losses) == {500, 600}
-    assert Retention(keep_last=1, keep_best=2, milestones_every=None).keeps(losses) == {600, 200, 300}
-    assert Retention(keep_last=1, keep_best=0, milestones_every=200).keeps(losses) == {600, 200, 400}
+
+    def kept(**settings) -> set[int]:
+        return steps_to_keep(config.Checkpoint(**settings), losses)
+
+    assert kept(keep_last=2) == {500, 600}
+    assert kept(keep_last=1, keep_best=2) == {600, 200, 300}
+    assert kept(keep_last=1, milestones_every=200) == {600, 200, 400}
 
 
 def test_large_groups_are_split_by_tensor_with_an_index(tmp_path, monkeypatch):
@@ -99,7 +99,7 @@ def test_large_groups_are_split_by_tensor_with_an_index(tmp_path, monkeypatch):
         "model-00001-of-00002.safetensors": ["a.weight", "a.bias"],
         "model-00002-of-00002.safetensors": ["b.weight"],
     }
-    monkeypatch.setattr("pretrain.checkpoint.plan_files", lambda group, prefix: plan)
+    monkeypatch.setattr("pretrain.tensor_files.plan_files", lambda group, prefix: plan)
     shares = [write_group(tmp_path, "model", group, rank, 2) for rank in range(2)]
     assert [list(share) for share in shares] == [[name] for name in plan], "each rank wrote its own file"
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -127,3 +127,36 @@ def test_small_files_are_replaced_not_overwritten(tmp_path):
 def test_a_full_disk_is_noticed_before_the_save(tmp_path):
     with pytest.raises(OSError, match=r"a checkpoint needs .* GB, and .* has .* GB free"):
         require_space(tmp_path, 10**18)
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
+)
+def test_a_save_in_the_background_keeps_what_was_there_when_it_began(tmp_path, monkeypatch, device):
+    """The next steps change the tensors before anything is written; the next save goes through the same memory."""
+    may_write, places = threading.Event(), []
+
+    def write_late(tensors, path, **named):
+        may_write.wait(10)
+        places.append({name: tensor.data_ptr() for name, tensor in tensors.items()})
+        save_file(tensors, path, **named)
+
+    monkeypatch.setattr("pretrain.checkpoint.save_file", write_late)
+    checkpoints = Checkpoints(tmp_path, strategy_of(), config.Checkpoint(in_background=True))
+    transposed = torch.arange(6.0, device=device).view(2, 3).t()
+    tensors = {"a.weight": transposed, "a.bias": torch.ones(3, device=device)}
+    for step in (1, 2):
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        groups = {"model": group_of(tensors), "optimizer": group_of({"a.bias.step": torch.tensor(float(step))})}
+        checkpoints.save(step, {}, groups, lambda folder: None)
+        for tensor in tensors.values():
+            tensor.add_(1)
+        may_write.set()
+        checkpoints.wait()
+        may_write.clear()
+        assert checkpoints.finished().problem is None
+        saved = load_saved(tmp_path / f"checkpoints/step-{step:08d}")
+        assert all(torch.equal(saved.model[name], tensor.cpu()) for name, tensor in before.items())
+        assert saved.optimizer["a.bias.step"] == step
+    assert len(places) == 4 and places[:2] == places[2:]

@@ -1,0 +1,79 @@
+"""ZeRO-3's optimizer as tensors by parameter, wherever DeepSpeed keeps them: device, host memory or a disk.
+
+DeepSpeed's own functions for this bring a whole sub-group of parameters, up to 12 GB, in from the disk for each
+tensor. Here it stays until a tensor of another one is asked for.
+"""
+
+from typing import Any
+
+import torch
+
+
+class Partitions:
+    """This process's parts of the fp32 master weights and of AdamW's moments."""
+
+    def __init__(self, optimizer: Any):
+        self._optimizer = optimizer
+        """DeepSpeed's, of stage 3."""
+        self._present: int | None = None
+        """The sub-group that was brought in from the disk."""
+        self._changed = False
+
+    def bring_in(self, group: int) -> None:
+        """Reads a sub-group from the disk, if it is there and not in memory; another one goes back before."""
+        if group != self._present and self._optimizer._swappable_optimizer_subgroup(group):
+            self.release()
+            self._optimizer._optimizer_states_and_gradient_swap_in(group)
+            self._present = group
+
+    def release(self) -> None:
+        """Before anything is trained: DeepSpeed needs the memory, and reads from the disk what it works on."""
+        if self._present is None:
+            return
+        if self._changed:
+            self._optimizer._optimizer_states_and_gradient_swap_out(self._present)
+        else:
+            self._optimizer._release_swap_buffers(self._present)
+        self._present, self._changed = None, False
+
+    def create_state(self, step: torch.Tensor, moments: tuple[str, ...]) -> None:
+        """Zero moments after `step` steps, which AdamW itself makes in its first step only."""
+        inner = self._optimizer.optimizer
+        for group, flat in enumerate(self._optimizer.fp32_partitioned_groups_flat):
+            self.bring_in(group)  # without elements until then
+            inner.state[flat] = {key: torch.zeros_like(flat) for key in moments}
+            inner.state[flat]["step"] = step.clone().to(flat.device)
+            if group == self._present:
+                # DeepSpeed takes new tensors on in the next swap, and only then reads them back.
+                self._changed = True
+                self.release()
+
+    def part(self, parameter: torch.Tensor, key: str | None) -> torch.Tensor:
+        """This process's elements of a master weight (key None) or of a moment, flat; valid until the next call."""
+        group, offset, elements = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+        self.bring_in(group)
+        flat = self._optimizer.fp32_partitioned_groups_flat[group]
+        tensor = flat if key is None else self._optimizer.optimizer.state[flat][key]
+        return tensor.narrow(0, offset, elements)
+
+    def get(self, parameter: torch.Tensor, key: str | None, device: torch.device) -> torch.Tensor:
+        """The whole of it, on every process; all call together."""
+        return self._optimizer._fp32_state_allgather(parameter, self.part(parameter, key).to(device))
+
+    @torch.no_grad()
+    def set(self, parameter: torch.Tensor, key: str | None, whole: torch.Tensor) -> None:
+        """Puts this process's part of `whole` into a master weight and the weight, or into a moment.
+
+        DeepSpeed's own safe_set_full_fp32_param leaves the weights stale, and fails where a tensor does not divide by
+        the number of processes.
+        """
+        elements = parameter.ds_tensor.ds_numel
+        padded = torch.zeros(elements * parameter.ds_zero_partition_world_size, device=whole.device)
+        padded[: whole.numel()] = whole.flatten()
+        part = padded.narrow(0, elements * parameter.ds_zero_partition_rank, elements)
+        self.part(parameter, key).copy_(part)
+        self._changed = self._present is not None
+        if key is None:
+            parameter.ds_tensor.copy_(part)
+            if parameter.numel() == whole.numel():  # small ones stay gathered between steps
+                parameter.copy_(whole.view_as(parameter))

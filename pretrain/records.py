@@ -1,0 +1,193 @@
+"""Records: one document each, its text found in a field or put together from several, with filters."""
+
+import json
+import re
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+MAXIMUM_DOCUMENT_BYTES = 256 << 20
+MISSING = object()
+"""What a field that is not there is found to be; None is a null."""
+
+
+class Record(NamedTuple):
+    """One document: its place in the file, counted from 1 in the format's unit, and its text or its problem.
+
+    Neither text nor problem: a filter leaves it out.
+    """
+
+    place: int
+    text: bytes | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to find the text: a field (dotted when nested) or a template over several; which documents to take.
+
+    `only` holds (field, values) pairs: a document is taken when each of the fields has one of its values. The limits
+    count Unicode characters. `documents` says what a document of plain text is.
+    """
+
+    text_field: str = "text"
+    documents: str = "file"
+    template: str | None = None
+    only: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    min_characters: int | None = None
+    max_characters: int | None = None
+    tab_separated: bool = False
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether one field is all there is to look at."""
+        return self.template is None and not self.only
+
+    @cached_property
+    def pieces(self) -> list[tuple[str, str | None]]:
+        """The template as (literal text, field that follows it) pairs."""
+        if self.template is None:
+            return [("", self.text_field)]
+        return [(literal, name) for literal, name, _, _ in string.Formatter().parse(self.template)]
+
+    @cached_property
+    def fields(self) -> tuple[str, ...]:
+        """Every field that is looked at, once each."""
+        names = [name for _, name in self.pieces if name is not None]
+        return tuple(dict.fromkeys(names + [name for name, _ in self.only]))
+
+    def leaves_out(self, text: bytes) -> bool:
+        """Whether a text is shorter or longer than the limits."""
+        if self.min_characters is None and self.max_characters is None:
+            return False
+        characters = len(text.decode())
+        return characters < (self.min_characters or 0) or characters > (self.max_characters or characters)
+
+
+def template_problem(template: str) -> str | None:
+    """What is wrong with a template; None when nothing is."""
+    try:
+        pieces = list(string.Formatter().parse(template))
+    except ValueError as error:
+        return f"{error}; write {{{{ and }}}} for braces that are text"
+    if any(spec or conversion for _, _, spec, conversion in pieces):
+        return "fields take no ! and no :"
+    if any(name is not None and not re.fullmatch(r"[^{}\[\]\s]+", name) for _, name, _, _ in pieces):
+        return "a field is a name between braces, such as {title} or {meta.title}"
+    return None if any(name for _, name, _, _ in pieces) else "names no field"
+
+
+def find_field(value: Any, name: str) -> Any:
+    """A field of a JSON object, by its own name or by dotted steps; MISSING when it is not there."""
+    found = value.get(name, MISSING)
+    if found is MISSING and "." in name:
+        found = value
+        for step in name.split("."):
+            found = found.get(step, MISSING) if isinstance(found, dict) else MISSING
+    return found
+
+
+def object_record(place: int, value: Any, reading: Reading) -> Record:
+    """The record of one JSON object."""
+    if not isinstance(value, dict):
+        return Record(place, None, f"is {kind_of(value)}, must be an object with the field {reading.fields[0]!r}")
+    return fields_record(place, lambda name: find_field(value, name), reading, list(value))
+
+
+def fields_record(place: int, find: Callable[[str], Any], reading: Reading, available: Sequence[str] = ()) -> Record:
+    """The record of a document whose fields `find` gives by name; `available` names those that exist, for messages."""
+    if reading.is_plain:
+        found = find(reading.text_field)
+        if found is not MISSING:
+            return text_record(place, found, reading.text_field)
+    values = {name: find(name) for name in reading.fields}
+    missing = [name for name, value in values.items() if value is MISSING]
+    if missing:
+        return Record(place, None, f"no field {missing[0]!r} (fields: {', '.join(available[:12]) or 'none'})")
+    if any(as_text(values[name]) not in allowed for name, allowed in reading.only):
+        return Record(place, None)
+    if reading.template is None:
+        return text_record(place, values[reading.text_field], reading.text_field)
+    return _filled(place, values, reading)
+
+
+def _filled(place: int, values: dict[str, Any], reading: Reading) -> Record:
+    parts = []
+    for literal, name in reading.pieces:
+        value = values[name] if name is not None else ""
+        if isinstance(value, bytes):
+            record = checked(place, value)
+            if record.text is None:
+                return record
+        text = as_text(value)
+        if text is None:
+            return Record(place, None, f"field {name!r} is {kind_of(value)}, must be text or a number")
+        parts += [literal, text]
+    return text_record(place, "".join(parts), "template")
+
+
+def as_text(value: Any) -> str | None:
+    """A field's value as it stands in a template or filter: nulls are empty; None for lists and objects."""
+    if value is None:
+        return ""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, str | int | float) else None
+
+
+def text_record(place: int, value: Any, text_field: str) -> Record:
+    """The record of a field's value, which must be text: a str, or bytes of UTF-8."""
+    if isinstance(value, bytes):
+        return checked(place, value)
+    if not isinstance(value, str):
+        return Record(place, None, f"field {text_field!r} is {kind_of(value)}, must be text")
+    try:
+        return Record(place, value.encode())
+    except UnicodeEncodeError as error:
+        return Record(place, None, f"not Unicode text (half of a surrogate pair at character {error.start + 1:,})")
+
+
+def checked(place: int, text: bytes) -> Record:
+    """A record of a text that must be UTF-8 and not too long."""
+    if len(text) > MAXIMUM_DOCUMENT_BYTES:
+        return Record(place, None, f"document of {len(text):,} bytes, at most {MAXIMUM_DOCUMENT_BYTES:,} are taken")
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return Record(place, None, not_utf8(error))
+    return Record(place, text)
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """A decoding error in words."""
+    return f"not UTF-8 (byte 0x{error.object[error.start]:02x} at byte {error.start + 1:,} of it)"
+
+
+def json_record(place: int, line: bytes, reading: Reading) -> Record:
+    """The record of a line that holds one JSON object."""
+    if len(line) > MAXIMUM_DOCUMENT_BYTES:
+        return Record(place, None, f"line of {len(line):,} bytes, at most {MAXIMUM_DOCUMENT_BYTES:,} are taken")
+    try:
+        # Decoded here and strictly: json.loads lets encoded surrogates through when it is given bytes.
+        value = JSON.decode(line.decode())
+    except UnicodeDecodeError as error:
+        return Record(place, None, not_utf8(error))
+    except json.JSONDecodeError as error:
+        return Record(place, None, f"broken JSON ({error.msg} at column {error.colno:,})")
+    except (ValueError, RecursionError) as error:
+        return Record(place, None, f"broken JSON ({error})")
+    return object_record(place, value, reading)
+
+
+# Control characters inside strings, NUL among them, are text.
+JSON = json.JSONDecoder(strict=False)
+
+
+def kind_of(value: Any) -> str:
+    """What a JSON value is, in words."""
+    names = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number"}
+    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,87 @@
+"""Do the processes that hold copies of the same weights still hold the same weights?
+
+Copies are updated alike and never compared, so that a flipped bit, a broken link or a kernel that adds in another
+order on one GPU goes unseen until the loss shows it. A digest of each tensor, exact in integers, finds the first bit.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+ReplicaGroup = tuple[dist.ProcessGroup | None, dict[str, torch.Tensor]]
+"""(process group, or None for all processes; tensors of this process by name, which must be equal on all of them)."""
+
+CHUNK = 2**22
+"""Elements digested at a time: their products, 32 MB, and their weights are all the memory it takes."""
+INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+"""Integers as wide as a number of so many bytes."""
+
+
+def differences(groups: Sequence[ReplicaGroup], device: torch.device) -> list[str]:
+    """What is not the same between copies, in words, the same list on all ranks; [] if all copies are equal.
+
+    Reads each tensor once and waits for the device. All ranks of the world call together, each with its own groups
+    (see `Strategy.replicas`).
+
+    Args:
+        device: where digests are exchanged, the strategy's own.
+    """
+    found: list[str] = []
+    for group, tensors in groups:
+        if tensors and dist.get_world_size(group) > 1:
+            digests = digest_tensors(list(tensors.values()), device)
+            of_rank = [torch.empty_like(digests) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(of_rank, digests, group=group)
+            found += compare(list(tensors), torch.stack(of_rank).cpu(), dist.get_process_group_ranks(group))
+    if not dist.is_initialized():
+        return found
+    any_found = torch.tensor(len(found), device=device)
+    dist.all_reduce(any_found)
+    if not any_found.item():
+        return []
+    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, found)
+    return list(dict.fromkeys(line for lines in everywhere for line in lines))
+
+
+def digest_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A 64-bit digest of each tensor's bits, int64 of shape (tensors,), on `device`."""
+    # Random, so that changes of several elements do not cancel; odd, so that one alone cannot vanish modulo 2^64.
+    longest = min(CHUNK, max(tensor.numel() for tensor in tensors))
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randint(-(2**63), 2**63 - 1, (longest,), generator=generator) | 1
+    weights_on = {place: weights.to(place) for place in {tensor.device for tensor in tensors}}
+    return torch.stack([digest(tensor, weights_on[tensor.device]).to(device) for tensor in tensors])
+
+
+@torch.no_grad()
+def digest(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Sum of the elements' bit patterns, each times its place's weight, modulo 2^64: the order of addition is free."""
+    bits = tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in bits.split(CHUNK):
+        total = total * 1_000_003 + (chunk * weights[: chunk.numel()]).sum()
+    return total
+
+
+def compare(names: Sequence[str], digests: torch.Tensor, ranks: Sequence[int]) -> list[str]:
+    """What differs, one line for each tensor, the ranks named that are not of the majority, or all if there is none.
+
+    Args:
+        digests: int64 of shape (ranks, tensors).
+        ranks: the global number of each row's rank.
+    """
+    lines = []
+    for column in (digests != digests[0]).any(dim=0).nonzero().flatten().tolist():
+        values, counts = digests[:, column].unique(return_counts=True)
+        majority = values[counts.argmax()] if counts.max() > len(ranks) / 2 else None
+        odd = [str(rank) for rank, value in zip(ranks, digests[:, column], strict=True) if value != majority]
+        if majority is None:
+            lines.append(f"{names[column]}: ranks {', '.join(map(str, ranks))} do not hold the same")
+        else:
+            lines.append(
+                f"{names[column]}: rank{'s' if len(odd) > 1 else ''} {', '.join(odd)} differ"
+                f"{'' if len(odd) > 1 else 's'} from the other {len(ranks) - len(odd)}"
+            )
+    return lines

@@ -1,0 +1,112 @@
+"""Folders that are whole or absent: every file on disk, then a manifest of sizes and sha256, then one rename.
+
+A crash at any moment leaves either no folder of that name, or all of it; what a disk spoils later shows in the hashes.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+FORMAT = {"format": "groundwork-checkpoint", "version": 1}
+REMOVED = ".removing-"
+
+
+def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
+    """Seals what is not sealed yet, writes MANIFEST.json, and makes the folder appear under its name at once.
+
+    Args:
+        unfinished: the folder as it was written, beside `final`.
+        files: {name: {bytes, sha256}} of the files that `seal` was called for already.
+    """
+    for path in sorted(unfinished.rglob("*")):
+        name = str(path.relative_to(unfinished))
+        if path.is_file() and name not in files:
+            files = {**files, name: seal(path)}
+    contents = {**FORMAT, "files": dict(sorted(files.items()))}
+    write_durably(unfinished / "MANIFEST.json", json.dumps(contents, indent=1))
+    for folder in [*(path for path in unfinished.rglob("*") if path.is_dir()), unfinished]:
+        sync_folder(folder)
+    if final.exists():
+        doomed = final.with_name(f"{REMOVED}{final.name}")
+        final.rename(doomed)
+        unfinished.rename(final)
+        shutil.rmtree(doomed)
+    else:
+        unfinished.rename(final)
+    sync_folder(final.parent)
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder; renamed first, because one that is half removed must never pass for a whole one."""
+    doomed = folder.with_name(f"{REMOVED}{folder.name}")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def seal(path: Path) -> dict:
+    """Forces a file to disk; returns its size and sha256."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replaces a small file so that a crash leaves either the old or the new one."""
+    fresh = path.with_name(f".{path.name}.new")
+    with open(fresh, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes creations, renames and removals in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None) -> list[str]:
+    """What is wrong with a sealed folder, as far as this rank's share of its files shows; [] is a good one.
+
+    beat: called before each file, which takes a while to read.
+    """
+    try:
+        manifest = json.loads((folder / "MANIFEST.json").read_text())
+        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    except FileNotFoundError:
+        return ["MANIFEST.json is missing"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"MANIFEST.json cannot be read ({type(error).__name__}: {error})"]
+    if {key: manifest.get(key) for key in FORMAT} != FORMAT:
+        return [f"MANIFEST.json is not of {FORMAT['format']} version {FORMAT['version']}"]
+    present = {p.relative_to(folder) for p in folder.rglob("*") if p.is_file()} - {Path("MANIFEST.json")}
+    # Downloads leave hidden files beside what they fetch; nothing reads them.
+    present = {str(name) for name in present if not any(part.startswith(".") for part in name.parts)}
+    problems = [f"{name} is not in the manifest" for name in sorted(present - set(expected))] if rank == 0 else []
+    for name, (size, sha256) in sorted(expected.items())[rank::ranks]:
+        beat()
+        problems += damage_of_file(folder / name, name, size, sha256)
+    return problems
+
+
+def damage_of_file(path: Path, name: str, expected_size: object, sha256: object) -> list[str]:
+    """What is wrong with one file, given its bytes and hash as the manifest has them."""
+    try:
+        if (size := path.stat().st_size) != expected_size:
+            return [f"{name} has {size:,} bytes instead of {expected_size}"]
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return [f"{name} is missing"]
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        return [f"{name} cannot be read ({error})"]
+    return [] if digest == sha256 else [f"{name} does not have the sha256 that was written"]

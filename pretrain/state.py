@@ -1,0 +1,91 @@
+"""What a run knows beyond its tensors, and what must outlive a crash between two checkpoints."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from pretrain.sealed_folder import write_durably
+
+EXIT_DONE, EXIT_NUMERIC, EXIT_NO_VALID_CHECKPOINT, EXIT_CRASH_LOOP = 0, 16, 17, 18
+EXIT_PREEMPTED, EXIT_INTERRUPTED = 75, 130
+CRASHED = 1
+"""Code of an end that nobody wanted."""
+ROLLBACKS = "rollbacks.json"
+
+
+class Request(IntEnum):
+    """What a signal or a person asks of a run; of several at once the largest counts."""
+
+    NONE = 0
+    SAVE = 1
+    """Save a checkpoint and go on."""
+    ANNEAL = 2
+    """Begin the final decay of the learning rate."""
+    PREEMPT = 3
+    """Save and end, to be continued: SIGTERM, or a scheduler's time limit."""
+    INTERRUPT = 4
+    """Save and end: Ctrl-C."""
+    STOP = 5
+    """Save and end: `runs.py stop`."""
+    ABORT = 6
+    """End without saving."""
+
+
+@dataclass
+class RunState:
+    """The `state` of trainer_state.json."""
+
+    step: int = 0
+    """Optimizer steps taken."""
+    tokens: int = 0
+    """Training tokens seen."""
+    skipped_steps: int = 0
+    """Steps whose gradient was not finite."""
+    validation_loss: float | None = None
+    """Mean over the sources, if measured at this very step."""
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)
+    """Every time the run went back: to_step, first_step and last_step of what was bad, samples (first, count) left
+    out since, learning_rate_factor, reason."""
+    anneal_from: int | None = None
+    """The final decay was asked for and begins here, in place of the schedule's own."""
+
+    anneal_steps: int | None = None
+    """Length of that decay."""
+    lineage: list[dict[str, Any]] = field(default_factory=list)
+    """Checkpoints of other runs that this one began with, oldest first: run, step, tokens."""
+
+    @property
+    def left_out(self) -> list[tuple[int, int]]:
+        """(first sample, number of samples) that training leaves out, in the order in which the run came to it."""
+        return [tuple(rollback["samples"]) for rollback in self.rollbacks if rollback["samples"]]
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """What the rollbacks left of the learning rate."""
+        return math.prod(rollback["learning_rate_factor"] for rollback in self.rollbacks)
+
+
+def record_rollbacks(run: Path, rollbacks: list[dict[str, Any]]) -> None:
+    """Writes them down at once: a crash before the next checkpoint must not bring the bad data back."""
+    write_durably(run / ROLLBACKS, json.dumps(rollbacks, indent=1))
+
+
+def recorded_rollbacks(run: Path) -> list[dict[str, Any]]:
+    """Those of `record_rollbacks`; [] if there were none."""
+    path = run / ROLLBACKS
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+class RunStopped(Exception):
+    """A run ends here, on all ranks, for the reason given."""
+
+    exit_code = CRASHED
+
+
+class NumericStop(RunStopped):
+    """The numbers of a run are beyond repair."""
+
+    exit_code = EXIT_NUMERIC

@@ -1,0 +1,68 @@
+"""What a run refuses to continue with, and what survives a crash between two checkpoints."""
+
+import json
+import os
+
+import pytest
+
+from pretrain.derived import identity_problems
+from pretrain.sealed_folder import write_durably
+from pretrain.state import RunState, record_rollbacks, recorded_rollbacks
+
+SAVED = {
+    "model": "1234",
+    "seed": 1,
+    "data.train": [{"until": None, "train": [["shards", "abcd", 1.0, None]]}],
+    "data.sequence_length": 64,
+    "batch.tokens_per_step": 256,
+    "optim.name": "adamw",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "other"),
+    [
+        ("model", "5678"),
+        ("seed", 2),
+        ("data.train", [{"until": None, "train": [["shards", "ef01", 1.0, None]]}]),
+        ("data.sequence_length", 32),
+        ("batch.tokens_per_step", 512),
+        ("optim.name", "muon"),
+    ],
+)
+def test_another_setting_is_refused_with_the_difference_unless_it_is_named(path, other):
+    now = SAVED | {path: other}
+    (problem,) = identity_problems(SAVED, now, frozenset())
+    assert problem.startswith(f"{path}: the run was started with {json.dumps(SAVED[path])}")
+    assert f"the recipe now says {json.dumps(other)}" in problem and f"accept it with --{path}" in problem
+    assert identity_problems(SAVED, now, frozenset({path})) == []
+    assert identity_problems(SAVED, now, frozenset({f"{path}.0.weight"})) == [], "a part of it is named"
+    assert identity_problems(SAVED, now, frozenset({"output"})) == [problem]
+
+
+def test_all_differences_are_told_at_once():
+    now = SAVED | {"seed": 2, "model": "5678"}
+    assert len(identity_problems(SAVED, now, frozenset())) == 2
+
+
+def test_rollbacks_outlive_a_crash(tmp_path):
+    assert recorded_rollbacks(tmp_path) == []
+    first = {"samples": [20, 12], "learning_rate_factor": 1.0}
+    second = {"samples": None, "learning_rate_factor": 0.5}
+    record_rollbacks(tmp_path, [first])
+    record_rollbacks(tmp_path, [first, second])
+    state = RunState(rollbacks=recorded_rollbacks(tmp_path))
+    assert state.left_out == [(20, 12)] and state.learning_rate_factor == 0.5
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_crash_while_they_are_written_leaves_the_ones_before(tmp_path, monkeypatch):
+    record_rollbacks(tmp_path, [{"samples": [1, 2]}])
+
+    def crash(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", crash)
+    with pytest.raises(OSError):
+        write_durably(tmp_path / "rollbacks.json", "[]")
+    assert recorded_rollbacks(tmp_path) == [{"samples": [1, 2]}]

@@ -1,0 +1,68 @@
+"""A lock dies with its holder, however it dies, and says who holds it."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from pretrain.lock import folder_lock
+from pretrain.problems import InputError
+
+
+def hold_in_a_child(path) -> int:
+    """The id of a process that holds the lock until it is killed."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        with folder_lock(path):
+            os.write(writer, b"x")
+            signal.pause()
+        os._exit(0)
+    os.read(reader, 1)
+    os.close(reader)
+    os.close(writer)
+    return child
+
+
+def test_a_killed_holders_lock_is_taken_over_at_once(tmp_path):
+    child = hold_in_a_child(tmp_path / ".lock")
+    with pytest.raises(InputError, match=rf"process {child} on .* is working on it"), folder_lock(tmp_path / ".lock"):
+        pytest.fail("it is held")
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert (tmp_path / ".lock").exists()
+    with folder_lock(tmp_path / ".lock"):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_a_lock_of_another_machine(tmp_path):
+    """Its processes cannot be seen from here: it counts while somebody touches it, where holders do that."""
+    path = tmp_path / ".lock"
+    path.write_text(json.dumps({"pid": 7, "host": "elsewhere"}))
+    with pytest.raises(InputError, match="was left locked by process 7 on elsewhere"), folder_lock(path):
+        pytest.fail("nobody knows whether it lives")
+    ended = threading.Event()
+
+    def touch():
+        while not ended.wait(0.05):
+            os.utime(path)
+
+    toucher = threading.Thread(target=touch)
+    toucher.start()
+    with pytest.raises(InputError, match="elsewhere"), folder_lock(path, silence_seconds=1.0):
+        pytest.fail("it lives")
+    ended.set()
+    toucher.join()
+    begun = time.monotonic()
+    with folder_lock(path, silence_seconds=0.5):
+        assert time.monotonic() - begun > 0.5
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_nonsense_in_the_file_is_no_holder(tmp_path):
+    (tmp_path / ".lock").write_text("nonsense")
+    with folder_lock(tmp_path / ".lock"):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
