@@ -2,6 +2,7 @@
 
 runs/x            the run's final/, or else its newest valid checkpoint
 runs/x@500        the run's checkpoint of step 500
+runs/x@best       the run's checkpoint with the lowest validation loss
 runs/x@all        every valid checkpoint of the run, oldest first, and final/ where it adds a step
 some/folder       a folder that from_pretrained loads
 owner/name@rev    a model of the Hub, at a branch, tag or commit
@@ -9,6 +10,7 @@ owner/name@rev    a model of the Hub, at a branch, tag or commit
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,8 +107,15 @@ def _in_run(text: str, run: Path, selector: str) -> list[ModelAddress]:
     available = ", ".join(map(str, checkpoints)) or "none"
     if selector == "all":
         return _all_of(text, run, checkpoints)
+    if selector == "best":
+        step = best_step(checkpoints)
+        if step is None:
+            raise InputError(f"--model {text}: no checkpoint there has a validation loss; steps there: {available}")
+        text, selector = f"{run}@{step}", str(step)
     if not selector.isdecimal():
-        raise InputError(f"--model {text}: after @ comes a step or all (got {selector!r}); steps there: {available}")
+        raise InputError(
+            f"--model {text}: after @ comes a step, best or all (got {selector!r}); steps there: {available}"
+        )
     step = int(selector)
     if step not in checkpoints:
         raise InputError(f"--model {text}: {run} has no checkpoint of step {step}; steps there: {available}")
@@ -130,10 +139,26 @@ def _all_of(text: str, run: Path, checkpoints: dict[int, Path]) -> list[ModelAdd
     return found
 
 
+def trunk_checkpoint(text: str) -> Path:
+    """The folder of a run's checkpoint, RUN@STEP. Raises InputError if there is none; does not look into it."""
+    run, at, step = text.rpartition("@")
+    folders = {step_of(folder): folder for folder in checkpoint_folders(Path(run))} if at else {}
+    if not at or not step.isdecimal() or int(step) not in folders:
+        available = ", ".join(map(str, folders)) or "none"
+        raise InputError(f"branch_from: {text}: give RUN@STEP, a checkpoint of another run; steps there: {available}")
+    return folders[int(step)]
+
+
 def checkpoint_folders(run: Path) -> list[Path]:
     """A run's checkpoints, oldest first, whatever their state."""
     folders = [path for path in (run / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal()]
     return sorted(folders, key=step_of)
+
+
+def best_step(checkpoints: Mapping[int, Path]) -> int | None:
+    """The step with the lowest validation loss, the mean over the sources; None where none was measured."""
+    losses = {step: (read_state(folder) or {}).get("validation_loss") for step, folder in checkpoints.items()}
+    return min((step for step, loss in losses.items() if loss is not None), key=losses.get, default=None)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -149,9 +174,9 @@ def _refuse_damaged(text: str, folder: Path) -> None:
 def _describe(name: str, folder: Path) -> ModelAddress:
     """The address of a model folder, with run, step and tokens where the folder lies in a run."""
     real = folder.resolve()
-    if real.parent.name == "checkpoints" and (real.parent.parent / "config.yaml").is_file():
+    if real.parent.name in ("checkpoints", "evaluations") and (real.parent.parent / "config.yaml").is_file():
         state = (read_state(folder) or {}).get("state", {})
-        run = folder.parent.parent if folder.parent.name == "checkpoints" else real.parent.parent
+        run = folder.parent.parent if folder.parent.name == real.parent.name else real.parent.parent
         return ModelAddress(name, folder, run, state.get("step"), state.get("tokens"))
     if real.name == "final" and (real.parent / "config.yaml").is_file():
         run = folder.parent if folder.name == "final" else real.parent

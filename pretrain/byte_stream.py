@@ -1,9 +1,11 @@
-"""A file's bytes, decompressed on the way: gzip and zstd in any number of frames, truncation noticed."""
+"""A file's or URL's bytes, decompressed on the way: gzip and zstd in any number of frames, truncation noticed."""
 
 import io
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from pretrain.urls import open_file
 
 READ_BYTES = 1 << 18
 
@@ -21,7 +23,7 @@ class ByteStream(io.RawIOBase):
     def __init__(self, path: str, compression: str | None):
         self.path = path
         self.compressed = compression is not None
-        self._file = open(path, "rb")  # noqa: SIM115 closed in close()
+        self._file = open_file(path)
         self._blocks = self._read_blocks() if compression is None else self._decompress(compression)
         self._left = memoryview(b"")
         self.consumed = 0

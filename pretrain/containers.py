@@ -1,29 +1,39 @@
 """Container formats that need a library or a seekable file: parquet, arrow, HDF5 and webdataset tar."""
 
 import io
+import json
 import tarfile
 import tempfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from pretrain.byte_stream import ByteStream, DamagedFileError
-from pretrain.formats import (
-    BYTE_ORDER_MARK,
+from pretrain.formats import BYTE_ORDER_MARK
+from pretrain.records import (
     MAXIMUM_DOCUMENT_BYTES,
     Reading,
     Record,
     checked,
+    fields_record,
+    find_field,
     json_record,
     text_record,
 )
+from pretrain.urls import UnreachableError, is_url, open_file
 
 ROWS_AT_ONCE = 256
 
 
-def seekable(stream: ByteStream) -> BinaryIO:
-    """The file itself, or, when it is compressed, its content in a temporary file."""
-    if not stream.compressed:
-        return open(stream.path, "rb")
+def seekable(stream: ByteStream, at_once: bool = False) -> BinaryIO:
+    """The file itself; its content in a temporary file when it is compressed, or comes from a server front to back.
+
+    at_once: a remote file is fetched whole in any case, for libraries that read many small pieces.
+    """
+    if not stream.compressed and not (at_once and is_url(stream.path)):
+        file = open_file(stream.path)
+        if file.seekable():
+            return file
+        file.close()
     spooled = tempfile.TemporaryFile()  # noqa: SIM115 the reader that asked for it closes it
     for block in stream.blocks():
         spooled.write(block)
@@ -40,11 +50,11 @@ def read_parquet(stream: ByteStream, reading: Reading) -> Iterator[Record]:
         try:
             table = parquet.ParquetFile(file)
             batches = table.iter_batches(
-                ROWS_AT_ONCE, columns=[_column_of(table.schema_arrow, reading)], use_threads=False
+                ROWS_AT_ONCE, columns=_columns_of(table.schema_arrow, reading), use_threads=False
             )
             yield from _batch_records(batches, reading)
         except (pa.ArrowException, OSError) as error:
-            raise DamagedFileError(f"not readable as parquet ({_first_line(error)})") from None
+            raise _damage(error, "parquet") from None
 
 
 def read_parquet_rows(stream: ByteStream, reading: Reading, row_group: int) -> Iterator[Record]:
@@ -53,57 +63,89 @@ def read_parquet_rows(stream: ByteStream, reading: Reading, row_group: int) -> I
     from pyarrow import parquet
 
     try:
-        table = parquet.ParquetFile(stream.path)
+        table = parquet.ParquetFile(_parquet_place(stream.path))
         first_row = sum(table.metadata.row_group(number).num_rows for number in range(row_group))
-        columns = [_column_of(table.schema_arrow, reading)]
+        columns = _columns_of(table.schema_arrow, reading)
         batches = table.iter_batches(ROWS_AT_ONCE, row_groups=[row_group], columns=columns, use_threads=False)
         yield from _batch_records(batches, reading, first_row)
     except (pa.ArrowException, OSError) as error:
-        raise DamagedFileError(f"not readable as parquet ({_first_line(error)})") from None
+        raise _damage(error, "parquet") from None
+
+
+def _parquet_place(path: str) -> str | BinaryIO:
+    return open_file(path) if is_url(path) else path
 
 
 def parquet_row_groups(path: str) -> list[tuple[int, int]] | None:
-    """(rows, uncompressed bytes) of every row group; None when the file is not readable as parquet."""
+    """(rows, uncompressed bytes) of every row group; None when they cannot be read one by one."""
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
-        metadata = parquet.read_metadata(path)
+        place = _parquet_place(path)
+        if not isinstance(place, str) and not place.seekable():
+            return None
+        metadata = parquet.read_metadata(place)
+    except UnreachableError:
+        raise
     except (pa.ArrowException, OSError):
         return None
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
     return [(group.num_rows, group.total_byte_size) for group in groups]
 
 
+def _damage(error: Exception, kind: str) -> Exception:
+    """What a library's complaint means. A server that does not answer has damaged nothing."""
+    if isinstance(error, UnreachableError):
+        return error
+    return DamagedFileError(f"not readable as {kind} ({_first_line(error)})")
+
+
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:200] or type(error).__name__
 
 
-def _column_of(schema: Any, reading: Reading) -> str:
+def _columns_of(schema: Any, reading: Reading) -> list[str]:
+    return list(dict.fromkeys(_column_of(schema, name) for name in reading.fields))
+
+
+def _column_of(schema: Any, field: str) -> str:
     """The column to read: the field itself, or the column that holds the nested field."""
-    for name in (reading.text_field, reading.text_field.split(".")[0]):
+    for name in (field, field.split(".")[0]):
         if name in schema.names:
             return name
-    raise DamagedFileError(f"no column {reading.text_field!r} (columns: {', '.join(schema.names[:12])})")
+    raise DamagedFileError(f"no column {field!r} (columns: {', '.join(schema.names[:12])})")
 
 
 def _batch_records(batches: Iterator[Any], reading: Reading, rows_before: int = 0) -> Iterator[Record]:
     for batch in batches:
-        values = column_values(batch, reading)
-        for place, value in enumerate(values, rows_before + 1):
+        yield from table_records(batch, reading, rows_before)
+        rows_before += batch.num_rows
+
+
+def table_records(table: Any, reading: Reading, rows_before: int) -> Iterator[Record]:
+    """The records of an arrow batch or table whose first row is number rows_before + 1.
+
+    Raises DamagedFileError when it lacks a column.
+    """
+    if reading.is_plain:
+        for place, value in enumerate(_values(table, reading.text_field), rows_before + 1):
             yield text_record(place, value, reading.text_field)
-        rows_before += len(values)
+        return
+    columns = [_values(table, name) for name in reading.fields]
+    for place, row in enumerate(zip(*columns, strict=True), rows_before + 1):
+        yield fields_record(place, dict(zip(reading.fields, row, strict=True)).__getitem__, reading)
 
 
-def column_values(batch: Any, reading: Reading) -> list[Any]:
-    """The text column of an arrow batch or table as bytes, None where it is null, other types as they come."""
+def _values(table: Any, field: str) -> list[Any]:
+    """A column of an arrow batch or table, text as bytes, None where it is null, other types as they come."""
     import pyarrow as pa
     from pyarrow import compute
 
-    name = _column_of(batch.schema, reading)
-    column = batch.column(name)
-    if name != reading.text_field:
-        for nested in reading.text_field.split(".")[1:]:
+    name = _column_of(table.schema, field)
+    column = table.column(name)
+    if name != field:
+        for nested in field.split(".")[1:]:
             if not pa.types.is_struct(column.type) or column.type.get_field_index(nested) < 0:
                 raise DamagedFileError(f"no field {nested!r} in column {name!r} of type {column.type}")
             column = compute.struct_field(column, nested)
@@ -133,7 +175,7 @@ def read_arrow(stream: ByteStream, reading: Reading) -> Iterator[Record]:
             batches = (table.get_batch(n) for n in range(table.num_record_batches)) if is_file else iter(table)
             yield from _batch_records((part for batch in batches for part in _slices(batch)), reading)
         except (pa.ArrowException, OSError) as error:
-            raise DamagedFileError(f"not readable as arrow IPC ({_first_line(error)})") from None
+            raise _damage(error, "arrow IPC") from None
 
 
 def _slices(batch: Any) -> Iterator[Any]:
@@ -144,16 +186,18 @@ def read_hdf5(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """HDF5: a dataset of strings whose name is the text field (dots or slashes lead into groups)."""
     import h5py
 
-    with seekable(stream) as file:
+    with seekable(stream, at_once=True) as file:
         try:
             with h5py.File(file, "r") as content:
-                texts = _string_dataset(content, reading.text_field)
-                for start in range(0, len(texts), ROWS_AT_ONCE):
-                    values = texts[start : start + ROWS_AT_ONCE].tolist()
-                    for place, value in enumerate(values, start + 1):
-                        yield text_record(place, value, reading.text_field)
+                columns = {name: _string_dataset(content, name) for name in reading.fields}
+                if len({len(column) for column in columns.values()}) > 1:
+                    raise DamagedFileError(f"the datasets {', '.join(columns)} differ in length")
+                for start in range(0, len(columns[reading.fields[0]]), ROWS_AT_ONCE):
+                    values = [column[start : start + ROWS_AT_ONCE].tolist() for column in columns.values()]
+                    for place, row in enumerate(zip(*values, strict=True), start + 1):
+                        yield fields_record(place, dict(zip(columns, row, strict=True)).__getitem__, reading)
         except (OSError, RuntimeError, KeyError) as error:
-            raise DamagedFileError(f"not readable as HDF5 ({_first_line(error)})") from None
+            raise _damage(error, "HDF5") from None
 
 
 def _string_dataset(content: Any, text_field: str) -> Any:
@@ -198,10 +242,26 @@ def read_tar(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 
 
 def _sample_record(place: int, members: dict[str, bytes | None], reading: Reading) -> Record:
-    extension = next(name for name in ("txt", "text", "json") if name in members)
-    content = members[extension]
-    if content is None:
-        return Record(place, None, f"member .{extension} is larger than {MAXIMUM_DOCUMENT_BYTES:,} bytes")
-    if extension == "json":
-        return json_record(place, content, reading.text_field)
-    return checked(place, content.removeprefix(BYTE_ORDER_MARK))
+    large = [name for name, content in members.items() if content is None]
+    if large:
+        return Record(place, None, f"member .{large[0]} is larger than {MAXIMUM_DOCUMENT_BYTES:,} bytes")
+    texts = [members[name].removeprefix(BYTE_ORDER_MARK) for name in ("txt", "text") if name in members]
+    if reading.is_plain and texts:
+        return checked(place, texts[0])
+    if not texts:
+        return json_record(place, members["json"], reading)
+    return _joined_record(place, texts[0], members.get("json", b"{}"), reading)
+
+
+def _joined_record(place: int, text: bytes, fields: bytes, reading: Reading) -> Record:
+    """A sample whose text is a member of its own and whose other fields are in its .json."""
+    try:
+        values = json.loads(fields)
+    except ValueError as error:
+        return Record(place, None, f"broken JSON in its member .json ({error})")
+    values = values if isinstance(values, dict) else {}
+
+    def find(name: str) -> Any:
+        return text if name == reading.text_field else find_field(values, name)
+
+    return fields_record(place, find, reading, list(values))

@@ -8,32 +8,25 @@ import csv
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from pretrain.byte_stream import ByteStream, DamagedFileError
+from pretrain.records import (
+    JSON,
+    MAXIMUM_DOCUMENT_BYTES,
+    Reading,
+    Record,
+    checked,
+    fields_record,
+    json_record,
+    not_utf8,
+    object_record,
+)
 
-MAXIMUM_DOCUMENT_BYTES = 256 << 20
 PART_BYTES = 4 << 20
 UNITS = ("file", "line", "paragraph")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-class Record(NamedTuple):
-    """One document: its place in the file, counted from 1 in the format's unit, and its text or its problem."""
-
-    place: int
-    text: bytes | None
-    problem: str | None = None
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How to find the text: a field (dotted when nested), and for plain text what a document is."""
-
-    text_field: str = "text"
-    documents: str = "file"
-    tab_separated: bool = False
 
 
 def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
@@ -82,75 +75,7 @@ def records_of_lines(first_line: int, content: bytes, format_name: str, reading:
         if format_name == "txt":
             yield checked(place, line.removesuffix(b"\r"))
         elif line and not line.isspace():
-            yield json_record(place, line, reading.text_field)
-
-
-def checked(place: int, text: bytes) -> Record:
-    """A record of a text that must be UTF-8 and not too long."""
-    if len(text) > MAXIMUM_DOCUMENT_BYTES:
-        return Record(place, None, f"document of {len(text):,} bytes, at most {MAXIMUM_DOCUMENT_BYTES:,} are taken")
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        return Record(place, None, _not_utf8(error))
-    return Record(place, text)
-
-
-def _not_utf8(error: UnicodeDecodeError) -> str:
-    return f"not UTF-8 (byte 0x{error.object[error.start]:02x} at byte {error.start + 1:,} of it)"
-
-
-def json_record(place: int, line: bytes, text_field: str) -> Record:
-    """The record of one JSON object."""
-    if len(line) > MAXIMUM_DOCUMENT_BYTES:
-        return Record(place, None, f"line of {len(line):,} bytes, at most {MAXIMUM_DOCUMENT_BYTES:,} are taken")
-    try:
-        # Decoded here and strictly: json.loads lets encoded surrogates through when it is given bytes.
-        value = _JSON.decode(line.decode())
-    except UnicodeDecodeError as error:
-        return Record(place, None, _not_utf8(error))
-    except json.JSONDecodeError as error:
-        return Record(place, None, f"broken JSON ({error.msg} at column {error.colno:,})")
-    except (ValueError, RecursionError) as error:
-        return Record(place, None, f"broken JSON ({error})")
-    return _record_of(place, value, text_field)
-
-
-# Control characters inside strings, NUL among them, are text.
-_JSON = json.JSONDecoder(strict=False)
-
-
-def _record_of(place: int, value: Any, text_field: str) -> Record:
-    if not isinstance(value, dict):
-        return Record(place, None, f"is {_kind(value)}, must be an object with the field {text_field!r}")
-    found = value.get(text_field, _MISSING)
-    if found is _MISSING and "." in text_field:
-        found = value
-        for name in text_field.split("."):
-            found = found.get(name, _MISSING) if isinstance(found, dict) else _MISSING
-    if found is _MISSING:
-        return Record(place, None, f"no field {text_field!r} (fields: {', '.join(list(value)[:12]) or 'none'})")
-    return text_record(place, found, text_field)
-
-
-_MISSING = object()
-
-
-def text_record(place: int, value: Any, text_field: str) -> Record:
-    """The record of a field's value, which must be text: a str, or bytes of UTF-8."""
-    if isinstance(value, bytes):
-        return checked(place, value)
-    if not isinstance(value, str):
-        return Record(place, None, f"field {text_field!r} is {_kind(value)}, must be text")
-    try:
-        return Record(place, value.encode())
-    except UnicodeEncodeError as error:
-        return Record(place, None, f"not Unicode text (half of a surrogate pair at character {error.start + 1:,})")
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number"}
-    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
+            yield json_record(place, line, reading)
 
 
 def read_jsonl(stream: ByteStream, reading: Reading) -> Iterator[Record]:
@@ -161,6 +86,8 @@ def read_jsonl(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 
 def read_text(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Plain text: a document per file, per line, or per block of lines between blank lines."""
+    if not reading.is_plain:
+        raise DamagedFileError("plain text has no fields for --template or --only; leave them out, or this file")
     if reading.documents == "line":
         for first_line, content in whole_lines(stream):
             yield from records_of_lines(first_line, content, "txt", reading)
@@ -203,18 +130,18 @@ def read_json(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     try:
         text = read_whole(stream, "convert it to JSON lines").removeprefix(BYTE_ORDER_MARK).decode()
     except UnicodeDecodeError as error:
-        raise DamagedFileError(_not_utf8(error)) from None
+        raise DamagedFileError(not_utf8(error)) from None
     position, place = _after_space(text, 0), 0
     while position < len(text):
         try:
-            value, position = _JSON.raw_decode(text, position)
+            value, position = JSON.raw_decode(text, position)
         except json.JSONDecodeError as error:
             raise DamagedFileError(f"broken JSON ({error.msg} at line {error.lineno:,})") from None
         except (ValueError, RecursionError) as error:
             raise DamagedFileError(f"broken JSON ({error})") from None
-        for element in _elements(value, reading.text_field):
+        for element in _elements(value, reading.fields[0]):
             place += 1
-            yield _record_of(place, element, reading.text_field)
+            yield object_record(place, element, reading)
         position = _after_space(text, position)
 
 
@@ -240,7 +167,8 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     # Bytes that are not UTF-8 come through as lone surrogates, so that one bad row is one bad record.
     lines = io.TextIOWrapper(io.BufferedReader(stream), "utf-8", errors="surrogateescape", newline="")
     rows = csv.reader(lines, delimiter="\t" if reading.tab_separated else ",", strict=True)
-    header = None
+    header: list[str] | None = None
+    columns: dict[str, int] = {}
     while True:
         try:
             row = next(rows, None)
@@ -253,17 +181,15 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
             return
         if header is None:
             header = [name.removeprefix("\ufeff") for name in row]
-            if reading.text_field not in header:
-                raise DamagedFileError(f"no column {reading.text_field!r} (columns: {', '.join(header[:12])})")
-            column = header.index(reading.text_field)
+            absent = [name for name in reading.fields if name not in header]
+            if absent:
+                raise DamagedFileError(f"no column {absent[0]!r} (columns: {', '.join(header[:12])})")
+            columns = {name: header.index(name) for name in reading.fields}
+        elif len(row) == len(header):
+            yield fields_record(rows.line_num, partial(_csv_field, row, columns), reading)
         elif row:
-            yield _csv_record(rows.line_num, row, len(header), column)
+            yield Record(rows.line_num, None, f"row has {len(row)} columns, the header has {len(header)}")
 
 
-def _csv_record(place: int, row: list[str], columns: int, column: int) -> Record:
-    if len(row) != columns:
-        return Record(place, None, f"row has {len(row)} columns, the header has {columns}")
-    try:
-        return Record(place, row[column].encode())
-    except UnicodeEncodeError:
-        return checked(place, row[column].encode(errors="surrogateescape"))
+def _csv_field(row: list[str], columns: dict[str, int], name: str) -> bytes:
+    return row[columns[name]].encode(errors="surrogateescape")

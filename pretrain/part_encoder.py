@@ -11,19 +11,22 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from pretrain.formats import Reading, Record
+from pretrain.document_index import document_table, tokens_of
+from pretrain.duplicates import document_hashes
 from pretrain.problems import InputError
+from pretrain.records import Reading, Record
 from pretrain.shards import dtype_for
-from pretrain.sources import Part, Position, Source
+from pretrain.sources import Part, Position, Source, records_of_part
 from pretrain.tokenize import Encoder, FastEncoder, LoadedTokenizer
 
 PARTS_AHEAD_PER_WORKER = 2
 SAMPLE_BYTES = 4096
+FIRST_DOCUMENTS = 4
 PARENT_CHECK_SECONDS = 0.5
 
 
@@ -36,6 +39,7 @@ class EncodingSettings:
     reading: Reading
     validation_fraction: float
     stop_at_problem: bool
+    deduplicate: bool = False
 
 
 class Problem(NamedTuple):
@@ -51,18 +55,54 @@ class Problem(NamedTuple):
 class EncodedPart:
     """The documents of a part in order: `ids` end to end, each document closed by the end-of-document id.
 
-    The arrays have one element per document, `ids` one per token. `disagreement` tells that the fast path was wrong.
+    `documents` has a record of type DOCUMENT for each, ends counted in `ids`, sources in `source_names`; `hashes` are
+    None unless duplicates are looked for. `disagreement` tells that the fast path was wrong.
     """
 
     ids: np.ndarray
-    document_tokens: np.ndarray
-    document_bytes: np.ndarray
+    documents: np.ndarray
+    source_names: tuple[str, ...]
     is_validation: np.ndarray
+    hashes: np.ndarray | None
     empty_documents: int
+    filtered_documents: int
     problems: tuple[Problem, ...]
     disagreement: str | None
     after: Position
     input_bytes: int
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    """How long a worker took for each of its stages."""
+
+    def keeping(self, kept: np.ndarray) -> "EncodedPart":
+        """The same part with only those documents. kept: (documents,) bool."""
+        if kept.all():
+            return self
+        tokens = tokens_of(self.documents)
+        documents = self.documents[kept]
+        documents["end"] = np.cumsum(tokens[kept])
+        kept_before = np.concatenate([[0], np.cumsum(kept)])
+        problems = [p._replace(documents_before=int(kept_before[p.documents_before])) for p in self.problems]
+        return replace(
+            self,
+            ids=self.ids[np.repeat(kept, tokens)],
+            documents=documents,
+            is_validation=self.is_validation[kept],
+            hashes=None if self.hashes is None else self.hashes[kept],
+            problems=tuple(problems),
+        )
+
+
+@dataclass
+class _Texts:
+    """What was read from a part: a text, its source's number in `names` and its place for each document."""
+
+    texts: list[bytes] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    names: dict[str, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    empty: int = 0
+    filtered: int = 0
 
 
 def is_validation_text(text: bytes, fraction: float) -> bool:
@@ -78,47 +118,62 @@ class PartEncoder:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._settings = settings
         self._encoder = settings.encoder
+        self._has_compared = False
 
     def encode(self, part: Part) -> EncodedPart:
         """Reads, checks, splits and encodes one part."""
-        texts, empty, problems = self._texts(part)
-        arrays = self._encoder.encode(texts)
+        began = time.perf_counter()
+        read = self._read(part)
+        parsed = time.perf_counter()
+        arrays = self._encoder.encode(read.texts)
+        tokenised = time.perf_counter()
         end = self._settings.tokenizer.end_of_document_id
         self._check_ends(arrays, end)
         dtype = dtype_for(self._settings.tokenizer.vocabulary_size)
-        document_tokens = np.array([len(array) + 1 for array in arrays], dtype=np.int64)
-        ids = np.full(int(document_tokens.sum()), end, dtype=dtype)
+        tokens = np.array([len(array) + 1 for array in arrays], dtype=np.int64)
+        ids = np.full(int(tokens.sum()), end, dtype=dtype)
         first = 0
         for array in arrays:
             ids[first : first + len(array)] = array
             first += len(array) + 1
         fraction = self._settings.validation_fraction
+        text_bytes = [len(text) for text in read.texts]
+        documents = document_table(tokens, text_bytes, read.sources, read.places)
+        hashes = document_hashes(ids, np.cumsum(tokens)) if self._settings.deduplicate else None
+        is_validation = np.array([is_validation_text(text, fraction) for text in read.texts], dtype=bool)
+        disagreement = self._disagreement(read.texts)
+        ended = time.perf_counter()
         return EncodedPart(
             ids=ids,
-            document_tokens=document_tokens,
-            document_bytes=np.array([len(text) for text in texts], dtype=np.int64),
-            is_validation=np.array([is_validation_text(text, fraction) for text in texts], dtype=bool),
-            empty_documents=empty,
-            problems=tuple(problems),
-            disagreement=self._disagreement(texts),
+            documents=documents,
+            source_names=tuple(read.names),
+            is_validation=is_validation,
+            hashes=hashes,
+            empty_documents=read.empty,
+            filtered_documents=read.filtered,
+            problems=tuple(read.problems),
+            disagreement=disagreement,
             after=part.after,
             input_bytes=part.input_bytes,
+            stage_seconds={"parse": parsed - began, "tokenise": tokenised - parsed, "check": ended - tokenised},
         )
 
-    def _texts(self, part: Part) -> tuple[list[bytes], int, list[Problem]]:
-        texts: list[bytes] = []
-        problems: list[Problem] = []
-        empty = 0
-        for source, record in part.records(self._settings.reading):
-            if record.problem is not None:
-                problems.append(_problem(len(texts), source, record))
+    def _read(self, part: Part) -> _Texts:
+        read = _Texts()
+        for source, record in records_of_part(part, self._settings.reading):
+            if record.text:
+                read.texts.append(record.text)
+                read.sources.append(read.names.setdefault(source.name, len(read.names)))
+                read.places.append(record.place)
+            elif record.problem is not None:
+                read.problems.append(_problem(len(read.texts), source, record))
                 if self._settings.stop_at_problem:
                     break
-            elif record.text:
-                texts.append(record.text)
+            elif record.text is None:
+                read.filtered += 1
             else:
-                empty += 1
-        return texts, empty, problems
+                read.empty += 1
+        return read
 
     def _check_ends(self, arrays: list[np.ndarray], end: int) -> None:
         if any((array == end).any() for array in arrays):
@@ -129,16 +184,20 @@ class PartEncoder:
             )
 
     def _disagreement(self, texts: list[bytes]) -> str | None:
-        """Compares both paths on a piece of the part's middle document: any text will do, so a piece will."""
+        """Compares both paths on the first documents, then on one in the middle of each part.
+
+        Any text will do for that, so pieces of them will.
+        """
         if not isinstance(self._encoder, FastEncoder) or not texts:
             return None
-        piece = texts[len(texts) // 2][:SAMPLE_BYTES].decode(errors="ignore").encode()
-        return self._encoder.disagreement([piece])
+        compared = [texts[len(texts) // 2]] if self._has_compared else texts[:FIRST_DOCUMENTS]
+        self._has_compared = True
+        return self._encoder.disagreement([t[:SAMPLE_BYTES].decode(errors="ignore").encode() for t in compared])
 
 
 def _problem(documents_before: int, source: Source, record: Record) -> Problem:
-    name = source.place(record.place).replace(source.path, source.name, 1)
-    return Problem(documents_before, source.place(record.place), name, record.problem)
+    place = record.place
+    return Problem(documents_before, source.place(place), source.recorded_place(place), record.problem)
 
 
 def encode_parts(parts: Iterable[Part], settings: EncodingSettings, workers: int) -> Iterator[EncodedPart]:

@@ -4,24 +4,24 @@ While it is unfinished, a folder has `.unfinished/` with the plan (what was aske
 are sound) and the lock. The manifest is written last: without it, nothing counts as done.
 """
 
-import itertools
 import json
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from pretrain.duplicates import seen_in_shards
+from pretrain.intake import DisagreementError, Intake, Tally
 from pretrain.lock import folder_lock
-from pretrain.part_encoder import EncodedPart, EncodingSettings, Problem, encode_parts
+from pretrain.part_encoder import EncodedPart, EncodingSettings, encode_parts
 from pretrain.preparation_plan import Documents, PreparationOptions, plan_of, refuse_differences, source_differences
 from pretrain.problems import InputError
-from pretrain.shard_writer import ShardWriter, as_json, sync_files, sync_folder, write_durably
+from pretrain.shard_writer import ShardWriter, as_json, shard_files, sync_files, sync_folder, write_durably
 from pretrain.shards import (
     FORMAT_NAME,
     FORMAT_VERSION,
@@ -35,23 +35,9 @@ from pretrain.sources import BEGINNING, Position
 from pretrain.tokenize import Encoder, LoadedTokenizer, ReferenceEncoder, make_encoder
 
 UNFINISHED_FOLDER = ".unfinished"
-PLAN_LAYOUT = 1
+PLAN_LAYOUT = 2
 COMMIT_SECONDS = 2.0
-PROBLEMS_NAMED_IN_MANIFEST = 20
-
-
-@dataclass
-class Tally:
-    """What has been counted so far, over both splits."""
-
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    validation_tokens: int = 0
-    empty_documents: int = 0
-    bad_records: int = 0
-    bad_examples: list[str] = field(default_factory=list)
-    input_bytes: int = 0
+SKIPPED_COUNTS = ("empty_documents", "filtered_documents", "duplicate_documents", "bad_records")
 
 
 @dataclass(frozen=True)
@@ -64,6 +50,8 @@ class Outcome:
     continued: bool
     seconds: float
     tokens_made: int
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds of each stage, added up over the processes: they overlap."""
 
 
 class StoppedError(Exception):
@@ -71,6 +59,7 @@ class StoppedError(Exception):
 
 
 Report = Callable[[Tally], None]
+Encode = Callable[[Position, EncodingSettings], Iterator[EncodedPart]]
 
 
 def prepare(
@@ -82,12 +71,16 @@ def prepare(
     workers: int = 1,
     say: Callable[[str], None] = print,
     report: Report = lambda tally: None,
+    encode: Encode | None = None,
 ) -> Outcome:
     """Makes, continues or recognises the prepared folder `output`.
+
+    encode: the encoded parts from a position on; None: by `workers` processes of this machine.
 
     Raises InputError for input that cannot be used or a folder that was made from something else, StoppedError when
     a signal ended it early (run it again to continue).
     """
+    options = options.within(documents)
     plan = plan_of(documents, tokenizer, options)
     state_folder = output / UNFINISHED_FOLDER
     finished = _finished(output, plan)
@@ -99,22 +92,42 @@ def prepare(
         state_folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--output {output}: cannot be made: {error.strerror}; give a writable folder") from None
-    with folder_lock(state_folder / "lock"):
-        # Another process may have finished it before the lock was ours, or was killed when all but this was done.
-        finished = _finished(output, plan)
-        if finished is not None:
-            shutil.rmtree(state_folder, ignore_errors=True)
-        else:
-            run = _Run(documents, tokenizer, output, options, plan, report)
+    try:
+        with folder_lock(state_folder / "lock"):
+            # Another process may have finished it before the lock was ours, or was killed when all but this was done.
+            finished = _finished(output, plan)
+            if finished is not None:
+                shutil.rmtree(state_folder, ignore_errors=True)
+                return finished
+            stages: Counter[str] = Counter()
+            encode = encode or _on_this_machine(documents, workers, stages)
+            run = _Run(documents, tokenizer, output, options, plan, report, encode, stages)
             try:
-                return run.complete(engine, workers, say)
+                return run.complete(engine, say)
             except InputError:
                 if not run.worth_keeping:
                     _discard(output, existed)
                 raise
-            except OSError as error:
-                raise InputError(_disk_problem(output, error)) from error
-    return finished
+    except OSError as error:
+        raise InputError(_disk_problem(output, error)) from error
+
+
+def _on_this_machine(documents: Documents, workers: int, stages: Counter[str]) -> Encode:
+    def encode(start: Position, settings: EncodingSettings) -> Iterator[EncodedPart]:
+        return encode_parts(timed(documents.parts(settings.reading, start), stages, "read"), settings, workers)
+
+    return encode
+
+
+def timed(items: Iterator[Any], stages: Counter[str], name: str) -> Iterator[Any]:
+    """The items; the seconds that each took to come are added to stages[name]."""
+    while True:
+        began = time.perf_counter()
+        item = next(items, None)
+        stages[name] += time.perf_counter() - began
+        if item is None:
+            return
+        yield item
 
 
 def _disk_problem(output: Path, error: OSError) -> str:
@@ -137,8 +150,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> Outcome | None:
         tokens=sum(total[0] for total in totals),
         text_bytes=sum(total[2] for total in totals),
         validation_tokens=totals[1][0],
-        empty_documents=made_from["skipped"]["empty_documents"],
-        bad_records=made_from["skipped"]["bad_records"],
+        **{name: made_from["skipped"].get(name, 0) for name in SKIPPED_COUNTS},
     )
     return Outcome(manifest, tally, already_done=True, continued=False, seconds=0.0, tokens_made=0)
 
@@ -155,16 +167,12 @@ def _check_free(output: Path) -> None:
 
 def _discard(output: Path, existed: bool) -> None:
     """Removes what a preparation without any result has made, and nothing else."""
-    for path in itertools.chain(*(output.glob(f"{split}-*.bin") for split in SPLITS)):
+    for path in shard_files(output):
         path.unlink()
     for name in (TOKENIZER_FOLDER, UNFINISHED_FOLDER):
         shutil.rmtree(output / name, ignore_errors=True)
     if not existed:
         output.rmdir()
-
-
-class _DisagreementError(Exception):
-    """The fast path gave other ids than the reference."""
 
 
 class _Run:
@@ -178,7 +186,10 @@ class _Run:
         options: PreparationOptions,
         plan: dict[str, Any],
         report: Report,
+        encode: Encode,
+        stages: Counter[str],
     ):
+        self.encode, self.stages = encode, stages
         self.documents, self.tokenizer, self.output = documents, tokenizer, output
         self.options, self.plan, self.report = options, plan, report
         self.plan_path = output / UNFINISHED_FOLDER / "plan.json"
@@ -186,7 +197,7 @@ class _Run:
         # What an earlier process left is not this one's to throw away.
         self.worth_keeping = self.plan_path.exists()
 
-    def complete(self, engine: str, workers: int, say: Callable[[str], None]) -> Outcome:
+    def complete(self, engine: str, say: Callable[[str], None]) -> Outcome:
         """Tokenises what is left and writes the manifest."""
         started = time.monotonic()
         progress = self._load_progress()
@@ -201,17 +212,17 @@ class _Run:
             say(f"tokenising with tokenizers: {reason}")
         before = progress["tally"]["tokens"] if progress else 0
         try:
-            tally, shards = self._tokenise(progress, encoder, workers)
-        except _DisagreementError as error:
+            tally, shards = self._tokenise(progress, encoder)
+        except DisagreementError as error:
             if engine == "fast":
                 raise InputError(f"--engine fast: {error}; remove {self.output} and use --engine reference") from None
             say(f"starting anew with tokenizers: {error}")
             self.progress_path.unlink(missing_ok=True)
             before = 0
-            tally, shards = self._tokenise(None, ReferenceEncoder(self.tokenizer), workers)
+            tally, shards = self._tokenise(None, ReferenceEncoder(self.tokenizer))
         manifest = self._finish(tally, shards)
         seconds = time.monotonic() - started
-        return Outcome(manifest, tally, False, progress is not None, seconds, tally.tokens - before)
+        return Outcome(manifest, tally, False, progress is not None, seconds, tally.tokens - before, dict(self.stages))
 
     def _load_progress(self) -> dict[str, Any] | None:
         if not self.plan_path.is_file():
@@ -226,20 +237,32 @@ class _Run:
         refuse_differences(self.output, earlier, self.plan, "was begun", free=("on_error", "max_errors"))
         return progress
 
-    def _tokenise(self, progress: dict[str, Any] | None, encoder: Encoder, workers: int) -> tuple[Tally, list[Any]]:
+    def _tokenise(self, progress: dict[str, Any] | None, encoder: Encoder) -> tuple[Tally, list[Any]]:
         options = self.options
         tally = Tally(**progress["tally"]) if progress else Tally()
         position = Position(*progress["position"]) if progress else BEGINNING
         state = progress["writer"] if progress else None
-        writer = ShardWriter(self.output, self.plan["dtype"], options.shard_tokens, state)
-        stop = options.on_error == "stop"
-        settings = EncodingSettings(self.tokenizer, encoder, options.reading, options.validation_fraction, stop)
-        parts = self.documents.parts(options.reading, position)
+        dtype = self.plan["dtype"]
+        writer = ShardWriter(self.output, dtype, options.shard_tokens, state, options.megatron)
+        seen = seen_in_shards(self.output, writer.written(), dtype) if options.deduplicate else None
+        names = (source["path"] for source in self.plan["sources"])
+        intake = Intake(tally, writer, options, {name: number for number, name in enumerate(names)}, seen)
+        settings = EncodingSettings(
+            self.tokenizer,
+            encoder,
+            options.reading,
+            options.validation_fraction,
+            stop_at_problem=options.on_error == "stop",
+            deduplicate=options.deduplicate,
+        )
         committed = time.monotonic()
         try:
-            with _stop_signals() as stopped, _closing(encode_parts(parts, settings, workers)) as encoded_parts:
+            with _stop_signals() as stopped, _closing(self.encode(position, settings)) as encoded_parts:
                 for encoded in () if progress and progress["complete"] else encoded_parts:
-                    complete = self._add(encoded, tally, writer)
+                    began = time.perf_counter()
+                    complete = intake.add(encoded)
+                    self.stages.update(encoded.stage_seconds)
+                    self.stages["write"] += time.perf_counter() - began
                     position = encoded.after
                     self.worth_keeping = self.worth_keeping or tally.documents > 0
                     self.report(tally)
@@ -250,7 +273,7 @@ class _Run:
                         break
                     if stopped:
                         raise StoppedError(stopped[0])
-            if not tally.documents:
+            if not tally.documents and options.slice is None:
                 raise InputError(_nothing_found(tally, options))
             return tally, writer.finish()
         except InputError:
@@ -262,49 +285,10 @@ class _Run:
             writer.close()
 
     def _commit(self, writer: ShardWriter, tally: Tally, position: Position, complete: bool) -> None:
+        began = time.perf_counter()
         state = {"position": position, "complete": complete, "tally": asdict(tally), "writer": writer.sync()}
         write_durably(self.progress_path, as_json(state))
-
-    def _add(self, encoded: EncodedPart, tally: Tally, writer: ShardWriter) -> bool:
-        """Writes a part's documents, up to the limits; whether a limit has been reached."""
-        if encoded.disagreement is not None:
-            raise _DisagreementError(f"gigatoken gives other ids than tokenizers for {encoded.disagreement}")
-        taken = _documents_within_limits(encoded, tally, self.options)
-        complete = taken < len(encoded.document_tokens) or tally.documents + taken == self.options.max_documents
-        problems = [problem for problem in encoded.problems if problem.documents_before <= taken and not complete]
-        self._check_problems(problems, tally)
-        ids = encoded.ids[: int(encoded.document_tokens[:taken].sum())]
-        tokens, text_bytes = encoded.document_tokens[:taken], encoded.document_bytes[:taken]
-        validation = encoded.is_validation[:taken]
-        for split, chosen in (("train", ~validation), ("validation", validation)):
-            if chosen.any():
-                writer.write(split, ids[np.repeat(chosen, tokens)], tokens[chosen], text_bytes[chosen])
-        tally.documents += taken
-        tally.tokens += len(ids)
-        tally.text_bytes += int(text_bytes.sum())
-        tally.validation_tokens += int(tokens[validation].sum())
-        tally.empty_documents += encoded.empty_documents
-        tally.input_bytes += encoded.input_bytes
-        return complete
-
-    def _check_problems(self, problems: list[Problem], tally: Tally) -> None:
-        if not problems:
-            return
-        if self.options.on_error == "stop":
-            first = problems[0]
-            raise InputError(
-                f"{first.place}: {first.reason}; mend the input, or use --on_error skip, "
-                "which counts what it leaves out"
-            )
-        if tally.bad_records + len(problems) > self.options.max_errors:
-            excess = problems[self.options.max_errors - tally.bad_records]
-            raise InputError(
-                f"{excess.place}: {excess.reason}; that is one more than --max_errors {self.options.max_errors:,} bad "
-                "records; mend the input, or run again with a larger --max_errors, which goes on from here"
-            )
-        room = PROBLEMS_NAMED_IN_MANIFEST - len(tally.bad_examples)
-        tally.bad_examples += [f"{problem.name}: {problem.reason}" for problem in problems[:room]]
-        tally.bad_records += len(problems)
+        self.stages["sync"] += time.perf_counter() - began
 
     def _finish(self, tally: Tally, shards: list[Any]) -> Manifest:
         changed = source_differences(self.plan["sources"], self.documents.description())
@@ -323,11 +307,7 @@ class _Run:
             }
             for split in SPLITS
         }
-        manifest["skipped"] = {
-            "empty_documents": tally.empty_documents,
-            "bad_records": tally.bad_records,
-            "first_bad_records": tally.bad_examples,
-        }
+        manifest["skipped"] = tally.skipped()
         manifest["sources"] = sources
         sync_folder(self.output)
         write_durably(self.output / MANIFEST_FILE, as_json(manifest))
@@ -337,19 +317,11 @@ class _Run:
 
 def _nothing_found(tally: Tally, options: PreparationOptions) -> str:
     skipped = f"{tally.empty_documents:,} empty documents and {tally.bad_records:,} bad records were skipped"
+    if tally.filtered_documents:
+        skipped += f", {tally.filtered_documents:,} left out by filters"
     limit = options.max_tokens
     limits = f", and --max_tokens {limit:,} is less than the first document" if limit is not None else ""
     return f"the input holds no documents ({skipped}{limits}); nothing was made; give files that hold text"
-
-
-def _documents_within_limits(encoded: EncodedPart, tally: Tally, options: PreparationOptions) -> int:
-    taken = len(encoded.document_tokens)
-    if options.max_documents is not None:
-        taken = min(taken, options.max_documents - tally.documents)
-    if options.max_tokens is not None:
-        ends = np.cumsum(encoded.document_tokens)
-        taken = min(taken, int(np.searchsorted(ends, options.max_tokens - tally.tokens, side="right")))
-    return taken
 
 
 @contextmanager

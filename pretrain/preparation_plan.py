@@ -1,16 +1,17 @@
 """What a preparation is asked for, and how that differs from what a folder was made from."""
 
-import os
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from pretrain.formats import Reading
 from pretrain.problems import InputError
+from pretrain.records import Reading
 from pretrain.shards import dtype_for
-from pretrain.sources import Part, Position, Source, expected_bytes, fingerprint, parts_of
+from pretrain.sources import Part, Position, Source, expected_bytes, parts_of
 from pretrain.tokenize import LoadedTokenizer
+from pretrain.urls import fingerprint, size_of
 
 SHOWN_DIFFERENCES = 8
 
@@ -20,6 +21,7 @@ class Documents(Protocol):
 
     total_bytes: int | None
     expected_text_bytes: int | None
+    maximum_documents: int | None
 
     def description(self) -> list[dict[str, Any]]:
         """What identifies the documents, for the manifest; no absolute paths."""
@@ -27,34 +29,49 @@ class Documents(Protocol):
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
         """The parts in order, from a position on."""
 
+    def sliced(self, number: int, count: int) -> "Documents":
+        """Those of slice `number` of `count`: a run of parts. Raises InputError where they cannot be divided."""
+
 
 @dataclass(frozen=True)
-class LocalFiles:
-    """Documents from files."""
+class Files:
+    """Documents from files, of this machine or by URL. slice: (number, count) of the slice that is read; None: all."""
 
     sources: Sequence[Source]
+    slice: tuple[int, int] | None = None
+    maximum_documents: None = None
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files as they lie there."""
-        return sum(source.bytes for source in self.sources)
+        """Bytes of what is read, as it lies there."""
+        return sum(source.bytes for source in self.sources) // (self.slice[1] if self.slice else 1)
 
     @property
     def expected_text_bytes(self) -> int:
         """About how much there is when decompressed."""
-        return sum(expected_bytes(source) for source in self.sources)
+        return sum(map(expected_bytes, self.sources)) // (self.slice[1] if self.slice else 1)
 
     def description(self) -> list[dict[str, Any]]:
         """Name, size and fingerprint of every file."""
-        sizes = [os.path.getsize(source.path) for source in self.sources]
+        sizes = [size_of(source.path) for source in self.sources]
         return [
             {"path": source.name, "bytes": size, "fingerprint": fingerprint(source.path, size)}
             for source, size in zip(self.sources, sizes, strict=True)
         ]
 
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
-        """The parts of all files."""
-        return parts_of(self.sources, reading, start)
+        """The parts of all files, or of the slice."""
+        taken = None if self.slice is None else slice_range(*self.slice, sum(map(expected_bytes, self.sources)))
+        return parts_of(self.sources, reading, start, taken)
+
+    def sliced(self, number: int, count: int) -> "Files":
+        """Slice `number` of `count`: the parts that begin in that share of the bytes."""
+        return replace(self, slice=(number, count))
+
+
+def slice_range(number: int, count: int, total: int) -> range:
+    """The share of slice `number` of `count` in `total` things in order; the last one has what is beyond, too."""
+    return range(total * number // count, total * (number + 1) // count if number + 1 < count else sys.maxsize)
 
 
 @dataclass(frozen=True)
@@ -69,12 +86,24 @@ class PreparationOptions:
     max_tokens: int | None = None
     on_error: str = "stop"
     max_errors: int = 100
+    deduplicate: bool = False
+    megatron: bool = False
+    slice: str | None = None
 
     def as_plan(self) -> dict[str, Any]:
         """The options as the manifest records them."""
         fields = asdict(self)
         reading = fields.pop("reading")
-        return {"text_field": reading["text_field"], "documents": reading["documents"], **fields}
+        del reading["tab_separated"]
+        reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None
+        # Null when off, as where the option is not known yet: folders made before it are recognised.
+        fields |= {name: fields[name] or None for name in ("deduplicate", "megatron")}
+        return {**reading, **fields}
+
+    def within(self, documents: Documents) -> "PreparationOptions":
+        """These options with the documents' own limit, where they have one."""
+        limits = [limit for limit in (self.max_documents, documents.maximum_documents) if limit is not None]
+        return replace(self, max_documents=min(limits, default=None))
 
 
 def plan_of(documents: Documents, tokenizer: LoadedTokenizer, options: PreparationOptions) -> dict[str, Any]:

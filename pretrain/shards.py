@@ -6,9 +6,11 @@ A shard is a plain array of uint16 (vocabulary up to 65,536) or uint32 ids witho
 the end-of-document id, so that `np.memmap(file, dtype)` opens it.
 """
 
+import bisect
 import hashlib
+import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,10 @@ VERIFY_BLOCK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard file. `tokens` counts the end-of-document ids too; `text_bytes` are the documents' UTF-8 bytes."""
+    """One shard file. `tokens` counts the end-of-document ids too; `text_bytes` are the documents' UTF-8 bytes.
+
+    `beside` names the files that belong to it (document_index.py, megatron.py) with the sha256 of each.
+    """
 
     file: str
     split: str
@@ -34,6 +39,7 @@ class Shard:
     documents: int
     text_bytes: int
     sha256: str
+    beside: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,18 @@ class Manifest:
     dtype: str
     shards: tuple[Shard, ...]
     sha256: str
+    source_names: tuple[str, ...] = ()
+    """Where the documents came from, by the numbers in the shards' indices."""
+    input_format: str | None = None
+    """The format that was given for all sources; None: by their suffixes."""
+
+    tokenizer_path: Path | None = None
+    """Where the tokenizer is, for shards with which it does not travel."""
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The Hugging Face tokenizer folder that travels with the shards."""
-        return self.folder / TOKENIZER_FOLDER
+        """The Hugging Face tokenizer folder of the shards; it travels with them, but for those that others made."""
+        return self.tokenizer_path or self.folder / TOKENIZER_FOLDER
 
     @property
     def bytes_per_id(self) -> int:
@@ -83,13 +96,19 @@ def id_dtype(name: str) -> np.dtype:
     return np.dtype({"uint16": "<u2", "uint32": "<u4"}[name])
 
 
-def read_manifest(folder: str | Path) -> Manifest:
-    """Reads and checks folder/manifest.json.
+def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
+    """Reads and checks folder/manifest.json; for files that others prepared, makes one (foreign_shards.py).
 
+    tokenizer: of such files; a folder of prepare_data.py has its own.
     Raises InputError naming everything that is wrong: no such folder, an unfinished or foreign folder, broken JSON,
     another format version, missing or mistyped keys.
     """
     folder = Path(folder)
+    if not (folder / MANIFEST_FILE).is_file():
+        from pretrain.foreign_shards import foreign_files, foreign_manifest
+
+        if foreign_files(folder):
+            return foreign_manifest(folder, tokenizer)
     if not folder.is_dir():
         raise InputError(
             f"{folder}: no such folder of prepared shards; prepare it with "
@@ -136,7 +155,9 @@ def _manifest_from(folder: Path, path: Path, fields: object, sha256: str) -> Man
         where = f"shards[{number}]."
         names = ("file", "split", "tokens", "documents", "text_bytes", "sha256")
         kinds = (str, str, int, int, int, str)
-        shards.append(Shard(*(take(entry, name, kind, where) for name, kind in zip(names, kinds, strict=True))))
+        values = [take(entry, name, kind, where) for name, kind in zip(names, kinds, strict=True)]
+        # Folders of earlier versions have nothing beside their shards.
+        shards.append(Shard(*values, take({"beside": {}} | dict(entry or {}), "beside", dict, where)))
     manifest = Manifest(
         folder=folder,
         tokenizer_name=take(tokenizer, "name", str, "tokenizer."),
@@ -146,6 +167,8 @@ def _manifest_from(folder: Path, path: Path, fields: object, sha256: str) -> Man
         dtype=take(fields, "dtype", str),
         shards=tuple(shards),
         sha256=sha256,
+        source_names=tuple(str(source.get("path")) for source in fields.get("sources") or [] if source),
+        input_format=(fields.get("options") or {}).get("format"),
     )
     if manifest.dtype not in ("uint16", "uint32", ""):
         problems.append(f"{path}: dtype is {manifest.dtype!r}, must be uint16 or uint32; restore it")
@@ -165,9 +188,9 @@ class ShardReader:
         self.manifest = manifest
         self.split = split
         self._shards = [shard for shard in manifest.of_split(split) if shard.tokens]
-        self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
+        self._ends = list(itertools.accumulate(shard.tokens for shard in self._shards))
         self._maps: list[np.ndarray | None] = [None] * len(self._shards)
-        self.tokens = int(self._ends[-1]) if self._shards else 0
+        self.tokens = self._ends[-1] if self._shards else 0
 
     def _ids(self, number: int) -> np.ndarray:
         ids = self._maps[number]
@@ -188,11 +211,12 @@ class ShardReader:
         stop = start + len(out)
         if start < 0 or stop > self.tokens:
             raise IndexError(f"tokens {start} to {stop} asked, {self.split} has 0 to {self.tokens}")
-        number = int(np.searchsorted(self._ends, start, side="right"))
+        # A list and bisect: numpy's own search costs ten times as much for one number.
+        number = bisect.bisect_right(self._ends, start)
         filled = 0
         while filled < len(out):
             ids = self._ids(number)
-            offset = start + filled - (int(self._ends[number]) - len(ids))
+            offset = start + filled - (self._ends[number] - len(ids))
             taken = min(len(out) - filled, len(ids) - offset)
             out[filled : filled + taken] = ids[offset : offset + taken]
             filled += taken
@@ -218,12 +242,12 @@ def _size_problems(manifest: Manifest, shards: tuple[Shard, ...]) -> list[str]:
     return problems
 
 
-def open_shards(folder: str | Path, split: str) -> ShardReader:
+def open_shards(folder: str | Path, split: str, tokenizer: str | None = None) -> ShardReader:
     """A reader over one split, after checking that every file of it is there in its full size.
 
     Raises InputError naming each bad shard, or the splits that exist when this one holds no tokens.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, tokenizer)
     if manifest.totals(split)[0] == 0:
         existing = [name for name in dict.fromkeys(s.split for s in manifest.shards) if manifest.totals(name)[0]]
         raise InputError(
@@ -255,7 +279,25 @@ def verify_shards(folder: str | Path) -> list[str]:
     for shard in manifest.shards:
         if (manifest.folder / shard.file).is_file():
             problems.extend(_content_problems(manifest, shard))
+        problems.extend(_beside_problems(manifest, shard))
     return problems
+
+
+def _beside_problems(manifest: Manifest, shard: Shard) -> list[str]:
+    problems = []
+    for name, sha256 in shard.beside.items():
+        path = manifest.folder / name
+        if not path.is_file():
+            problems.append(f"{path}: is missing; restore it, or remove {manifest.folder} and prepare it again")
+        elif sha256_of(path) != sha256:
+            problems.append(f"{path}: its content has changed (sha256 differs from the manifest's); restore it")
+    return problems
+
+
+def sha256_of(path: Path) -> str:
+    """The hash of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _content_problems(manifest: Manifest, shard: Shard) -> list[str]:

@@ -4,11 +4,12 @@ Documents come in the order of the files' paths and, within a file, as they stan
 takes at a time; a part's position, (source, part of it), is where an interrupted preparation goes on.
 """
 
+import collections
 import fnmatch
 import glob
-import hashlib
 import itertools
 import os
+import posixpath
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +17,10 @@ from typing import NamedTuple
 
 from pretrain import containers, formats
 from pretrain.byte_stream import ByteStream, DamagedFileError
-from pretrain.formats import PART_BYTES, Reading, Record
+from pretrain.formats import PART_BYTES
 from pretrain.problems import InputError, did_you_mean
+from pretrain.records import Reading, Record
+from pretrain.urls import find_urls, is_url, open_file, shown, size_of
 
 SUFFIXES = {
     "jsonl": (".jsonl", ".ndjson"),
@@ -40,18 +43,26 @@ READERS: dict[str, Callable[[ByteStream, Reading], Iterator[Record]]] = {
     "hdf5": containers.read_hdf5,
     "tar": containers.read_tar,
 }
-PLACES = {"jsonl": "line", "csv": "line", "txt": "line", "parquet": "row", "arrow": "row", "hdf5": "row"}
+PLACES = {
+    "jsonl": "line",
+    "csv": "line",
+    "txt": "line",
+    "parquet": "row",
+    "arrow": "row",
+    "hdf5": "row",
+    "dataset": "row",
+}
 EXPECTED_COMPRESSION_RATIO = 4
 LARGEST_ROW_GROUP_BYTES = 64 << 20
 RECORDS_PER_PART = 4096
-FINGERPRINT_BYTES = 1 << 16
 
 
 class Position(NamedTuple):
-    """Where reading goes on: a source's number and the number of its next part."""
+    """Where reading goes on: a source's number and the number of its next part; rows of a stream before it."""
 
     source: int
     part: int
+    rows: int = 0
 
 
 BEGINNING = Position(0, 0)
@@ -69,62 +80,97 @@ class Source:
 
     def place(self, number: int) -> str:
         """How a place in this file is called, for messages."""
-        return f"{self.path}, {PLACES.get(self.format, 'document')} {number:,}"
+        return place_text(shown(self.path), self.format, number)
+
+    def recorded_place(self, number: int) -> str:
+        """How a place in this file is called without the machine's folders, for the manifest."""
+        return place_text(self.name, self.format, number)
 
 
-def fingerprint(path: str, size: int) -> str:
-    """Hash of the size and of the first, middle and last 64 KiB: what tells a changed file without reading it all."""
-    digest = hashlib.sha256(str(size).encode())
-    with open(path, "rb") as file:
-        for start in sorted({0, size // 2, max(0, size - FINGERPRINT_BYTES)}):
-            file.seek(start)
-            digest.update(file.read(FINGERPRINT_BYTES))
-    return digest.hexdigest()
+def place_text(path: str, format_name: str | None, number: int) -> str:
+    """How a place in a file is called. format_name: None finds it by the suffix, in which a dataset has none."""
+    if format_name is None:
+        inner = _inner_suffix(path)[0]
+        format_name = next((name for name, known in SUFFIXES.items() if inner in known), "dataset")
+    return f"{path}, {PLACES.get(format_name, 'document')} {number:,}"
+
+
+def _inner_suffix(path: str) -> tuple[str, str | None]:
+    """(suffix below that of a compression, compression) of a file's name."""
+    stem, suffix = os.path.splitext(shown(path).lower())
+    compression = COMPRESSIONS.get(suffix)
+    return (suffix if compression is None or suffix == ".tgz" else os.path.splitext(stem)[1]), compression
 
 
 def find_sources(patterns: Sequence[str], exclude: Sequence[str] = (), format_name: str | None = None) -> list[Source]:
-    """The files that the glob patterns name (`**` recurses), without those that match `exclude`, sorted by path.
+    """The files that the patterns name (`**` recurses; paths or URLs), without what matches `exclude`, sorted by path.
 
     Raises InputError with every pattern that names no file and every file that cannot be read or has no known format.
     """
     problems: list[str] = []
     if format_name is not None and format_name not in SUFFIXES:
-        problems.append(f"--format {format_name}: no such format{did_you_mean(format_name, SUFFIXES)}")
+        problems.append(f"--input_format {format_name}: no such format{did_you_mean(format_name, SUFFIXES)}")
     paths: set[str] = set()
     for pattern in patterns:
-        found = [path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
+        found = _find(pattern)
         if not found:
             folder = f"is a folder; name its files, such as '{pattern}/**/*.jsonl'" if os.path.isdir(pattern) else ""
-            problems.append(f"--input {pattern}: {folder or 'no such file; quote patterns, ** looks into folders'}")
+            remedy = folder or "no such file; quote patterns, ** looks into folders"
+            problems.append(f"--input {shown(pattern)}: {remedy}")
         paths.update(found)
     kept = sorted(path for path in paths if not any(fnmatch.fnmatch(path, pattern) for pattern in exclude))
     if paths and not kept:
         problems.append(f"--exclude {' '.join(exclude)}: leaves none of the {len(paths):,} input files")
-    parent = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in kept]) if kept else ""
+    if len({is_url(path) for path in kept}) > 1:
+        problems.append("--input: gives both URLs and paths of this machine; give file:// URLs for those, too")
     sources = []
-    for path in kept:
-        source, problem = _source(path, os.path.relpath(path, parent).replace(os.sep, "/"), format_name)
+    for path, name in zip(kept, _names_below(kept), strict=True):
+        source, problem = _source(path, name, format_name)
         sources.append(source)
         problems += [problem] if problem else []
+    names = [source.name for source in sources if source]
+    problems += [f"--input: two files are called {name}; leave one out" for name in duplicates(names)]
     if problems:
         raise InputError(*problems)
     return sources
 
 
+def duplicates(names: Sequence[str]) -> list[str]:
+    """The names that occur more than once."""
+    return sorted(name for name, count in collections.Counter(names).items() if count > 1)
+
+
+def _find(pattern: str) -> list[str]:
+    if is_url(pattern):
+        return find_urls(pattern)
+    return [path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
+
+
+def _names_below(paths: Sequence[str]) -> list[str]:
+    """The paths below the folder that all of them share: the same on every machine, and without secrets."""
+    absolute = [shown(path).replace("://", "/") if is_url(path) else os.path.abspath(path) for path in paths]
+    if not absolute or len({os.path.isabs(path) for path in absolute}) > 1:
+        return absolute
+    parent = posixpath.commonpath([posixpath.dirname(path) for path in absolute])
+    return [posixpath.relpath(path, parent) for path in absolute]
+
+
 def _source(path: str, name: str, format_name: str | None) -> tuple[Source | None, str | None]:
-    stem, suffix = os.path.splitext(path.lower())
-    compression = COMPRESSIONS.get(suffix)
-    inner = suffix if compression is None or suffix == ".tgz" else os.path.splitext(stem)[1]
+    inner, compression = _inner_suffix(path)
     found = format_name or next((format_ for format_, known in SUFFIXES.items() if inner in known), None)
     if found is None:
         known = " ".join(itertools.chain(*SUFFIXES.values()))
         given = inner or "without a suffix"
-        return None, f"{path}: unknown format {given}; known: {known}, each also .gz or .zst; or give --format"
+        return (
+            None,
+            f"{shown(path)}: unknown format {given}; known: {known}, each also .gz or .zst; or give --input_format",
+        )
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        if not is_url(path):
+            open_file(path).close()
+        size = size_of(path)
     except OSError as error:
-        return None, f"{path}: cannot be read: {error.strerror}; make it readable or --exclude it"
+        return None, f"{shown(path)}: cannot be read: {error.strerror}; make it readable or --exclude it"
     source = Source(path, name, found, compression, size)
     if found == "json" and format_name is None and _holds_lines(source):
         source = replace(source, format="jsonl")
@@ -227,21 +273,43 @@ class RecordsPart:
 Part = FilesPart | LinesPart | RowGroupPart | RecordsPart
 
 
-def parts_of(sources: Sequence[Source], reading: Reading, start: Position = BEGINNING) -> Iterator[Part]:
-    """The parts of all sources in order, from `start` on. What a part holds depends on the files alone."""
+def records_of_part(part: Part, reading: Reading) -> Iterator[tuple[Source, Record]]:
+    """Every record of a part with its source; texts that are shorter or longer than `reading` allows are left out."""
+    records = part.records(reading)
+    if reading.min_characters is None and reading.max_characters is None:
+        return records
+    return (
+        (source, Record(record.place, None) if record.text and reading.leaves_out(record.text) else record)
+        for source, record in records
+    )
+
+
+def parts_of(
+    sources: Sequence[Source], reading: Reading, start: Position = BEGINNING, taken: range | None = None
+) -> Iterator[Part]:
+    """The parts of all sources in order, from `start` on. What a part holds depends on the files alone.
+
+    taken: of the sources' expected bytes, counted end to end, those at which a part must begin; None: all.
+    """
     number = start.source
-    while number < len(sources):
+    offset = sum(map(expected_bytes, sources[:number]))
+    while number < len(sources) and (taken is None or offset < taken.stop):
         group = list(itertools.takewhile(lambda s: _is_small(s, reading), sources[number : number + 1024]))
         if group:
             sizes = itertools.accumulate(expected_bytes(source) for source in group)
             group = group[: max(1, sum(1 for size in sizes if size <= PART_BYTES))]
-            input_bytes = sum(source.bytes for source in group)
             number += len(group)
-            yield FilesPart(tuple(group), Position(number, 0), input_bytes)
+            if taken is None or offset in taken:
+                yield FilesPart(tuple(group), Position(number, 0), sum(source.bytes for source in group))
+            offset += sum(map(expected_bytes, group))
         else:
-            first = start.part if number == start.source else 0
-            yield from _parts_of_large(sources[number], number, reading, first)
+            source = sources[number]
+            # Files that end before the slice are not even opened.
+            if taken is None or offset + expected_bytes(source) > taken.start:
+                first = start.part if number == start.source else 0
+                yield from _parts_of_large(source, number, reading, first, offset, taken)
             number += 1
+            offset += expected_bytes(source)
 
 
 def expected_bytes(source: Source) -> int:
@@ -254,17 +322,28 @@ def _is_small(source: Source, reading: Reading) -> bool:
     return expected_bytes(source) <= PART_BYTES or (source.format == "txt" and reading.documents == "file")
 
 
-def _parts_of_large(source: Source, number: int, reading: Reading, first: int) -> Iterator[Part]:
+def _parts_of_large(
+    source: Source, number: int, reading: Reading, first: int, offset: int, taken: range | None
+) -> Iterator[Part]:
+    """The parts of a file from number `first` on that begin in `taken`, where the file begins at `offset`."""
     if source.format == "jsonl" or (source.format == "txt" and reading.documents == "line"):
-        parts = _line_parts(source, number, first)
+        parts = _line_parts(source, number)
     elif source.format == "parquet" and _has_small_row_groups(source):
         parts = _row_group_parts(source, number)
     else:
         parts = _record_parts(source, number, reading)
-    yield from itertools.islice(parts, first, None)
+    if taken is None:
+        yield from itertools.islice(parts, first, None)
+        return
+    for part_number, part in enumerate(parts):
+        if offset >= taken.stop:
+            return
+        if offset >= taken.start and part_number >= first:
+            yield part
+        offset += part.input_bytes * (expected_bytes(source) // max(1, source.bytes))
 
 
-def _line_parts(source: Source, number: int, first: int) -> Iterator[Part]:
+def _line_parts(source: Source, number: int) -> Iterator[Part]:
     with ByteStream(source.path, source.compression) as stream:
         before, line, part, content = 0, 1, 0, b""
         try:

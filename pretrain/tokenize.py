@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,7 +121,7 @@ def _read(name_or_path: str) -> tuple[str, bytes, dict[str, bytes]]:
         return name, path.read_bytes(), {}
     if path.is_dir():
         return path.resolve().name, *_read_folder(path, name_or_path)
-    return name_or_path, *_read_folder(_download(name_or_path), name_or_path)
+    return name_or_path, *_read_folder(download_tokenizer(name_or_path), name_or_path)
 
 
 def _read_folder(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
@@ -149,7 +150,8 @@ def _convert(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
         return _read_folder(Path(temporary), given)
 
 
-def _download(hub_id: str) -> Path:
+def download_tokenizer(hub_id: str) -> Path:
+    """The folder of a Hub repository's tokenizer files in the cache. Raises InputError when it cannot be had."""
     missing = f"{hub_id}: no such tokenizer folder or file"
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or hub_id.startswith("."):
         raise InputError(f"{missing}; give a tokenizer's folder, its tokenizer.json, or a Hub id (name or owner/name)")
@@ -185,12 +187,18 @@ def _eos_token(files: dict[str, bytes]) -> str | None:
 
 
 def _backend(content: bytes, given: str) -> "Tokenizer":
-    from tokenizers import Tokenizer
-
     try:
-        return Tokenizer.from_buffer(content)
+        return _parsed(content)
     except Exception as error:  # tokenizers raises plain Exception for whatever its parser meets
         raise InputError(f"{given}: is not a tokenizer.json that tokenizers can load: {_one_line(error)}") from None
+
+
+@lru_cache(maxsize=2)
+def _parsed(content: bytes) -> "Tokenizer":
+    """Shared by all who ask for it: its vocabulary is for everyone, its settings are the reference encoder's."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_buffer(content)
 
 
 class ReferenceEncoder:

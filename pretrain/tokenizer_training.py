@@ -15,7 +15,7 @@ from pretrain.part_encoder import is_validation_text
 from pretrain.preparation_plan import Documents, PreparationOptions, source_differences
 from pretrain.problems import InputError
 from pretrain.shard_writer import as_json
-from pretrain.sources import BEGINNING
+from pretrain.sources import BEGINNING, records_of_part
 from pretrain.tokenize import USUAL_END_OF_DOCUMENT, ReferenceEncoder, load_tokenizer
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ HELD_OUT_BYTES = 2 << 20
 # The pre-tokeniser's memory is many times its text; where a long document is cut does not matter to the counts.
 LONGEST_PIECE_CHARACTERS = 1 << 20
 RECORD_FILE = "training.json"
+GPT2_NAMES = ("openai-community/gpt2", "gpt2")
 # The splitting of GPT-4 (cl100k_base, openai/tiktoken): contractions in any case, words with one leading character
 # that is no letter, at most three digits, runs of signs, line ends, and spaces but for the one before a word.
 SPLIT_PATTERN = "|".join(
@@ -97,7 +98,13 @@ def _record(
             f"the 256 bytes and {USUAL_END_OF_DOCUMENT}"
         )
     asked = {"vocabulary_size": vocabulary_size, "sample_bytes": sample_bytes}
+    options = options.within(documents)
     return {**asked, "options": options.as_plan(), "sources": documents.description()}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Options that are off are the same as options that were not known yet."""
+    return {key: v for key, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 def _is_done(output: Path, record: dict[str, Any]) -> bool:
@@ -109,8 +116,8 @@ def _is_done(output: Path, record: dict[str, Any]) -> bool:
     if not path.is_file():
         raise InputError(f"--output {output}: holds something else already; give a new or empty folder")
     before = json.loads(path.read_bytes())
-    differences = [f"{key} was {before.get(key)!r}, is now {record[key]!r}" for key in record if key != "sources"]
-    differences = [text for key, text in zip(record, differences, strict=False) if before.get(key) != record[key]]
+    changed = [k for k in record if k != "sources" and _without_nulls(before.get(k)) != _without_nulls(record[k])]
+    differences = [f"{key} was {before.get(key)!r}, is now {record[key]!r}" for key in changed]
     differences += source_differences(before.get("sources") or [], record["sources"])
     if differences:
         raise InputError(
@@ -151,9 +158,9 @@ def _is_drawn(text: bytes, fraction: float) -> bool:
 
 
 def _usable_texts(documents: Documents, options: PreparationOptions, sample: Sample) -> Iterator[bytes]:
-    taken = 0
+    taken, limit = 0, options.within(documents).max_documents
     for part in documents.parts(options.reading, BEGINNING):
-        for source, record in part.records(options.reading):
+        for source, record in records_of_part(part, options.reading):
             if record.problem is not None:
                 sample.bad_records += 1
                 allowed = options.max_errors if options.on_error == "skip" else 0
@@ -163,7 +170,7 @@ def _usable_texts(documents: Documents, options: PreparationOptions, sample: Sam
                         "with a large enough --max_errors"
                     )
             elif record.text:
-                if taken == options.max_documents:
+                if taken == limit:
                     return
                 taken += 1
                 yield record.text
@@ -203,6 +210,19 @@ def _write(backend: "Tokenizer", folder: Path, record: dict[str, Any]) -> None:
     (folder / RECORD_FILE).write_bytes(as_json(record))
 
 
+def _cached_gpt2() -> Path | None:
+    """GPT-2's tokenizer.json where the Hub's cache on this machine holds it; nothing is downloaded."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = (try_to_load_from_cache(name, "tokenizer.json") for name in GPT2_NAMES)
+    return next((Path(path) for path in found if isinstance(path, str)), None)
+
+
+def _bytes_per_token(tokenizer: Path, texts: tuple[bytes, ...]) -> float:
+    tokens = sum(len(ids) for ids in ReferenceEncoder(load_tokenizer(tokenizer)).encode(texts))
+    return sum(map(len, texts)) / max(1, tokens)
+
+
 def _print_summary(output: Path, size: int, asked: int, sample: Sample, seconds: float) -> None:
     print(f"{output}: {size:,} tokens, trained on {sample.text_bytes:,} bytes of {sample.documents:,} documents")
     if size < asked:
@@ -210,8 +230,9 @@ def _print_summary(output: Path, size: int, asked: int, sample: Sample, seconds:
     if sample.bad_records:
         print(f"  {sample.bad_records:,} bad records were skipped.")
     if sample.held_out:
-        tokens = sum(len(ids) for ids in ReferenceEncoder(load_tokenizer(output)).encode(sample.held_out))
         held_out_bytes = sum(len(text) for text in sample.held_out)
         where = f"on {held_out_bytes:,} bytes of validation documents, which it has not seen"
-        print(f"  {held_out_bytes / tokens:.3f} bytes per token {where}")
+        print(f"  {_bytes_per_token(output, sample.held_out):.3f} bytes per token {where}")
+        if gpt2 := _cached_gpt2():
+            print(f"  {_bytes_per_token(gpt2, sample.held_out):.3f} bytes per token of GPT-2's (50,257 tokens) there")
     print(f"  {seconds:.1f} s")

@@ -15,7 +15,7 @@ def problems_of(call, *words) -> str:
     return "\n".join(caught.value.problems)
 
 
-def make_run(run, steps, final_step=None):
+def make_run(run, steps, final_step=None, losses=None):
     """The folders of a run as far as addresses look at them."""
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("model: x\n")
@@ -23,7 +23,8 @@ def make_run(run, steps, final_step=None):
         unfinished = run / "checkpoints" / f".saving-{step}"
         unfinished.mkdir(parents=True)
         (unfinished / "config.json").write_text("{}")
-        (unfinished / "trainer_state.json").write_text(json.dumps({"state": {"step": step, "tokens": 10 * step}}))
+        state = {"state": {"step": step, "tokens": 10 * step}, "validation_loss": (losses or {}).get(step)}
+        (unfinished / "trainer_state.json").write_text(json.dumps(state))
         commit(unfinished, run / "checkpoints" / f"step-{step:08d}", {})
     if final_step is not None:
         (run / ".f").mkdir()
@@ -55,10 +56,18 @@ def test_a_step_and_all_steps(tmp_path):
     assert [step for _, step, _ in found(f"{run}@all")] == [4, 8, 10]
     text = problems_of(found, f"{run}@5", f"{run}@last")
     assert f"--model {run}@5: {run} has no checkpoint of step 5; steps there: 4, 8" in text
-    assert "after @ comes a step or all (got 'last')" in text
+    assert "after @ comes a step, best or all (got 'last')" in text
     (run / "checkpoints/step-00000004/MANIFEST.json").unlink()
     (run / "checkpoints/step-00000008/config.json").unlink()
     assert "is damaged: config.json is missing" in problems_of(found, f"{run}@8")
+
+
+def test_the_best_step_is_the_one_with_the_lowest_validation_loss(tmp_path):
+    run = make_run(tmp_path / "run", [4, 8, 12], losses={4: 3.0, 8: 2.5})
+    assert found(f"{run}@best") == [(f"{run}/checkpoints/step-00000008", 8, 80)]
+    assert find_models([f"{run}@best"])[0].name == f"{run}@8"
+    unmeasured = make_run(tmp_path / "unmeasured", [4])
+    assert "no checkpoint there has a validation loss; steps there: 4" in problems_of(found, f"{unmeasured}@best")
 
 
 def test_an_address_that_leads_nowhere(tmp_path, monkeypatch):

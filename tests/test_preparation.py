@@ -16,7 +16,7 @@ from test_prepare_data import content_of, texts, write_jsonl
 
 from pretrain.lock import folder_lock
 from pretrain.preparation import prepare
-from pretrain.preparation_plan import LocalFiles, PreparationOptions
+from pretrain.preparation_plan import Files, PreparationOptions
 from pretrain.problems import InputError
 from pretrain.shards import verify_shards
 from pretrain.sources import find_sources
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 
 def prepare_files(tmp_path, tokenizer, **options):
     """Prepares tmp_path/*.jsonl into tmp_path/out in this process."""
-    documents = LocalFiles(find_sources([f"{tmp_path}/*.jsonl"]))
+    documents = Files(find_sources([f"{tmp_path}/*.jsonl"]))
     return prepare(documents, load_tokenizer(tokenizer), tmp_path / "out", PreparationOptions(**options))
 
 
@@ -60,7 +60,7 @@ def test_what_a_kill_left_in_a_finished_folder_is_removed(tmp_path, tokenizer):
 
 def test_input_that_changes_while_it_is_read_is_noticed(tmp_path, tokenizer):
     write_jsonl(tmp_path / "a.jsonl", texts(9))
-    documents = LocalFiles(find_sources([f"{tmp_path}/*.jsonl"]))
+    documents = Files(find_sources([f"{tmp_path}/*.jsonl"]))
 
     def change(tally):
         write_jsonl(tmp_path / "a.jsonl", texts(10))
@@ -136,6 +136,31 @@ def test_killed_at_any_write_it_continues_to_the_same_bytes(tmp_path, tokenizer,
     assert "continuing after" in ended.stderr
     assert content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
     wait_until_gone(pids)
+
+
+# Runs prepare_data.py where no file may grow beyond so many bytes, as on a disk that is full.
+FULL = (
+    """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
+"""
+    + KILLED
+)
+
+
+def test_a_full_disk_is_said_and_what_is_done_is_kept(tmp_path, tokenizer):
+    write_jsonl(tmp_path / "a.jsonl", texts(200))
+    arguments = ("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer)
+    limit = (tokenizer / "tokenizer.json").stat().st_size + 1000
+    output = ("--output", tmp_path / "out")
+    command = [sys.executable, "-c", FULL, str(limit), "0", *map(str, (*arguments, *output))]
+    full = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert full.returncode == 2 and "Traceback" not in full.stderr, full.stderr
+    assert "File too large" in full.stderr and "make room or access, then run the same command again" in full.stderr
+    ended = run_killed(0, *arguments, *output)
+    assert ended.returncode == 0 and "continuing after" in ended.stderr, ended.stderr
+    assert run_killed(0, *arguments, "--output", tmp_path / "whole").returncode == 0
+    assert content_of(tmp_path / "out") == content_of(tmp_path / "whole")
 
 
 def test_a_signal_stops_between_parts_and_tells_to_run_again(tmp_path, tokenizer):

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 import prepare_data
+from pretrain.hub_dataset import open_dataset
 from pretrain.part_encoder import is_validation_text
 from pretrain.problems import InputError
+from pretrain.records import Reading
 from pretrain.shards import open_shards, read_manifest, verify_shards
+from pretrain.sources import BEGINNING, Position
 from pretrain.tokenize import FastEncoder, ReferenceEncoder, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -286,7 +289,40 @@ def test_datasets_by_folder_with_a_number_of_examples(tmp_path, run, monkeypatch
     assert not (tmp_path / "x").exists()
 
 
-def test_a_dataset_that_is_nowhere_is_named(run, tmp_path):
+def test_a_stream_goes_on_from_any_part_without_the_files_before(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("pretrain.hub_dataset.ROWS_PER_PART", 8)
+    (tmp_path / "set").mkdir()
+    for number in range(3):
+        write_jsonl(tmp_path / f"set/train-{number}.jsonl", [f"{number} {row}" for row in range(20)])
+
+    def parts_from(dataset, start):
+        parts = list(dataset.parts(Reading(), start))
+        return parts, [record.text.decode() for part in parts for _, record in part.records(Reading())]
+
+    whole = [f"{number} {row}" for number in range(3) for row in range(20)]
+    for limit, expected in (("", whole), (":45", whole[:45]), (":20", whole[:20])):
+        dataset = open_dataset(f"{tmp_path}/set{limit}", None, "train", streaming=True)
+        parts, texts_read = parts_from(dataset, BEGINNING)
+        assert texts_read == expected
+        done = 0
+        for part in parts:
+            done += len(part.found)
+            # As it comes back from progress.json.
+            start = Position(*json.loads(json.dumps(part.after)))
+            assert parts_from(dataset, start)[1] == expected[done:], (limit, start)
+    assert parts[-1].source.name == "set/train/00000" and parts[-1].found[-1].place == 20
+    dataset = open_dataset(f"{tmp_path}/set", None, "train", streaming=True)
+    third = next(part.after for part in dataset.parts(Reading(), BEGINNING) if part.after[:2] == (2, 1))
+    (tmp_path / "set/train-0.jsonl").unlink()
+    (tmp_path / "set/train-1.jsonl").unlink()
+    assert parts_from(dataset, third)[1] == whole[48:]
+
+
+def test_a_dataset_that_is_nowhere_is_named(run, tmp_path, monkeypatch):
+    # Read from the environment when the libraries are imported: without these they would ask the network for long.
+    for name in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
+        monkeypatch.setattr(name, True)
     with pytest.raises(InputError, match=r"--dataset nobody/nothing \(no such folder here, so it was looked for on"):
         run("--dataset", "nobody/nothing", "--output", tmp_path / "x")
 

@@ -5,6 +5,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
+from pretrain.document_index import document_table, origin_at, read_index
 from pretrain.problems import InputError
 from pretrain.shard_writer import ShardWriter
 from pretrain.shards import Shard, dtype_for, open_shards, read_manifest, verify_shards
@@ -160,7 +161,8 @@ def test_verify_finds_ids_beyond_the_vocabulary_and_a_foreign_tokenizer(tmp_path
 
 def documents(*lengths):
     ids = np.concatenate([np.r_[np.arange(length - 1), END] for length in lengths]) if lengths else np.array([])
-    return ids, np.array(lengths), np.array(lengths) * 3
+    table = document_table(np.array(lengths), np.array(lengths) * 3, np.arange(len(lengths)), np.array(lengths) + 1)
+    return ids, table
 
 
 def test_shards_are_cut_between_documents(tmp_path):
@@ -174,6 +176,14 @@ def test_shards_are_cut_between_documents(tmp_path):
         content = (tmp_path / shard.file).read_bytes()
         assert hashlib.sha256(content).hexdigest() == shard.sha256
         assert np.frombuffer(content, dtype="<u2")[-1] == END
+        index = read_index(tmp_path / shard.file, shard.documents)
+        assert all(np.frombuffer(content, dtype="<u2")[index["end"] - 1] == END)
+        assert index["end"][-1] == shard.tokens
+        assert index["text_bytes"].sum() == shard.text_bytes
+        named = (tmp_path / shard.file).with_suffix(".documents")
+        assert shard.beside == {named.name: hashlib.sha256(named.read_bytes()).hexdigest()}
+    index = read_index(tmp_path / shards[0].file, 2)
+    assert [origin_at(index, token) for token in (0, 3, 4, 8)] == [(1, 0, 5), (1, 0, 5), (2, 1, 6), (2, 1, 6)]
 
 
 @pytest.mark.parametrize("written_after", [0, 1, 6])

@@ -300,6 +300,7 @@ def test_bad_rows_of_csv(tmp_path):
 
 def test_documents_beyond_the_limit_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "MAXIMUM_DOCUMENT_BYTES", 1000)
+    monkeypatch.setattr("pretrain.records.MAXIMUM_DOCUMENT_BYTES", 1000)
     monkeypatch.setattr(formats, "PART_BYTES", 500)
     (tmp_path / "a.jsonl").write_bytes(jsonl(["a", "b" * 1100, "c"]))
     first, bad, last = records_of_parts([tmp_path / "a.jsonl"])
@@ -331,7 +332,7 @@ def test_all_that_is_wrong_with_the_input_is_told_at_once(tmp_path):
     assert "is a folder; name its files, such as" in folder
     assert "unknown format .doc; known: .jsonl" in unknown
     assert "unknown format without a suffix" in nameless
-    with pytest.raises(InputError, match="--format jsnol: no such format; did you mean jsonl"):
+    with pytest.raises(InputError, match="--input_format jsnol: no such format; did you mean jsonl"):
         find_sources([f"{tmp_path}/a.doc"], format_name="jsnol")
     with pytest.raises(InputError, match="leaves none of the 2 input files"):
         find_sources([f"{tmp_path}/*"], exclude=["*"])

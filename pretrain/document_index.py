@@ -1,0 +1,69 @@
+"""Beside each shard, which documents are in it: where each ends, and the file and line that it came from.
+
+train-00000.documents holds one record of 24 bytes per document, in the order of the shard, without a header, so that
+`np.memmap(file, DOCUMENT)` opens it.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pretrain.problems import InputError
+
+SUFFIX = ".documents"
+DOCUMENT = np.dtype([("end", "<u8"), ("place", "<u8"), ("text_bytes", "<u4"), ("source", "<u4")])
+"""end: tokens of the shard up to and with the document's end id. place: its line, row or number in its source, from 1.
+
+text_bytes: UTF-8 bytes of its text. source: number in the manifest's list of sources, from 0.
+"""
+
+
+class Origin(NamedTuple):
+    """A document of a shard: its number within the shard from 1, and the source and place it came from."""
+
+    number: int
+    source: int
+    place: int
+
+
+def index_of(shard: Path) -> Path:
+    """The index file that belongs to a shard file."""
+    return shard.with_suffix(SUFFIX)
+
+
+def document_table(
+    document_tokens: np.ndarray, text_bytes: np.ndarray, sources: np.ndarray, places: np.ndarray
+) -> np.ndarray:
+    """Records of documents that stand end to end; one element per document in each array, ends counted from 0."""
+    table = np.empty(len(document_tokens), DOCUMENT)
+    table["end"] = np.cumsum(document_tokens)
+    table["text_bytes"], table["source"], table["place"] = text_bytes, sources, places
+    return table
+
+
+def tokens_of(documents: np.ndarray) -> np.ndarray:
+    """(documents,) tokens of each document with its end id, from the ends of documents that begin at 0."""
+    return np.diff(documents["end"].astype(np.int64), prepend=0)
+
+
+def read_index(shard: Path, documents: int) -> np.ndarray | None:
+    """The records of a shard, memory-mapped; None when there is no index, as in folders of earlier versions.
+
+    Raises InputError when the file is not of `documents` documents.
+    """
+    path = index_of(shard)
+    if not path.is_file():
+        return None
+    if path.stat().st_size != documents * DOCUMENT.itemsize:
+        raise InputError(
+            f"{path}: has {path.stat().st_size:,} bytes, must have {documents * DOCUMENT.itemsize:,} "
+            f"({documents:,} documents); restore the file, or prepare the folder again"
+        )
+    return np.memmap(path, DOCUMENT, mode="r").view(np.ndarray) if documents else np.empty(0, DOCUMENT)
+
+
+def origin_at(index: np.ndarray, token: int) -> Origin:
+    """The document that the token at that offset of the shard belongs to."""
+    number = int(np.searchsorted(index["end"], token, side="right"))
+    return Origin(number + 1, int(index["source"][number]), int(index["place"][number]))

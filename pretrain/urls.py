@@ -1,0 +1,180 @@
+"""Files by address: paths of this machine, and fsspec URLs such as s3://, gs://, https://, hf:// and memory://."""
+
+import hashlib
+import io
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from urllib.parse import urlsplit
+
+from pretrain.problems import InputError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+Value = TypeVar("Value")
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+FINGERPRINT_BYTES = 1 << 16
+BLOCK_BYTES = 8 << 20
+TRIES = 4
+IDENTITIES = ("ETag", "etag", "md5Hash", "md5", "crc32c", "content_md5", "Content-MD5", "blob_id", "Last-Modified")
+"""What file systems call that which changes with a file's content."""
+
+
+class UnreachableError(OSError):
+    """A remote file cannot be read now; that says nothing of its content."""
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether an address is a URL rather than a path."""
+    return URL.match(str(path)) is not None
+
+
+def shown(path: str) -> str:
+    """An address as it may be shown and recorded: a URL without user, password and query, which may hold secrets."""
+    if not is_url(path):
+        return path
+    parts = urlsplit(path)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def file_system(url: str) -> tuple["AbstractFileSystem", str]:
+    """(file system, path in it) of a URL. Raises InputError for a protocol that is unknown or lacks its library."""
+    from fsspec.core import url_to_fs
+
+    try:
+        return url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise InputError(f"{shown(url)}: cannot be reached: {_one_line(error)}") from None
+
+
+def open_file(path: str) -> BinaryIO:
+    """Opens a file for reading. Raises OSError when that is not possible."""
+    return RemoteFile(path) if is_url(path) else open(path, "rb")
+
+
+class RemoteFile(io.RawIOBase):
+    """A remote file, read from front to back or, where its server allows, from anywhere.
+
+    A read that fails is tried again, from where it was; what goes on failing is an UnreachableError.
+    """
+
+    def __init__(self, url: str):
+        self.url = url
+        self._position = 0
+        self._file: Any = self._opened()
+        self._can_seek = self._file.seekable()
+
+    def _opened(self) -> Any:
+        system, path = file_system(self.url)
+        return _translated(self.url, lambda: system.open(path, "rb", block_size=BLOCK_BYTES))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._can_seek
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = _translated(self.url, lambda: self._file.seek(offset, whence))
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
+    def _read(self, size: int) -> bytes:
+        for attempt in range(TRIES):
+            try:
+                content = self._file.read(size)
+                break
+            except Exception as error:  # each file system has errors of its own
+                if attempt == TRIES - 1:
+                    raise UnreachableError(5, f"cannot be read: {_one_line(error)}", shown(self.url)) from error
+                time.sleep(2.0**attempt / 4)
+                self._reopen()
+        self._position += len(content)
+        return content
+
+    def _reopen(self) -> None:
+        self._file = self._opened()
+        if self._can_seek:
+            self._file.seek(self._position)
+            return
+        passed = 0
+        while passed < self._position and (block := self._file.read(min(BLOCK_BYTES, self._position - passed))):
+            passed += len(block)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+def _translated(url: str, action: Callable[[], Value]) -> Value:
+    """What the action gives; whatever a file system raises becomes an UnreachableError that names it."""
+    try:
+        return action()
+    except FileNotFoundError:
+        raise UnreachableError(2, "no such file", shown(url)) from None
+    except Exception as error:
+        raise UnreachableError(5, _one_line(error), shown(url)) from error
+
+
+def find_urls(pattern: str) -> list[str]:
+    """The files that a URL names, sorted; `*` and `**` as in paths. Raises InputError when they cannot be listed."""
+    system, path = file_system(pattern)
+    try:
+        if "*" not in path:
+            return [pattern] if system.info(path).get("type") != "directory" else []
+        found = system.glob(path, detail=True)
+    except FileNotFoundError:
+        return []
+    except Exception as error:
+        raise InputError(f"--input {shown(pattern)}: cannot be listed: {_one_line(error)}") from None
+    return sorted(system.unstrip_protocol(name) for name, about in found.items() if about.get("type") != "directory")
+
+
+def size_of(path: str) -> int:
+    """Bytes of a file; 0 where its server does not tell. Raises OSError when it cannot be had."""
+    if not is_url(path):
+        return os.path.getsize(path)
+    return int(_about(path).get("size") or 0)
+
+
+def _about(url: str) -> dict[str, Any]:
+    system, path = file_system(url)
+    return _translated(url, lambda: system.info(path))
+
+
+def fingerprint(path: str, size: int) -> str:
+    """What tells a changed file without reading it all: a hash of size and of its first, middle and last 64 KiB.
+
+    Of a remote file whose server gives a hash or a date of its content, of size and of those.
+    """
+    digest = hashlib.sha256(str(size).encode())
+    if is_url(path):
+        about = _about(path)
+        known = {name: str(about[name]) for name in IDENTITIES if about.get(name)}
+        if known:
+            digest.update(repr(sorted(known.items())).encode())
+            return digest.hexdigest()
+    with open_file(path) as file:
+        starts = sorted({0, size // 2, max(0, size - FINGERPRINT_BYTES)}) if file.seekable() else [0]
+        for start in starts:
+            if start:
+                file.seek(start)
+            digest.update(file.read(FINGERPRINT_BYTES))
+    return digest.hexdigest()
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
