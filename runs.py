@@ -1,13 +1,181 @@
-"""Looks at runs.
+"""Looks at runs and steers live ones.
 
+python runs.py list [FOLDER]                 # every run under a folder: state, step, loss, speed, time left
+python runs.py status RUN                    # one run: progress, loss, last events; --watch to keep looking
+python runs.py plot RUN...                   # curves: a PNG, and a page to hover over and zoom into
+python runs.py compare RUN...                # settings that differ and results, side by side
+python runs.py summary RUN                   # a run on one page
+python runs.py export RUN... --output x.csv  # every logged line as a table
+python runs.py documents RUN --step N        # the text that a step was trained on
+python runs.py save|stop|abort|anneal RUN    # steers a live run, from any machine that shares its disk
 python runs.py parity --config recipes/NAME.yaml --steps 50     # the same losses under every strategy?
 """
 
 import argparse
+import os
 import sys
+import time
 from pathlib import Path
 
-from pretrain.problems import run_script
+from pretrain.problems import InputError, run_script
+
+ROOT_OF_RUNS = Path("runs")
+
+
+def list_runs(arguments: argparse.Namespace) -> int:
+    """One line per run under a folder."""
+    from pretrain.history import METRICS_FILE, find_runs
+    from pretrain.run_status import list_text, read_status
+
+    folder = arguments.folder
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; give one that holds runs")
+    runs = [folder] if (folder / METRICS_FILE).is_file() else find_runs(folder)
+    if not runs:
+        raise InputError(f"{folder}: holds no runs; train.py makes one, or give another folder")
+    within = folder if runs != [folder] else folder.parent
+    print(list_text([read_status(run, brief=True) for run in runs], within=within))
+    return 0
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """How one run is doing; of a folder of runs, their list."""
+    from pretrain.history import METRICS_FILE, find_runs, require_run
+    from pretrain.run_status import read_status, status_text
+
+    folder = arguments.run_folder
+    if folder.is_dir() and not (folder / METRICS_FILE).is_file() and find_runs(folder):
+        arguments.folder = folder
+        return list_runs(arguments)
+    run = require_run(folder)
+    while True:
+        now = read_status(run)
+        if arguments.watch is not None and sys.stdout.isatty():
+            print("\033[H\033[2J", end="")
+        print(status_text(now), flush=True)
+        if arguments.watch is None or now.state != "running":
+            return 0
+        try:
+            time.sleep(arguments.watch)
+        except KeyboardInterrupt:
+            return 0
+        if not sys.stdout.isatty():
+            print()
+
+
+def plot(arguments: argparse.Namespace) -> int:
+    """Writes the PNG and the page."""
+    from pretrain.comparison import names_of
+    from pretrain.curves import curves_of
+    from pretrain.history import read_history, require_runs
+    from pretrain.plots import write_page, write_png
+    from pretrain.run_status import read_status
+
+    runs = require_runs(arguments.runs)
+    base = arguments.output or (runs[0] if len(runs) == 1 else common_folder(runs)) / "plot"
+    base = base.with_suffix("") if base.suffix in (".png", ".html") else base
+    require_writable(base)
+    histories = [read_history(run) for run in runs]
+    if not any(history.of("train") for history in histories):
+        raise InputError(f"{', '.join(map(str, runs))}: no step is logged yet, so there is nothing to plot")
+    names = names_of(histories)
+    curves = [curves_of(name, h, read_status(h.folder)) for name, h in zip(names, histories, strict=True)]
+    for ending, write in ((".html", write_page), (".png", write_png)):
+        path = base.with_name(base.name + ending)
+        write(curves, path)
+        print(path)
+    return 0
+
+
+def common_folder(runs: list[Path]) -> Path:
+    """The nearest folder that holds all runs."""
+    folder = Path(os.path.commonpath([run.resolve().parent for run in runs]))
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+
+
+def require_writable(path: Path) -> None:
+    """Raises InputError if no file can be made there."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise InputError(f"--output {path}: {folder} is no folder; make it, or choose another place")
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"--output {path}: nothing can be written in {folder}; choose another place")
+    if path.is_dir():
+        raise InputError(f"--output {path}: is a folder; give the name of a file in it, such as {path / 'plot'}")
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Prints settings that differ and results."""
+    from pretrain.comparison import comparison_text
+    from pretrain.history import read_history, require_runs
+    from pretrain.run_status import read_status
+
+    if len(arguments.runs) < 2:
+        raise InputError(f"compare {arguments.runs[0]}: one run alone; give two or more, or use summary")
+    print(comparison_text([(read_history(run), read_status(run)) for run in require_runs(arguments.runs)]))
+    return 0
+
+
+def summary(arguments: argparse.Namespace) -> int:
+    """Prints a run on one page."""
+    from pretrain.comparison import summary_text
+    from pretrain.history import read_history
+    from pretrain.run_status import read_status
+
+    history = read_history(arguments.run_folder)
+    print(summary_text(history, read_status(arguments.run_folder)))
+    return 0
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Writes every logged line as CSV."""
+    from pretrain.comparison import write_csv
+    from pretrain.history import read_history, require_runs
+
+    runs = require_runs(arguments.runs)
+    require_writable(arguments.output)
+    rows = write_csv([read_history(run) for run in runs], arguments.output)
+    print(f"{arguments.output}: {rows:,} rows")
+    return 0
+
+
+def documents(arguments: argparse.Namespace) -> int:
+    """Prints what was in a step."""
+    from pretrain.history import require_run
+    from pretrain.step_documents import documents_text
+
+    text = documents_text(
+        require_run(arguments.run_folder), arguments.step, limit=arguments.limit, characters=arguments.characters
+    )
+    print(text)
+    return 0
+
+
+def steer(arguments: argparse.Namespace) -> int:
+    """Sends a command to a live run and waits until it is done."""
+    from pretrain.control import send, wait_for_answer, withdraw
+
+    command, run = arguments.command, arguments.run_folder
+    request = send(run, command)
+    shown = 0
+
+    def show(seconds: float) -> None:
+        nonlocal shown
+        if seconds > 1 and int(seconds) > shown and (sys.stderr.isatty() or int(seconds) % 10 == 0):
+            shown = int(seconds)
+            end = "" if sys.stderr.isatty() else "\n"
+            print(f"\r{command}: waiting for the run, {shown} s", end=end, file=sys.stderr, flush=True)
+
+    try:
+        print(wait_for_answer(run, request, timeout_seconds=arguments.timeout, show=show))
+    except KeyboardInterrupt:
+        withdraw(run, request)
+        print(f"\n{command}: no longer waits; withdrawn, unless the run has taken it already", file=sys.stderr)
+        return 130
+    finally:
+        if shown and sys.stderr.isatty():
+            print(file=sys.stderr)
+    return 0
 
 
 def parity(arguments: argparse.Namespace) -> int:
@@ -24,21 +192,91 @@ def parity(arguments: argparse.Namespace) -> int:
     )
 
 
+def positive(text: str) -> float:
+    """A number of seconds above zero, for argparse."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def natural(text: str) -> int:
+    """A whole number from 1, for argparse."""
+    value = int(text.replace(",", "").replace("_", ""))
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line, one subcommand per function above."""
     root = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    commands = root.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    add_looking(commands)
+    add_steering(commands)
+    add_parity(commands)
+    return root
+
+
+def add_looking(commands: argparse._SubParsersAction) -> None:
+    """The commands that only read."""
+    command = commands.add_parser("list", help="all runs under a folder")
+    command.set_defaults(run=list_runs)
+    command.add_argument("folder", type=Path, nargs="?", default=ROOT_OF_RUNS, help="(default runs)")
+    command = commands.add_parser("status", help="how a run is doing")
+    command.set_defaults(run=status)
+    command.add_argument("run_folder", type=Path, metavar="RUN", nargs="?", default=ROOT_OF_RUNS)
+    command.add_argument("--watch", type=positive, nargs="?", const=2.0, metavar="SECONDS", help="look again (2)")
+    command = commands.add_parser("plot", help="curves of one or several runs, as PNG and as a page")
+    command.set_defaults(run=plot)
+    command.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    command.add_argument(
+        "--output", type=Path, help="where, without ending (default: plot.png and plot.html in the run's folder, or "
+        "in the folder that holds the runs)",
+    )  # fmt: skip
+    command = commands.add_parser("compare", help="settings that differ and results, side by side")
+    command.set_defaults(run=compare)
+    command.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    command = commands.add_parser("summary", help="a run on one page")
+    command.set_defaults(run=summary)
+    command.add_argument("run_folder", type=Path, metavar="RUN")
+    command = commands.add_parser("export", help="every logged line of the curves as CSV")
+    command.set_defaults(run=export)
+    command.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    command.add_argument("--output", type=Path, required=True, metavar="FILE.csv")
+    command = commands.add_parser("documents", help="what a step was trained on")
+    command.set_defaults(run=documents)
+    command.add_argument("run_folder", type=Path, metavar="RUN")
+    command.add_argument("--step", type=natural, required=True, help="as logged: the first step is 1")
+    command.add_argument("--limit", type=natural, default=8, help="sequences to show (default 8)")
+    command.add_argument("--characters", type=natural, default=600, help="of each document (default 600)")
+
+
+def add_steering(commands: argparse._SubParsersAction) -> None:
+    """The commands to a live run."""
+    helps = {
+        "save": "a live run saves a checkpoint and goes on",
+        "stop": "a live run saves a checkpoint and ends",
+        "abort": "a live run ends without saving",
+        "anneal": "a live run begins the final decay of its learning rate",
+    }
+    for name, text in helps.items():
+        command = commands.add_parser(name, help=text)
+        command.set_defaults(run=steer)
+        command.add_argument("run_folder", type=Path, metavar="RUN")
+        command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait for it (default 60)")
+
+
+def add_parity(commands: argparse._SubParsersAction) -> None:
+    """The command that trains under every strategy."""
     command = commands.add_parser("parity", help="does a recipe train alike under every strategy?")
     command.set_defaults(run=parity)
     command.add_argument("--config", type=Path, required=True, metavar="RECIPE")
     command.add_argument("--steps", type=int, default=50, help="optimizer steps of each run (default 50)")
-    command.add_argument(
-        "--strategies", help="files of accelerate_configs by name, with commas (default: all but zero3_offload_nvme)"
-    )
+    command.add_argument("--strategies", help="files of accelerate_configs by name, with commas (default: all)")
     command.add_argument("--processes", type=int, default=2, help="of every strategy but single (default 2)")
     command.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="(default fp32)")
     command.add_argument("--output", type=Path, default=Path("runs/parity"), help="(default runs/parity)")
-    return root
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ metrics.jsonl has one JSON object per line, `event` first; numbers that are not 
 
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -17,17 +18,26 @@ import torch
 from tqdm import tqdm
 
 from pretrain.config import RunConfig
+from pretrain.quantities import bytes_text, count_text, duration_text
+from pretrain.trackers import Trackers
 
 SHOWN = {
     "train": "step {step:,}/{total_steps:,} · loss {loss:.4f} · lr {learning_rate:.2e} · norm {grad_norm:.3f} · "
     "{tokens_per_second:,.0f} tok/s{mfu_text} · {tokens_text} · {time_left} left",
     "validation": "step {step:,} · validation {source} · loss {loss:.4f} · perplexity {perplexity:.2f} · "
     "{bits_per_byte:.4f} bits/byte",
-    "checkpoint": "step {step:,} · checkpoint {path} · {bytes_text} in {seconds:.1f} s",
+    "checkpoint": "step {step:,} · checkpoint {path} · {bytes_text} in {seconds:.1f} s, {stall_seconds:.2f} s waited",
     "resume": "continues from {path} at step {step:,}",
-    "skip": "step {step:,} · {steps} of the last steps skipped: the gradient norm was not finite",
+    "sample": "step {step:,} · {text!r}",
+    "branch": "begins with {path} of {run} and decays from there",
+    "skip": "step {step:,} · not applied: its gradient is not finite",
+    "spike": "step {step:,} · SPIKE: {message}",
+    "divergence": "step {step:,} · DIVERGENCE: {message}",
+    "explosion": "step {step:,} · GRADIENT: {message}",
+    "rollback": "goes back to step {to_step:,}: {reason}; {change}",
+    "control": "step {step:,} · {command}, as asked by runs.py",
     "warning": "warning: {message}",
-    "end": "{reason} after {steps:,} steps and {tokens:,} tokens in {duration}",
+    "end": "{reason}: {step:,} steps and {tokens:,} tokens; {duration} since the start; exit status {code}",
 }
 """How an event reads on the console and in train.log; the others are only written to metrics.jsonl."""
 
@@ -71,54 +81,95 @@ class Throughput:
         return figures
 
 
+class LineFile:
+    """A file that lines are appended to. A full disk costs lines, said once, and never the run."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
+        self._failed = False
+        if self._file.tell() and os.pread(self._file.fileno(), 1, self._file.tell() - 1) != b"\n":
+            self.write("")  # a crash cut the last line short: the next must not continue it
+
+    def write(self, line: str) -> None:
+        try:
+            self._file.write(line.encode() + b"\n")
+        except (OSError, ValueError) as error:  # ValueError: closed by another thread, which ends the run
+            if not self._failed:
+                print(f"{self.path} cannot be written ({error}); training goes on", file=sys.stderr, flush=True)
+            self._failed = True
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class Metrics:
     """Where events go. Calls on other ranks than the main one do nothing.
 
     Args:
         run: the run's folder.
         is_main: whether this process speaks.
-        total_steps, first_step: for the progress bar and the time left.
-        config: goes to the trackers, whole.
     """
 
-    def __init__(self, run: Path, *, is_main: bool, total_steps: int, first_step: int, config: RunConfig):
-        self.is_main, self.total_steps = is_main, total_steps
-        self._start, self._first_step = time.perf_counter(), first_step
-        self._paused = 0.0
-        if not is_main:
+    def __init__(self, run: Path, *, is_main: bool):
+        self.is_main = is_main
+        self._started, self._trackers = time.perf_counter(), None
+        self.total_steps = 0
+        self._last = {"step": 0, "tokens": 0}
+        self.began = False
+        """Whether the run has got as far as training; the same on all ranks."""
+        self._ended = False
+        if is_main:
+            run.mkdir(parents=True, exist_ok=True)
+            self._lines, self._log = LineFile(run / "metrics.jsonl"), LineFile(run / "train.log")
+            self._bar = tqdm(unit="step", dynamic_ncols=True, disable=True)
+
+    def begin(self, config: RunConfig, *, total_steps: int, first_step: int) -> None:
+        """The run is about to train: starts the progress bar, and the trackers with the whole config."""
+        self.began = True
+        if not self.is_main:
             return
-        run.mkdir(parents=True, exist_ok=True)
-        self._lines = open(run / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self._log = open(run / "train.log", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self.total_steps = total_steps
         self._bar = tqdm(
             total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty()
         )
-        self._trackers = start_trackers(run, config)
+        self._trackers = Trackers(config.output, config, lambda text: self.write("warning", message=text))
+
+    def change_total(self, total_steps: int) -> None:
+        """The run has become shorter or longer."""
+        if self.is_main:
+            self.total_steps = self._bar.total = total_steps
 
     def write(self, event: str, **values: Any) -> None:
         """One event: a line in metrics.jsonl, and in train.log and on the console in words."""
         if not self.is_main:
             return
+        if event in ("start", "train"):
+            self._last |= {name: values[name] for name in self._last if name in values}
         line = {"event": event, **values, "time": round(time.time(), 3)}
-        self._lines.write(json.dumps(finite(line), allow_nan=False) + "\n")
+        self._lines.write(json.dumps(finite(line), allow_nan=False))
         if event in SHOWN:
-            self.say(self._in_words(event, values))
+            self.say(self._in_words(event, values), is_error=bool(values.get("code")))
         numbers = {
             f"{event}/{name}" + (f"/{values['source']}" if "source" in values else ""): value
             for name, value in values.items()
             if isinstance(value, int | float) and name != "step"
         }
-        if "step" in values:
-            for tracker in self._trackers:
-                tracker.log(numbers, step=values["step"])
+        if "step" in values and numbers and self._trackers is not None:
+            self._trackers.log(numbers, step=values["step"])
 
-    def say(self, text: str) -> None:
+    def track(self, numbers: dict[str, float]) -> None:
+        """Figures that came late, to the trackers: at the step of now, since they take no earlier one."""
+        if self._trackers is not None:
+            self._trackers.log(numbers, step=self._last["step"])
+
+    def say(self, text: str, is_error: bool = False) -> None:
         """Words to the console, above the progress bar, and to train.log."""
         if not self.is_main:
             return
-        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
         if self._bar.disable:
-            print(text, flush=True)
+            print(text, file=sys.stderr if is_error else sys.stdout, flush=True)
         else:
             self._bar.write(text)
 
@@ -129,13 +180,18 @@ class Metrics:
                 self._bar.set_postfix_str(f"loss {loss:.4f}")
             self._bar.update(step + 1 - self._bar.n)
 
-    def close(self) -> None:
-        if self.is_main:
-            self._bar.close()
-            for tracker in self._trackers:
-                tracker.finish()
-            self._lines.close()
-            self._log.close()
+    def end(self, code: int, reason: str, **values: Any) -> None:
+        """The last event of this attempt; closes everything. Of two that come at once, the first counts."""
+        if not self.is_main or self._ended:
+            return
+        self._ended = True
+        seconds = time.perf_counter() - self._started
+        self.write("end", reason=reason, code=code, **{**self._last, **values}, seconds=seconds)
+        self._bar.close()
+        if self._trackers is not None:
+            self._trackers.finish()
+        self._lines.close()
+        self._log.close()
 
     def _in_words(self, event: str, values: dict[str, Any]) -> str:
         extra: dict[str, Any] = {"total_steps": self.total_steps}
@@ -145,43 +201,10 @@ class Metrics:
             extra["mfu_text"] = f" · MFU {values['mfu']:.1%}" if values.get("mfu") else ""
             extra["tokens_text"] = f"{count_text(values['tokens'])} tokens"
         if event == "checkpoint":
-            extra["bytes_text"] = f"{values['bytes'] / 1e6:,.1f} MB"
+            extra["bytes_text"] = bytes_text(values["bytes"])
         if event == "end":
             extra["duration"] = duration_text(values["seconds"])
-        return SHOWN[event].format(**values, **extra)
-
-
-def start_trackers(run: Path, config: RunConfig) -> list[Any]:
-    """accelerate's trackers for the names in the recipe, each knowing the resolved config."""
-    if not config.trackers:
-        return []
-    from accelerate.tracking import TensorBoardTracker, WandBTracker
-
-    make = {
-        "wandb": lambda: WandBTracker("groundwork", name=run.name, dir=str(run), resume="allow", id=run_id(run)),
-        "tensorboard": lambda: TensorBoardTracker("tensorboard", logging_dir=run),
-    }
-    trackers = [make[name]() for name in config.trackers]
-    for tracker in trackers:
-        tracker.start()
-        tracker.store_init_configuration(flatten(config.model_dump(mode="json")))
-    return trackers
-
-
-def run_id(run: Path) -> str:
-    """The tracker's name for this folder: the same after a restart, so that it continues the same curve."""
-    path = run / ".tracker_id"
-    if not path.exists():
-        path.write_text(f"{run.name}-{time.time_ns():x}")
-    return path.read_text()
-
-
-def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
-    """{'a': {'b': 1}} -> {'a.b': 1}; lists by position; None as text, which every tracker takes."""
-    if isinstance(values, dict | list):
-        items = values.items() if isinstance(values, dict) else enumerate(values)
-        return {key: leaf for name, value in items for key, leaf in flatten(value, f"{prefix}{name}.").items()}
-    return {prefix.removesuffix("."): "null" if values is None else values}
+        return SHOWN[event].format(**{**extra, **values})
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -205,23 +228,3 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-
-
-def count_text(count: float) -> str:
-    """1234567 -> '1.23M'"""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return f"{count:.0f}"
-
-
-def duration_text(seconds: float) -> str:
-    """3725 -> '1 h 02 min'"""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours:02d} h"
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"

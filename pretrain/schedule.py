@@ -10,9 +10,10 @@ A schedule is a function (schedule, step) -> factor of the peak, entered in SCHE
 
 import bisect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from pretrain.problems import InputError, did_you_mean
 
@@ -66,6 +67,51 @@ class Schedule:
     def learning_rate(self, step: int, peak: float) -> float:
         """Learning rate at `step` (0 is the first) for the given peak."""
         return peak * self.factor(step)
+
+    @property
+    def decays_from(self) -> int:
+        """The step at which the decay that ends the run begins; total_steps where none does, or where all is one."""
+        if self.name in ("wsd", "warmup_stable_decay"):
+            decay_steps = round(0.2 * self.total_steps) if self.decay_steps is None else self.decay_steps
+            return max(self.warmup_steps, self.total_steps - decay_steps)
+        return self.total_steps - (self.anneal_steps if self.name == "infinite" else 0)
+
+    def extending(self, earlier: Mapping[str, Any]) -> "Schedule":
+        """This schedule of a longer run, with every learning rate that the earlier one (its fields) had until it
+        decayed: a cosine or a line that has an end keeps it, and the run goes on at the floor; an end of its own moves
+        to the end of the longer run."""
+        if self.name in ("cosine", "linear"):
+            return replace(self, total_steps=earlier["total_steps"])
+        if self.name == "infinite":
+            return replace(self, cooldown_steps=earlier["cooldown_steps"])
+        return self
+
+
+@dataclass(frozen=True)
+class Annealing:
+    """A schedule that was asked to end: from `from_step` on the learning rate falls from where it was to the floor."""
+
+    schedule: Schedule
+    from_step: int
+    steps: int
+    """Length of the decay."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.schedule.name}, annealing from step {self.from_step:,}"
+
+    @property
+    def warmup_steps(self) -> int:
+        return self.schedule.warmup_steps
+
+    def learning_rate(self, step: int, peak: float) -> float:
+        """As `Schedule.learning_rate`."""
+        if step < self.from_step:
+            return self.schedule.learning_rate(step, peak)
+        begin = self.schedule.factor(max(self.from_step - 1, 0))
+        floor = min(begin, self.schedule.final_ratio)
+        left = DECAY_SHAPES[self.schedule.decay_shape](_progress(step, self.from_step, self.from_step + self.steps))
+        return peak * (floor + (begin - floor) * left)
 
 
 def cosine(schedule: Schedule, step: int) -> float:

@@ -1,4 +1,4 @@
-"""runs.py parity: what it makes of curves; the runs themselves are those of test_strategies.py."""
+"""runs.py parity: what it makes of curves and of refusals; the runs themselves are those of test_strategies.py."""
 
 import json
 import math
@@ -6,40 +6,93 @@ import math
 import pytest
 from conftest import ROOT, run_script
 
-from pretrain.parity import Curve, differences, read_curve, report, run_overrides, strategy_names, table
+from pretrain import parity
+from pretrain.parity import (
+    Curve,
+    Outcome,
+    distance,
+    largest,
+    read_curve,
+    refusals,
+    report,
+    run_overrides,
+    strategy_names,
+    table,
+)
 
 REFERENCE = Curve({1: 6.0, 2: 5.0}, {1: 2.0, 2: 1.0})
+EQUAL = Outcome(REFERENCE)
+BOUNDS = (1e-5, 1e-4)
+LOG = """[2026-11-21 04:10:12,178] [WARNING] [real_accelerator.py:213:get_accelerator] Setting accelerator to CPU.
+/x/y.py:3: FutureWarning: is deprecated
+optim.name: muon does not run under zero1; choose adamw, or a strategy that runs it, as ddp does
+batch.sequences_per_micro_batch: 3 is not a multiple of 2
+E1121 05:10:12.243000 28475 api.py:1002] failed (exitcode: 2) local_rank: 0 (pid: 28537) of binary: python
+Traceback (most recent call last):
+ChildFailedError: train.py FAILED
+  exitcode  : 2 (pid: 28537)
+"""
 
 
-def test_differences_are_the_largest_over_the_steps():
-    loss, norm = differences(Curve({1: 6.0, 2: 5.25}, {1: 1.5, 2: 1.0}), REFERENCE)
-    assert (loss, norm) == (0.25, 0.25)
+def test_distances_are_absolute_or_relative():
+    assert distance(5.25, 5.0, relative=False) == 0.25
+    assert distance(1.5, 2.0, relative=True) == 0.25
+    assert distance(math.nan, math.nan, relative=True) == 0, "the same step skipped in both is the same"
+    assert distance(math.nan, 1.0, relative=False) == distance(1.0, math.nan, relative=False) == math.inf
 
 
-def test_missing_steps_and_numbers_that_are_not_finite_are_infinitely_far():
-    assert differences(Curve({1: 6.0}, {1: 2.0}), REFERENCE) == (math.inf, math.inf)
-    assert differences(Curve({1: 6.0, 2: math.nan}, {1: 2.0, 2: 1.0}), REFERENCE) == (math.inf, 0.0)
-    both = Curve({1: 6.0, 2: 5.0}, {1: math.nan, 2: 1.0})
-    assert differences(both, both) == (0.0, 0.0), "the same step skipped in both is the same"
+def test_the_largest_is_over_all_steps_and_a_missing_step_is_infinitely_far():
+    assert largest({1: 6.0, 2: 5.25}, REFERENCE.loss, relative=False) == 0.25
+    assert largest({1: 6.0}, REFERENCE.loss, relative=False) == math.inf
 
 
-def test_report_decides_the_exit_status(tmp_path, capsys):
-    good = {"single": REFERENCE, "ddp": Curve({1: 6.000001, 2: 5.0}, REFERENCE.grad_norm)}
-    assert report(good, (1e-5, 1e-4), tmp_path) == 0
-    assert report({**good, "zero3": Curve({1: 6.1, 2: 5.0}, REFERENCE.grad_norm)}, (1e-5, 1e-4), tmp_path) == 1
+def test_refusals_are_read_from_the_log_of_the_launch():
+    assert refusals(LOG, 1) == LOG.splitlines()[2:4]
+    assert refusals(LOG.replace("exitcode  : 2", "exitcode  : 1").replace("exitcode: 2", "exitcode: 1"), 1) == []
+    assert refusals("model: nothing of the kind\n", 2) == ["model: nothing of the kind"], "one process, no torchrun"
+
+
+def test_those_that_ran_decide_the_exit_status(tmp_path, capsys):
+    good = {"single": EQUAL, "ddp": Outcome(Curve({1: 6.000001, 2: 5.0}, REFERENCE.grad_norm))}
+    assert report(good, BOUNDS, tmp_path) == 0
+    assert "1 of the 1 that can run this recipe here train as single does" in capsys.readouterr().out
+    refused = {**good, "tp": Outcome(None, ("optim.name: muon does not run under tp", "model: too small"))}
+    assert report(refused, BOUNDS, tmp_path) == 0
+    out = capsys.readouterr().out
+    assert (
+        "tp                   refused: optim.name: muon does not run under tp\n" in out and "model: too small" in out
+    )
+    assert "1 refused it, which proves nothing" in out
+    assert json.loads((tmp_path / "parity.json").read_text())["tp"]["refused"][1] == "model: too small"
+
+
+def test_what_differs_or_fails_is_a_failure(tmp_path, capsys):
+    other = Outcome(Curve({1: 6.1, 2: 5.0}, REFERENCE.grad_norm))
+    assert report({"single": EQUAL, "ddp": EQUAL, "zero3": other}, BOUNDS, tmp_path) == 1
     assert json.loads((tmp_path / "parity.json").read_text())["zero3"]["same"] is False
-    assert report({**good, "tp": None}, (1e-5, 1e-4), tmp_path) == 1, "what did not run proves nothing"
-    text = capsys.readouterr().out
-    assert "the same" in text and "DIFFERENT" in text and "did not run; see" in text
+    assert "zero3                DIFFERENT  loss 1.0e-01   norm 0.0e+00" in capsys.readouterr().out
+    assert report({"single": EQUAL, "ddp": EQUAL, "zero3": Outcome(None)}, BOUNDS, tmp_path) == 1
+    out = capsys.readouterr().out
+    assert f"FAILED: see {tmp_path / 'zero3'}.log" in out and "1 of the 2 that can run" in out
+
+
+def test_refusals_alone_prove_nothing(tmp_path, capsys):
+    assert report({"single": EQUAL, "tp": Outcome(None, ("model: no",))}, BOUNDS, tmp_path) == 1
+    assert "Nothing was compared." in capsys.readouterr().out
 
 
 def test_the_table_has_every_step_and_strategy(tmp_path):
     lines = [{"event": "start"}, {"event": "train", "step": 1, "loss": 6.5, "grad_norm": None}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     curve = read_curve(tmp_path / "metrics.jsonl")
-    text = table({"single": curve, "ddp": curve, "tp": None})
-    assert "single" in text and "ddp" in text and "tp" not in text
-    assert "6.500000" in text and "nan" in text
+    assert math.isnan(curve.grad_norm[1])
+    text = table("Loss", {"single": curve.loss, "ddp": {1: 6.5000005}, "zero3_offload": curve.loss}, relative=False)
+    assert text.splitlines() == [
+        "Loss",
+        "     step      single      ddp  zero3_offload",
+        "        1    6.500000    5e-07              ·",
+        "  largest                5e-07              ·",
+    ]
 
 
 def test_bad_requests_are_refused_at_once(tmp_path):
@@ -53,6 +106,15 @@ def test_bad_requests_are_refused_at_once(tmp_path):
     assert f"{tmp_path / 'ddp'} exists" in refused.stderr
 
 
+def test_a_recipe_that_cannot_run_at_all_is_refused_with_the_reason(recipe, tmp_path):
+    recipe.write_text(recipe.read_text().replace("tokens_per_step: 256", "tokens_per_step: 250"))
+    refused = run_script(
+        "runs.py", "parity", "--config", recipe, "--strategies", "ddp", "--output", tmp_path / "out", check=False
+    )
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "batch.tokens_per_step" in refused.stderr and "[2/2]" not in refused.stderr
+
+
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_can_be_cut_short(recipe):
     overrides = run_overrides(recipe, 20, "fp32")
@@ -62,5 +124,20 @@ def test_every_recipe_can_be_cut_short(recipe):
 
 def test_strategies_are_the_files_there_are():
     names = strategy_names()
-    assert names[0] == "single" and {"ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"} <= set(names)
-    assert "zero3_offload_nvme" not in names
+    assert names[0] == "single" and len(names) == len(set(names))
+    assert set(names) == {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+
+
+def test_an_optimizer_that_computes_in_bf16_is_compared_as_bf16(recipe, tmp_path, monkeypatch, capsys):
+    curves = {"single": REFERENCE, "ddp": Curve({1: 6.001, 2: 5.0}, REFERENCE.grad_norm)}
+    monkeypatch.setattr(parity, "train_under", lambda name, *arguments: Outcome(curves[name]))
+
+    def compare(name: str) -> int:
+        options = {"steps": 2, "strategies": ["ddp"], "processes": 2, "precision": "fp32"}
+        (tmp_path / name).mkdir()
+        text = recipe.read_text().replace("optim:", f"optim:\n  name: {name}")
+        (tmp_path / name / "recipe.yaml").write_text(text)
+        return parity.measure_parity(tmp_path / name / "recipe.yaml", tmp_path / name, **options)
+
+    assert compare("adamw") == 1 and "bf16" not in capsys.readouterr().out
+    assert compare("muon") == 0 and "muon computes its updates in bf16" in capsys.readouterr().out

@@ -1,0 +1,139 @@
+"""Plans a run before it is launched: does it fit, how long, how much, which strategy. Needs no GPU.
+
+python plan.py --config recipes/llama_1b.yaml --gpus 8 --gpu h100
+python plan.py --config recipes/llama_1b.yaml --gpus 64 --gpu h100 --machines 8 --mfu 0.45
+python plan.py --config recipes/llama_125m.yaml --gpus 1 --gpu mine --gpu_memory 48GB --peak_tflops 210
+python plan.py --config recipes/demo.yaml --calibrate        # 20 real steps on this machine: time and memory from them
+python plan.py --config recipes/llama_1b.yaml --gpus 8 --gpu h100 --json
+Any setting of the recipe can be changed by its path, as with train.py: --batch.sequences_per_micro_batch 4
+"""
+
+import argparse
+import re
+import sys
+
+from pretrain.problems import InputError, run_script
+
+SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?)\s*(GB|GiB|G|TB|TiB|T|MB|MiB|M)?$", re.IGNORECASE)
+SIZE_UNITS = {"m": 2**20, "g": 2**30, "t": 2**40, None: 2**30}
+
+
+def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(own options, the recipe's settings as they stand on the command line)."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--config", required=True, metavar="RECIPE", help="the recipe to plan")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs in all [1]")
+    parser.add_argument("--gpu", default="h100", help="kind of GPU: h100, a100, rtx_4090 ...; any other name with "
+                        "--gpu_memory and --peak_tflops [h100]")  # fmt: skip
+    parser.add_argument("--machines", type=int, help="machines that hold them [8 GPUs in each]")
+    parser.add_argument("--gpu_memory", metavar="80GB", help="memory of one GPU; GB is 2^30 bytes")
+    parser.add_argument("--peak_tflops", type=float, help="dense bf16 peak of one GPU in TFLOP/s")
+    parser.add_argument("--price_per_gpu_hour", type=float, metavar="USD", help="price of one GPU and hour")
+    parser.add_argument("--network_gbits", type=float, help="network between machines for each GPU, in Gbit/s")
+    parser.add_argument("--mfu", type=float, help="part of the peak that training reaches, 0 to 1 [by model size]")
+    parser.add_argument("--calibrate", action="store_true", help="run 20 steps here, and plan with their speed")
+    parser.add_argument("--json", action="store_true", help="everything as JSON on stdout")
+    parser.add_argument("--comment", action="store_true", help="the plan in a few lines, as the recipes carry it")
+    return parser.parse_known_args(argv)
+
+
+def main() -> int:
+    arguments, rest = parse_arguments(sys.argv[1:])
+    return plan(arguments, rest)
+
+
+def plan(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Plans and prints."""
+    problems = option_problems(arguments)
+    memory = parse_size(arguments.gpu_memory, problems)
+    gpu = attempt(problems, lambda: gpu_of(arguments, memory))
+    config, overrides = attempt(problems, lambda: read(arguments, rest)) or (None, [])
+    if problems:
+        raise InputError(*problems)
+    from pretrain.plan_report import build_plan, comment_of, plan_json, print_plan
+
+    machines = arguments.machines or -(-arguments.gpus // 8)
+    report = build_plan(
+        config,
+        arguments.config,
+        overrides,
+        gpu,
+        gpus=arguments.gpus,
+        machines=machines,
+        mfu=arguments.mfu,
+        with_calibration=arguments.calibrate,
+    )
+    if arguments.json:
+        print(plan_json(report))
+    elif arguments.comment:
+        print(comment_of(report, " ".join(["plan.py", *(word for word in sys.argv[1:] if word != "--comment")])))
+    else:
+        print_plan(report)
+    return 0
+
+
+def attempt(problems: list[str], function):
+    """What the function returns; None if its input is wrong, which is then among the problems."""
+    try:
+        return function()
+    except InputError as error:
+        problems += error.problems
+        return None
+
+
+def option_problems(arguments: argparse.Namespace) -> list[str]:
+    """What is wrong with plan.py's own options."""
+    problems = []
+    if arguments.gpus < 1:
+        problems.append(f"--gpus {arguments.gpus}: at least 1")
+    machines = arguments.machines
+    if machines is not None and (machines < 1 or (arguments.gpus > 0 and arguments.gpus % machines)):
+        problems.append(
+            f"--machines {machines}: {arguments.gpus} GPUs cannot be shared equally; give a number that divides them"
+        )
+    if arguments.machines is None and arguments.gpus > 8 and arguments.gpus % 8:
+        problems.append(f"--gpus {arguments.gpus}: is not a multiple of 8 GPUs per machine; say --machines")
+    if arguments.mfu is not None and not 0 < arguments.mfu <= 1:
+        problems.append(f"--mfu {arguments.mfu}: a part of the peak, above 0 and at most 1; 40 % is 0.4")
+    for name in ("peak_tflops", "network_gbits", "price_per_gpu_hour"):
+        value = getattr(arguments, name)
+        if value is not None and (value < 0 or (value == 0 and name != "price_per_gpu_hour")):
+            problems.append(f"--{name} {value}: must be above 0")
+    return problems
+
+
+def parse_size(text: str | None, problems: list[str]) -> float | None:
+    """'80GB' -> bytes, with GB as GPUs are sold: 2^30 bytes."""
+    if text is None:
+        return None
+    match = SIZE.match(text.strip())
+    if match is None or float(match[1]) <= 0:
+        problems.append(f"--gpu_memory {text}: a size such as 80GB")
+        return None
+    return float(match[1]) * SIZE_UNITS[match[2][0].lower() if match[2] else None]
+
+
+def gpu_of(arguments: argparse.Namespace, memory: float | None):
+    from pretrain.gpus import find_gpu
+
+    return find_gpu(
+        arguments.gpu,
+        memory_bytes=memory,
+        peak_flops=arguments.peak_tflops and arguments.peak_tflops * 1e12,
+        price_per_hour=arguments.price_per_gpu_hour,
+        network_bytes_per_second=arguments.network_gbits and arguments.network_gbits * 1e9 / 8,
+    )
+
+
+def read(arguments: argparse.Namespace, rest: list[str]):
+    """(the recipe with the overrides applied, the overrides)."""
+    from pretrain.recipe import pair_up, read_run_config
+
+    overrides = pair_up(rest)
+    return read_run_config(arguments.config, overrides), overrides
+
+
+if __name__ == "__main__":
+    run_script(main)

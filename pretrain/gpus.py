@@ -1,0 +1,96 @@
+"""GPUs that plan.py knows: memory, peak rates, links, power and a price to begin with. Imports nothing.
+
+Memory, dense peaks without sparsity, bandwidths and power are from NVIDIA's and AMD's data sheets; memory is what
+torch reports, a little under the name's figure. Prices are on-demand prices per GPU and hour as they were common at
+cloud providers in 2025: a place to start from, to be overridden with --price_per_gpu_hour.
+"""
+
+from dataclasses import dataclass, replace
+
+from pretrain.problems import InputError, did_you_mean
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU. Rates per second."""
+
+    name: str
+    memory_bytes: float
+    bf16_flops: float
+    """Dense bf16 peak, fp16 where there is no bf16."""
+    fp8_flops: float | None
+    """Dense fp8 peak; None where there is no fp8."""
+    memory_bytes_per_second: float
+    link_bytes_per_second: float
+    """To the other GPUs of the machine, one direction: NVLink, or PCIe where there is none."""
+    network_bytes_per_second: float
+    """To other machines, for each GPU, one direction."""
+    watts: float
+    price_per_hour: float
+    """US dollars."""
+    has_bf16: bool = True
+
+
+def _gpu(name, gib, bf16, fp8, memory, link, network, watts, price, has_bf16=True) -> Gpu:
+    """Units of the data sheets: GiB, TFLOP/s, GB/s (memory, link, network), W, USD."""
+    flops = None if fp8 is None else fp8 * 1e12
+    return Gpu(name, gib * GIB, bf16 * 1e12, flops, memory * 1e9, link * 1e9, network * 1e9, watts, price, has_bf16)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("b200", 178, 2250, 4500, 8000, 900, 50, 1000, 5.0),
+        _gpu("gh200", 94, 989, 1979, 4000, 450, 50, 700, 2.5),
+        _gpu("h200", 139, 989, 1979, 4800, 450, 50, 700, 3.3),
+        _gpu("h100", 79, 989, 1979, 3350, 450, 50, 700, 2.8),
+        _gpu("h100_pcie", 79, 756, 1513, 2000, 64, 25, 350, 2.4),
+        _gpu("a100", 79, 312, None, 2039, 300, 25, 400, 1.8),
+        _gpu("a100_40gb", 39, 312, None, 1555, 300, 25, 400, 1.3),
+        _gpu("l40s", 44, 362, 733, 864, 32, 12.5, 350, 1.1),
+        _gpu("l4", 22, 121, 242, 300, 16, 6, 72, 0.6),
+        _gpu("a40", 44, 149.7, None, 696, 56, 12.5, 300, 0.5),
+        _gpu("a10g", 22, 125, None, 600, 32, 6, 300, 0.9),
+        _gpu("a6000", 47, 154.8, None, 768, 56, 12.5, 300, 0.7),
+        _gpu("rtx_5090", 31, 209.5, 419, 1792, 64, 3, 575, 0.6),
+        _gpu("rtx_4090", 23.5, 165.2, 330, 1008, 32, 3, 450, 0.4),
+        _gpu("rtx_3090", 23.5, 71, None, 936, 32, 3, 350, 0.25),
+        _gpu("v100", 31.7, 125, None, 900, 150, 12.5, 300, 0.9, has_bf16=False),
+        _gpu("t4", 14.6, 65, None, 320, 16, 3, 70, 0.35, has_bf16=False),
+        _gpu("mi300x", 191, 1307, 2614, 5300, 448, 50, 750, 2.5),
+    )
+}
+
+
+def find_gpu(
+    name: str,
+    *,
+    memory_bytes: float | None = None,
+    peak_flops: float | None = None,
+    price_per_hour: float | None = None,
+    network_bytes_per_second: float | None = None,
+) -> Gpu:
+    """The GPU of this name, with what was given in the place of the table's figures.
+
+    A name that is not in the table needs memory and peak. Raises InputError without them.
+    """
+    key = name.lower().replace("-", "_").replace(" ", "_")
+    if key in GPUS:
+        gpu = GPUS[key]
+    elif memory_bytes and peak_flops:
+        # What the table would say of a card in a common machine: PCIe 4, 25 Gbit/s, 350 W.
+        gpu = Gpu(key, memory_bytes, peak_flops, None, 1e12, 32e9, 3e9, 350, 0.0)
+    else:
+        raise InputError(
+            f"--gpu: {name} is not in the table{did_you_mean(key, GPUS)}; any other can be described with "
+            "--gpu_memory 80GB and --peak_tflops 989"
+        )
+    given = {
+        "memory_bytes": memory_bytes,
+        "bf16_flops": peak_flops,
+        "price_per_hour": price_per_hour,
+        "network_bytes_per_second": network_bytes_per_second,
+    }
+    return replace(gpu, **{field: value for field, value in given.items() if value is not None})

@@ -1,0 +1,59 @@
+"""Counts and durations as people write them. Imports nothing, so that looking at a run starts at once."""
+
+import re
+from typing import Any
+
+UNITS = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+COUNT = re.compile(r"^([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([kKMBT]?)$")
+
+
+def parse_count(value: Any, thousand: int = 1000) -> Any:
+    """'10B' -> 10_000_000_000, '2k' -> 2 * thousand, 1e9 -> 1_000_000_000; anything else is left for pydantic."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and (match := COUNT.match(value.strip())):
+        unit = "k" if match[2] == "K" else match[2]
+        number = float(match[1].replace("_", "")) * ({**UNITS, "k": thousand}[unit] if unit else 1)
+        if number.is_integer():
+            return int(number)
+    return value
+
+
+def count_text(count: float) -> str:
+    """1234567 -> '1.23M'"""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.0f}"
+
+
+def duration_text(seconds: float) -> str:
+    """3725 -> '1 h 02 min'"""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours:02d} h"
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
+
+
+def bytes_text(count: float) -> str:
+    """23688207 -> '23.7 MB'"""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def table(rows: list[list[str]], *, right: set[int] = frozenset()) -> str:
+    """Rows of cells as aligned text, two spaces between columns; the columns in `right` are aligned right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,87 @@
+"""wandb, tensorboard and trackio, through accelerate: several at once, each on the same curve after a restart.
+
+A tracker can lose its network or its server; it can cost a warning, never a run.
+"""
+
+import importlib.util
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pretrain.config import RunConfig
+
+PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
+PROJECT = "groundwork"
+
+
+def tracker_problems(names: list[str]) -> list[str]:
+    """One line for each tracker whose package is missing."""
+    return [
+        f"trackers: {name} is not installed: pip install {PACKAGES[name]}, or leave it out"
+        for name in names
+        if importlib.util.find_spec(PACKAGES[name]) is None
+    ]
+
+
+class Trackers:
+    """The trackers of a run; none is as good as one.
+
+    Args:
+        run: the run's folder, whose name is the run's name.
+        config: goes to each of them whole; it holds no secrets.
+        warn: takes a sentence when a tracker fails; that tracker is left out from then on.
+        is_late: after the run, which has given them its config.
+    """
+
+    def __init__(self, run: Path, config: RunConfig, warn: Callable[[str], None], *, is_late: bool = False):
+        self._warn, self._running = warn, {}
+        for name in config.trackers:
+            tracker = _make(name, run, config)
+            self._running[name] = tracker
+            self._call(name, tracker.start)
+            if name in self._running and not is_late:
+                self._call(name, tracker.store_init_configuration, flatten(config.model_dump(mode="json")))
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        """The same numbers to all."""
+        for name in list(self._running):
+            self._call(name, self._running[name].log, numbers, step=step)
+
+    def finish(self) -> None:
+        for name in list(self._running):
+            self._call(name, self._running[name].finish)
+
+    def _call(self, name: str, function: Callable, *arguments: Any, **named: Any) -> None:
+        try:
+            function(*arguments, **named)
+        except Exception as error:  # each has its own kinds, and none is worth a run
+            self._running.pop(name, None)
+            self._warn(f"the tracker {name} failed and gets nothing more: {type(error).__name__}: {error}")
+
+
+def _make(name: str, run: Path, config: RunConfig) -> Any:
+    from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
+
+    named = {"name": run.name, "group": config.group, "resume": "allow"}
+    if name == "wandb":
+        return WandBTracker(PROJECT, dir=str(run), id=run_id(run), **named)
+    if name == "trackio":
+        return TrackioTracker(PROJECT, **named)
+    return TensorBoardTracker("tensorboard", logging_dir=run)
+
+
+def run_id(run: Path) -> str:
+    """wandb's name for this folder: the same after a restart, so that it continues the same curve."""
+    path = run / ".tracker_id"
+    if not path.exists():
+        path.write_text(f"{run.name}-{time.time_ns():x}")
+    return path.read_text()
+
+
+def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    """{'a': {'b': 1}} -> {'a.b': 1}; lists by position; None as text, which every tracker takes."""
+    if isinstance(values, dict | list):
+        items = values.items() if isinstance(values, dict) else enumerate(values)
+        return {key: leaf for name, value in items for key, leaf in flatten(value, f"{prefix}{name}.").items()}
+    return {prefix.removesuffix("."): "null" if values is None else values}
