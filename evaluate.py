@@ -6,8 +6,8 @@
     python evaluate.py --model runs/x/final --prompt 'Once' --max_new_tokens 100
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 evaluate.py --model runs/x ...
 
---model: a run (its final/, else its newest valid checkpoint), RUN@STEP, RUN@all, a Hugging Face folder, or a Hub id,
-with @REVISION for a branch, tag or commit. The same numbers on any number of processes.
+--model: a run (its final/, else its newest valid checkpoint), RUN@STEP, RUN@best, RUN@all, a Hugging Face folder, or
+a Hub id, with @REVISION for a branch, tag or commit. The same numbers on any number of processes.
 """
 
 # `import evaluate` anywhere in the harness may find this file instead of the library of that name: importing it must
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pretrain.problems import InputError, did_you_mean, run_script
 
-PRECISIONS = ("auto", "bf16", "fp32")
+PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 SPLITS = ("validation", "train")
 
 
@@ -31,11 +31,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", nargs="+", default=[], metavar="MODEL", help="what to evaluate, one or several; see above")
     add("--output", type=Path, metavar="FILE", help="also write everything as JSON")
     add("--plot", type=Path, metavar="FILE", help="scores against training tokens (.png, .svg, .pdf); for RUN@all")
-    add("--precision", default="auto", help="auto, bf16 or fp32; auto: tasks as saved, data as the run trained")
+    add("--precision", default="auto", help="auto, bf16, fp16 or fp32; auto: tasks as saved, data as the run trained")
     add("--trust_remote_code", action="store_true", help="run the code that a model folder carries; off by default")
     tasks = parser.add_argument_group("tasks of lm-evaluation-harness")
     add = tasks.add_argument
-    add("--tasks", nargs="+", default=[], metavar="TASK", help="names, groups, patterns, .yaml files; base: a set")
+    add("--tasks", nargs="+", default=[], metavar="TASK", help="names, groups, patterns, .yaml files [base]")
     add("--include_path", type=Path, metavar="FOLDER", help="folder of your own task .yaml files")
     add("--num_fewshot", metavar="N", help="examples in the prompt [the task's own]")
     add("--limit", metavar="N", help="documents per task, or a fraction below 1; for trying out")
@@ -72,11 +72,6 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     ]
     if not arguments.model:
         problems.append("--model is missing: give a run, RUN@STEP, a Hugging Face folder or a Hub id")
-    if not arguments.tasks and not arguments.data and arguments.prompt is None:
-        problems.append(
-            "nothing to evaluate: give --data FOLDER (loss on prepared shards), --tasks base or other tasks of "
-            "lm-evaluation-harness, --prompt TEXT (a sample), or several of these"
-        )
     for name, allowed in (("precision", PRECISIONS), ("split", SPLITS)):
         if (given := getattr(arguments, name)) not in allowed:
             problems.append(f"--{name} {given}{did_you_mean(given, allowed)}")
@@ -84,6 +79,8 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
         problems.append(f"--document_mask {arguments.document_mask}; allowed: off, on")
     problems += read_numbers(arguments)
     arguments.tasks = [task for text in arguments.tasks for task in text.split(",") if task]
+    if not arguments.tasks and not arguments.data and arguments.prompt is None:
+        arguments.tasks = ["base"]
     if problems:
         raise InputError(*problems)
     return arguments

@@ -17,8 +17,10 @@ import pretrain.architectures  # noqa: F401  (registers the local models, which 
 from pretrain.addresses import ModelAddress, find_models
 from pretrain.generation import Sampling, encode_prompt, generate_text
 from pretrain.harness import TaskSelection, score_tasks, select_tasks
+from pretrain.history import read_end
 from pretrain.model import load_model_config, load_pretrained
 from pretrain.problems import InputError
+from pretrain.run_status import is_alive
 from pretrain.scores import (
     Evaluation,
     append_to_run,
@@ -33,11 +35,13 @@ from pretrain.shard_evaluation import (
     Wishes,
     measure_shards,
     open_sources,
+    run_config_of,
     settings_for,
     tokenizer_problems,
 )
 from pretrain.shards import ShardReader, read_manifest
 from pretrain.strategy import Strategy
+from pretrain.trackers import Trackers
 
 Value = TypeVar("Value")
 
@@ -69,6 +73,7 @@ def evaluate_models(arguments: argparse.Namespace) -> list[Evaluation]:
         evaluations.append(evaluation)
         if strategy.is_main:
             append_to_run(evaluation)
+            track(evaluation)
             if arguments.output:
                 write_json(arguments.output, evaluations, settings_of(arguments))
             if evaluation.sample is not None:
@@ -77,6 +82,24 @@ def evaluate_models(arguments: argparse.Namespace) -> list[Evaluation]:
         report(evaluations, arguments)
     strategy.close()
     return evaluations
+
+
+def track(evaluation: Evaluation) -> None:
+    """Sends the scores to the trackers of the model's run, unless it trains now and so fetches them itself."""
+    run = evaluation.address.run
+    if run is None or is_alive(run):
+        return
+    try:
+        config = run_config_of(evaluation.address)
+    except InputError:
+        return  # a recipe of another version: its scores are in metrics.jsonl
+    if not config.trackers:
+        return
+    trackers = Trackers(run, config, lambda text: print(f"warning: {text}", file=sys.stderr), is_late=True)
+    last = max((event.get("step") or 0 for event in read_end(run, lines=100)), default=0)
+    # At the run's last step, since wandb takes no earlier one; `evaluation/step` tells which was evaluated.
+    trackers.log({"evaluation/step": evaluation.address.step, **evaluation.numbers()}, step=last)
+    trackers.finish()
 
 
 def report(evaluations: list[Evaluation], arguments: argparse.Namespace) -> None:
@@ -192,6 +215,7 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
     if strategy.device.type == "cuda":
         torch.cuda.empty_cache()
     if tasks is not None:
+        result.limit = arguments.limit
         result.tasks = score_tasks(
             job.address.folder,
             tasks,

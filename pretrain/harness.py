@@ -31,7 +31,7 @@ BASE_TASKS = (
 )
 """What `base` stands for: tasks on which base models of this size tell themselves apart, without chat or code."""
 TASK_SETS = {"base": BASE_TASKS}
-DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp32": "float32"}
+DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PROJECT = Path(__file__).resolve().parent.parent
 BOOKKEEPING = ("alias", "name", "sample_len", "sample_count")
 
@@ -214,7 +214,7 @@ def score_tasks(
         few_shots: examples in the prompt; None: the task's own number.
         limit: documents per task, or a fraction below 1; for trying out.
         batch_size: a number, "auto" (largest that fits) or None: auto on a GPU, 1 on a CPU.
-        precision: of the weights: auto (as saved), bf16 or fp32.
+        precision: of the weights: auto (as saved), bf16, fp16 or fp32.
     """
     from lm_eval import simple_evaluate
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import math
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 
 from pretrain.addresses import ModelAddress
 from pretrain.harness import TaskScore
-from pretrain.metrics import count_text, finite
+from pretrain.history import append_events
+from pretrain.metrics import finite
 from pretrain.problems import InputError
+from pretrain.quantities import count_text
 from pretrain.record import PACKAGES, commit_of
 
 PLOT_ENDINGS = (".png", ".svg", ".pdf")
@@ -29,6 +32,8 @@ class Evaluation:
     """{source: {loss, perplexity, bits_per_byte, tokens}}"""
     source_settings: dict[str, Any] | None = None
     tasks: list[TaskScore] = field(default_factory=list)
+    limit: float | None = None
+    """Documents per task, where not all were scored."""
     sample: str | None = None
     seconds: float = 0.0
 
@@ -42,8 +47,19 @@ class Evaluation:
             split = (self.source_settings or {}).get("split")
             lines.append({**about, "source": source, "split": split, **measured})
         for score in self.tasks:
-            lines.append({**about, "task": score.task, **_flat(score), "few_shots": score.few_shots})
+            how = {"few_shots": score.few_shots, "limit": self.limit, "is_part": score.is_part}
+            lines.append({**about, "task": score.task, **_flat(score), **how})
         return [finite({**line, "time": round(time.time(), 3)}) for line in lines]
+
+    def numbers(self) -> dict[str, float]:
+        """{'evaluation/acc/arc_easy': 0.31, ...}, as trackers take them, without the parts of groups."""
+        measured = self.sources | {score.task: _flat(score) for score in self.tasks if not score.is_part}
+        return {
+            f"evaluation/{metric}/{name}": value
+            for name, measures in measured.items()
+            for metric, value in measures.items()
+            if isinstance(value, float) and math.isfinite(value)
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """What the JSON file says of this model."""
@@ -59,6 +75,7 @@ class Evaluation:
                     "few_shots": score.few_shots,
                     "samples": score.samples,
                     "version": score.version,
+                    "is_part": score.is_part,
                 }
                 for score in self.tasks
             },
@@ -83,16 +100,10 @@ def append_to_run(evaluation: Evaluation) -> None:
     run, lines = evaluation.address.run, evaluation.lines()
     if run is None or not lines:
         return
-    path = run / "metrics.jsonl"
-    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
-    if path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
-        text = "\n" + text  # a crash cut the last line short
-    # One write in append mode: the run itself may be writing to the same file.
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, text.encode())
-    finally:
-        os.close(descriptor)
+        append_events(run, lines)
+    except OSError as error:  # hours of evaluation are not to be lost to a full disk: the table is still to come
+        print(f"warning: {run}/metrics.jsonl does not have the scores ({error})", file=sys.stderr)
 
 
 def output_problems(flag: str, path: Path | None) -> list[str]:
@@ -222,6 +233,7 @@ def plot_scores(path: Path, evaluations: list[Evaluation]) -> None:
             tokens, values, errors = zip(*sorted(found), strict=True)
             axis.errorbar(tokens, values, yerr=errors, marker="o", capsize=2, label=str(run))
         axis.set(title=name, xlabel="training tokens", ylabel=measure)
+        axis.xaxis.set_major_formatter(lambda value, _: count_text(value))
         axis.grid(alpha=0.3)
     for axis in list(axes.flat)[len(panels) :]:
         axis.remove()

@@ -83,7 +83,7 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, wishes: Wishes
             f"--sequence_length {positions}"
         )
     precision = wishes.precision if wishes.precision != "auto" or run is None else run.precision
-    if precision == "fp16" and device_type() == "cpu":
+    if precision == "fp16" and wishes.precision == "auto" and device_type() == "cpu":
         precision = "fp32"  # the run was trained on a GPU; fp16 has no arithmetic here
     if precision == "fp8":
         precision = "bf16"  # fp8 is for training: the exported weights are measured

@@ -1,13 +1,14 @@
 """Validation loss on all ranks: the same windows every time, every token counted once."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from pretrain.batches import model_inputs
 from pretrain.config import Data
+from pretrain.micro_batch import model_inputs
 from pretrain.problems import InputError
 from pretrain.shards import ShardReader, open_shards, read_manifest
 from pretrain.strategy import Strategy
@@ -16,16 +17,18 @@ from pretrain.strategy import Strategy
 def open_validation(data: Data) -> dict[str, ShardReader]:
     """{name: reader} of what validation measures, by folder name. Raises InputError with every problem found."""
     if data.validation is not None:
-        wanted = [(source.shards, source.split) for source in data.validation]
+        wanted = [(source.shards, source.split, source.tokenizer) for source in data.validation]
     else:
-        folders = dict.fromkeys(source.shards for stage in data.mixtures for source in stage.train)
+        sources = {source.shards: source.tokenizer for stage in data.mixtures for source in stage.train}
         wanted = [
-            (f, "validation") for f in folders if read_manifest(f).totals("validation")[0] > data.sequence_length
+            (folder, "validation", tokenizer)
+            for folder, tokenizer in sources.items()
+            if read_manifest(folder, tokenizer).totals("validation")[0] > data.sequence_length
         ]
     readers, problems = {}, []
-    for folder, split in wanted:
+    for folder, split, tokenizer in wanted:
         try:
-            reader = open_shards(folder, split)
+            reader = open_shards(folder, split, tokenizer)
             if reader.tokens <= data.sequence_length:
                 problems.append(
                     f"data.validation: {folder} has {reader.tokens:,} {split} tokens, fewer than one sequence of "
@@ -63,40 +66,50 @@ def validate(
     sequences_per_micro_batch: int,
     document_mask: bool,
     attention: str,
+    after_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, float]]:
     """{source: {loss, perplexity, bits_per_byte, tokens}}: mean loss per token in nats over the windows.
 
     bits_per_byte = loss / ln 2 x tokens / UTF-8 bytes, with the split's own ratio of tokens to bytes.
+
+    Args:
+        after_batch: called by all ranks after the same batches; may raise, and training goes on from there.
     """
     model.eval()
     results = {}
-    for name, reader in readers.items():
-        starts = windows_of(reader, sequence_length, sequences)
-        total = torch.zeros(2, dtype=torch.float64)
-        for first in range(0, len(starts), sequences_per_micro_batch * strategy.data_ranks):
-            mine = starts[first + strategy.data_rank * sequences_per_micro_batch :][:sequences_per_micro_batch]
-            ids = read_windows(reader, mine, sequence_length, sequences_per_micro_batch)
-            batch = model_inputs(
-                ids,
-                device=strategy.device,
-                attention=attention,
-                end_of_document_id=reader.manifest.end_of_document_id if document_mask else None,
-                rows=len(mine),
-            )
-            _, cross_entropy = model(**batch)
-            tokens = len(mine) * sequence_length
-            total += torch.tensor([cross_entropy.item() * tokens, tokens], dtype=torch.float64)
-        loss_sum, tokens = strategy.sum(total.to(strategy.device)).tolist()
-        results[name] = summary(loss_sum / tokens, int(tokens), reader)
-    model.train()
+    try:
+        for name, reader in readers.items():
+            starts = windows_of(reader, sequence_length, sequences)
+            total = torch.zeros(2, dtype=torch.float64)
+            for first in range(0, len(starts), sequences_per_micro_batch * strategy.data_ranks):
+                mine = starts[first + strategy.data_rank * sequences_per_micro_batch :][:sequences_per_micro_batch]
+                ids = read_windows(reader, mine, sequence_length, sequences_per_micro_batch)
+                batch = model_inputs(
+                    ids,
+                    device=strategy.device,
+                    attention=attention,
+                    end_of_document_id=reader.manifest.end_of_document_id if document_mask else None,
+                    rows=len(mine),
+                )
+                _, cross_entropy = model(**batch)
+                tokens = len(mine) * sequence_length
+                total += torch.tensor([cross_entropy.item() * tokens, tokens], dtype=torch.float64)
+                after_batch()
+            loss_sum, tokens = strategy.sum(total.to(strategy.device)).tolist()
+            results[name] = summary(loss_sum / tokens, int(tokens), reader)
+    finally:
+        model.train()
     return results
 
 
 def read_windows(reader: ShardReader, starts: np.ndarray, sequence_length: int, rows: int) -> np.ndarray:
-    """Token ids (rows, sequence_length + 1) of the windows, and zeros where there are fewer windows than rows."""
-    ids = np.zeros((rows, sequence_length + 1), dtype=np.int64)
-    for row, start in enumerate(starts):
-        reader.read(int(start), ids[row])
+    """Token ids (rows, sequence_length + 1) of the windows; where there are fewer than rows, the split's first window.
+
+    Not zeros: 0 may be the end of a document, and a window of nothing else is compiled anew.
+    """
+    ids = np.empty((rows, sequence_length + 1), dtype=np.int64)
+    for row in range(rows):
+        reader.read(int(starts[row]) if row < len(starts) else 0, ids[row])
     return ids
 
 

@@ -1,0 +1,245 @@
+"""Publishes models of a run on the Hugging Face Hub, with a model card made from the run's own records.
+
+    python publish.py --run runs/x --repo me/llama-125m-base --license apache-2.0          # final/ as main
+    python publish.py --run runs/x --repo me/llama-125m-base --checkpoint 5000             # as revision step-5000
+    python publish.py --run runs/x --repo me/llama-125m-base --milestones --final --private
+    python publish.py --run runs/x --repo me/llama-125m-base --dry_run --output DIR        # writes what would go up
+
+Log in once with `hf auth login`, or set HF_TOKEN. The same command again continues an upload that was cut short.
+Repository, licence and language may stand in the recipe (hub.repository, publish.license, publish.language).
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pretrain.problems import InputError, did_you_mean, run_script
+
+if TYPE_CHECKING:
+    from pretrain.publishing import Model
+
+EXIT_NOT_PUBLISHED, EXIT_INTERRUPTED = 1, 130
+LONGEST_WAIT_SECONDS = 3600
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--run", type=Path, metavar="RUN", help="folder of the run")
+    add("--repo", metavar="OWNER/NAME", help="repository on the Hub; made if it is not there [the recipe's]")
+    add("--checkpoint", nargs="+", default=[], metavar="STEP", help="checkpoints, each as revision step-STEP; or best")
+    add("--milestones", action="store_true", help="all checkpoints that checkpoint.milestones_every keeps")
+    add("--final", action="store_true", help="final/ as main; what is published where nothing else is named")
+    add("--with_optimizer", action="store_true", help="checkpoints whole, for others to train further; in fp32")
+    add("--private", action="store_true", help="make the repository private [the recipe's; else public]")
+    add("--license", metavar="ID", help="licence id of the Hub, such as apache-2.0 [the recipe's]")
+    add("--language", nargs="+", default=[], metavar="CODE", help="languages of the text, such as en [the recipe's]")
+    add("--message", metavar="TEXT", help="commit message [step and tokens]")
+    add("--dry_run", action="store_true", help="write what would go up to --output, and send nothing")
+    add("--output", type=Path, metavar="DIR", help="with --dry_run: a folder, one subfolder per revision")
+    add("--attempts", default="1", metavar="N", help="try so often, half a minute after a failure and then twice that")
+    add("--first_wait", default="30", metavar="SECONDS", help="before the second attempt; doubles, up to an hour [30]")
+    beside = "as train.py starts it: notes in metrics.jsonl what came of it, and brings the card the scores of a late "
+    add("--beside_training", action="store_true", help=f"{beside}evaluation")
+    return parser
+
+
+def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command line, and what is wrong with it as far as it shows without the run."""
+    parser = build_parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    problems = [f"{word}: unknown{did_you_mean(word, flags)}" for word in unknown]
+    steps = [text.replace(",", "").removeprefix("step-") for text in arguments.checkpoint]
+    known = [text for text in steps if text.isdecimal() or text == "best"]
+    problems += [f"--checkpoint {text}: must be a step, as 5000, or best" for text in steps if text not in known]
+    arguments.checkpoint = [text if text == "best" else int(text) for text in known]
+    for name, least in (("attempts", 1), ("first_wait", 0)):
+        text = getattr(arguments, name)
+        if text.isdecimal() and int(text) >= least:
+            setattr(arguments, name, int(text))
+        else:
+            problems.append(f"--{name} {text}: must be a whole number from {least}")
+    if arguments.dry_run and arguments.output is None:
+        problems.append("--dry_run: give --output DIR, the folder to write what would go up to")
+    if arguments.output is not None and not arguments.dry_run:
+        problems.append("--output: belongs to --dry_run; without it everything goes to the Hub")
+    return arguments, problems
+
+
+def add_recipe(arguments: argparse.Namespace) -> list[str]:
+    """Fills from the run's recipe what the command line leaves open; returns what is missing or wrong then."""
+    from pretrain.card_facts import read_config
+
+    if arguments.run is None:
+        return ["--run is missing: give the folder of a run, such as runs/x"]
+    if not (arguments.run / "config.yaml").is_file():
+        return [f"--run {arguments.run}: not the folder of a run (it has no config.yaml)"]
+    config = read_config(arguments.run)
+    hub, publish = config.get("hub") or {}, config.get("publish") or {}
+    arguments.repo = arguments.repo or hub.get("repository")
+    arguments.private = arguments.private or bool(hub.get("private"))
+    arguments.license = arguments.license or publish.get("license")
+    language = arguments.language or publish.get("language") or []
+    arguments.language = [language] if isinstance(language, str) else list(language)
+    return []
+
+
+def output_problems(output: Path, revisions: list[str]) -> list[str]:
+    """What a dry run would have to overwrite."""
+    if output.exists() and not output.is_dir():
+        return [f"--output {output}: is a file; give a folder"]
+    return [
+        f"--output {output}: {name} is in it already; give another" for name in revisions if (output / name).exists()
+    ]
+
+
+def publish_all(arguments: argparse.Namespace, models: list["Model"]) -> None:
+    """Stages and uploads one model after the other. Raises PublishFailed."""
+    from pretrain.hub_upload import open_repository
+    from pretrain.lock import is_held, wait_until_free
+    from pretrain.publishing import STAGING, evaluation_log, writing_to
+
+    staging, url = arguments.output or arguments.run / STAGING, ""
+    with writing_to(staging):
+        staging.mkdir(parents=True, exist_ok=True)
+    if not arguments.dry_run:
+        url = insist(arguments, lambda: open_repository(arguments.repo, private=arguments.private))
+    for model in models:
+        publish_one(arguments, model, staging, url)
+    for model in models if arguments.beside_training else []:
+        log = evaluation_log(arguments.run, f"step-{model.step:08d}")
+        if is_held(log):
+            print(f"{model.revision}: waits for the scores of its evaluation, {log}", flush=True)
+            wait_until_free(log)
+            publish_one(arguments, model, staging, url)
+
+
+def publish_one(arguments: argparse.Namespace, model: "Model", staging: Path, url: str) -> None:
+    """Stages one model and, unless this is a dry run, makes its revision hold that. Raises PublishFailed."""
+    from pretrain.card import Publication
+    from pretrain.card_facts import read_config
+    from pretrain.hub_upload import upload, waiting_mark
+    from pretrain.lock import folder_lock
+    from pretrain.publishing import stage, writing_to
+
+    publication = Publication(
+        repository=arguments.repo,
+        license=arguments.license,
+        languages=tuple(arguments.language),
+        dtype=(read_config(arguments.run).get("export") or {}).get("dtype"),
+    )
+    folder = staging / model.revision
+    # One process per revision: two that stage it at once would send each other's halves.
+    with folder_lock(staging / f".{model.revision}.lock"):
+        with writing_to(staging):
+            stage(arguments.run, model, publication, folder)
+        say_contents(folder, model, whole=arguments.dry_run)
+        if arguments.dry_run:
+            return
+        try:
+            commit = insist(arguments, partial(upload, folder, model, arguments.repo, message=arguments.message))
+        finally:
+            shutil.rmtree(folder)
+    print(f"{model.revision} is at {url}/tree/{model.revision}, commit {commit[:12]}", flush=True)
+    waiting_mark(arguments.run, model.revision).unlink(missing_ok=True)
+    note(arguments, step=model.step, revision=model.revision, commit=commit)
+
+
+def note(arguments: argparse.Namespace, **facts: object) -> None:
+    """An event in the run's metrics.jsonl, of an upload beside the training alone: nobody looks at its output."""
+    from pretrain.history import append_events
+
+    if arguments.beside_training and arguments.run:
+        event = {"event": "publish", **facts, "repository": arguments.repo, "time": round(time.time(), 3)}
+        try:
+            append_events(arguments.run, [event])
+        except OSError as error:
+            print(f"metrics.jsonl does not say so ({error})", file=sys.stderr)
+
+
+def insist(arguments: argparse.Namespace, act: Callable[[], str]) -> str:
+    """What `act` returns, tried as often as the command line says. Raises the last PublishFailed."""
+    from pretrain.publishing import PublishFailed
+
+    for attempt in range(1, arguments.attempts):
+        try:
+            return act()
+        except PublishFailed as failure:
+            if attempt == 1:
+                note(arguments, problem=f"{failure}; is tried again")
+            wait = min(arguments.first_wait * 2 ** (attempt - 1), LONGEST_WAIT_SECONDS)
+            text = f"{failure}\nattempt {attempt} of {arguments.attempts}; the next in {wait} s"
+            print(text, file=sys.stderr, flush=True)
+            time.sleep(wait)
+    return act()
+
+
+def say_contents(folder: Path, model: "Model", *, whole: bool) -> None:
+    """What goes up: its size, and every file where `whole`."""
+    sizes = {path: path.stat().st_size for path in sorted(folder.iterdir())}
+    total = sum(sizes.values())
+    print(f"{model.revision}: step {model.step:,}, {len(sizes)} files, {total / 1e6:,.1f} MB", flush=True)
+    if whole:
+        print("\n".join(f"  {size:>14,}  {path}" for path, size in sizes.items()), flush=True)
+
+
+def find_all(arguments: argparse.Namespace, problems: list[str]) -> list["Model"]:
+    """What is to be published. Raises InputError with the problems given and all others that show without the Hub."""
+    from pretrain.hub_upload import login_problems, offer_problems
+    from pretrain.publishing import find_models
+
+    unusable = add_recipe(arguments)
+    problems += unusable
+    flags = ("--repo", "--license", "--language")
+    problems += offer_problems(arguments.repo, arguments.license, arguments.language, flags)
+    problems += [] if arguments.dry_run else login_problems()
+    models = []
+    if not unusable:
+        try:
+            models = find_models(
+                arguments.run,
+                steps=arguments.checkpoint,
+                milestones=arguments.milestones,
+                final=arguments.final,
+                with_optimizer=arguments.with_optimizer,
+            )
+        except InputError as error:
+            problems += error.problems
+    if arguments.output is not None:
+        problems += output_problems(arguments.output, [model.revision for model in models])
+    if problems:
+        raise InputError(*problems)
+    return models
+
+
+def main(argv: list[str]) -> int:
+    arguments, problems = read_arguments(argv)  # before torch is imported: --help and a mistyped flag answer at once
+    from pretrain.publishing import PublishFailed
+
+    try:
+        publish_all(arguments, find_all(arguments, problems))
+    except PublishFailed as failure:
+        note(arguments, problem=str(failure))
+        print(failure, file=sys.stderr)
+        return EXIT_NOT_PUBLISHED
+    except InputError as error:
+        note(arguments, problem="; ".join(error.problems))
+        raise
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command continues", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    run_script(lambda: main(sys.argv[1:]))
