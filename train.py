@@ -2,89 +2,68 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config recipes/demo.yaml
     python train.py --config recipes/demo.yaml --optim.learning_rate 1e-3     # one process; any setting by its path
-    python train.py --config recipes/demo.yaml --check                        # finds every mistake, starts nothing
+    python train.py --config recipes/demo.yaml --check [--verbose]            # finds every mistake, starts nothing
+    python train.py --config recipes/demo.yaml --smoke                        # 100 steps, and a verdict on each part
 
 The same command again continues the run, or says that it is done.
 """
 
 import sys
 
-from pretrain.problems import InputError, or_exit, run_script
-from pretrain.recipe import CommandLine, read_command_line
+from pretrain.problems import or_exit, run_script
+from pretrain.recipe import CommandLine, explain, read_command_line
 
 if __name__ == "__main__":  # before torch is imported: --help and a mistyped setting answer at once
     command_line: CommandLine = or_exit(lambda: read_command_line(sys.argv[1:], __doc__))
 
 import gc
 import os
-import time
-from dataclasses import asdict, dataclass
+import uuid
 from functools import partial
 
 import torch
 
 import pretrain.architectures  # noqa: F401  (registers the local models)
-from pretrain.batches import key_of, model_inputs
-from pretrain.checkpoint import (
-    EXIT_NO_VALID_CHECKPOINT,
-    Checkpoints,
-    NoValidCheckpoint,
-    Retention,
-    SaveFailed,
-    load_saved,
-)
+from pretrain.attempts import attempt
+from pretrain.batches import key_of
+from pretrain.companions import Companions, evaluate_beside, publish_beside, publish_cut_short
 from pretrain.compilation import checkpoint_activations, compile_model
 from pretrain.config import RunConfig
-from pretrain.derived import Derived, derive, identity_problems
-from pretrain.export import card_facts, describe_model, export_final
+from pretrain.consensus import Request
+from pretrain.continuation import Continuation
+from pretrain.derived import derive
+from pretrain.export import describe_model, export_final
+from pretrain.export_check import verify_export
+from pretrain.guard import SpeedGuard
 from pretrain.hardware import peak_flops
 from pretrain.loss import LanguageModelLoss
 from pretrain.metrics import Metrics, Throughput, peak_memory_bytes
-from pretrain.model import build_meta_model, embedding_parameter_names, load_pretrained
-from pretrain.optim import build_optimizer
+from pretrain.model import build_meta_model
+from pretrain.optim import optimizer_builder
+from pretrain.pretrained import open_pretrained
+from pretrain.read_ahead import ReadAhead
 from pretrain.record import banner, schedule_record, write_record
+from pretrain.samples import sample_texts
+from pretrain.smoke import smoke_test
+from pretrain.state import EXIT_DONE
 from pretrain.strategy import Strategy, make_strategy
+from pretrain.supervision import Supervisor
 from pretrain.validation import open_validation, validate
 from pretrain.weights import InitialWeights
 
-EXIT_INTERRUPTED = 130
 
-
-@dataclass
-class RunState:
-    """What a run knows beyond its tensors; trainer_state.json."""
-
-    step: int = 0
-    """Optimizer steps taken."""
-    tokens: int = 0
-    """Training tokens seen."""
-    skipped_steps: int = 0
-    """Steps whose gradient was not finite."""
-    validation_loss: float | None = None
-    """Mean over the sources, if measured at this very step."""
-
-
-def main(config: RunConfig, overridden: frozenset[str]) -> None:
-    started = time.perf_counter()
-    strategy = make_strategy(config)
-    run = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
+def main(
+    config: RunConfig, overridden: frozenset[str], strategy: Strategy, steps: int | None, metrics: Metrics
+) -> int:
+    """Trains, to the end or for so many steps; returns the exit status. All ranks."""
+    plan = derive(config, strategy.data_ranks * strategy.micro_batches_per_call).cut(steps)
     validation_readers = open_validation(config.data)
-
-    checkpoints = Checkpoints(
-        config.output,
-        strategy,
-        Retention(config.checkpoint.keep_last, config.checkpoint.keep_best, config.checkpoint.milestones_every),
-    )
-    found = checkpoints.newest_valid(log=strategy.print)
-    state = RunState()
-    if found is not None:
-        saved_model, saved_optimizer, saved = load_saved(found)
-        if problems := identity_problems(saved["identity"], run.identity, overridden):
-            raise InputError(*problems)
-        state = RunState(**saved["state"])
-        if state.step >= run.total_steps and (config.output / "final" / "MANIFEST.json").exists():
-            strategy.print(f"{config.output} is done: {state.step:,} steps. The model is in {config.output}/final.")
-            strategy.exit(0)
+    continuation = Continuation(config, plan, overridden, strategy, metrics)  # at its newest intact checkpoint
+    run, state = continuation.run, continuation.state
+    publish_cut_short(config, metrics)
+    if continuation.is_done:
+        strategy.print(f"{config.output} is done: {state.step:,} steps. The model is in {config.output}/final.")
+        return EXIT_DONE
 
     # Model and optimizer, the same under every strategy, which gives the model its weights piece by piece.
     causal_lm = build_meta_model(run.model_config, attention=run.attention)
@@ -94,35 +73,23 @@ def main(config: RunConfig, overridden: frozenset[str]) -> None:
         z_loss=config.loss.z_loss,
         backend="chunked" if config.loss.backend == "auto" else config.loss.backend,
     )
+    starts_from_pretrained = config.init == "pretrained" and not continuation.found
     weights = InitialWeights(
         seed=config.seed,
-        pretrained=load_pretrained(config.model) if config.init == "pretrained" and found is None else None,
+        pretrained=open_pretrained(config.model) if starts_from_pretrained else None,
         dtype=torch.bfloat16 if config.optim.stochastic_rounding else torch.float32,
     )
-    optimizer_of = partial(
-        build_optimizer,
-        full_shapes={name: tuple(parameter.shape) for name, parameter in causal_lm.named_parameters()},
-        no_decay=embedding_parameter_names(causal_lm),
-        name=config.optim.name,
-        learning_rate=run.peak_learning_rate,
-        betas=config.optim.betas,
-        eps=config.optim.eps,
-        weight_decay=config.optim.weight_decay,
-        seed=config.seed,
-        device_type=strategy.device.type,
+    build_optimizer = optimizer_builder(
+        config.optim, causal_lm, run.peak_learning_rate, seed=config.seed, device_type=strategy.device.type
     )
-    model = strategy.prepare(model, weights, optimizer_of)
-    if found is not None:
-        strategy.load(saved_model, saved_optimizer)
-        strategy.load_state(saved["strategy"])
+    model = strategy.prepare(model, weights, build_optimizer)
+    continuation.load()
     compile_model(model, causal_lm, config.compile)
 
-    # Where everything goes.
-    if strategy.is_main and found is None:
+    # Where everything goes, and what looks after it.
+    if strategy.is_main and (continuation.is_new or not (config.output / "config.yaml").exists()):
         write_record(config, run, strategy)
-    metrics = Metrics(
-        config.output, is_main=strategy.is_main, total_steps=run.total_steps, first_step=state.step, config=config
-    )
+    metrics.begin(config, total_steps=run.total_steps, first_step=state.step)
     peak, peak_source = peak_flops(strategy.device, run.precision)
     built = {
         "strategy": f"{strategy.name}, {strategy.ranks} processes on {strategy.device.type}",
@@ -130,60 +97,77 @@ def main(config: RunConfig, overridden: frozenset[str]) -> None:
         "peak for MFU": f"{peak / 1e12:.3g} TFLOP/s per process ({peak_source})" if peak else peak_source,
     }
     metrics.say(banner(config, run, built))
-    metrics.write("start", step=state.step, parameters=run.parameters, ranks=strategy.ranks, **schedule_record(run))
-    if found is not None:
-        metrics.write("resume", step=state.step, path=found.name)
-
-    describe = partial(
-        describe_model, causal_lm, run.batches.readers[run.batches.folders[0]].manifest.tokenizer_folder
+    start_id = uuid.uuid4().hex
+    facts = {"start_id": start_id, "parameters": run.parameters, "ranks": strategy.ranks, **schedule_record(run)}
+    facts["flops_per_token"] = run.flops_per_token
+    metrics.write("start", step=state.step, **facts)
+    if continuation.found:
+        event = "branch" if continuation.is_new else "resume"
+        metrics.write(event, step=state.step, path=continuation.found.name, run=str(continuation.found.parents[1]))
+    supervisor = Supervisor(
+        config, strategy, metrics, start_id, continuation.guard_state, scales_loss=run.precision == "fp16"
     )
-    validate_now = partial(
-        validate,
-        model,
-        validation_readers,
-        strategy,
-        sequence_length=config.data.sequence_length,
-        sequences=config.validation.sequences,
-        sequences_per_micro_batch=config.batch.sequences_per_micro_batch * strategy.micro_batches_per_call,
-        document_mask=config.data.document_mask,
-        attention=run.attention,
-    )
+    watch, speed_guard, throughput = supervisor.watch, SpeedGuard(config.guard.speed_drop), Throughput()
+    tokenizer = run.batches.readers[run.batches.folders[0]].manifest.tokenizer_folder
+    describe = partial(describe_model, causal_lm, tokenizer)
     log_every = max(1, round(config.logging.every_steps * config.cadence))
     validate_every = run.interval(config.validation, config.cadence)
     save_every = run.interval(config.checkpoint, config.cadence)
-    throughput = Throughput()
+    sample_every = run.interval(config.samples, config.cadence)
+    evaluate_every = run.interval(config.evaluation, config.cadence)
+    companions, read_ahead = Companions(config.output, metrics), ReadAhead(strategy)
 
-    def measure() -> dict[str, dict[str, float]]:
-        with throughput.paused():
-            results = validate_now() if validation_readers else {}
-        for source, result in results.items():
-            metrics.write("validation", step=state.step, source=source, **result)
-        if results:
-            state.validation_loss = sum(result["loss"] for result in results.values()) / len(results)
-        return results
+    @throughput.paused()
+    def measure(sequences: int) -> dict[str, dict[str, float]]:
+        return validate(
+            model,
+            validation_readers,
+            strategy,
+            sequence_length=config.data.sequence_length,
+            sequences=sequences,
+            sequences_per_micro_batch=config.batch.sequences_per_micro_batch * strategy.micro_batches_per_call,
+            document_mask=config.data.document_mask,
+            attention=run.attention,
+            after_batch=supervisor.listen_or_leave,
+        )
 
-    def save() -> None:
-        with throughput.paused():
-            start = time.perf_counter()
-            groups = {"model": strategy.model_tensors(), "optimizer": strategy.optimizer_tensors()}
-            contents = {"state": asdict(state), "identity": run.identity, "strategy": strategy.state()}
-            contents["validation_loss"] = state.validation_loss
-            path = checkpoints.save(state.step, contents, groups, describe)
-            size = sum(file.stat().st_size for file in path.iterdir())
-        seconds = time.perf_counter() - start
-        metrics.write("checkpoint", step=state.step, path=path.name, bytes=size, seconds=seconds)
+    def measure_all() -> None:
+        with supervisor.leaving("validation"):
+            results = measure(config.validation.sequences)
+            for source, result in results.items():
+                metrics.write("validation", step=state.step, source=source, **result)
+            if results:
+                state.validation_loss = sum(result["loss"] for result in results.values()) / len(results)
 
-    results = measure() if state.step == 0 and validate_every else {}
-    skipped_since_log: list[torch.Tensor] = []
+    @throughput.paused()
+    def save(wait: bool, required: bool = False) -> None:
+        supervisor.compare_copies()  # before, not after: a checkpoint must not keep what differs
+        continuation.save(supervisor.guard.state(), describe, watch.beat)
+        if wait or required:
+            continuation.finish_saving(watch.beat, required)
+            supervisor.listen()  # a signal meanwhile ends the run here, not a step and another save later
+
+    @throughput.paused()
+    def sample() -> None:
+        with supervisor.leaving("samples"):
+            beat = supervisor.listen_or_leave
+            for prompt, text in sample_texts(strategy, run.model_config, tokenizer, config.samples, state.step, beat):
+                metrics.write("sample", step=state.step, prompt=prompt, text=text)
+
+    watch.start()
+    if state.validation_loss is None and (state.step == run.total_steps or (state.step == 0 and validate_every)):
+        measure_all()
+    first_step, tokens_at_log = state.step, state.tokens
     model.train()
-    for step in range(state.step, run.total_steps):
-        learning_rate = run.learning_rate(step)
+    while state.step < run.total_steps:
+        step = state.step
+        learning_rate = run.learning_rate(step) * state.learning_rate_factor
         strategy.set_learning_rate(learning_rate)
         micro_steps = run.micro_steps(step)
         step_loss = torch.zeros((), device=strategy.device)
         for micro_step in range(micro_steps):
             with throughput.loading_data():
-                batch = load_batch(run, strategy, step, micro_step, config.data.document_mask)
+                batch = read_ahead.micro_batch(run, step, micro_step)
             torch.manual_seed(key_of(config.seed, step, micro_step, strategy.data_rank) % 2**63)  # dropout
             with strategy.accumulate(is_last=micro_step == micro_steps - 1):
                 loss, cross_entropy = model(**batch)
@@ -192,89 +176,110 @@ def main(config: RunConfig, overridden: frozenset[str]) -> None:
         grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
 
         state.step, state.tokens, state.validation_loss = step + 1, run.tokens_before(step + 1), None
-        skipped_since_log.append(skipped)
         throughput.step_done()
         is_last = state.step == run.total_steps
-        if state.step % log_every == 0 or is_last:
-            tokens = state.tokens - run.tokens_before(state.step - len(skipped_since_log))
-            figures = throughput.read(tokens, run.flops_per_token, peak, strategy.ranks)
+        logs = is_last or state.step % log_every == 0
+        measures = is_last or (validate_every and state.step % validate_every == 0)
+        evaluates = evaluate_every and state.step % evaluate_every == 0
+        saves = is_last or evaluates or (save_every and state.step % save_every == 0)
+        outcome = supervisor.after_step(
+            state.step, (step_loss, grad_norm, skipped), run, settle=logs or measures or saves
+        )
+        state.skipped_steps += outcome.skipped_steps
+        if logs:
+            figures = throughput.read(state.tokens - tokens_at_log, run.flops_per_token, peak, strategy.ranks)
+            tokens_at_log = state.tokens
             metrics.write(
                 "train",
                 step=state.step,
                 tokens=state.tokens,
-                loss=strategy.mean(step_loss).item(),
-                grad_norm=grad_norm.item(),
+                loss=outcome.report.loss,
+                grad_norm=outcome.report.grad_norm,
                 learning_rate=learning_rate,
                 **figures,
                 peak_memory_bytes=peak_memory_bytes(strategy.device),
             )
-            if skipped_steps := int(sum(skipped_since_log).item()):
-                state.skipped_steps += skipped_steps
-                metrics.write("skip", step=state.step, steps=skipped_steps)
-            skipped_since_log = []
+            if warning := speed_guard.judge(figures["tokens_per_second"]):
+                metrics.write("warning", step=state.step, message=warning)
+            companions.fetch()
         metrics.step_done(step)
-        if is_last or (validate_every and state.step % validate_every == 0):
-            results = measure()
-        if is_last or (save_every and state.step % save_every == 0):
-            save()
-        if step == 0:
+        continuation.report_saves()
+
+        if outcome.bad is not None:
+            with throughput.paused():
+                continuation.go_back(outcome.bad, watch.beat)
+                supervisor.go_back(continuation.guard_state)
+            run, state, tokens_at_log = continuation.run, continuation.state, continuation.state.tokens
+            continue
+        if measures:
+            measure_all()
+        if saves or supervisor.request in (Request.SAVE, Request.ANNEAL):
+            save(wait=evaluates or supervisor.request != Request.NONE, required=is_last)
+        if evaluates and continuation.is_saved:
+            with throughput.paused(), supervisor.leaving("evaluation"):
+                beat = supervisor.listen_or_leave
+                evaluate_beside(companions, strategy, continuation.newest, config.evaluation, beat)
+        if sample_every and state.step % sample_every == 0:
+            sample()
+        if state.step % config.guard.compare_copies_every_steps == 0:
+            supervisor.compare_copies()
+        if supervisor.request == Request.ANNEAL:
+            run = continuation.anneal()
+            metrics.change_total(run.total_steps)
+        if supervisor.ends:
+            if supervisor.request != Request.ABORT:
+                save(wait=True, required=True)
+            companions.stop()
+            return supervisor.end(state.step, run.total_steps)
+        supervisor.answer(state.step, run.total_steps, supervisor.request != Request.SAVE or continuation.is_saved)
+        if step == first_step:
             gc.collect()  # what lives after the first step lives for the run: the collector need not walk it again
             gc.freeze()
 
-    final = export_final(config.output, strategy, config.export.dtype, describe, card_facts(config, run, results))
-    metrics.write(
-        "end",
-        reason="done",
-        code=0,
-        step=state.step,
-        steps=state.step,
-        tokens=state.tokens,
-        seconds=time.perf_counter() - started,
-        skipped_steps=state.skipped_steps,
-    )
-    metrics.say(f"The model is in {final}. Try: python evaluate.py --model {final} --prompt 'Once'")
-    metrics.close()
-    strategy.exit(0)
+    final = export_final(config.output, strategy, config.export.dtype, describe, watch.beat)
+    with supervisor.leaving(f"the check of {final}"):
+        verification = partial(
+            verify_export,
+            final,
+            continuation.newest,
+            dtype=config.export.dtype,
+            precision=run.precision,
+            training_losses={source: result["loss"] for source, result in measure(sequences=1).items()},
+            readers=validation_readers,
+            sequence_length=config.data.sequence_length,
+            document_mask=config.data.document_mask,
+        )
+        if (verdict := strategy.by_main(verification, supervisor.listen_or_leave)) is not None:
+            metrics.write("export", step=state.step, problems=verdict.problems)
+            metrics.say(verdict.in_words())
+    publish_beside(config, None, metrics)
+    companions.fetch()
+    if companions.names:
+        metrics.say(f"Still running, with results to come in metrics.jsonl: {', '.join(companions.names)}")
+    watch.close()
+    metrics.end(EXIT_DONE, "done", step=state.step, tokens=state.tokens, skipped_steps=state.skipped_steps)
+    strategy.print(f"The model is in {final}. Try: python evaluate.py --model {final} --prompt 'Once'")
+    return EXIT_DONE
 
 
-def load_batch(
-    run: Derived, strategy: Strategy, step: int, micro_step: int, document_mask: bool
-) -> dict[str, torch.Tensor]:
-    """This rank's micro-batch on its device."""
-    sequences = run.sequences_per_micro_batch * strategy.micro_batches_per_call
-    ids = run.batches.read(step, micro_step, strategy.data_rank, ranks=strategy.data_ranks, sequences=sequences)
-    return model_inputs(
-        ids,
-        device=strategy.device,
-        attention=run.attention,
-        end_of_document_id=run.batches.end_of_document_id if document_mask else None,
-    )
-
-
-def check(config: RunConfig) -> int:
+def check(asked: CommandLine) -> None:
     """Everything that can be known before a process starts."""
-    run = derive(config, ranks=int(os.environ.get("WORLD_SIZE", "1")))
-    open_validation(config.data)
-    print(banner(config, run, {}))
+    run = derive(asked.config, ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    open_validation(asked.config.data)
+    if asked.verbose:
+        print(explain(asked))
+    print(banner(asked.config, run, {}))
     print("The recipe can run.")
-    return 0
 
 
-def start(config: RunConfig, overridden: frozenset[str]) -> int:
-    try:
-        main(config, overridden)
-    except NoValidCheckpoint as error:
-        print(error, file=sys.stderr)
-        return EXIT_NO_VALID_CHECKPOINT
-    except SaveFailed as error:
-        print(f"the checkpoint could not be saved: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues from the newest checkpoint", file=sys.stderr)
-        return EXIT_INTERRUPTED
+def start(asked: CommandLine) -> None:
+    strategy = make_strategy(asked.config)
+
+    def train(config: RunConfig, steps: int | None = None) -> int:
+        return attempt(config, strategy, partial(main, config, asked.overridden, strategy, steps))
+
+    strategy.exit(smoke_test(asked.config, strategy, train) if asked.smoke else train(asked.config))
 
 
 if __name__ == "__main__":
-    if command_line.check:
-        run_script(lambda: check(command_line.config))
-    run_script(lambda: start(command_line.config, command_line.overridden))
+    run_script(lambda: (check if command_line.check else start)(command_line))

@@ -14,7 +14,7 @@ Shapes: B windows, T positions, H query heads, G key heads, E width of a head, S
 """
 
 import importlib.util
-import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,18 +23,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from pretrain import cpu_attention
+from pretrain.cpu_attention import HALF_DTYPES
 from pretrain.problems import InputError, did_you_mean
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 TOKENS_PER_SEGMENT = 64
 """Space for segments is made for documents of this mean length (and at least 8 in a window); where they are shorter it
 doubles, which recompiles compiled code once. Space for the worst case would cost a GPU kernel an idle block each."""
-FP32_SEGMENT_TOKENS = 256
-"""A CPU's half-precision kernel is slower than its fp32 one, conversions included, on segments up to this length."""
 
 
-def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[str, np.ndarray]:
+def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[str, Tensor]:
     """Segments of a batch of windows, on the host.
 
     Returns position_ids (B, T) int64, which restart at each segment, and cu_seq_lens_q and cu_seq_lens_k, the same
@@ -53,20 +52,22 @@ def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[s
     cu_seq_lens[: len(starts_S)] = starts_S
     lengths_S = np.diff(starts_S, append=tokens)
     position_ids = np.arange(tokens, dtype=np.int64) - np.repeat(starts_S, lengths_S)
+    cu_seq_lens = torch.from_numpy(cu_seq_lens)
     return {
-        "position_ids": position_ids.reshape(batch, length),
+        "position_ids": torch.from_numpy(position_ids).view(batch, length),
         "cu_seq_lens_q": cu_seq_lens,
         "cu_seq_lens_k": cu_seq_lens,
     }
 
 
-def attention_arguments(layout: dict[str, np.ndarray], attention: str, device: torch.device | str) -> dict[str, Any]:
+def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: torch.device | str) -> dict[str, Any]:
     """Keyword arguments for a model on `device` whose attn_implementation is `attention` (see `choose_attention`).
 
-    Copies to a GPU do not wait for it. For flex_attention the block mask is made here, once for all layers.
+    layout: see `document_layout`; from pinned memory it is copied to a GPU without waiting. For flex_attention the
+    block mask is made here, once for all layers.
     """
-    position_ids = _to_device(layout["position_ids"], device)
-    cu_seq_lens = _to_device(layout["cu_seq_lens_q"], device)
+    position_ids = layout["position_ids"].to(device, non_blocking=True)
+    cu_seq_lens = layout["cu_seq_lens_q"].to(device, non_blocking=True)
     batch, length = position_ids.shape
     if attention == "flex_attention":
         return {"position_ids": position_ids, "attention_mask": _flex_block_mask(cu_seq_lens, batch, length)}
@@ -85,7 +86,7 @@ def choose_attention(
 ) -> str:
     """The attn_implementation to give to a model of transformers for the attention that a run asks for.
 
-    auto is sdpa: on a CPU one call of torch's flash kernel per document, on a GPU in half precision torch's varlen
+    auto is sdpa: on a CPU the operator of cpu_attention.py, on a GPU in half precision torch's varlen
     flash attention, on a GPU in fp32 a dense mask. Raises InputError, naming what works, where the device, the dtype
     or a package is missing for what was asked.
     """
@@ -148,12 +149,12 @@ def sdpa(
     length, keys = query_BHTE.shape[2], key_BGTE.shape[2]
     window = None if sliding_window is None or sliding_window >= keys else sliding_window
     device_type = query_BHTE.device.type
-    if attention_mask is None and cu_seq_lens_q is not None and not dropout:
-        if device_type == "cpu" and window is None:
-            scale = query_BHTE.shape[-1] ** -0.5 if scaling is None else scaling
-            out_BHTE, _ = torch.ops.groundwork.packed_attention(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scale)
+    if attention_mask is None and not dropout:
+        if device_type == "cpu" and window is None and (cu_seq_lens_q is not None or _in_blocks(length, keys)):
+            segments = _whole_windows(query_BHTE) if cu_seq_lens_q is None else cu_seq_lens_q
+            out_BHTE = cpu_attention.attend(query_BHTE, key_BGTE, value_BGTE, segments, scaling)
             return out_BHTE.transpose(1, 2), None
-        if device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES:
+        if device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES and cu_seq_lens_q is not None:
             return _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling, window), None
     mask = attention_mask
     # A single query is the newest token of a generation and sees every key; sdpa's own causal mask fits square only.
@@ -242,6 +243,17 @@ def _segment_ids(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
     return torch.searchsorted(cu_seq_lens, tokens, right=True).view(batch, length)
 
 
+def _in_blocks(length: int, keys: int) -> bool:
+    """Whether causal attention over the whole window is faster in blocks of queries than in torch's kernel."""
+    return length == keys and cpu_attention.SHORTEST_IN_BLOCKS <= length <= cpu_attention.LONGEST_IN_BLOCKS
+
+
+def _whole_windows(query_BHTE: Tensor) -> Tensor:
+    """Cumulative lengths (B + 1,) of segments that are whole windows."""
+    batch, _, length, _ = query_BHTE.shape
+    return torch.arange(batch + 1, dtype=torch.int32) * length
+
+
 def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -272,110 +284,3 @@ def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
         return (segment_BT[b, query] == segment_BT[b, key]) & (query >= key)
 
     return create_block_mask(same_segment_and_causal, batch, None, length, length, device=cu_seq_lens.device)
-
-
-def _to_device(array: np.ndarray, device: torch.device | str) -> Tensor:
-    tensor = torch.from_numpy(array)
-    if torch.device(device).type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
-
-
-def _blocks(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slice, slice]]:
-    """(rows, positions) of the segments; neighbouring rows that are one segment each come as one block."""
-    ends = cu_seq_lens.tolist()
-    blocks: list[tuple[slice, slice]] = []
-    for start, end in itertools.pairwise(ends):
-        if start == end:
-            continue
-        row, first = divmod(start, length)
-        whole = end - start == length
-        if whole and blocks and blocks[-1][1] == slice(0, length) and blocks[-1][0].stop == row:
-            blocks[-1] = (slice(blocks[-1][0].start, row + 1), slice(0, length))
-        else:
-            blocks.append((slice(row, row + 1), slice(first, first + end - start)))
-    return blocks
-
-
-def _kernel_dtype(dtype: torch.dtype, positions: slice) -> torch.dtype:
-    short = positions.stop - positions.start <= FP32_SEGMENT_TOKENS
-    return torch.float32 if short and dtype in HALF_DTYPES else dtype
-
-
-@torch.library.custom_op("groundwork::packed_attention", mutates_args=(), device_types="cpu")
-def _packed_attention(
-    query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """(output (B, H, T, E), logsumexp (B, H, T)); opaque to the compiler, since it loops over the segments."""
-    out_BHTE, lse_BHT = _empty_outputs(query_BHTE)
-    for rows, positions in _blocks(cu_seq_lens, query_BHTE.shape[0], query_BHTE.shape[2]):
-        dtype = _kernel_dtype(query_BHTE.dtype, positions)
-        inputs = (x[rows, :, positions].to(dtype) for x in (query_BHTE, key_BGTE, value_BGTE))
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, True, scale=scale)
-        out_BHTE[rows, :, positions] = out
-        lse_BHT[rows, :, positions] = lse
-    return out_BHTE, lse_BHT
-
-
-@torch.library.custom_op("groundwork::packed_attention_backward", mutates_args=(), device_types="cpu")
-def _packed_attention_backward(
-    grad_out_BHTE: Tensor,
-    query_BHTE: Tensor,
-    key_BGTE: Tensor,
-    value_BGTE: Tensor,
-    out_BHTE: Tensor,
-    lse_BHT: Tensor,
-    cu_seq_lens: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
-    grad_out_BHTE = grad_out_BHTE.contiguous() if grad_out_BHTE.stride(-1) != 1 else grad_out_BHTE
-    inputs = (query_BHTE, key_BGTE, value_BGTE)
-    gradients = tuple(_empty_like_heads_last(x) for x in inputs)
-    for rows, positions in _blocks(cu_seq_lens, query_BHTE.shape[0], query_BHTE.shape[2]):
-        dtype = _kernel_dtype(query_BHTE.dtype, positions)
-        arguments = (x[rows, :, positions].to(dtype) for x in (grad_out_BHTE, *inputs, out_BHTE))
-        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *arguments, lse_BHT[rows, :, positions], 0.0, True, scale=scale
-        )
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient[rows, :, positions] = part
-    return gradients
-
-
-@_packed_attention.register_fake
-def _(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scale):
-    return _empty_outputs(query_BHTE)
-
-
-@_packed_attention_backward.register_fake
-def _(grad_out_BHTE, query_BHTE, key_BGTE, value_BGTE, out_BHTE, lse_BHT, cu_seq_lens, scale):
-    return tuple(_empty_like_heads_last(x) for x in (query_BHTE, key_BGTE, value_BGTE))
-
-
-def _empty_like_heads_last(x_BHTE: Tensor) -> Tensor:
-    """(B, H, T, E) in the memory order (B, T, H, E), from which the projections before and after need no copy."""
-    batch, heads, length, width = x_BHTE.shape
-    return x_BHTE.new_empty(batch, length, heads, width).transpose(1, 2)
-
-
-def _empty_outputs(query_BHTE: Tensor) -> tuple[Tensor, Tensor]:
-    # The kernel keeps logsumexp in fp32, and in fp64 for fp64 input.
-    dtype = torch.promote_types(query_BHTE.dtype, torch.float32)
-    batch, heads, length, _ = query_BHTE.shape
-    lse_BHT = query_BHTE.new_empty(batch, length, heads, dtype=dtype).transpose(1, 2)
-    return _empty_like_heads_last(query_BHTE), lse_BHT
-
-
-def _save_for_backward(ctx, inputs, output):
-    query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, ctx.scale = inputs
-    ctx.save_for_backward(query_BHTE, key_BGTE, value_BGTE, *output, cu_seq_lens)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, grad_out_BHTE, _):
-    gradients = torch.ops.groundwork.packed_attention_backward(grad_out_BHTE, *ctx.saved_tensors, ctx.scale)
-    return *gradients, None, None
-
-
-_packed_attention.register_autograd(_backward, setup_context=_save_for_backward)

@@ -10,12 +10,9 @@ import bisect
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 
-from pretrain.attention import attention_arguments, document_layout
 from pretrain.config import Data, Source
 from pretrain.problems import InputError
 from pretrain.schedule import BatchRamp
@@ -24,8 +21,8 @@ from pretrain.shards import ShardReader, open_shards
 PATTERN_LENGTH = 10_000
 """Samples after which the interleaving of a mixture repeats: weights hold to four digits."""
 
-IGNORED = -100
-"""Target that counts for nothing."""
+LOCATED_SAMPLES = 256
+"""Samples whose place is computed at once."""
 
 SkippedRange = tuple[int, int]
 """(first sample, number of samples) that training leaves out, in the run's own count of samples."""
@@ -107,6 +104,7 @@ class Batches:
     """
 
     def __init__(self, data: Data, *, seed: int, ramp: BatchRamp, skipped: Sequence[SkippedRange] = ()):
+        self.data = data
         self.sequence_length = data.sequence_length
         self.random_windows = data.sampling == "random_windows"
         self.seed, self.ramp, self.skipped = seed, ramp, tuple(skipped)
@@ -116,6 +114,7 @@ class Batches:
         self.segments = self._plan(data)
         self._starts = [segment.first_sample for segment in self.segments]
         self._permutations: dict[tuple[int, int], Permutation] = {}
+        self._first_located, self._windows_located = 0, []
         manifests = [reader.manifest for reader in self.readers.values()]
         self.dtype = np.dtype(manifests[0].dtype)
         self.vocabulary_size = manifests[0].vocabulary_size
@@ -125,7 +124,7 @@ class Batches:
         """Token ids (sequences, sequence_length + 1) of one micro-batch, in the shards' own integer type."""
         first = self.ramp.sequences_before(step) + (micro_step * ranks + rank) * sequences
         out = np.empty((sequences, self.sequence_length + 1), self.dtype)
-        for row, (source, start) in enumerate(self.locate(first, sequences)):
+        for row, (source, start) in enumerate(self._located(first, sequences)):
             self.readers[self.folders[source]].read(start, out[row])
         if out.max() >= self.vocabulary_size:
             self._refuse(first, out)
@@ -140,6 +139,14 @@ class Batches:
             f"{start + ids.shape[1]:,} is outside the vocabulary of {self.vocabulary_size:,}; the shards are damaged: "
             "restore them or prepare them again"
         )
+
+    def _located(self, first_sample: int, count: int) -> list[tuple[int, int]]:
+        """`locate`, for many samples at once: its cost hardly depends on their number, and the next ones come next."""
+        offset = first_sample - self._first_located
+        if offset < 0 or offset + count > len(self._windows_located):
+            self._first_located, offset = first_sample, 0
+            self._windows_located = self.locate(first_sample, max(count, LOCATED_SAMPLES))
+        return self._windows_located[offset : offset + count]
 
     def locate(self, first_sample: int, count: int) -> list[tuple[int, int]]:
         """(source number, first token) of `count` consecutive samples of the run."""
@@ -159,6 +166,28 @@ class Batches:
         rounds, place = divmod(int(sample[0]) - segment.first_sample, len(segment.pattern))
         drawn = segment.drawn_before + rounds * segment.drawn[-1] + segment.drawn[place]
         return {folder: float(n / w) for folder, n, w in zip(self.folders, drawn, self.windows, strict=True)}
+
+    def samples_of(self, first_step: int, last_step: int) -> SkippedRange:
+        """The samples that steps first_step to last_step (counted from 0) use, as a range to leave out."""
+        first, end = self.ramp.sequences_before(first_step), self.ramp.sequences_before(last_step + 1)
+        first, last = self._leave_out(np.array([first, end - 1], np.int64)).tolist()
+        return first, last + 1 - first
+
+    def leaving_out(self, ranges: Sequence[SkippedRange]) -> "Batches":
+        """The same order of samples without these; ranges may come in any order and overlap."""
+        merged: list[SkippedRange] = []
+        for first, count in sorted(ranges):
+            if merged and first <= sum(merged[-1]):
+                merged[-1] = merged[-1][0], max(sum(merged[-1]), first + count) - merged[-1][0]
+            else:
+                merged.append((first, count))
+        return Batches(self.data, seed=self.seed, ramp=self.ramp, skipped=merged)
+
+    def begins_segment(self, step: int) -> bool:
+        """Whether the mixture changes within `step`, or at its beginning: a stage ends or a source is used up."""
+        before, after = self.ramp.sequences_before(step), self.ramp.sequences_before(step + 1)
+        first, last = self._leave_out(np.array([before - 1, after - 1], np.int64))
+        return step > 0 and bisect.bisect_right(self._starts, first) != bisect.bisect_right(self._starts, last)
 
     def _leave_out(self, samples: np.ndarray) -> np.ndarray:
         for first, count in self.skipped:
@@ -260,9 +289,9 @@ def open_sources(data: Data) -> dict[str, ShardReader]:
     """Opens the training split of every source of the run, once each. Raises InputError with every problem found."""
     readers: dict[str, ShardReader] = {}
     problems: list[str] = []
-    for folder in dict.fromkeys(str(source.shards) for stage in data.mixtures for source in stage.train):
+    for folder, tokenizer in {str(s.shards): s.tokenizer for stage in data.mixtures for s in stage.train}.items():
         try:
-            readers[folder] = open_shards(folder, "train")
+            readers[folder] = open_shards(folder, "train", tokenizer)
         except InputError as error:
             problems += error.problems
     names = {reader.manifest.tokenizer_sha256: folder for folder, reader in readers.items()}
@@ -274,31 +303,3 @@ def open_sources(data: Data) -> dict[str, ShardReader]:
     if problems:
         raise InputError(*problems)
     return readers
-
-
-def model_inputs(
-    ids: np.ndarray,
-    *,
-    device: torch.device,
-    attention: str,
-    end_of_document_id: int | None,
-    rows: int | None = None,
-) -> dict[str, Any]:
-    """The model's arguments, on its device, from ids (B, T + 1).
-
-    Args:
-        attention: the model's attn_implementation, which decides in what form the documents reach it.
-        end_of_document_id: mask attention between documents; None: attend over the whole window.
-        rows: only the first `rows` count; the targets of the others are ignored. None: all count.
-    """
-    inputs, targets = ids[:, :-1].astype(np.int64), ids[:, 1:].astype(np.int64)
-    if rows is not None:
-        targets[rows:] = IGNORED
-    layout = {}
-    if end_of_document_id is not None:
-        layout = attention_arguments(document_layout(inputs, end_of_document_id), attention, device)
-    return {
-        "input_ids_BT": torch.from_numpy(inputs).to(device, non_blocking=True),
-        "targets_BT": torch.from_numpy(targets).to(device, non_blocking=True),
-        **layout,
-    }

@@ -6,7 +6,9 @@ from transformers import PreTrainedModel
 
 def layers_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
     """The model's blocks, in order: the modules that transformers says must not be split."""
-    return [module for module in causal_lm.modules() if type(module).__name__ in (causal_lm._no_split_modules or ())]
+    names = set(causal_lm._no_split_modules or ())
+    # Of the classes it inherits from too: FSDP gives a module that it shards a class with another name.
+    return [module for module in causal_lm.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
 
 
 def compile_model(model: torch.nn.Module, causal_lm: PreTrainedModel, mode: str) -> None:
@@ -16,7 +18,8 @@ def compile_model(model: torch.nn.Module, causal_lm: PreTrainedModel, mode: str)
     """
     if mode == "regional":
         for layer in layers_of(causal_lm):
-            layer.compile(dynamic=False)
+            # Not layer.compile(): what FSDP and DeepSpeed hook onto a layer would be traced, and break the graph.
+            layer.forward = torch.compile(layer.forward, dynamic=False)
     elif mode == "full":
         model.compile(dynamic=False)
 

@@ -3,7 +3,6 @@
 A recipe is whole: no inheritance, no interpolation, so `diff` of two recipes is the experiment.
 """
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,20 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-UNITS = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-COUNT = re.compile(r"^([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([kKMBT]?)$")
-
-
-def parse_count(value: Any, thousand: int = 1000) -> Any:
-    """'10B' -> 10_000_000_000, '2k' -> 2 * thousand, 1e9 -> 1_000_000_000; anything else is left for pydantic."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, str) and (match := COUNT.match(value.strip())):
-        unit = "k" if match[2] == "K" else match[2]
-        number = float(match[1].replace("_", "")) * ({**UNITS, "k": thousand}[unit] if unit else 1)
-        if number.is_integer():
-            return int(number)
-    return value
+from pretrain.quantities import parse_count
 
 
 def parse_fraction(value: Any) -> Any:
@@ -44,10 +30,16 @@ def parse_fraction(value: Any) -> Any:
     return value
 
 
+def parse_names(value: Any) -> Any:
+    """'base' -> ['base'], 'a,b' -> ['a', 'b']; lists stay."""
+    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+
+
 Count = Annotated[int, BeforeValidator(parse_count), Field(ge=1)]
 # 2k of context is 2,048 tokens and a batch of 512k is 2^19 tokens to everyone in the field; 2k steps are 2,000.
 BinaryCount = Annotated[int, BeforeValidator(lambda value: parse_count(value, thousand=1024)), Field(ge=1)]
 Fraction = Annotated[float, BeforeValidator(parse_fraction), Field(ge=0, le=1)]
+Names = Annotated[list[str], BeforeValidator(parse_names)]
 PositiveFraction = Annotated[float, BeforeValidator(parse_fraction), Field(gt=0, le=1)]
 
 
@@ -58,7 +50,9 @@ class Section(BaseModel):
 
 class Source(Section):
     shards: Path
-    """Folder written by prepare_data.py."""
+    """Folder written by prepare_data.py; or nanoGPT's .bin or folder, or Megatron's .bin beside its .idx."""
+    tokenizer: str | None = None
+    """Of ids that others prepared: the folder or Hub id. A folder of prepare_data.py has its own."""
     weight: PositiveFloat = 1.0
     """Share of the training sequences drawn from here, relative to the other sources."""
     max_epochs: PositiveFloat | None = None
@@ -74,7 +68,9 @@ class Stage(Section):
 
 class ValidationSource(Section):
     shards: Path
-    """Folder written by prepare_data.py."""
+    """Folder written by prepare_data.py; or nanoGPT's .bin or folder, or Megatron's .bin beside its .idx."""
+    tokenizer: str | None = None
+    """Of ids that others prepared: the folder or Hub id. A folder of prepare_data.py has its own."""
     split: Literal["validation", "train"] = "validation"
     """Which of the folder's splits to measure."""
 
@@ -232,6 +228,33 @@ class Validation(Cadence):
     """Sequences per source: always the same ones, spread over the whole split."""
 
 
+class Samples(Cadence):
+    """Neither every_steps nor every_tokens: no samples."""
+
+    prompts: Annotated[list[str], Field(min_length=1)] = [""]
+    """Texts that the model continues; an empty one begins a document."""
+    max_new_tokens: Count = 64
+    temperature: PositiveFloat | None = 0.8
+    """Tokens are drawn at this temperature; null: the likeliest token."""
+    top_k: Count | None = None
+    """Draw among so many of the likeliest tokens; null: all."""
+
+
+class Evaluation(Cadence):
+    """Benchmarks beside the training; neither every_steps nor every_tokens: none."""
+
+    tasks: Annotated[Names, Field(min_length=1)] = ["base"]
+    """Tasks of lm-evaluation-harness, as evaluate.py takes them."""
+    where: Literal["background", "same"] = "background"
+    """background: a process beside the training. same: training waits for it."""
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")] = "cpu"
+    """cpu, or cuda:7, a GPU that the training leaves free (or shares, with where: same)."""
+    limit: PositiveFloat | None = None
+    """Documents per task; null: all."""
+    include_path: Path | None = None
+    """Folder of your own task .yaml files."""
+
+
 class Checkpoint(Cadence):
     """Neither every_steps nor every_tokens: at the end of the run only."""
 
@@ -241,6 +264,44 @@ class Checkpoint(Cadence):
     """How many of the best by validation loss stay."""
     milestones_every: Count | None = None
     """Checkpoints at multiples of so many steps stay for ever."""
+    in_background: bool = True
+    """Training goes on while a checkpoint is written; costs the host's memory a copy of weights and optimizer."""
+
+
+class Guard(Section):
+    """What is watched, and what happens; see docs/failures.md."""
+
+    window: Count = 128
+    """Steps whose losses a new loss is compared with."""
+    alert_above: Annotated[float, Field(gt=1)] = 2.0
+    """A loss of more than so many times their mean is reported as a spike."""
+    roll_back_above: Annotated[float, Field(gt=1)] = 3.0
+    """A loss of more than so many times their mean is one to go back before."""
+    roll_back_sigmas: PositiveFloat = 6.0
+    """So is one of so many standard deviations above their mean, if it is also 10 % above it."""
+    patience: Count = 3
+    """So many such steps in a row, or steps whose gradient is not finite, and the run goes back."""
+    roll_back: Literal["skip_data", "halve_learning_rate", "off"] = "skip_data"
+    """What changes after going back: the data of those steps is left out, or the learning rate is halved. off: the run
+    stops instead."""
+    distance: NonNegativeInt = 100
+    """Go back to a checkpoint at least so many steps before the first bad step, where there is one."""
+    max_rollbacks: NonNegativeInt = 3
+    """After so many rollbacks the next one is a stop, with exit status 16."""
+    alert_grad_norm: PositiveFloat = 100.0
+    """A gradient norm above this is reported."""
+    divergence: PositiveFloat = 1.0
+    """The average loss of the last 16 steps may be so many nats above that of the last 256."""
+    on_divergence: Literal["warn", "stop"] = "warn"
+    """stop: exit status 16."""
+    speed_drop: PositiveFraction = 0.3
+    """Tokens per second so far below the run's median are reported."""
+    step_timeout_seconds: PositiveFloat = 300.0
+    """A step that takes longer hangs: the stacks of all processes are written and the run ends, to be restarted."""
+    first_step_timeout_seconds: PositiveFloat = 1800.0
+    """The same for the first step, in which kernels are compiled."""
+    compare_copies_every_steps: Count = 1000
+    """Copies of the same weights on different processes are compared bit by bit."""
 
 
 class Logging(Section):
@@ -253,6 +314,24 @@ class Export(Section):
     """Dtype of the model in final/."""
 
 
+class Publish(Section):
+    license: str | None = None
+    """Licence of the model, by the Hub's name for it, such as apache-2.0; nothing is published without one."""
+    language: Names = []
+    """Languages of the text, ISO 639 codes."""
+
+
+class Hub(Section):
+    """What goes to the Hub while the run trains, in a process of its own; see docs/publishing.md."""
+
+    repository: str | None = None
+    """owner/name; null: nothing."""
+    every: Literal["milestones", "end"] = "end"
+    """milestones: each checkpoint that checkpoint.milestones_every keeps, and final/ at the end. end: final/ alone."""
+    private: bool = True
+    """Whether the repository is made private."""
+
+
 class RunConfig(Section):
     model: str
     """Architecture: a JSON file in model_configs/, a folder with a config.json, or a Hub id."""
@@ -260,6 +339,8 @@ class RunConfig(Section):
     """pretrained: continue from the weights of `model`."""
     output: Path
     """Folder of the run. The same command again continues it."""
+    branch_from: str | None = None
+    """RUN@STEP: begin with that checkpoint of another run, and decay the learning rate from there to the end."""
     seed: NonNegativeInt = 42
     """Initial weights and the order of the data."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "bf16"
@@ -275,14 +356,21 @@ class RunConfig(Section):
     ] = "auto"
     """Attention kernel; auto: the fastest that the device and document_mask allow."""
     compile: Literal["none", "regional", "full"] = "regional"
-    """torch.compile: regional compiles one layer and reuses it; full compiles the whole model."""
+    """torch.compile: regional compiles one layer and reuses it; full compiles the whole model (single and ddp)."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """full: keep only each layer's input and recompute the rest in the backward pass."""
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
+    samples: Samples = Samples()
+    evaluation: Evaluation = Evaluation()
     logging: Logging = Logging()
+    guard: Guard = Guard()
     cadence: PositiveFloat = 1.0
     """Factor on the intervals of logging, validation and checkpoints."""
     export: Export = Export()
-    trackers: list[Literal["wandb", "tensorboard"]] = []
+    publish: Publish = Publish()
+    hub: Hub = Hub()
+    trackers: list[Literal["wandb", "tensorboard", "trackio"]] = []
     """Where metrics go besides metrics.jsonl and the console."""
+    group: str | None = None
+    """Name under which trackers show several runs together."""

@@ -7,14 +7,16 @@ once, before anything is built.
 import hashlib
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from pretrain.attention import choose_attention
-from pretrain.batches import Batches, open_sources
+from pretrain.batches import Batches, SkippedRange, open_sources
 from pretrain.config import Cadence, RunConfig
 from pretrain.hardware import DTYPES
+from pretrain.hub_upload import login_problems, offer_problems
+from pretrain.micro_batch import HostBatch, host_batch
 from pretrain.model import (
     check_vocabulary,
     count_non_embedding_parameters,
@@ -24,6 +26,7 @@ from pretrain.model import (
 )
 from pretrain.problems import InputError
 from pretrain.schedule import (
+    Annealing,
     BatchRamp,
     Schedule,
     batch_ramp,
@@ -31,7 +34,8 @@ from pretrain.schedule import (
     learning_rate_for_batch,
     learning_rate_for_parameters,
 )
-from pretrain.strategy import device_type, resolve_precision
+from pretrain.strategy import Strategy, device_type, resolve_precision
+from pretrain.trackers import tracker_problems
 
 Value = TypeVar("Value")
 
@@ -49,7 +53,7 @@ class Derived:
     ranks: int
     sequences_per_micro_batch: int
     ramp: BatchRamp
-    schedule: Schedule
+    schedule: Schedule | Annealing
     peak_learning_rate: float
     batches: Batches
     identity: dict[str, Any]
@@ -71,8 +75,53 @@ class Derived:
         """Forward and backward passes of each process in `step`."""
         return self.ramp.sequences_at(step) // (self.sequences_per_micro_batch * self.ranks)
 
+    def micro_batch(self, step: int, micro_step: int, strategy: Strategy) -> HostBatch:
+        """What one call of the model in this process takes, still on the host."""
+        ids = self.batches.read(
+            step,
+            micro_step,
+            strategy.data_rank,
+            ranks=strategy.data_ranks,
+            sequences=self.sequences_per_micro_batch * strategy.micro_batches_per_call,
+        )
+        end = self.batches.end_of_document_id if self.batches.data.document_mask else None
+        return host_batch(ids, device=strategy.device, end_of_document_id=end)
+
     def learning_rate(self, step: int) -> float:
         return self.schedule.learning_rate(step, self.peak_learning_rate)
+
+    def leaving_out(self, ranges: Sequence[SkippedRange]) -> "Derived":
+        """The same run without these samples; later ones take their place."""
+        return replace(self, batches=self.batches.leaving_out(ranges)) if ranges else self
+
+    def annealing(self, from_step: int | None, steps: int | None) -> "Derived":
+        """The same run, ended by a decay of so many steps that begins at `from_step`; None: as it is."""
+        if from_step is None:
+            return self
+        schedule = Annealing(self.schedule, from_step, steps)
+        return replace(self, schedule=schedule, ramp=replace(self.ramp, total_steps=from_step + steps))
+
+    def extending(self, earlier: Mapping[str, Any]) -> "Derived":
+        """The same run where it is longer than an `earlier` one, of which `planned` speaks: without rewinding
+        the learning rate."""
+        if self.total_steps <= earlier["total_steps"] or self.schedule.name != earlier["schedule"]["name"]:
+            return self
+        return replace(self, schedule=self.schedule.extending(earlier["schedule"]))
+
+    def cut(self, steps: int | None) -> "Derived":
+        """The first so many steps of the same run: the schedule stays that of the whole."""
+        if steps is None or steps >= self.total_steps:
+            return self
+        return replace(self, ramp=replace(self.ramp, total_steps=steps))
+
+    def planned(self) -> dict[str, Any]:
+        """What a checkpoint says of the plan that it was trained by."""
+        schedule = self.schedule.schedule if isinstance(self.schedule, Annealing) else self.schedule
+        return {
+            "total_steps": self.total_steps,
+            "schedule": asdict(schedule),
+            "stable_until": self.schedule.from_step if isinstance(self.schedule, Annealing) else schedule.decays_from,
+        }
 
     def interval(self, cadence: Cadence, factor: float) -> int | None:
         """Steps between two events of this cadence; None if it has none."""
@@ -100,11 +149,20 @@ class Problems:
             raise InputError(*self.found)
 
 
-def derive(config: RunConfig, ranks: int, skipped: tuple = ()) -> Derived:
+def derive(config: RunConfig, ranks: int) -> Derived:
     """Checks a run as a whole. Raises InputError with everything that cannot work."""
     problems = Problems()
     data, batch = config.data, config.batch
     model_config = problems.attempt(lambda: load_model_config(config.model))
+    problems.found += tracker_problems(config.trackers)
+    if config.hub.repository is not None:
+        problems.found += offer_problems(config.hub.repository, config.publish.license, config.publish.language)
+        problems.found += login_problems()
+        if config.hub.every == "milestones" and config.checkpoint.milestones_every is None:
+            problems.found.append(
+                "hub.every: milestones, but checkpoint.milestones_every keeps none: give it a number of steps, or set "
+                "hub.every to end"
+            )
     readers = problems.attempt(lambda: open_sources(data))
     precision = problems.attempt(lambda: resolve_precision(config.precision))
     attention = problems.attempt(
@@ -127,7 +185,7 @@ def derive(config: RunConfig, ranks: int, skipped: tuple = ()) -> Derived:
     ramp = problems.attempt(lambda: ramp_of(config, sequences_per_step, ranks, parameters))
     problems.stop_if_any()
     schedule = problems.attempt(lambda: schedule_of(config, ramp.total_steps))
-    batches = problems.attempt(lambda: Batches(data, seed=config.seed, ramp=ramp, skipped=skipped))
+    batches = problems.attempt(lambda: Batches(data, seed=config.seed, ramp=ramp))
     problems.stop_if_any()
     flops = 6 * count_non_embedding_parameters(model_config) + (
         12 * model_config.num_hidden_layers * model_config.hidden_size * data.sequence_length

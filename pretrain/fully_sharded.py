@@ -25,6 +25,7 @@ from pretrain.gradients import total_norm
 from pretrain.launcher import replicas_requested
 from pretrain.loss import LanguageModelLoss
 from pretrain.optim import describe_optimizer, load_optimizer_state, optimizer_state_by_name
+from pretrain.replicas import ReplicaGroup
 from pretrain.strategy import OptimizerBuilder, Strategy, TensorGroup, device_type, group_of
 from pretrain.weights import InitialWeights, units_of
 
@@ -34,6 +35,7 @@ class FullySharded(Strategy):
 
     optimizers = ("adamw", "muon")
     precisions = ("fp32", "bf16")
+    compilations = ("none", "regional")  # compiled whole, the graph would break at every hook of a layer
 
     def make_accelerator(self) -> Accelerator:
         plugin = FullyShardedDataParallelPlugin()
@@ -44,7 +46,7 @@ class FullySharded(Strategy):
                 dist.init_process_group("gloo")
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         # The mesh is made here: accelerate's own check refuses 2 replicas of 1 shard, which is what two processes are.
-        self.replicas = replicas_requested()
+        self.replica_count = replicas_requested()
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
         return Accelerator(fsdp_plugin=plugin, step_scheduler_with_optimizer=False)
 
@@ -60,7 +62,7 @@ class FullySharded(Strategy):
         self.causal_lm = causal_lm = model.causal_lm
         plugin = self.accelerator.state.fsdp_plugin
         self.reshards = bool(plugin.reshard_after_forward)
-        self.mesh = device_mesh(self.device.type, self.replicas, self.ranks)
+        self.mesh = device_mesh(self.device.type, self.replica_count, self.ranks)
         settings = {
             "mesh": self.mesh,
             "mp_policy": self._mixed_precision(),
@@ -121,6 +123,12 @@ class FullySharded(Strategy):
         parameters = {name: parameter for parameter, name in self.name_of.items()}
         load_optimizer_state(self.optimizer, self.name_of, ShardedState(optimizer, parameters))
 
+    def replicas(self) -> list[ReplicaGroup]:
+        """HSDP: the shards, over the groups that each hold a whole model."""
+        if self.replica_count == 1:
+            return []
+        return [(self.mesh["dp_replicate"].get_group(), {n: p.to_local() for p, n in self.name_of.items()})]
+
     def describe(self) -> dict:
         shape = dict(zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True))
         return {**super().describe(), "mesh": shape, "reshard_after_forward": self.reshards, "offload": self.offloads}
@@ -141,10 +149,10 @@ class ShardedGroup(TensorGroup):
     def of(cls, group: TensorGroup) -> "ShardedGroup":
         return cls(group.shapes, group.dtypes, group.tensors)
 
-    def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:
+    def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
         tensor = self.tensors[name].detach()
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return whole.to("cpu") if wanted else None
+        return whole if wanted else None
 
 
 class ShardedState(Mapping[str, torch.Tensor]):

@@ -1,10 +1,14 @@
-"""What the machine can do: peak arithmetic rates, for MFU."""
+"""What the machine can do: peak arithmetic rates, for MFU; its memory and its cores."""
 
+import ctypes
 import os
 import platform
 import time
 
 import torch
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+"""Numbers of malloc's settings, from glibc's malloc.h."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Our names of precisions to the dtype between the matrix products."""
@@ -64,3 +68,35 @@ def describe_machine(device: torch.device) -> dict[str, str | int]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory of the device: of the GPU, or this process's share of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return whole // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def use_all_cores() -> None:
+    """accelerate launch and torchrun set OMP_NUM_THREADS=1; the processes of a machine share its cores instead.
+
+    A number that the user set stays: any other than 1, or 1 without a launcher.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS")
+    launched = "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if threads is None or (threads == "1" and launched):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def keep_freed_memory() -> None:
+    """glibc keeps what tensors have freed instead of giving it back to the system (Linux; elsewhere nothing happens).
+
+    A step on a CPU frees and takes the same gigabyte again, and the system would clear every page of it each time: 4 %
+    of a step (docs/performance.md).
+    """
+    allocator = ctypes.CDLL(None)
+    if hasattr(allocator, "mallopt"):
+        allocator.mallopt(M_MMAP_MAX, 0)
+        allocator.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

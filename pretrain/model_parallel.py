@@ -25,6 +25,7 @@ class ModelParallel(Strategy, ABC):
     """Base of the strategies in which a process holds a part of the model. See `Strategy` for the order of calls."""
 
     precisions = ("fp32", "bf16")
+    compilations = ("none", "regional")
     size_variable: ClassVar[str]
     """Environment variable in which the launcher hands on how many processes share a model."""
     size_setting: ClassVar[str]

@@ -3,10 +3,13 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
+from pretrain import config
+from pretrain.model import embedding_parameter_names
 from pretrain.problems import InputError, did_you_mean
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
@@ -43,6 +46,24 @@ def build_optimizer(
     settings = {"lr": learning_rate, "betas": tuple(betas), "eps": eps, "device_type": device_type, "seed": seed}
     settings["full_shapes"] = full_shapes
     return OPTIMIZERS[name](matrices, others, weight_decay, settings)
+
+
+def optimizer_builder(
+    settings: config.Optim, causal_lm: torch.nn.Module, learning_rate: float, *, seed: int, device_type: str
+) -> Callable[[NamedParameters], torch.optim.Optimizer]:
+    """`build_optimizer` for a model on the meta device: strategies call it with the parameters that they update."""
+    return partial(
+        build_optimizer,
+        full_shapes={name: tuple(parameter.shape) for name, parameter in causal_lm.named_parameters()},
+        no_decay=embedding_parameter_names(causal_lm),
+        name=settings.name,
+        learning_rate=learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        seed=seed,
+        device_type=device_type,
+    )
 
 
 def groups_of(matrices: NamedParameters, others: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:

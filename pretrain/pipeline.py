@@ -5,6 +5,7 @@ the loop stays what it is. See docs/pipeline.md.
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from pretrain.model import load_model_config
 from pretrain.model_parallel import ModelParallel
 from pretrain.optim import describe_optimizer, load_optimizer_state, optimizer_state_by_name
 from pretrain.problems import InputError
+from pretrain.replicas import ReplicaGroup
 from pretrain.stages import (
     PipelineMicroBatch,
     Stage,
@@ -103,6 +105,12 @@ class Pipeline(nn.Module):
         microbatches = split_micro_batch(targets_BT, attention_arguments, self.microbatches)
         for stage in self.stages:
             stage.begin(microbatches)
+        # A compiled layer computes all its gradients at once: taken apart, it would compute them all twice.
+        eager = SCHEDULES[self.schedule_name].splits_backward
+        with torch.compiler.set_stance("force_eager") if eager else nullcontext():
+            return self.run(input_ids_BT, microbatches)
+
+    def run(self, input_ids_BT: Tensor, microbatches: list[PipelineMicroBatch]) -> tuple[Tensor, Tensor]:
         if self.training:
             # The loop seeds all ranks of a pipeline alike; stages must not drop the same elements.
             torch.manual_seed((torch.initial_seed() + self.rank) % 2**63)
@@ -197,13 +205,13 @@ class StagedTensors(TensorGroup):
     group: dist.ProcessGroup
     device: torch.device
 
-    def fetch(self, name: str, wanted: bool = True) -> Tensor | None:
+    def whole(self, name: str, wanted: bool = True) -> Tensor | None:
         if self.owners[name] == dist.get_rank(self.group):
             tensor = self.tensors[name].detach().to(self.device).contiguous()
         else:
             tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name], device=self.device)
         dist.broadcast(tensor, group=self.group, group_src=self.owners[name])
-        return tensor.to("cpu") if wanted else None
+        return tensor if wanted else None
 
 
 class PipelineParallel(ModelParallel):
@@ -233,13 +241,12 @@ class PipelineParallel(ModelParallel):
                 f"process of {name} x pipeline.microbatch_scale {config.pipeline.microbatch_scale} = {parts}; "
                 f"nearest: {f'{below} or ' if below else ''}{above}"
             )
-        others = ", ".join(other for other in SCHEDULES if not SCHEDULES[other].splits_backward)
-        for setting in ("compile", "activation_checkpointing"):
-            if schedule.splits_backward and (given := getattr(config, setting)) != "none":
-                problems.append(
-                    f"{setting}: {given} does not run with pipeline.schedule {name}, which computes the gradients of "
-                    f"inputs and of weights apart; use {setting}: none, or one of {others}"
-                )
+        if schedule.splits_backward and config.activation_checkpointing != "none":
+            others = ", ".join(other for other in SCHEDULES if not SCHEDULES[other].splits_backward)
+            problems.append(
+                f"activation_checkpointing: {config.activation_checkpointing} does not run with pipeline.schedule "
+                f"{name}, which computes the gradients of inputs and of weights apart; use none, or one of {others}"
+            )
         if config.attention == "flex_attention":
             problems.append("attention: flex_attention does not run under a pipeline; use auto")
         if config.optim.stochastic_rounding:
@@ -290,6 +297,11 @@ class PipelineParallel(ModelParallel):
         self.optimizer_built = f"{describe_optimizer(optimizer)} of this process's stages"
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
         self.tied_group = self.group_of_tied_head()
+        if self.schedule.splits_backward and self.config.compile != "none":
+            self.print(
+                f"compile: {self.config.compile} has no effect with {self.config.pipeline.schedule}: a compiled layer "
+                "cannot compute the gradients of its inputs and of its weights apart"
+            )
         return self.model
 
     def group_of_tied_head(self) -> dist.ProcessGroup | None:
@@ -350,6 +362,16 @@ class PipelineParallel(ModelParallel):
         mine = set(self.name_of.values())
         state = {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine}
         load_optimizer_state(self.optimizer.optimizer, self.name_of, state)
+
+    def replicas(self) -> list[ReplicaGroup]:
+        """A stage, over the pipelines; a tied embedding, over the first and the last stage."""
+        groups: list[ReplicaGroup] = []
+        if self.data_ranks > 1:
+            groups.append((self.data_group, {name: parameter for parameter, name in self.name_of.items()}))
+        if self.tied_group is not None:
+            tied = self.causal_lm.get_input_embeddings().weight
+            groups.append((self.tied_group, {self.name_of[tied]: tied}))
+        return groups
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -4,6 +4,7 @@ A misspelt key, a wrong type or a rule that two settings break together is repor
 what was given and what is allowed, all problems at once.
 """
 
+import json
 import re
 import sys
 from dataclasses import dataclass
@@ -59,6 +60,12 @@ class CommandLine:
     """Dotted paths named on the command line."""
     check: bool
     """Validate everything that can be known before a process starts, and stop."""
+    verbose: bool
+    """With check: every setting with its value and where it comes from."""
+    smoke: bool
+    """Train 100 steps beside the run's folder, continue them from the middle, and judge."""
+    recipe: Path
+    """The file."""
 
 
 def read_command_line(argv: list[str], usage: str) -> CommandLine:
@@ -70,14 +77,39 @@ def read_command_line(argv: list[str], usage: str) -> CommandLine:
             if text:
                 print(f"      {text}")
         sys.exit(0 if argv else 2)
-    check = "--check" in argv
-    pairs = pair_up([argument for argument in argv if argument != "--check"])
+    flags = {flag: f"--{flag}" in argv for flag in ("check", "verbose", "smoke")}
+    if (flags["verbose"] and not flags["check"]) or (flags["check"] and flags["smoke"]):
+        raise InputError("give --check, --check --verbose, or --smoke")
+    pairs = pair_up([argument for argument in argv if argument.removeprefix("--") not in flags])
     recipes = [value for key, value in pairs if key == "config"]
     if len(recipes) != 1:
         raise InputError(f"give one recipe: --config recipes/NAME.yaml (got {', '.join(recipes) or 'none'})")
     overrides = [(key, value) for key, value in pairs if key != "config"]
     config = read_run_config(recipes[0], overrides)
-    return CommandLine(config, frozenset(key for key, _ in overrides), check)
+    return CommandLine(config, frozenset(key for key, _ in overrides), **flags, recipe=Path(recipes[0]))
+
+
+def explain(command_line: CommandLine) -> str:
+    """Every setting, one per line: its dotted path, its value, and whether it is the command line's, the recipe's or
+    the default."""
+    in_recipe = set(leaves(yaml.load(command_line.recipe.read_text(encoding="utf-8"), Loader)))
+    rows = []
+    for path, value in leaves(command_line.config.model_dump(mode="json")).items():
+        if any(path == key or path.startswith(f"{key}.") for key in command_line.overridden):
+            origin = "command line"
+        else:
+            origin = str(command_line.recipe) if path in in_recipe else "default"
+        rows.append((path, json.dumps(value, ensure_ascii=False), origin))
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return "\n".join(f"{path:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for path, value, origin in rows)
+
+
+def leaves(values: Any, prefix: str = "") -> dict[str, Any]:
+    """{'a': {'b': [1]}} -> {'a.b.0': 1}"""
+    if isinstance(values, dict | list) and values:
+        items = values.items() if isinstance(values, dict) else enumerate(values)
+        return {path: leaf for key, value in items for path, leaf in leaves(value, f"{prefix}{key}.").items()}
+    return {prefix.removesuffix("."): values}
 
 
 def pair_up(arguments: list[str]) -> list[tuple[str, str]]:

@@ -8,25 +8,34 @@ The same files serve machines with and without GPUs: without one, processes talk
 import importlib
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from accelerate.utils import DistributedDataParallelKwargs
 from safetensors import SafetensorError
 
 from pretrain.config import RunConfig
 from pretrain.fp8 import fp8_problem, use_fp8
 from pretrain.gradients import total_norm
+from pretrain.hardware import keep_freed_memory, use_all_cores
 from pretrain.launcher import PRECISIONS, launcher_problems, processes_launched, requested_strategy
 from pretrain.loss import LanguageModelLoss
 from pretrain.optim import OPTIMIZERS, describe_optimizer, load_optimizer_state, optimizer_state_by_name
 from pretrain.problems import InputError
+from pretrain.rendezvous import meet_afresh
+from pretrain.replicas import ReplicaGroup
 from pretrain.weights import InitialWeights
+
+Value = TypeVar("Value")
 
 
 def device_type() -> str:
@@ -95,9 +104,14 @@ class TensorGroup:
     dtypes: dict[str, torch.dtype]
     tensors: Mapping[str, torch.Tensor]
 
+    def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
+        """The whole tensor, perhaps the one that trains, where it is; None on a rank that does not want it."""
+        return self.tensors[name].detach() if wanted else None
+
     def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:
         """The whole tensor on the host; None on a rank that takes part but does not want it."""
-        return self.tensors[name].detach().to("cpu") if wanted else None
+        whole = self.whole(name, wanted)
+        return whole.to("cpu") if wanted else None
 
 
 class Strategy:
@@ -108,9 +122,9 @@ class Strategy:
     """
 
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
-    """Names of the optimizers that run under this strategy."""
     precisions: tuple[str, ...] = tuple(PRECISIONS)
-    """Names of the precisions that run under this strategy."""
+    compilations: tuple[str, ...] = ("none", "regional", "full")
+    """What of the recipe's optim.name, precision and compile runs under this strategy."""
 
     def __init__(self, precision: str, config: RunConfig | None = None):
         """Starts the processes' communication; `config` may be None where nothing is trained."""
@@ -122,6 +136,7 @@ class Strategy:
                 f"launcher: {self.name} is for training; use accelerate_configs/single.yaml or ddp.yaml here: a "
                 "checkpoint of any strategy can be read under them"
             )
+        meet_afresh()
         self.accelerator = self.make_accelerator()
         self.device: torch.device = self.accelerator.device
         self.rank: int = self.accelerator.process_index
@@ -134,15 +149,18 @@ class Strategy:
         self.optimizer_built = ""
         """What was built, in words, once prepared."""
         self.check_started()
+        self.host_group, self.background_group = host_groups()
         if self.device.type == "cpu":
             use_all_cores()
+            keep_freed_memory()
 
     @classmethod
     def problems(cls, config: RunConfig) -> list[str]:
-        """What in the recipe this strategy cannot run, before anything starts."""
+        """What in the recipe this strategy cannot run."""
         given = {
             "optim.name": (config.optim.name, cls.optimizers),
             "precision": (resolve_precision(config.precision), cls.precisions),
+            "compile": (config.compile, cls.compilations),
         }
         return [
             f"{path}: {value} does not run under {requested_strategy()}; choose {' or '.join(allowed)}, or a strategy "
@@ -245,9 +263,21 @@ class Strategy:
         """Mean over the ranks that see different data."""
         return self.sum(tensor) / self.data_ranks
 
-    def gather(self, value: Any) -> list[Any]:
-        """One small object of every rank, on every rank."""
-        return gather_object([value])
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank's loss counts in the mean; ranks that share one model's work have one that speaks."""
+        return True
+
+    def gather(self, value: Any, in_background: bool = False) -> list[Any]:
+        """One small object of every rank, on every rank, without the device.
+
+        in_background: from a thread of its own, beside what the ranks say to each other in the main thread.
+        """
+        if self.ranks == 1:
+            return [value]
+        values = [None] * self.ranks
+        dist.all_gather_object(values, value, group=self.background_group if in_background else self.host_group)
+        return values
 
     @contextmanager
     def together(self, error: type[Exception], on_failure: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -265,6 +295,19 @@ class Strategy:
             if self.is_main:
                 on_failure()
             raise error("; ".join(problems))
+
+    def by_main(self, work: Callable[[], Value], beat: Callable[[], None]) -> Value | None:
+        """Runs `work` in a thread of the main rank while all ranks wait and call `beat`; its result is there alone.
+
+        Where `beat` raises, which it must on all ranks alike, the work goes on with nobody waiting for it.
+        """
+        executor = ThreadPoolExecutor(max_workers=1)
+        future = executor.submit(work) if self.is_main else None
+        executor.shutdown(wait=False)
+        while not self.gather(future is not None and future.done())[0]:
+            beat()
+            time.sleep(0.05)
+        return future.result() if self.is_main else None
 
     def print(self, text: str) -> None:
         """From the main rank alone."""
@@ -314,6 +357,10 @@ class Strategy:
                 {**self.accelerator.scaler.state_dict(), **state, "_growth_tracker": state["growth_tracker"]}
             )
 
+    def replicas(self) -> list[ReplicaGroup]:
+        """Weights of which several ranks hold a copy, equal bit by bit: see `replicas.differences`."""
+        return [(None, {n: p.detach() for p, n in self.name_of.items()})] if self.ranks > 1 else []
+
     def close(self) -> None:
         """Ends the process group, so that no rank is left waiting for one that has gone."""
         self.accelerator.end_training()
@@ -321,15 +368,13 @@ class Strategy:
     def exit(self, code: int) -> None:
         """Ends every process of a run that is over; all ranks together.
 
-        At once, where there are several: torch's and DeepSpeed's destructors over gloo sometimes hang or abort after
-        everything was written.
+        At once: torch's and DeepSpeed's destructors over gloo sometimes hang or abort after everything was written,
+        and a thread that nobody waits for any more would be waited for.
         """
         self.barrier()
         sys.stdout.flush()
         sys.stderr.flush()
-        if torch.distributed.is_initialized():
-            os._exit(code)
-        sys.exit(code)
+        os._exit(code)
 
 
 def group_of(tensors: Mapping[str, torch.Tensor]) -> TensorGroup:
@@ -341,13 +386,11 @@ def group_of(tensors: Mapping[str, torch.Tensor]) -> TensorGroup:
     )
 
 
-def use_all_cores() -> None:
-    """accelerate launch and torchrun set OMP_NUM_THREADS=1; the processes of a machine share its cores instead.
+def host_groups() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Two groups of all ranks that talk over the network from host memory: for the loop, and for a thread beside it.
 
-    A number that the user set stays: any other than 1, or 1 without a launcher.
+    A thread may wait as long as the slowest disk takes to write a checkpoint; hangs of the loop are found elsewhere.
     """
-    threads = os.environ.get("OMP_NUM_THREADS")
-    launched = "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    if threads is None or (threads == "1" and launched):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    if not dist.is_initialized():
+        return None, None
+    return dist.new_group(backend="gloo"), dist.new_group(backend="gloo", timeout=timedelta(hours=12))

@@ -24,6 +24,7 @@ from pretrain.model import load_model_config
 from pretrain.model_parallel import ModelParallel
 from pretrain.optim import describe_optimizer, load_optimizer_state, optimizer_state_by_name
 from pretrain.problems import InputError
+from pretrain.replicas import ReplicaGroup
 from pretrain.strategy import OptimizerBuilder, TensorGroup, group_of
 from pretrain.weights import InitialWeights, units_of
 
@@ -138,6 +139,13 @@ class TensorParallel(ModelParallel):
 
     def optimizer_tensors(self) -> TensorGroup:
         return ShardedGroup.of(group_of(optimizer_state_by_name(self.optimizer.optimizer, self.name_of)))
+
+    def replicas(self) -> list[ReplicaGroup]:
+        """What is not split, over the processes that share the layers; everything, over the groups of those."""
+        parts = {n: p.to_local() if isinstance(p, DTensor) else p for p, n in self.name_of.items()}
+        split_names = {n for p, n in self.name_of.items() if isinstance(p, DTensor) and is_split(p)}
+        groups = [(self.model_group, {name: part for name, part in parts.items() if name not in split_names})]
+        return [*groups, (self.data_group, parts)] if self.data_ranks > 1 else groups
 
     def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
         with torch.no_grad():

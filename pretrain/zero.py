@@ -5,6 +5,7 @@ the weights as well. The file in ds_configs/ says how; what follows from the rec
 configuration here and compared with what DeepSpeed then has in effect.
 """
 
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,13 +16,16 @@ from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import InitProcessGroupKwargs
 from transformers import PreTrainedModel
 
+from pretrain.compilation import layers_of
 from pretrain.config import RunConfig
 from pretrain.extensions import prepare_extensions_folder
 from pretrain.launcher import PRECISIONS, deepspeed_file, processes_launched
 from pretrain.loss import LanguageModelLoss
 from pretrain.model import build_meta_model
 from pretrain.optim import describe_optimizer
+from pretrain.partitions import Partitions
 from pretrain.problems import InputError
+from pretrain.replicas import ReplicaGroup
 from pretrain.strategy import OptimizerBuilder, Strategy, TensorGroup, device_type
 from pretrain.weights import InitialWeights, units_of
 
@@ -34,12 +38,12 @@ class Zero(Strategy):
 
     optimizers = ("adamw",)  # the others need whole matrices, and DeepSpeed updates flat pieces of many
     precisions = ("fp32", "bf16")
+    compilations = ("none", "regional")  # compiled whole, the graph would break at every hook of a layer
 
     @classmethod
     def problems(cls, config: RunConfig) -> list[str]:
-        offload = deepspeed_file().get("zero_optimization", {}).get("offload_optimizer") or {}
         problems = super().problems(config)
-        if offload.get("device") == "nvme" and not can_use_nvme():
+        if uses_nvme() and not can_use_nvme():
             problems.append(
                 "launcher: offload_optimizer.device: nvme needs libaio (apt install libaio-dev, or conda install "
                 "libaio) and a C++ compiler; accelerate_configs/zero3_offload.yaml uses host memory and needs neither"
@@ -47,7 +51,9 @@ class Zero(Strategy):
         return problems
 
     def make_accelerator(self) -> Accelerator:
-        prepare_extensions_folder()
+        folder = prepare_extensions_folder()
+        if uses_nvme() and not (folder / "async_io" / "async_io.so").exists() and os.environ.get("RANK", "0") == "0":
+            print("compiling DeepSpeed's operator for files, once on this machine: some minutes ...", flush=True)
         import deepspeed
 
         # An operator for all-reduces between processes of one CPU, compiled at the first start: gloo serves as well.
@@ -94,8 +100,16 @@ class Zero(Strategy):
 
             # The loss uses the head's weight outside of the head's own forward, which would have gathered it.
             deepspeed.zero.register_external_parameter(model, head.weight)
+        if self.stage == 3:
+            from deepspeed.utils import set_z3_leaf_module
+
+            # A layer's weights are gathered together. Hooks on each of its modules would break a compiled layer's
+            # graph at every one of them, until nothing is compiled.
+            for layer in layers_of(causal_lm):
+                set_z3_leaf_module(layer, True)
         self.model, _ = self.accelerator.prepare(model, optimizer)
         self.optimizer = self.model.optimizer
+        self.partitions = Partitions(self.optimizer) if self.stage == 3 else None
         self._check_in_effect()
         if self.precision != "fp32":
             self._undo_rounding(buffers, weights)
@@ -112,6 +126,9 @@ class Zero(Strategy):
         for unit in units_of(causal_lm):
             weights.fill(causal_lm, unit)
             module = causal_lm.get_submodule(unit)
+            if self.precision != "fp32":  # DeepSpeed casts a whole model, and leaves what is partitioned as it is
+                for parameter in module.parameters():
+                    parameter.data = parameter.data.to(torch.bfloat16)
             if not any(parameter.is_meta for parameter in module.parameters()):  # a tied head has none of its own
                 deepspeed.zero.Init(module=module, config_dict_or_path=self.settings)
         causal_lm.tie_weights()
@@ -145,6 +162,7 @@ class Zero(Strategy):
             "fp16.enabled": engine.fp16_enabled(),
             "communication_data_type": engine.communication_data_type,
             "data_types.grad_accum_dtype": engine.get_data_types()[1],
+            "dtypes of the weights": {getattr(p, "ds_tensor", p).dtype for p in engine.module.parameters()},
         }
         expected = {
             "zero_optimization.stage": self.stage,
@@ -155,6 +173,7 @@ class Zero(Strategy):
             "fp16.enabled": False,
             "communication_data_type": torch.float32,
             "data_types.grad_accum_dtype": torch.float32,
+            "dtypes of the weights": {torch.bfloat16 if self.precision == "bf16" else torch.float32},
         }
         wrong = [f"{name} is {in_effect[name]} instead of {expected[name]}" for name in expected]
         wrong = [line for name, line in zip(expected, wrong, strict=True) if in_effect[name] != expected[name]]
@@ -163,6 +182,7 @@ class Zero(Strategy):
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
+        self._release()
         # Said aloud, because the number of micro-steps grows with the batch ramp and DeepSpeed's counter is fixed.
         self.model.set_gradient_accumulation_boundary(is_last)
         yield
@@ -191,6 +211,7 @@ class Zero(Strategy):
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         for name in self.parameter_of:
             self._set(name, None, model[name])
+        self._release()
         if not optimizer:
             return
         missing = [name for name in self.parameter_of if f"{name}.exp_avg" not in optimizer]
@@ -200,9 +221,17 @@ class Zero(Strategy):
         for name in self.parameter_of:
             for key in MOMENTS:
                 self._set(name, key, optimizer[f"{name}.{key}"])
+        self._release()
+
+    def _release(self) -> None:
+        if self.partitions is not None:
+            self.partitions.release()
 
     def _create_state(self, step: torch.Tensor) -> None:
         """Zero moments after `step` steps, which AdamW itself makes in its first step only."""
+        if self.partitions is not None:
+            self.partitions.create_state(step, MOMENTS)
+            return
         inner = self.optimizer.optimizer
         for flat in flat_masters(self.optimizer):
             inner.state[flat] = {key: torch.zeros_like(flat) for key in MOMENTS}
@@ -225,8 +254,8 @@ class Zero(Strategy):
 
         parameter = self.parameter_of[name]
         whole = whole.to(self.device)
-        if self.stage == 3:
-            set_partition(self.optimizer, parameter, key, whole)
+        if self.partitions is not None:
+            self.partitions.set(parameter, key, whole)
         elif key is None:
             safe_set_full_fp32_param(parameter, whole)
             parameter.data.copy_(whole)  # the masters alone would leave the weights that compute stale
@@ -237,12 +266,20 @@ class Zero(Strategy):
         """A master weight, or '<parameter>.<state>' of the optimizer, whole on every process; all call together."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        if name in self.parameter_of:
-            return safe_get_full_fp32_param(self.parameter_of[name])
-        parameter, _, key = name.rpartition(".")
+        parameter, key = name, None
+        if name not in self.parameter_of:
+            parameter, _, key = name.rpartition(".")
         if key == "step":
             return next(iter(self.optimizer.optimizer.state.values()))["step"]
+        if self.partitions is not None:
+            return self.partitions.get(self.parameter_of[parameter], key, self.device)
+        if key is None:
+            return safe_get_full_fp32_param(self.parameter_of[name])
         return safe_get_full_optimizer_state(self.parameter_of[parameter], key)
+
+    def replicas(self) -> list[ReplicaGroup]:
+        """Stages 1 and 2: the weights that compute, gathered after every update. Stage 3 keeps no copies."""
+        return [(None, dict(self.parameter_of))] if self.stage < 3 and self.ranks > 1 else []
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "deepspeed": self.settings}
@@ -267,6 +304,12 @@ def derived_settings(config: RunConfig, precision: str) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,
     }
+
+
+def uses_nvme() -> bool:
+    """Whether the launcher's DeepSpeed JSON puts the optimizer's state on a disk."""
+    offload = deepspeed_file().get("zero_optimization", {}).get("offload_optimizer") or {}
+    return offload.get("device") == "nvme"
 
 
 def can_use_nvme() -> bool:
@@ -296,9 +339,13 @@ class Gathered(Mapping[str, torch.Tensor]):
 class GatheredGroup(TensorGroup):
     """Tensors of which every process holds a part."""
 
-    def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:
+    def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
         whole = self.tensors[name]
-        return whole.detach().to("cpu", copy=True).view(self.shapes[name]) if wanted else None
+        return whole.detach().view(self.shapes[name]) if wanted else None
+
+    def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:
+        whole = self.whole(name, wanted)
+        return whole.to("cpu", copy=True) if wanted else None
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -312,24 +359,3 @@ def flat_masters(optimizer: Any) -> list[torch.Tensor]:
         if hasattr(optimizer, name):
             return getattr(optimizer, name)
     raise RuntimeError(f"{type(optimizer).__name__} is not a ZeRO optimizer of the DeepSpeed versions known here")
-
-
-@torch.no_grad()
-def set_partition(optimizer: Any, parameter: torch.Tensor, key: str | None, whole: torch.Tensor) -> None:
-    """Stage 3: puts this process's part of `whole` into a master weight and the weight, or into a moment.
-
-    DeepSpeed's own safe_set_full_fp32_param leaves the weights stale, and fails where a tensor does not divide by the
-    number of processes.
-    """
-    elements = parameter.ds_tensor.ds_numel
-    padded = torch.zeros(elements * parameter.ds_zero_partition_world_size, device=whole.device)
-    padded[: whole.numel()] = whole.flatten()
-    part = padded.narrow(0, elements * parameter.ds_zero_partition_rank, elements)
-    master, group = optimizer._get_fp32_opt_state_partition(parameter, False, optim_state_key=key)
-    master.copy_(part)
-    if optimizer._swappable_optimizer_subgroup(group):
-        optimizer._optimizer_states_and_gradient_swap_out(group)
-    if key is None:
-        parameter.ds_tensor.copy_(part)
-        if parameter.numel() == whole.numel():  # small ones stay gathered between steps
-            parameter.copy_(whole.view_as(parameter))

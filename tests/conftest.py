@@ -24,6 +24,15 @@ TINY_LLAMA = {
 }
 
 
+def pytest_terminal_summary(terminalreporter):
+    """The faults that the fault tests have injected, as a table."""
+    if rows := getattr(sys.modules.get("faults"), "TABLE", None):
+        terminalreporter.section("faults")
+        header = ("#", "injected", "what happened", "recovery")
+        for row in (header, ("---",) * 4, *sorted(rows, key=lambda row: int(row[0].split(",")[0]))):
+            terminalreporter.write_line(f"| {' | '.join(row)} |")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread_per_process():
     """Several processes of a test share two cores."""

@@ -1,11 +1,14 @@
 import importlib.util
+import itertools
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import pretrain.architectures  # noqa: F401, registers the local ones
+from pretrain import cpu_attention
 from pretrain.attention import attention_arguments, choose_attention, document_layout, eager, sdpa
 from pretrain.loss import LanguageModelLoss
 from pretrain.problems import InputError
@@ -27,7 +30,7 @@ def test_layout_by_hand():
     ids = np.array([[7, 8, EOD, 9, EOD], [EOD, 1, 2, 3, 4]], dtype=np.uint16)
     layout = document_layout(ids, EOD)
     assert layout["position_ids"].tolist() == [[0, 1, 0, 1, 0], [0, 1, 2, 3, 4]]
-    assert layout["position_ids"].dtype == np.int64 and layout["cu_seq_lens_q"].dtype == np.int32
+    assert layout["position_ids"].dtype == torch.int64 and layout["cu_seq_lens_q"].dtype == torch.int32
     cu_seq_lens = layout["cu_seq_lens_q"].tolist()
     assert cu_seq_lens[:5] == [0, 2, 4, 5, 10] and set(cu_seq_lens[5:]) <= {10}
     assert ids[1, 0] == EOD and ids[0, 0] == 7, "the batch is not written to"
@@ -126,7 +129,7 @@ def test_packed_loss_is_the_same_compiled_and_does_not_recompile():
 
 def test_operator_between_generated_kernels_equals_eager():
     """The compiler relies on the memory order that the operator promises: a wrong one shows here, not above."""
-    cu_seq_lens = torch.from_numpy(document_layout(packed_batch()[0].numpy(), EOD)["cu_seq_lens_q"])
+    cu_seq_lens = document_layout(packed_batch()[0].numpy(), EOD)["cu_seq_lens_q"]
     inputs = [torch.randn(3, 32, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
 
     def attend(query, key, value):
@@ -161,6 +164,21 @@ def test_without_a_layout_attention_is_causal_over_the_window():
         torch.testing.assert_close(loss, reference, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("length", [128, 200, 1024])
+def test_whole_windows_in_blocks_of_queries_equal_torchs_kernel(length):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, length, 16, requires_grad=True) for heads in (4, 2, 2))
+    results = []
+    for attend in (
+        lambda: sdpa(torch.nn.Identity(), query, key, value, None)[0].transpose(1, 2),
+        lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True),
+    ):
+        out = attend()
+        results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["groundwork_sdpa", "groundwork_eager"])
 def test_sliding_window_is_kept(name):
     input_ids, targets = packed_batch()
@@ -184,7 +202,7 @@ def test_generation_equals_transformers_own_sdpa():
 def test_operator_equals_dense_attention_in_bf16_with_grouped_heads(keys):
     torch.manual_seed(3)
     layout = document_layout(packed_batch()[0].numpy(), EOD)
-    cu_seq_lens = torch.from_numpy(layout["cu_seq_lens_q"])
+    cu_seq_lens = layout["cu_seq_lens_q"]
     shapes = [(3, 32, heads, 16) for heads in (4, keys, keys)]
     inputs = [torch.randn(shape).transpose(1, 2).requires_grad_() for shape in shapes]
     results = []
@@ -197,6 +215,44 @@ def test_operator_equals_dense_attention_in_bf16_with_grouped_heads(keys):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     for got, want in zip(results[2], results[1], strict=True):
         assert (got - want).norm() < 0.02 * want.norm(), "bf16 has 8 bits"
+
+
+@pytest.mark.parametrize("keys", [2, 4])
+def test_segments_in_blocks_of_queries_equal_dense_attention(keys):
+    """Whole windows, taken together; segments above, at and below the block's length; short ones in between."""
+    torch.manual_seed(4)
+    length, ends = 300, [0, 300, 600, 728, 740, 880, 900, 1200]
+    cu_seq_lens = torch.tensor([*ends, 1200, 1200], dtype=torch.int32)
+    tokens = [end - start for start, end in itertools.pairwise(ends)]
+    assert min(tokens) < cpu_attention.SHORTEST_IN_BLOCKS <= max(tokens) and max(tokens) > cpu_attention.BLOCK_QUERIES
+    inputs = [torch.randn(4, length, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, keys, keys)]
+    results = []
+    for function, dtype in ((sdpa, torch.float32), (eager, torch.float32), (sdpa, torch.bfloat16)):
+        out, _ = function(torch.nn.Identity(), *(x.to(dtype) for x in inputs), None, cu_seq_lens_q=cu_seq_lens)
+        results.append([out, *torch.autograd.grad(out.sum() + out.square().sum(), inputs)])
+    for got, want in zip(results[0], results[1], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for got, want in zip(results[2], results[1], strict=True):
+        assert (got - want).norm() < 0.02 * want.norm(), "bf16 has 8 bits"
+    with torch.no_grad():
+        out, _ = sdpa(torch.nn.Identity(), *inputs, None, cu_seq_lens_q=cu_seq_lens)
+    assert torch.equal(out, results[0][0])
+
+
+def test_room_for_probabilities_is_enough_for_any_segments():
+    generator = torch.Generator().manual_seed(5)
+    for length in (128, 200, 1500):
+        query = torch.empty(2, 3, length, 8)
+        room = cpu_attention._empty_probabilities(query, keeps=True).numel()
+        for documents in (0, 1, 3, 9):
+            cuts = torch.randint(1, 2 * length, (documents,), generator=generator).tolist()
+            cu_seq_lens = torch.tensor(sorted({0, *cuts, length, 2 * length}), dtype=torch.int32)
+            used = 0
+            for rows, positions, in_blocks in cpu_attention.parts_of(cu_seq_lens, query):
+                for begin in range(0, positions.stop - positions.start, cpu_attention.BLOCK_QUERIES):
+                    end = min(begin + cpu_attention.BLOCK_QUERIES, positions.stop - positions.start)
+                    used += in_blocks * (rows.stop - rows.start) * 3 * (end - begin) * end
+            assert used <= room
 
 
 def test_autocast_reaches_the_operator():
@@ -222,7 +278,7 @@ def test_dropout_takes_the_dense_path_and_stays_within_documents():
 def test_custom_op_keeps_torchs_rules():
     cu_seq_lens = torch.tensor([0, 3, 8, 16, 16], dtype=torch.int32)
     inputs = [torch.randn(2, 8, 2, 16).transpose(1, 2).requires_grad_() for _ in range(3)]
-    torch.library.opcheck(torch.ops.groundwork.packed_attention, (*inputs, cu_seq_lens, 0.25))
+    torch.library.opcheck(torch.ops.groundwork.packed_attention, (*inputs, cu_seq_lens, 0.25, True))
 
 
 @pytest.mark.parametrize(

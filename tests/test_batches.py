@@ -6,9 +6,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
-from pretrain.batches import PATTERN_LENGTH, Batches, Permutation, interleave, model_inputs
+from pretrain.batches import PATTERN_LENGTH, Batches, Permutation, interleave
 from pretrain.config import Data
+from pretrain.micro_batch import model_inputs
 from pretrain.problems import InputError
 from pretrain.schedule import batch_ramp
 
@@ -86,7 +88,7 @@ def test_a_window_is_the_text_with_its_next_token(tmp_path):
     ids = batches.read(3, 0, 0, ranks=1, sequences=4)
     assert ids.shape == (4, LENGTH + 1) and ids.dtype == np.uint16
     assert (np.diff(ids.astype(int), axis=1) == 1).all(), "windows must run across shard files"
-    inputs = model_inputs(ids, device="cpu", attention="groundwork_sdpa", end_of_document_id=None)
+    inputs = model_inputs(ids, device=torch.device("cpu"), attention="groundwork_sdpa", end_of_document_id=None)
     assert (inputs["targets_BT"] == inputs["input_ids_BT"] + 1).all()
 
 

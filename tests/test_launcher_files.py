@@ -166,6 +166,7 @@ def test_the_launcher_itself_is_checked(tmp_path, shards):
         "data": {"train": [{"shards": str(shards)}], "sequence_length": 64},
         "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 1},
         "optim": {"learning_rate": 0.003, "name": "adafactor"},
+        "compile": "full",
     }
     recipe.write_text(yaml.safe_dump(values))
     launcher = ["-m", "accelerate.commands.launch", "--config_file"]
@@ -179,6 +180,7 @@ def test_the_launcher_itself_is_checked(tmp_path, shards):
     assert "fsdp_config.fsdp_offload_param is unknown" in refused.stderr
     assert "did you mean fsdp_offload_params?" in refused.stderr
     assert "optim.name: adafactor does not run under fsdp2; choose adamw or muon" in refused.stderr
+    assert "compile: full does not run under fsdp2; choose none or regional" in refused.stderr
 
 
 SLURM_COMMANDS = {

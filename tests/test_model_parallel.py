@@ -1,6 +1,6 @@
 """Pipeline and tensor parallel train the same model to the same losses as one process, and continue each other's runs.
 
-Four starts of processes for everything (tests/train_many.py): one process, a pipeline, tensor parallel, one again.
+Three launches for everything (tests/train_strategies.py): one process, two under both strategies, one again.
 """
 
 import json
@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 import yaml
-from conftest import TINY_LLAMA, events, launch, losses, run_script
+from conftest import TINY_LLAMA, events, launch, losses
 from safetensors.torch import load_file
 
 from pretrain.pipeline import SCHEDULES
@@ -68,15 +68,23 @@ def runs(shards, tmp_path_factory):
     def model(name):
         return ["--model", str(folder / f"{name}.json")]
 
-    def train(strategy, runs):
-        script = ["tests/train_many.py", recipe, json.dumps(runs)]
-        return run_script(*script) if strategy == "single" else launch(strategy, 2, *script)
+    def train(launcher, processes, **runs):
+        every = [
+            # The guard gives up on what diverges, under every strategy.
+            {"strategy": name, "arguments": arguments, "exits_with": 16 if diverging[1] in arguments else 0}
+            for name, them in runs.items()
+            for arguments in them
+        ]
+        (folder / "runs.json").write_text(json.dumps(every))
+        program = ["tests/train_strategies.py", recipe, folder / "runs.json"]
+        (folder / f"{launcher}.txt").write_text(launch(launcher, processes, *program, timeout=900).stdout)
 
     bf16 = ["--precision", "bf16", "--budget.steps", "20"]
+    compiled = ["--compile", "regional"]
     zero_bubble = ["--pipeline.schedule", "ZBVZeroBubble", *model("dropout")]
     train(
-        "single",
-        [
+        *("single", 1),
+        single=[
             *(run(name, *model(name)) for name in MODELS),
             run("single-whole", *longest),
             run("moved", *short),
@@ -85,10 +93,11 @@ def runs(shards, tmp_path_factory):
         ],
     )
     train(
-        "pp",
-        [
+        *("ddp", 2),
+        pp=[
             *(
-                run(f"pp-{m}-{s}", *model(m), "--pipeline.schedule", s)
+                # The default of `compile`, which zero-bubble schedules run without.
+                run(f"pp-{m}-{s}", *model(m), "--pipeline.schedule", s, *(compiled if "Bubble" in s else []))
                 for strategy, m, s in PARITY
                 if strategy == "pp"
             ),
@@ -99,10 +108,7 @@ def runs(shards, tmp_path_factory):
             run("pp-bf16", *bf16),
             run("pp-diverging", *diverging),
         ],
-    )
-    train(
-        "tp",
-        [
+        tp=[
             *(run(f"tp-{m}-{s}", *model(m)) for strategy, m, s in PARITY if strategy == "tp"),
             run("tp-whole", *longer),
             run("tp-broken", *short),
@@ -111,7 +117,7 @@ def runs(shards, tmp_path_factory):
             run("tp-diverging", *diverging),
         ],
     )
-    train("single", [run("moved", *longest), run("tp-broken", *longest)])
+    train(*("single", 1), single=[run("moved", *longest), run("tp-broken", *longest)])
     return {path.name: path for path in folder.iterdir() if path.is_dir()}
 
 
@@ -130,6 +136,13 @@ def test_losses_and_gradient_norms_are_those_of_one_process(runs, strategy, mode
     expected, found = ([(e["step"], e["loss"]) for e in events(run, "validation")] for run in (single, other))
     assert [step for step, _ in found] == [0, 25, 50]
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=1e-5)
+
+
+def test_layers_are_not_compiled_where_their_gradients_are_taken_apart(runs):
+    said = (runs["llama"].parent / "ddp.txt").read_text()
+    for schedule, settings in SCHEDULES.items():
+        line = f"compile: regional has no effect with {schedule}: a compiled layer cannot compute the gradients of its"
+        assert said.count(line) == int(settings.splits_backward), schedule
 
 
 @pytest.mark.parametrize("strategy", ["pp", "tp"])
@@ -181,6 +194,16 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_processes(runs, strategy):
     skips = [[e["step"] for e in events(runs[f"{name}-diverging"], "skip")] for name in ("single", strategy)]
     assert skips[0] == skips[1] == [2, 3, 4]
     assert [norm is None for norm in norms(runs[f"{strategy}-diverging"]).values()] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("run", "name"), [("pp-llama-GPipe", "model.embed_tokens.weight"), ("tp-whole", "model.norm")]
+)
+def test_copies_are_equal_and_a_changed_one_is_found(runs, run, name):
+    """Under pp the tied embedding, under tp what is not split."""
+    equal, changed = json.loads((runs[run] / "replicas.json").read_text())
+    assert equal == []
+    assert len(changed) == 1 and changed[0].startswith(name) and changed[0].endswith("ranks 0, 1 do not hold the same")
 
 
 def test_two_pipelines_share_the_data(runs, tmp_path):

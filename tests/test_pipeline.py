@@ -64,10 +64,6 @@ def test_what_can_run_is_not_refused(launched, deeper):
         ),
         (["--pipeline.microbatch_scale", "4"], "sequences_per_micro_batch: 2 is not a multiple of"),
         (
-            ["--pipeline.schedule", "ZBVZeroBubble", "--compile", "regional"],
-            "compile: regional does not run with pipeline.schedule ZBVZeroBubble",
-        ),
-        (
             ["--pipeline.schedule", "InterleavedZeroBubble", "--activation_checkpointing", "full"],
             "activation_checkpointing: full does not run with pipeline.schedule InterleavedZeroBubble",
         ),

@@ -49,6 +49,12 @@ def test_counts(recipe, text, value):
     assert read_run_config(recipe, [("budget.tokens", text)]).budget.tokens == value
 
 
+def test_one_name_is_a_list_of_one(recipe):
+    words = (("evaluation.tasks", "base"), ("publish.language", "en,de"), ("evaluation.every_tokens", "1B"))
+    config = read_run_config(recipe, words)
+    assert config.evaluation.tasks == ["base"] and config.publish.language == ["en", "de"]
+
+
 def test_what_yaml_1_1_would_misread(recipe):
     recipe.write_text(RECIPE + "seed: 0123\n")
     assert read_run_config(recipe).seed == 123, "not octal 83"

@@ -1,12 +1,14 @@
 """One loss curve and one checkpoint under every strategy, on processes that talk over gloo.
 
-A launch costs more than a tiny run, so three launches train everything (tests/train_strategies.py) and the tests look
+A launch costs more than a tiny run, so four launches train everything (tests/train_strategies.py) and the tests look
 at what they left. With STRATEGIES=all in the environment (`make test-strategies`) the runs have 50 steps, and
-checkpoints go from every strategy to every other on one process and on two.
+checkpoints go from every strategy, on one process and on two, to every other on one and on two.
 """
 
 import json
 import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,9 @@ STEPS = 50 if EVERYTHING else 12
 RESUMED_STEPS = 20 if EVERYTHING else 4
 STRATEGIES = ["ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"]
 SHARDED = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+ON_TWO = [*SHARDED, "pp"]
+ON_ONE = ["fsdp2", "zero1", "zero2", "zero3"]
+"""Besides single, which is what ddp is there; a pipeline needs two."""
 MODELS = {
     "llama": {**TINY_LLAMA, "attention_dropout": 0.1, "tie_word_embeddings": False},
     "gpt2": {
@@ -44,8 +49,10 @@ MODELS = {
     },
 }
 NAN_STEP = 3
+VALIDATION_SEQUENCES = 7
+"""One process of two has a window less than the other."""
 PARITY = ["--budget.steps", str(STEPS), "--checkpoint.every_steps", str(STEPS)]
-CONSTANT = ["--optim.schedule", "constant"]
+CONSTANT = ["--optim.schedule", "constant", "--pipeline.schedule", "1F1B"]  # the models have two layers for two stages
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +73,16 @@ def folder(shards, tmp_path_factory) -> Path:
         "output": str(folder / "run"),
         "seed": 1,
         "precision": "fp32",
-        "data": {"train": [{"shards": str(shards)}], "sequence_length": 64},
+        "data": {
+            "train": [{"shards": str(shards)}],
+            "validation": [{"shards": str(shards)}, {"shards": str(shards), "split": "train"}],
+            "sequence_length": 64,
+        },
         "budget": {"steps": 12},
         "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 1},
         "optim": {"learning_rate": 0.001, "warmup_steps": 2, "max_grad_norm": 0.5, "weight_decay": 0.1},
         "compile": "none",
-        "validation": {"sequences": 8},
+        "validation": {"sequences": VALIDATION_SEQUENCES},
         "checkpoint": {"every_steps": 4, "keep_last": 9},
         "logging": {"every_steps": 1},
     }
@@ -113,14 +124,15 @@ def exact_runs(folder: Path, strategies: list[str]) -> list[dict]:
 
 
 def resume_runs(folder: Path, source: str, targets: list[str], name: str) -> list[dict]:
-    """The checkpoint that `source` left after 4 steps, continued under each target."""
+    """The checkpoint that `source` ("zero3", or "zero3_one" on one process) left, continued under each target."""
     checkpoint = str(folder / "from" / source / "checkpoints/step-00000004")
     arguments = [*CONSTANT, "--budget.steps", str(4 + RESUMED_STEPS), "--checkpoint.every_steps", "100"]
     return [run(target, folder / name / source / target, *arguments, start_from=checkpoint) for target in targets]
 
 
-def first_steps(folder: Path, strategies: list[str]) -> list[dict]:
-    return [run(strategy, folder / "from" / strategy, *CONSTANT, "--budget.steps", "4") for strategy in strategies]
+def first_steps(folder: Path, strategies: list[str], suffix: str = "") -> list[dict]:
+    arguments = [*CONSTANT, "--budget.steps", "4"]
+    return [run(strategy, folder / "from" / f"{strategy}{suffix}", *arguments) for strategy in strategies]
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +141,8 @@ def one_process(folder) -> Path:
     runs = [*parity_runs(folder, ["single"]), *first_steps(folder, ["single"])]
     unbroken = [*CONSTANT, "--budget.steps", str(4 + RESUMED_STEPS), "--checkpoint.every_steps", "100"]
     run_all(folder, "one", "single", 1, [*runs, run("single", folder / "unbroken", *unbroken)])
+    if EVERYTHING:
+        run_all(folder, "sharded_on_one", "zero3", 1, first_steps(folder, ON_ONE, "_one"))
     return folder
 
 
@@ -136,28 +150,30 @@ def one_process(folder) -> Path:
 def two_processes(one_process) -> Path:
     """Everything else on two processes."""
     folder = one_process
-    runs = [*parity_runs(folder, STRATEGIES), *exact_runs(folder, SHARDED), *first_steps(folder, SHARDED)]
+    runs = [*parity_runs(folder, STRATEGIES), *exact_runs(folder, SHARDED), *first_steps(folder, ON_TWO)]
     # A ring visits every strategy once as source and once as target.
-    ring = [
-        (source, [target]) for source, target in zip(["single", *SHARDED], [*SHARDED, "zero3_offload"], strict=True)
-    ]
-    for source, targets in [(s, SHARDED) for s in ["single", *SHARDED]] if EVERYTHING else ring:
+    ring = zip(["single", *ON_TWO], [*ON_TWO, "zero3_offload"], strict=True)
+    pairs = [(source, ON_TWO) for source in all_sources()] if EVERYTHING else [(s, [target]) for s, target in ring]
+    for source, targets in pairs:
         runs += resume_runs(folder, source, targets, "to_two")
     run_all(folder, "two", "ddp", 2, runs)
     return folder
 
 
+def all_sources() -> list[str]:
+    return ["single", *ON_TWO, *(f"{name}_one" for name in ON_ONE)]
+
+
 @pytest.fixture(scope="module")
 def back_on_one(two_processes) -> Path:
     """Checkpoints of two processes on one."""
-    folder, targets = two_processes, ["fsdp2", "zero1", "zero2", "zero3"]
-    pairs = [("zero3", ["fsdp2", "zero1"]), ("fsdp2", ["zero3", "zero2"])]
-    sources = ["zero2"]
+    folder = two_processes
+    pairs, to_single = [("zero3", ["fsdp2", "zero1"]), ("fsdp2", ["zero3", "zero2"])], ["zero2"]
     if EVERYTHING:
-        pairs, sources = [(source, targets) for source in ["single", *SHARDED]], ["single", *SHARDED]
-    runs = [run for source, names in pairs for run in resume_runs(folder, source, names, "to_one")]
+        pairs, to_single = [(source, ON_ONE) for source in all_sources()], all_sources()
+    runs = [run for source, targets in pairs for run in resume_runs(folder, source, targets, "to_one")]
     run_all(folder, "back", "zero3", 1, runs)
-    runs = [run for source in sources for run in resume_runs(folder, source, ["single"], "to_one")]
+    runs = [run for source in to_single for run in resume_runs(folder, source, ["single"], "to_one")]
     run_all(folder, "back_single", "single", 1, runs)
     return folder
 
@@ -177,6 +193,15 @@ def test_losses_and_gradient_norms_are_those_of_one_process(two_processes, model
     expected, found = (gradient_norms(two_processes / model / name) for name in ("single", strategy))
     assert max(expected.values()) > 0.5, "clipping must bite"
     assert max(abs(found[step] / expected[step] - 1) for step in expected) < 1e-4
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_validation_is_the_mean_over_the_same_tokens_of_each_source(two_processes, strategy):
+    expected, found = (events(two_processes / "llama" / name, "validation") for name in ("single", strategy))
+    assert [event["source"] for event in found] == [event["source"] for event in expected] and len(found) == 2
+    assert all(event["tokens"] == VALIDATION_SEQUENCES * 64 for event in (*expected, *found))
+    assert [event["loss"] for event in found] == pytest.approx([event["loss"] for event in expected], abs=1e-5)
+    assert abs(expected[0]["loss"] - expected[1]["loss"]) > 1e-3, "two splits have two losses"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -229,7 +254,7 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(two_processes, strate
 
 def test_checkpoints_have_the_same_files_and_tensors(two_processes):
     expected = load_file(two_processes / "from/single/checkpoints/step-00000004/optimizer.safetensors")
-    for strategy in SHARDED:
+    for strategy in ON_TWO:
         found = load_file(two_processes / f"from/{strategy}/checkpoints/step-00000004/optimizer.safetensors")
         assert {name: tensor.shape for name, tensor in found.items()} == {n: t.shape for n, t in expected.items()}
         assert all(torch.allclose(tensor, expected[name], atol=1e-6) for name, tensor in found.items())
@@ -239,8 +264,35 @@ def test_any_checkpoint_continues_under_any_strategy(back_on_one):
     """Tensors were compared bit by bit after each load; here the steps that follow."""
     unbroken = losses(back_on_one / "unbroken")
     resumed = [*(back_on_one / "to_two").glob("*/*"), *(back_on_one / "to_one").glob("*/*")]
-    assert len(resumed) >= 11
+    assert len(resumed) == (len(all_sources()) ** 2 if EVERYTHING else 12)
     for run in resumed:
         curve = losses(run)
         assert len(curve) == RESUMED_STEPS and events(run, "resume")[0]["step"] == 4
         assert max(abs(curve[step] - unbroken[step]) for step in curve) < 1e-5, run.relative_to(back_on_one)
+
+
+@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+def test_copies_are_equal_and_a_changed_one_is_found(two_processes, strategy):
+    equal, changed = json.loads((two_processes / "llama" / strategy / "replicas.json").read_text())
+    assert equal == []
+    if strategy in ("ddp", "hsdp", "zero1", "zero2"):
+        assert changed == ["lm_head.weight: ranks 0, 1 do not hold the same"]
+    else:
+        assert changed == [], "nothing is held twice"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"] if EVERYTHING else ["zero3"])
+def test_two_launchers_are_two_machines(one_process, strategy, tmp_path):
+    """One process each, as on two machines; they meet at the first one's address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    program = ["train.py", "--config", one_process / "recipe.yaml", "--output", tmp_path / "run", *PARITY]
+    with ThreadPoolExecutor() as pool:
+        machines = [pool.submit(launch, strategy, 2, *arguments, "--machine_rank", rank, *program) for rank in (0, 1)]
+        outputs = [machine.result().stdout for machine in machines]
+    assert "The model is in" in outputs[0] and "The model is in" not in outputs[1], "one speaks for both"
+    expected, found = losses(one_process / "llama/single"), losses(tmp_path / "run")
+    assert max(abs(found[step] - expected[step]) for step in expected) < 1e-5
+    assert json.loads((tmp_path / "run/strategy.json").read_text())["ranks"] == 2

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, events, launch, losses, run_script
+from conftest import ROOT, events, losses, run_script
 from safetensors.torch import load_file
 from test_batches import write_shards
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
@@ -45,7 +45,7 @@ def test_a_run_from_start_to_finish(recipe, tmp_path):
     assert (end["code"], end["reason"], end["tokens"]) == (0, "done", 12 * 256)
     for line in ("tokens per step", "256 = 1 sequences x 64 tokens x 1 processes x 4 micro-steps", "attention"):
         assert line in out
-    for name in ("config.yaml", "model.json", "strategy.json", "environment.json", "train.log"):
+    for name in ("config.yaml", "model.json", "data.json", "strategy.json", "environment.json", "train.log"):
         assert (run / name).stat().st_size > 0
 
     model, tokenizer = (
@@ -129,45 +129,21 @@ def test_control_c_ends_in_words(recipe):
     assert "the same command continues" in errors and "Traceback" not in errors
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_killed_run_continues_to_the_last_bit(recipe, tmp_path, processes):
-    strategy = "single" if processes == 1 else "ddp"
+def test_a_killed_run_continues_to_the_last_bit(recipe, tmp_path):
+    """One process; tests/test_kill_strategies.py kills several."""
     # Dropout on: randomness must be a function of the step as well.
     model = json.loads((tmp_path / "tiny_llama.json").read_text()) | {"attention_dropout": 0.1}
     (tmp_path / "tiny_llama.json").write_text(json.dumps(model))
     arguments = ["train.py", "--config", str(recipe), "--budget.steps", "40", "--attention", "eager"]
-    launch(strategy, processes, *arguments, "--output", tmp_path / "whole")
-    launcher = [
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
-        "--num_processes", str(processes), "--main_process_port", "0",
-    ]  # fmt: skip
+    run_script(*arguments, "--output", tmp_path / "whole")
     broken = tmp_path / "broken"
     for step in (6, 23):
-        kill_at(broken, step, [*launcher, *arguments, "--output", str(broken)])
-    launch(strategy, processes, *arguments, "--output", broken)
+        kill_at(broken, step, [sys.executable, *arguments, "--output", str(broken)])
+    run_script(*arguments, "--output", broken)
     assert losses(broken) == losses(tmp_path / "whole")
     expected, found = weights(tmp_path / "whole", 40), weights(broken, 40)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert not list((broken / "checkpoints").glob(".*")), "no litter of a killed save"
-
-
-def test_one_and_two_processes_train_the_same_model(recipe, tmp_path):
-    """fp32 sums in another order: 1e-6 relative after a step, and Adam's division lets it grow to 1e-5 in twelve."""
-    arguments = ["train.py", "--config", recipe, "--output"]
-    launch("single", 1, *arguments, tmp_path / "one")
-    launch("ddp", 2, *arguments, tmp_path / "two")
-    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
-    assert all(abs(one[step] - two[step]) < 1e-5 for step in one)
-    validation = [[event["loss"] for event in events(tmp_path / run, "validation")] for run in ("one", "two")]
-    assert validation[0] == pytest.approx(validation[1], abs=1e-5)
-
-    # From two processes to one and back: the next steps are those of the unbroken run.
-    launch("ddp", 2, *arguments, tmp_path / "moved", "--budget.steps", "4", "--optim.schedule", "constant")
-    launch("single", 1, *arguments, tmp_path / "moved", "--budget.steps", "8", "--optim.schedule", "constant")
-    launch("ddp", 2, *arguments, tmp_path / "moved", "--budget.steps", "12", "--optim.schedule", "constant")
-    launch("single", 1, *arguments, tmp_path / "stayed", "--optim.schedule", "constant")
-    moved, stayed = losses(tmp_path / "moved"), losses(tmp_path / "stayed")
-    assert all(abs(moved[step] - stayed[step]) < 1e-5 for step in stayed)
 
 
 def test_the_micro_batch_changes_speed_only(recipe, tmp_path):

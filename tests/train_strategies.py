@@ -4,11 +4,15 @@
 
 RUNS.json is a list of runs, each with its `strategy` and the `arguments` of train.py, and if need be
 
-    nan_at_call   the call of the model, counted from 0, whose loss becomes NaN on the last rank
-    start_from    a checkpoint to copy into the run's folder first
+    nan_at_call         the call of the model, counted from 0, whose loss becomes NaN on the last rank
+    start_from          a checkpoint to copy into the run's folder first
+    exits_with          the exit status it must end with, 0 unless given
+    kill_in_step        [step, seconds]: so long after this step has begun, counted from 1, the launcher and all its
+                        processes are killed with SIGKILL
 
-After every load the tensors in the running model and optimizer are compared with those in the checkpoint, bit by bit,
-and the folder of every run gets a hash of the weights it started from.
+After every load the tensors in the running model and optimizer are compared with those in the checkpoint, bit by bit.
+The folder of every run gets a hash of the weights it started from, and in replicas.json the differences between the
+copies of its weights: at the end of the run, and once more when one number on the last rank was changed.
 """
 
 import hashlib
@@ -16,17 +20,22 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import psutil
 import torch
 from accelerate.state import AcceleratorState
 from launcher_environment import LAUNCHER_VARIABLES, launcher_environment
 
 import train
-from pretrain.recipe import pair_up, read_run_config
+from pretrain.recipe import read_command_line
+from pretrain.replicas import differences
 from pretrain.strategy import Strategy
 
 
@@ -73,6 +82,42 @@ def spoil_call(number: int):
     return hook
 
 
+def kill_in_step(set_learning_rate, run: dict):
+    """Wraps Strategy.set_learning_rate, with which every step begins: the last rank may end the whole launch in it."""
+
+    def wrapped(strategy, learning_rate):
+        set_learning_rate(strategy, learning_rate)
+        run["steps_begun"] = run.get("steps_begun", 0) + 1
+        step, seconds = run.get("kill_in_step", (None, 0))
+        if step == run["steps_begun"] and strategy.rank == strategy.ranks - 1:
+            threading.Thread(target=kill_launch, args=(seconds,)).start()
+
+    return wrapped
+
+
+def kill_launch(seconds: float) -> None:
+    """Kills the launcher, the other ranks and this one, none of which gets to do anything about it."""
+    time.sleep(seconds)
+    launcher = psutil.Process().parent()
+    family = [launcher, *launcher.children(recursive=True)]
+    for process in sorted(family, key=lambda process: process.pid == os.getpid()):
+        process.send_signal(signal.SIGKILL)
+
+
+def record_replicas(strategy, code: int, run: dict) -> None:
+    """Instead of Strategy.exit: compares the copies of the weights, and again with one number changed."""
+    assert code == run.get("exits_with", 0), f"{strategy.config.output} ended with status {code}"
+    groups = strategy.replicas()
+    found = [differences(groups, strategy.device)]
+    if groups and strategy.rank == strategy.ranks - 1:
+        last = list(groups[-1][1].values())[-1]
+        last.detach().view(-1)[-1] += 1
+    found.append(differences(groups, strategy.device))
+    if strategy.is_main:
+        (strategy.config.output / "replicas.json").write_text(json.dumps(found))
+    strategy.barrier()
+
+
 def copy_checkpoint(source: str, run: Path) -> None:
     if os.environ.get("RANK", "0") == "0":
         (run / "checkpoints").mkdir(parents=True)
@@ -87,15 +132,20 @@ def all_strategies(base: type = Strategy) -> list[type]:
 
 if __name__ == "__main__":
     import pretrain.fully_sharded
-    import pretrain.zero  # noqa: F401  (their classes must be known)
+    import pretrain.pipeline
+    import pretrain.tensor_parallel
+    import pretrain.zero
 
     run: dict = {}
+    # Tests that run side by side share the cores: threads that wait for each other there make a step take seconds.
+    pretrain.strategy.use_all_cores = lambda: torch.set_num_threads(1)
     for strategy_class in all_strategies():
         if "load" in vars(strategy_class):
             strategy_class.load = check_load(strategy_class.load)
         if "prepare" in vars(strategy_class):
             strategy_class.prepare = record_initial_weights(strategy_class.prepare, run)
-    Strategy.exit = lambda strategy, code: strategy.barrier()  # the processes outlive a run
+    Strategy.set_learning_rate = kill_in_step(Strategy.set_learning_rate, run)
+    Strategy.exit = lambda strategy, code: record_replicas(strategy, code, run)  # the processes outlive a run
     for description in json.loads(Path(sys.argv[2]).read_text()):
         run.clear()
         run.update(description)
@@ -103,12 +153,11 @@ if __name__ == "__main__":
             del os.environ[name]
         file = Path(__file__).parents[1] / f"accelerate_configs/{run['strategy']}.yaml"
         os.environ.update(launcher_environment(file, int(os.environ.get("WORLD_SIZE", "1"))))
-        pairs = pair_up(run["arguments"])
-        config = read_run_config(sys.argv[1], pairs)
+        command_line = read_command_line(["--config", sys.argv[1], *run["arguments"]], "")
         if "start_from" in run:
-            copy_checkpoint(run["start_from"], config.output)
+            copy_checkpoint(run["start_from"], command_line.config.output)
         print(f"=== {run}", flush=True)
-        train.main(config, frozenset(key for key, _ in pairs))
+        train.start(command_line)
         AcceleratorState._reset_state(True)  # the next run has another strategy
     sys.stdout.flush()
     os._exit(0)

@@ -1,0 +1,241 @@
+"""Causal attention within segments on a CPU, as one operator that compiled code calls and does not look into.
+
+Segments of middling length are computed in blocks of queries by plain matrix products: scores in fp32, the rest in
+the inputs' dtype, the probabilities kept for the backward pass. On two cores without AMX that takes about half the
+time of torch's flash kernel, whose backward pass is slow on a CPU. The kept probabilities grow with the square of the
+length, so long segments go to the flash kernel; so do short ones, where calls cost more than arithmetic.
+
+Shapes: B windows, T positions, H query heads, G key heads, E width of a head, N = rows x heads of one block.
+"""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+FP32_SEGMENT_TOKENS = 256
+"""The flash kernel is slower in half precision than in fp32, conversions included, on segments up to this length."""
+SHORTEST_IN_BLOCKS, LONGEST_IN_BLOCKS = 128, 1024
+"""Segments of these lengths are computed in blocks of queries; measured in docs/performance.md."""
+BLOCK_QUERIES = 128
+BLOCK_BYTES = 2 * 2**20
+"""fp32 scores of one block of queries, over the windows that are taken together: what a core's cache holds."""
+
+
+def attend(
+    query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor, scaling: float | None
+) -> Tensor:
+    """Attention (B, H, T, E), causal within the segments that cu_seq_lens (S + 1,) marks in the B x T tokens."""
+    scale = query_BHTE.shape[-1] ** -0.5 if scaling is None else scaling
+    keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query_BHTE, key_BGTE, value_BGTE))
+    return torch.ops.groundwork.packed_attention(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scale, keeps)[0]
+
+
+def segments_of(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slice, slice]]:
+    """(rows, positions) of the segments; neighbouring rows that are one segment each come together."""
+    ends = cu_seq_lens.tolist()
+    segments: list[tuple[slice, slice]] = []
+    for start, end in itertools.pairwise(ends):
+        if start == end:
+            continue
+        row, first = divmod(start, length)
+        whole = end - start == length
+        if whole and segments and segments[-1][1] == slice(0, length) and segments[-1][0].stop == row:
+            segments[-1] = (slice(segments[-1][0].start, row + 1), slice(0, length))
+        else:
+            segments.append((slice(row, row + 1), slice(first, first + end - start)))
+    return segments
+
+
+def parts_of(cu_seq_lens: Tensor, query_BHTE: Tensor) -> list[tuple[slice, slice, bool]]:
+    """(rows, positions, whether in blocks of queries) in the order of computation."""
+    batch, heads, length, _ = query_BHTE.shape
+    parts = []
+    for rows, positions in segments_of(cu_seq_lens, batch, length):
+        tokens = positions.stop - positions.start
+        if not SHORTEST_IN_BLOCKS <= tokens <= LONGEST_IN_BLOCKS:
+            parts.append((rows, positions, False))
+            continue
+        together = max(1, BLOCK_BYTES // (4 * heads * BLOCK_QUERIES * tokens))
+        for row in range(rows.start, rows.stop, together):
+            parts.append((slice(row, min(row + together, rows.stop)), positions, True))
+    return parts
+
+
+def _flash_dtype(dtype: torch.dtype, positions: slice) -> torch.dtype:
+    short = positions.stop - positions.start <= FP32_SEGMENT_TOKENS
+    return torch.float32 if short and dtype in HALF_DTYPES else dtype
+
+
+def _score_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _Probabilities:
+    """The probabilities of all blocks, end to end in one tensor, in the order of computation."""
+
+    def __init__(self, kept: Tensor):
+        self._kept, self._end = kept, 0
+
+    def next(self, *shape: int) -> Tensor:
+        begin = self._end
+        self._end += torch.Size(shape).numel()
+        return self._kept[begin : self._end].view(shape)
+
+
+def _empty_probabilities(query_BHTE: Tensor, keeps: bool) -> Tensor:
+    """Room for the worst case, a segment as long as the window or as is computed in blocks; only what is used is
+    touched."""
+    batch, heads, length, _ = query_BHTE.shape
+    keys = (min(length, LONGEST_IN_BLOCKS) + BLOCK_QUERIES) // 2 + 1
+    return query_BHTE.new_empty(batch * heads * length * keys if keeps and length >= SHORTEST_IN_BLOCKS else 0)
+
+
+def _heads_together(x_BHTE: Tensor, heads: int) -> Tensor:
+    """(N, T, E) from some rows of (B, H or G, T, E), key heads repeated for their query heads."""
+    if x_BHTE.shape[1] != heads:
+        x_BHTE = x_BHTE.repeat_interleave(heads // x_BHTE.shape[1], dim=1)
+    return x_BHTE.flatten(0, 1)
+
+
+def _future_mask(block_NQK: Tensor, queries: int) -> Tensor:
+    return torch.ones(queries, queries, dtype=torch.bool, device=block_NQK.device).triu(1)
+
+
+def _forward_in_blocks(query_RHTE, key_RGTE, value_RGTE, scale, probabilities: _Probabilities | None) -> Tensor:
+    rows, heads, length, _ = query_RHTE.shape
+    score_dtype = _score_dtype(query_RHTE.dtype)
+    query_NTE = _heads_together(query_RHTE.to(score_dtype) * scale, heads)
+    key_NET = _heads_together(key_RGTE.to(score_dtype), heads).transpose(1, 2)
+    value_NTE = _heads_together(value_RGTE, heads)
+    out_NTE = torch.empty_like(value_NTE, memory_format=torch.contiguous_format)
+    for begin in range(0, length, BLOCK_QUERIES):
+        end = min(begin + BLOCK_QUERIES, length)
+        scores_NQK = torch.bmm(query_NTE[:, begin:end], key_NET[:, :, :end])
+        scores_NQK[:, :, begin:].masked_fill_(_future_mask(scores_NQK, end - begin), -torch.inf)
+        softmax_NQK = scores_NQK.softmax(dim=-1)
+        if probabilities is None:
+            softmax_NQK = softmax_NQK.to(value_NTE.dtype)
+        else:
+            softmax_NQK = probabilities.next(*scores_NQK.shape).copy_(softmax_NQK)
+        out_NTE[:, begin:end] = torch.bmm(softmax_NQK, value_NTE[:, :end])
+    return out_NTE.unflatten(0, (rows, heads))
+
+
+def _backward_in_blocks(grad_out_RHTE, query_RHTE, key_RGTE, value_RGTE, scale, probabilities: _Probabilities):
+    rows, heads, length, _ = query_RHTE.shape
+    dtype, sum_dtype = query_RHTE.dtype, _score_dtype(query_RHTE.dtype)
+    grad_out_NTE, query_NTE = _heads_together(grad_out_RHTE, heads), _heads_together(query_RHTE * scale, heads)
+    key_NTE, value_NET = _heads_together(key_RGTE, heads), _heads_together(value_RGTE, heads).transpose(1, 2)
+    grad_query_NTE = torch.empty_like(query_NTE, memory_format=torch.contiguous_format)
+    grad_key_NTE, grad_value_NTE = query_NTE.new_zeros(2, *query_NTE.shape, dtype=sum_dtype)
+    for begin in range(0, length, BLOCK_QUERIES):
+        end = min(begin + BLOCK_QUERIES, length)
+        grad_out_NQE = grad_out_NTE[:, begin:end]
+        softmax_NQK = probabilities.next(rows * heads, end - begin, end)
+        grad_softmax_NQK = torch.bmm(grad_out_NQE, value_NET[:, :, :end])
+        grad_scores_NQK = torch._softmax_backward_data(grad_softmax_NQK, softmax_NQK, -1, dtype)
+        grad_query_NTE[:, begin:end] = torch.bmm(grad_scores_NQK, key_NTE[:, :end])
+        grad_value_NTE[:, :end] += torch.bmm(softmax_NQK.transpose(1, 2), grad_out_NQE)
+        grad_key_NTE[:, :end] += torch.bmm(grad_scores_NQK.transpose(1, 2), query_NTE[:, begin:end])
+    grad_query_NTE *= scale
+    gradients = [x.unflatten(0, (rows, heads)) for x in (grad_query_NTE, grad_key_NTE, grad_value_NTE)]
+    groups = key_RGTE.shape[1]
+    if groups != heads:
+        gradients[1:] = [x.unflatten(1, (groups, heads // groups)).sum(dim=2) for x in gradients[1:]]
+    return gradients
+
+
+@torch.library.custom_op("groundwork::packed_attention", mutates_args=(), device_types="cpu")
+def _packed_attention(
+    query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor, scale: float, keeps: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(output (B, H, T, E), logsumexp (B, H, T) of segments of the flash kernel, probabilities of the others).
+
+    keeps: whether a backward pass will follow.
+    """
+    out_BHTE, lse_BHT, kept = _empty_outputs(query_BHTE, keeps)
+    probabilities = _Probabilities(kept) if keeps else None
+    for rows, positions, in_blocks in parts_of(cu_seq_lens, query_BHTE):
+        inputs = [x[rows, :, positions] for x in (query_BHTE, key_BGTE, value_BGTE)]
+        if in_blocks:
+            out_BHTE[rows, :, positions] = _forward_in_blocks(*inputs, scale, probabilities)
+            continue
+        dtype = _flash_dtype(query_BHTE.dtype, positions)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(x.to(dtype) for x in inputs), 0.0, True, scale=scale
+        )
+        out_BHTE[rows, :, positions] = out
+        lse_BHT[rows, :, positions] = lse
+    return out_BHTE, lse_BHT, kept
+
+
+@torch.library.custom_op("groundwork::packed_attention_backward", mutates_args=(), device_types="cpu")
+def _packed_attention_backward(
+    grad_out_BHTE: Tensor,
+    query_BHTE: Tensor,
+    key_BGTE: Tensor,
+    value_BGTE: Tensor,
+    out_BHTE: Tensor,
+    lse_BHT: Tensor,
+    kept: Tensor,
+    cu_seq_lens: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    grad_out_BHTE = grad_out_BHTE.contiguous() if grad_out_BHTE.stride(-1) != 1 else grad_out_BHTE
+    inputs = (query_BHTE, key_BGTE, value_BGTE)
+    gradients = tuple(_empty_like_heads_last(x) for x in inputs)
+    probabilities = _Probabilities(kept)
+    for rows, positions, in_blocks in parts_of(cu_seq_lens, query_BHTE):
+        arguments = [x[rows, :, positions] for x in (grad_out_BHTE, *inputs)]
+        if in_blocks:
+            parts = _backward_in_blocks(*arguments, scale, probabilities)
+        else:
+            dtype = _flash_dtype(query_BHTE.dtype, positions)
+            arguments = (x.to(dtype) for x in (*arguments, out_BHTE[rows, :, positions]))
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *arguments, lse_BHT[rows, :, positions], 0.0, True, scale=scale
+            )
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient[rows, :, positions] = part
+    return gradients
+
+
+@_packed_attention.register_fake
+def _(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scale, keeps):
+    return _empty_outputs(query_BHTE, keeps)
+
+
+@_packed_attention_backward.register_fake
+def _(grad_out_BHTE, query_BHTE, key_BGTE, value_BGTE, out_BHTE, lse_BHT, kept, cu_seq_lens, scale):
+    return tuple(_empty_like_heads_last(x) for x in (query_BHTE, key_BGTE, value_BGTE))
+
+
+def _empty_like_heads_last(x_BHTE: Tensor) -> Tensor:
+    """(B, H, T, E) in the memory order (B, T, H, E), from which the projections before and after need no copy."""
+    batch, heads, length, width = x_BHTE.shape
+    return x_BHTE.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
+def _empty_outputs(query_BHTE: Tensor, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
+    # The kernel keeps logsumexp in fp32, and in fp64 for fp64 input.
+    dtype = _score_dtype(query_BHTE.dtype)
+    batch, heads, length, _ = query_BHTE.shape
+    lse_BHT = query_BHTE.new_empty(batch, length, heads, dtype=dtype).transpose(1, 2)
+    return _empty_like_heads_last(query_BHTE), lse_BHT, _empty_probabilities(query_BHTE, keeps)
+
+
+def _save_for_backward(ctx, inputs, output):
+    query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, ctx.scale, _ = inputs
+    ctx.save_for_backward(query_BHTE, key_BGTE, value_BGTE, *output, cu_seq_lens)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_out_BHTE, *_):
+    gradients = torch.ops.groundwork.packed_attention_backward(grad_out_BHTE, *ctx.saved_tensors, ctx.scale)
+    return *gradients, None, None, None
+
+
+_packed_attention.register_autograd(_backward, setup_context=_save_for_backward)

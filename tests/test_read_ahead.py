@@ -1,0 +1,103 @@
+"""The next micro-batch is read beside the step: the right one, once, and an error where it belongs."""
+
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from pretrain.micro_batch import IGNORED, host_batch, model_inputs
+from pretrain.problems import InputError
+from pretrain.read_ahead import ReadAhead
+
+CPU = torch.device("cpu")
+WAIT_SECONDS = 30
+
+
+@dataclass
+class Run:
+    """A run of 3 steps of 2 micro-steps whose tokens tell where they are from."""
+
+    name: int = 0
+    total_steps: int = 3
+    attention: str = "groundwork_sdpa"
+    damaged: tuple[int, int] | None = None
+    reads: list[tuple[int, int]] = field(default_factory=list)
+    is_read: threading.Event = field(default_factory=threading.Event)
+
+    def micro_steps(self, step):
+        return 2
+
+    def micro_batch(self, step, micro_step, strategy):
+        self.reads.append((step, micro_step))
+        if (step, micro_step) == self.damaged:
+            raise InputError("the shards are damaged")
+        if len(self.reads) == 2:
+            self.is_read.set()
+        ids = np.full((2, 9), 100 * self.name + 10 * step + micro_step, np.uint16)
+        return host_batch(ids, device=CPU, end_of_document_id=None)
+
+
+def reader():
+    return ReadAhead(SimpleNamespace(device=CPU))
+
+
+def token(batch):
+    return batch["input_ids_BT"].unique().item()
+
+
+def test_in_the_order_of_training_every_batch_is_read_once_and_nothing_beyond_the_end():
+    run, ahead = Run(), reader()
+    places = [(step, micro_step) for step in range(3) for micro_step in range(2)]
+    assert [token(ahead.micro_batch(run, *place)) for place in places] == [10 * s + m for s, m in places]
+    assert run.reads == places
+
+
+def test_the_next_one_is_read_before_it_is_asked_for():
+    run, ahead = Run(), reader()
+    ahead.micro_batch(run, 0, 0)
+    assert run.is_read.wait(WAIT_SECONDS) and run.reads == [(0, 0), (0, 1)]
+
+
+def test_after_going_back_the_other_run_s_batch_arrives():
+    first, second, ahead = Run(), Run(name=1), reader()
+    ahead.micro_batch(first, 0, 0)
+    assert token(ahead.micro_batch(second, 0, 1)) == 101
+    assert token(ahead.micro_batch(second, 0, 0)) == 100, "any other place is read as well"
+
+
+def test_an_error_is_that_of_the_step_that_asks_for_the_batch():
+    run, ahead = Run(damaged=(0, 1)), reader()
+    assert token(ahead.micro_batch(run, 0, 0)) == 0
+    with pytest.raises(InputError, match="damaged"):
+        ahead.micro_batch(run, 0, 1)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
+def test_inputs_and_targets_are_int64_and_contiguous_whatever_the_shards_hold(dtype):
+    ids = np.arange(30, dtype=dtype).reshape(3, 10)
+    inputs = model_inputs(ids, device=CPU, attention="groundwork_sdpa", end_of_document_id=12, rows=2)
+    assert inputs["input_ids_BT"].tolist() == ids[:, :-1].tolist()
+    assert inputs["targets_BT"][:2].tolist() == ids[:2, 1:].tolist() and (inputs["targets_BT"][2] == IGNORED).all()
+    assert all(inputs[name].dtype == torch.int64 for name in ("input_ids_BT", "targets_BT", "position_ids"))
+    assert all(inputs[name].is_contiguous() for name in ("input_ids_BT", "targets_BT"))
+    assert inputs["position_ids"][1].tolist() == [0, 1, 0, 1, 2, 3, 4, 5, 6]
+    assert ids[2, 3] == 23, "the batch is not written to"
+
+
+def test_ignored_rows_leave_the_inputs_alone():
+    ids = np.arange(10).reshape(1, 10)
+    inputs = model_inputs(ids, device=CPU, attention="groundwork_sdpa", end_of_document_id=None, rows=0)
+    assert inputs["input_ids_BT"].tolist() == [list(range(9))] and ids.tolist() == [list(range(10))]
+    assert (inputs["targets_BT"] == IGNORED).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_for_a_gpu_wait_in_pinned_memory():
+    ids = np.arange(30, dtype=np.uint16).reshape(3, 10)
+    batch = host_batch(ids, device=torch.device("cuda"), end_of_document_id=12)
+    assert batch.ids.is_pinned() and all(tensor.is_pinned() for tensor in batch.layout.values())
+    assert batch.on_device(torch.device("cuda"), "groundwork_sdpa")["input_ids_BT"].tolist() == ids[:, :-1].tolist()

@@ -1,0 +1,55 @@
+"""The batch scripts, with stand-ins for SLURM's own commands."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from conftest import ROOT
+
+SRUN = """#!/bin/bash
+echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT $*" > "$LOG/srun.log"
+trap 'echo saved > "$LOG/saved"; exit 1' TERM
+[ -n "$WAITS" ] && { touch "$LOG/runs"; while :; do sleep 0.05; done; }
+exit 3
+"""
+SCONTROL = """#!/bin/bash
+[ "$1" = show ] && echo localhost || echo "$*" >> "$LOG/scontrol.log"
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """An environment in which srun and scontrol write down what they were asked for."""
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost"}
+    return {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path), "WAITS": ""}
+
+
+@pytest.mark.parametrize("script", ["one_node", "many_nodes"])
+def test_the_time_limit_saves_and_requeues(slurm, tmp_path, script):
+    command = ["bash", f"slurm/{script}.sbatch", "fsdp2", "recipes/demo.yaml", "--seed", "3"]
+    process = subprocess.Popen(command, cwd=ROOT, env={**slurm, "WAITS": "yes"})
+    try:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "runs").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGUSR1)
+        process.wait(timeout=30)
+    finally:
+        process.kill()
+    assert (tmp_path / "saved").exists(), "training is told to save"
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 7\n"
+    told = (tmp_path / "srun.log").read_text()
+    assert told.startswith("270 ") and "--seed 3" in told and "train.py --config" in told
+    assert "--max_restarts 9" in told
+    assert f"--signal=B:USR1@{300}" in (ROOT / f"slurm/{script}.sbatch").read_text(), "before the 270 s of torchrun"
+
+
+@pytest.mark.parametrize("script", ["one_node", "many_nodes"])
+def test_an_end_of_its_own_is_not_requeued(slurm, tmp_path, script):
+    result = subprocess.run(["bash", f"slurm/{script}.sbatch", "ddp", "recipes/demo.yaml"], cwd=ROOT, env=slurm)
+    assert result.returncode == 3 and not (tmp_path / "scontrol.log").exists()
