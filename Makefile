@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-strategies parity lint format clean
+.PHONY: demo test test-strategies test-faults parity bench lint format clean
 
 .venv/requirements: requirements.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -33,9 +33,24 @@ demo: .venv/requirements
 test: .venv/requirements-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Every strategy for 50 steps, and checkpoints from each to each on one process and on two: about 5 minutes.
+# Every strategy for 50 steps, checkpoints from each to each on one process and on two, and a SIGKILL in each: about
+# 20 minutes.
 test-strategies: .venv/requirements-dev
-	STRATEGIES=all $(BIN)/python -m pytest tests/test_strategies.py
+	STRATEGIES=all $(BIN)/python -m pytest tests/test_strategies.py tests/test_kill_strategies.py tests/test_nvme.py
+
+# Every fault of docs/failures.md, with a kill at each of 200 points of a save and 20 in each of five strategies: about
+# 25 minutes. Ends with a table of what was injected and what happened.
+test-faults: .venv/requirements-dev
+	FAULTS=all $(BIN)/python -m pytest tests/test_fault_*.py
+
+# Groundwork beside a bare loop, the transformers Trainer and a hand-written GPT on this machine; then data preparation,
+# the loader, saving and the guards. Some 40 minutes on two cores that do nothing else.
+bench: .venv/requirements
+	$(BIN)/python bench/cpu.py
+	$(BIN)/python bench/backends.py
+	-$(BIN)/python bench/data.py
+	$(BIN)/python bench/checkpoint.py
+	$(BIN)/python bench/guards.py
 
 # One recipe under every strategy: make parity RECIPE=recipes/mine.yaml
 RECIPE ?= recipes/demo.yaml

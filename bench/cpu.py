@@ -1,0 +1,145 @@
+"""Speed on this machine's CPU: Groundwork's train.py and its peers, in one run, as ratios. Prints Markdown.
+
+    python bench/cpu.py                             # what `make bench` runs: Llama and GPT-2 of 14M parameters
+    python bench/cpu.py --shapes long --contestants groundwork,bare_compiled --rounds 5 --steps 4
+
+Contestants:
+    groundwork                     train.py as it is, its speed from metrics.jsonl
+    groundwork_documents           the same with attention within documents
+    groundwork_all_on              the same with two micro-steps per step, tensorboard and wandb (offline)
+    bare_compiled, bare_eager      the same model of transformers in the shortest loop there is
+    trainer, trainer_compiled      transformers' Trainer
+    plain_compiled, plain_eager    a hand-written GPT
+MFU is (6 N + 12 L d T) x tokens/s / peak; the peak is that of a bf16 matrix product, measured here before and after.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench.contest import Contestant, hold, table  # noqa: E402
+from bench.peers import command_of  # noqa: E402
+from bench.shapes import CPU_SHAPES, Shape, write_model, write_shards  # noqa: E402
+from pretrain.problems import InputError, did_you_mean, run_script  # noqa: E402
+
+PEERS = {
+    "bare_compiled": ("bare", True),
+    "bare_eager": ("bare", False),
+    "trainer": ("trainer", False),
+    "trainer_compiled": ("trainer", True),
+    "plain_compiled": ("plain", True),
+    "plain_eager": ("plain", False),
+}
+"""Name to (peer, whether it is compiled)."""
+OWN = {
+    "groundwork": {},
+    "groundwork_documents": {"data.document_mask": "true"},
+    "groundwork_all_on": {"trackers": "[tensorboard, wandb]"},
+}
+"""Name to settings besides those of `recipe`."""
+MICRO_STEPS = {"groundwork_all_on": 2}
+"""Of those that have more than one per step."""
+SHARD_TOKENS = 2_000_000
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Raises InputError for shapes and contestants that there are not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="llama,gpt2", help=f"of {', '.join(CPU_SHAPES)}")
+    parser.add_argument("--contestants", default=",".join([*OWN, *PEERS]), help="the first is what others are held to")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contestant")
+    parser.add_argument("--steps", type=int, default=8, help="steps per turn")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="SETTING=VALUE", help="settings of Groundwork's recipe"
+    )
+    given = parser.parse_args(arguments)
+    given.shapes, given.contestants = given.shapes.split(","), given.contestants.split(",")
+    problems = [f"--shapes: {n!r}{did_you_mean(n, CPU_SHAPES)}" for n in given.shapes if n not in CPU_SHAPES]
+    known = [*OWN, *PEERS]
+    problems += [f"--contestants: {n!r}{did_you_mean(n, known)}" for n in given.contestants if n not in known]
+    problems += [f"--set: {text!r} must be SETTING=VALUE" for text in given.set if "=" not in text]
+    problems += [f"--{n}: must be at least 1" for n in ("rounds", "steps") if getattr(given, n) < 1]
+    if problems:
+        raise InputError(*problems)
+    return given
+
+
+def recipe(shape: Shape, model: Path, shards: Path, output: Path, report_every: int = 1) -> str:
+    """A recipe that trains the shape as its peers do, for ever, and neither measures nor saves on the way."""
+    return f"""\
+model: {model}
+output: {output}
+precision: bf16
+data: {{train: [{{shards: {shards}}}], sequence_length: {shape.sequence_length}, document_mask: false}}
+budget: {{steps: 1000000}}
+batch: {{tokens_per_step: {shape.tokens_per_step}, sequences_per_micro_batch: {shape.sequences}}}
+optim: {{learning_rate: 3e-4, warmup_steps: 100}}
+logging: {{every_steps: {report_every}}}
+"""
+
+
+def contestants_of(
+    names: list[str], shape: Shape, folder: Path, settings: list[str], report_every: int = 1
+) -> list[Contestant]:
+    """The contestants of one shape, whose files are all in `folder`."""
+    model, contestants = write_model(shape, folder), []
+    shards = write_shards(folder / "shards", shape.vocabulary_size, SHARD_TOKENS)
+    for name in names:
+        steps_file = folder / f"{name}.jsonl"
+        tokens_per_step = shape.tokens_per_step * MICRO_STEPS.get(name, 1)
+        if name in OWN:
+            run = folder / name
+            path = folder / f"{name}.yaml"
+            path.write_text(recipe(shape, model, shards, run, report_every))
+            command = ["train.py", "--config", str(path)]
+            own = {**OWN[name], "batch.tokens_per_step": tokens_per_step}
+            for setting in [f"{key}={value}" for key, value in own.items()] + settings:
+                command += [f"--{setting.partition('=')[0]}", setting.partition("=")[2]]
+            run.mkdir()
+            steps_file = run / "metrics.jsonl"
+        else:
+            peer, compiles = PEERS[name]
+            command = command_of(peer, shape, shards, steps_file, compiles=compiles, report_every=report_every)
+        contestants.append(Contestant(name, command, steps_file, tokens_per_step))
+    return contestants
+
+
+def flops_per_token(shape: Shape) -> float:
+    """(6 N + 12 L d T) of the shape; N without what is only looked up, as in Groundwork's own MFU."""
+    from transformers import AutoConfig
+
+    from pretrain.model import count_non_embedding_parameters
+
+    values = shape.model_json()
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    return 6 * count_non_embedding_parameters(config) + 12 * shape.layers * shape.hidden_size * shape.sequence_length
+
+
+def main() -> int:
+    """Prints one table per shape."""
+    given = parse_arguments()
+    import torch
+
+    from pretrain.hardware import measured_matrix_flops
+
+    for name in given.shapes:
+        shape = CPU_SHAPES[name]
+        with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
+            contestants = contestants_of(given.contestants, shape, Path(folder), given.set)
+            peaks = [measured_matrix_flops(torch.bfloat16)]
+            hold(contestants, ROOT, rounds=given.rounds, reports=given.steps)
+            peaks.append(measured_matrix_flops(torch.bfloat16))
+        peak = statistics.mean(peaks)
+        print(f"\n{name}: {shape.in_words()}; bf16 matrix product {peak / 1e12:.2f} TFLOP/s on ", end="")
+        print(f"{torch.get_num_threads()} threads\n")
+        print("\n".join(table(contestants, flops_per_token(shape), peak)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

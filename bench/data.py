@@ -1,0 +1,285 @@
+"""Speed and memory of data preparation and of the loader, against the libraries beneath and beside them.
+
+    python bench/data.py                              # on what every machine has: the source of Python
+    python bench/data.py --input prose.jsonl.zst --tokenizer gpt2 [--repeat 3] [--long_line]
+
+For each file, and for the parquet file that is made of a JSON lines file: the whole command prepare_data.py with its
+start; the same command forced to tokenizers; datatrove's DocumentTokenizer, where it is installed, with its start;
+gigatoken alone on the same file, without a start; where the time goes; peak memory of all processes together. All read
+the whole file. They take turns, and every figure is the best of --repeat rounds: a busy machine only ever adds time.
+Ends with exit status 1 when a bar is missed: 10 times tokenizers, 10 times datatrove, 60 % of gigatoken, 2 GB.
+"""
+
+import argparse
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+LONG_LINE_BYTES = 200_000_000
+ROWS_PER_ROW_GROUP = 1000
+POLL_SECONDS = 0.1
+TIMES_AS_FAST_AS_TOKENIZERS = 10
+SHARE_OF_GIGATOKEN = 0.6
+LARGEST_MEMORY = 2_000_000_000
+
+GIGATOKEN = """
+import sys, time, awkward, gigatoken
+tokenizer = gigatoken.Tokenizer(sys.argv[1])
+kind = gigatoken.ParquetFileSource if sys.argv[2].endswith("parquet") else gigatoken.JsonlFileSource
+began = time.perf_counter()
+rows = tokenizer.encode_files(kind([sys.argv[2]]))
+seconds = time.perf_counter() - began
+print("tokens", awkward.num(rows).to_numpy().sum(), "seconds", seconds)
+"""
+# Batches of 1,000 documents: its own 10,000 take more than 10 GB of novels. Unshuffled, for we do not shuffle either.
+DATATROVE = """
+import sys
+from pathlib import Path
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.readers import JsonlReader, ParquetReader
+from datatrove.pipeline.tokens import DocumentTokenizer
+file, output = Path(sys.argv[2]).resolve(), sys.argv[3]
+reader = ParquetReader if file.suffix == ".parquet" else JsonlReader
+tokenizer = DocumentTokenizer(
+    output, sys.argv[1], eos_token="<|endoftext|>", batch_size=1000, shuffle_documents=False
+)
+steps = [reader(str(file.parent), glob_pattern=file.name), tokenizer]
+print("tokens", LocalPipelineExecutor(steps, logging_dir=output + "/logs").run().stats[-1].stats["tokens"].total)
+"""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One round of one contestant: seconds of what counts, peak bytes over all of its processes."""
+
+    tokens: int
+    seconds: float
+    peak: int
+    stages: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Mtok/s."""
+        return self.tokens / self.seconds / 1e6
+
+
+def run_measured(command: list[str]) -> tuple[float, int, str]:
+    """(seconds, peak bytes over all of its processes, output) of a command; ends with its output if it fails.
+
+    Memory is the sum of the processes' proportional set sizes, so that pages they share count once.
+    """
+    began = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, text=True)
+        peak = 0
+        while process.poll() is None:
+            peak = max(peak, memory_of(process.pid))
+            time.sleep(POLL_SECONDS)
+        seconds = time.perf_counter() - began
+        output.seek(0)
+        told = output.read()
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} exited {process.returncode}\n{told}")
+    return seconds, peak, told
+
+
+def memory_of(pid: int) -> int:
+    """Bytes that a process and its children hold."""
+    total = 0
+    try:
+        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            total += process.memory_full_info().pss
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return total
+    return total
+
+
+def prepare(file: str, tokenizer: str, *options: str) -> Measured:
+    """The whole command once."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "prepare_data.py", "--input", file, "--tokenizer", tokenizer]
+        seconds, peak, told = run_measured([*command, "--output", f"{folder}/out", *options])
+        totals = json.loads(Path(folder, "out/manifest.json").read_text())["totals"]
+    stages = re.search(r"seconds by stage (.*?) \(", told)
+    return Measured(sum(split["tokens"] for split in totals.values()), seconds, peak, stages[1] if stages else "")
+
+
+def gigatoken(file: str, tokenizer: str) -> Measured:
+    """gigatoken alone, on the file as it lies there, without the start of Python and the loading of the tokenizer."""
+    _, peak, told = run_measured([sys.executable, "-c", GIGATOKEN, f"{tokenizer}/tokenizer.json", file])
+    tokens, seconds = re.search(r"tokens (\d+) seconds ([\d.e-]+)", told).groups()
+    return Measured(int(tokens), float(seconds), peak)
+
+
+def datatrove(file: str, tokenizer: str) -> Measured:
+    """datatrove's DocumentTokenizer with its start, writing to a folder as we do."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", DATATROVE, f"{tokenizer}/tokenizer.json", file, folder]
+        seconds, peak, told = run_measured(command)
+    return Measured(int(re.search(r"tokens (\d+)", told)[1]), seconds, peak)
+
+
+def rounds(contestants: dict[str, Callable[[], Measured]], repeat: int) -> dict[str, list[Measured]]:
+    """Every contestant's rounds, in turns."""
+    measured: dict[str, list[Measured]] = {name: [] for name in contestants}
+    for _ in range(repeat):
+        for name, contestant in contestants.items():
+            measured[name].append(contestant())
+    return measured
+
+
+def bench_file(file: str, tokenizer: str, repeat: int) -> list[str]:
+    """Prints the rows of one file. The bars that were missed."""
+    contestants = {
+        "ours": lambda: prepare(file, tokenizer),
+        "gigatoken": lambda: gigatoken(file, tokenizer),
+        "tokenizers": lambda: prepare(file, tokenizer, "--engine", "reference"),
+        "datatrove": lambda: datatrove(file, tokenizer),
+    }
+    if importlib.util.find_spec("datatrove") is None:
+        del contestants["datatrove"]
+    measured = rounds(contestants, repeat)
+    best = {name: min(runs, key=lambda run: run.seconds) for name, runs in measured.items()}
+    ours, peak = best["ours"], max(run.peak for run in measured["ours"])
+    print(f"{file}: {ours.tokens:,} tokens")
+    print(f"  prepare_data, whole command     {ours.rate:8.2f} Mtok/s   {ours.seconds:.2f} s")
+    print(f"    seconds by stage              {ours.stages}")
+    print(f"    peak memory                   {peak / 1e6:,.0f} MB")
+    missed = [f"{file}: {peak / 1e6:,.0f} MB of memory"] if peak > LARGEST_MEMORY else []
+    share = ours.rate / best["gigatoken"].rate
+    print(f"  gigatoken alone, no start       {best['gigatoken'].rate:8.2f} Mtok/s   we reach {share:.0%} of it")
+    missed += [f"{file}: {share:.0%} of gigatoken"] if share < SHARE_OF_GIGATOKEN else []
+    for name, label in {
+        "tokenizers": "the same with tokenizers",
+        "datatrove": "datatrove's DocumentTokenizer",
+    }.items():
+        if name not in best:
+            print(f"  {label:<31} not installed: pip install datatrove orjson")
+            continue
+        times = ours.rate / best[name].rate
+        print(f"  {label:<31} {best[name].rate:8.2f} Mtok/s   we are {times:.1f} times as fast")
+        missed += [f"{file}: {times:.1f} times {name}"] if times < TIMES_AS_FAST_AS_TOKENIZERS else []
+    return missed
+
+
+def with_parquet(files: list[str], folder: str) -> Iterator[str]:
+    """The files, each file of JSON lines followed by a parquet file of the same documents."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    from pretrain.records import Reading
+    from pretrain.sources import find_sources, records_of
+
+    for file in files:
+        yield file
+        (source,) = find_sources([file])
+        if source.format == "jsonl":
+            texts = [record.text for record in records_of(source, Reading())]
+            path = f"{folder}/{Path(file).name.partition('.')[0]}.parquet"
+            table = pa.table({"text": pa.array(texts, pa.binary()).cast(pa.string())})
+            parquet.write_table(table, path, row_group_size=ROWS_PER_ROW_GROUP, compression="zstd")
+            del texts, table
+            yield path
+
+
+def bench_long_line(tokenizer: str) -> list[str]:
+    """Prints the memory that one document of 200 MB takes. The bar, if it was missed."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["the", "loss", "falls", "while", "the", "model", "learns", "to", "read.", "And", "it", "waits", "\\n"]
+        drawn = np.random.default_rng(0).choice(words, LONG_LINE_BYTES // 6)
+        path = Path(folder, "long.jsonl")
+        path.write_text('{"text": "' + " ".join(drawn)[:LONG_LINE_BYTES].rstrip("\\") + '"}\n')
+        run = prepare(str(path), tokenizer, "--validation_fraction", "0")
+        print(f"one line of {path.stat().st_size / 1e6:.0f} MB: {run.seconds:.1f} s, {run.peak / 1e6:,.0f} MB")
+    return [f"one long line: {run.peak / 1e6:,.0f} MB of memory"] if run.peak > LARGEST_MEMORY else []
+
+
+def bench_loader(file: str, tokenizer: str) -> None:
+    """Prints the rate of the loader in one process, from cached shards, and the time to any step."""
+    from pretrain.batches import Batches
+    from pretrain.config import Data
+    from pretrain.schedule import BatchRamp
+
+    with tempfile.TemporaryDirectory() as folder:
+        output = f"{folder}/out"
+        subprocess.run(
+            [sys.executable, "prepare_data.py", "--input", file, "--tokenizer", tokenizer, "--output", output],
+            cwd=ROOT, check=True, capture_output=True,
+        )  # fmt: skip
+        data = Data.model_validate({"train": [{"shards": output}], "sequence_length": 2048})
+        batches = Batches(data, seed=1, ramp=BatchRamp((8,), (0,), 100_000))
+        rates, resumes = [], []
+        for _ in range(10):
+            began = time.perf_counter()
+            tokens = sum(batches.read(step, 0, 0, ranks=1, sequences=8).size for step in range(400))
+            rates.append(tokens / (time.perf_counter() - began) / 1e6)
+        for step in np.random.default_rng(0).integers(0, 90_000, 20).tolist():
+            began = time.perf_counter()
+            batches.locate(step * 8, 8)
+            resumes.append(time.perf_counter() - began)
+    print(f"loader, 8 x 2,048, cached: {max(rates):,.0f} Mtok/s; any step is found in {min(resumes) * 1e3:.3f} ms")
+
+
+def source_of_python(path: Path) -> str:
+    """JSON lines of the text that every machine has: the source of the standard library, its tests included."""
+    with path.open("w", encoding="utf-8") as file:
+        for source in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+            if "site-packages" not in source.parts:
+                file.write(json.dumps({"text": source.read_bytes().decode("utf-8", "ignore")}) + "\n")
+    return str(path)
+
+
+def trained_tokenizer(file: str, folder: str) -> str:
+    """A tokenizer of 32,000 ids, trained on the first megabytes of a file."""
+    output = f"{folder}/trained"
+    run_measured(
+        [sys.executable, "prepare_data.py", "--input", file, "--train_tokenizer", "32000", "--output", output]
+    )
+    return output
+
+
+def tokenizer_folder(given: str, folder: str) -> str:
+    """A folder with the tokenizer.json that every contestant reads."""
+    from pretrain.tokenize import load_tokenizer
+
+    load_tokenizer(given).save(Path(folder, "tokenizer"))
+    return str(Path(folder, "tokenizer"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", nargs="+", metavar="FILE", help="jsonl(.zst) or parquet; default: Python's source")
+    parser.add_argument("--tokenizer", help="folder or Hub id; default: one trained on the input")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds of each file (default: 3)")
+    parser.add_argument("--long_line", action="store_true", help="also prepare one document of 200 MB")
+    arguments = parser.parse_args()
+    cores, load = psutil.cpu_count(), psutil.getloadavg()[0]
+    print(f"{cores} cores, load {load:.1f}" + (": busy, wait for a calm machine" if load > 0.5 else ""))
+    missed = []
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = arguments.input or [source_of_python(Path(folder, "python.jsonl"))]
+        tokenizer = tokenizer_folder(arguments.tokenizer or trained_tokenizer(inputs[0], folder), folder)
+        for file in with_parquet(inputs, folder):
+            missed += bench_file(str(Path(file).resolve()), tokenizer, arguments.repeat)
+        bench_loader(str(Path(inputs[0]).resolve()), tokenizer)
+        if arguments.long_line:
+            missed += bench_long_line(tokenizer)
+    if missed:
+        sys.exit("missed: " + "; ".join(missed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Speed on one GPU: train.py with every attention and every loss, and its peers, for 124M to 7B. Prints Markdown.
+
+    python bench/gpu.py                                    # all shapes; about half an hour on one H200
+    python bench/gpu.py --shapes 124m --attentions auto,flex_attention --losses chunked,logits --peers ''
+
+One contestant after the other, each alone on the GPU, compiled, in bf16 autocast. MFU is (6 N + 12 L d T) x tokens/s /
+peak: attention not halved for causality, recomputation not counted, N without what is only looked up; the peak is the
+data sheet's for dense bf16 (pretrain/hardware.py). What does not run here is listed with the reason it gives.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench.contest import Contestant, hold  # noqa: E402
+from bench.cpu import PEERS, contestants_of, flops_per_token  # noqa: E402
+from bench.shapes import GPU_SHAPES, Shape  # noqa: E402
+from pretrain.problems import InputError, did_you_mean, run_script  # noqa: E402
+
+ATTENTIONS = ["auto", "flex_attention", "flash_attention_2", "flash_attention_3"]
+LOSSES = ["chunked", "torch", "logits"]
+SETTINGS = {"7b": ["optim.name=adafactor", "optim.stochastic_rounding=true"]}
+"""What a shape needs to fit: AdamW's fp32 state of 7B leaves activations no room, bf16 weights and adafactor do."""
+REPORT_EVERY = 10
+WARM_UP_REPORTS = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; without figures where the contestant did not run."""
+
+    name: str
+    documents: str
+    attention: str
+    loss: str
+    tokens_per_second: float | None = None
+    peak_memory_bytes: int = 0
+    start_seconds: float = 0.0
+    problem: str = ""
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Raises InputError for names that there are not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    allowed = {"shapes": list(GPU_SHAPES), "attentions": ATTENTIONS, "losses": LOSSES, "peers": list(PEERS)}
+    for name, names in allowed.items():
+        default = "plain_compiled,bare_compiled,trainer" if name == "peers" else ",".join(names)
+        parser.add_argument(f"--{name}", default=default, help=f"of {', '.join(names)}")
+    parser.add_argument("--reports", type=int, default=3, help=f"measured intervals of {REPORT_EVERY} steps")
+    given = parser.parse_args(arguments)
+    problems = []
+    for name, names in allowed.items():
+        chosen = [one for one in getattr(given, name).split(",") if one]
+        setattr(given, name, chosen)
+        problems += [f"--{name}: {one!r}{did_you_mean(one, names)}" for one in chosen if one not in names]
+    if given.reports < 1:
+        problems.append(f"--reports: {given.reports}, must be at least 1")
+    if problems:
+        raise InputError(*problems)
+    return given
+
+
+def measure(contestant: Contestant, labels: tuple[str, str, str], reports: int) -> Row:
+    """Runs one contestant alone."""
+    try:
+        hold([contestant], ROOT, rounds=1, reports=reports, warm_up=WARM_UP_REPORTS)
+    except InputError as error:
+        return Row(contestant.name, *labels, problem=error.problems[-1])
+    return Row(
+        contestant.name,
+        *labels,
+        statistics.median(contestant.tokens_per_second),
+        contestant.peak_memory_bytes,
+        contestant.start_seconds,
+    )
+
+
+def measure_shape(
+    shape: Shape,
+    settings: list[str],
+    *,
+    attentions: list[str],
+    losses: list[str],
+    peers: list[str],
+    reports: int,
+    report_every: int = REPORT_EVERY,
+) -> list[Row]:
+    """Groundwork with each attention, each loss, with and without documents; then the peers."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
+        crossed = itertools.product(("off", "on"), attentions, losses)
+        for number, (documents, attention, loss) in enumerate(crossed):
+            here = Path(folder) / str(number)
+            here.mkdir()
+            name = "groundwork" if documents == "off" else "groundwork_documents"
+            chosen = [f"attention={attention}", f"loss.backend={loss}", *settings]
+            (contestant,) = contestants_of([name], shape, here, chosen, report_every)
+            rows.append(measure(contestant, (documents, attention, loss), reports))
+        for contestant in contestants_of(peers, shape, Path(folder), [], report_every) if peers else []:
+            rows.append(measure(contestant, ("off", "its own", "its own"), reports))
+    return rows
+
+
+def table(name: str, shape: Shape, rows: list[Row], peak: float | None) -> list[str]:
+    """Markdown, the fastest first; below it what did not run, and why."""
+    flops = flops_per_token(shape)
+    lines = [
+        f"**{name}**: {shape.in_words()}; {flops / 1e9:.2f} GFLOP per token",
+        "",
+        "| | documents apart | attention | loss | tokens/s | MFU | peak memory | start to first report |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    ran = sorted((row for row in rows if row.tokens_per_second), key=lambda row: -row.tokens_per_second)
+    for row in ran:
+        mfu = f"{flops * row.tokens_per_second / peak:.1%}" if peak else "peak unknown"
+        lines.append(
+            f"| {row.name} | {row.documents} | {row.attention} | {row.loss} | {row.tokens_per_second:,.0f} | {mfu} "
+            f"| {row.peak_memory_bytes / 2**30:.1f} GiB | {row.start_seconds:.0f} s |"
+        )
+    failed = [row for row in rows if not row.tokens_per_second]
+    lines += [""] if failed else []
+    return lines + [
+        f"- does not run here: {row.name}, documents {row.documents}, attention {row.attention}, loss {row.loss}: "
+        f"{row.problem}"
+        for row in failed
+    ]
+
+
+def main() -> int:
+    """Prints one table per shape, or that there is no GPU."""
+    given = parse_arguments()
+    import torch
+
+    from pretrain.hardware import peak_flops
+
+    if not torch.cuda.is_available():
+        print("bench/gpu.py measures on one GPU, and torch sees none here. On a CPU: python bench/cpu.py")
+        return 0
+    peak, source = peak_flops(torch.device("cuda"), "bf16")
+    print(f"peak: {peak / 1e12:.0f} TFLOP/s, {source}\n" if peak else f"{source}\n")
+    for name in given.shapes:
+        rows = measure_shape(
+            GPU_SHAPES[name],
+            SETTINGS.get(name, []),
+            attentions=given.attentions,
+            losses=given.losses,
+            # A peer's AdamW in fp32 does not fit where Groundwork needs settings to.
+            peers=[] if name in SETTINGS else given.peers,
+            reports=given.reports,
+        )
+        print("\n".join(table(name, GPU_SHAPES[name], rows, peak)), end="\n\n", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

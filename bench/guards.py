@@ -1,0 +1,166 @@
+"""What the guards cost of a step: the ranks' agreement, the judging of its numbers, commands, heartbeats, and the
+comparison of copies every 1,000 steps. Prints Markdown.
+
+    python bench/guards.py                                   # two processes, the 14M Llama of bench/cpu.py
+    python bench/guards.py --shape small --processes 1
+
+Trains with train.py as it is and times what the loop calls; the waiting for a step that is logged or saved is not
+counted, since that is for the logging's and the saving's sake.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench.cpu import SHARD_TOKENS, recipe  # noqa: E402
+from bench.shapes import CPU_SHAPES, Shape, write_model, write_shards  # noqa: E402
+from pretrain.problems import InputError, did_you_mean, run_script  # noqa: E402
+
+REPORT = "GUARDS_REPORT"
+"""Environment variable by which a launched process knows that it is to train, and where to write what it measured."""
+WARM_UP_STEPS = 5
+COMPARE_EVERY_STEPS = 1000
+"""The default of guard.compare_copies_every_steps."""
+
+
+@dataclass(frozen=True)
+class GuardCost:
+    """Seconds, of the main rank."""
+
+    step: float
+    """Median time of a step, the guards' part included."""
+    after_step: float
+    """Median time of Supervisor.after_step."""
+    watch: float
+    """CPU time of the watching thread in a step."""
+    compare: float
+    """One comparison of the copies of all weights; 0 where there are none."""
+
+    @property
+    def share(self) -> float:
+        """Of a step's time, all of it together."""
+        return (self.after_step + self.watch + self.compare / COMPARE_EVERY_STEPS) / self.step
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Raises InputError for a shape that there is not and for numbers below 1."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama", help=f"of {', '.join(CPU_SHAPES)}")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=20, help=f"measured, after {WARM_UP_STEPS} more")
+    given = parser.parse_args(arguments)
+    problems = (
+        [] if given.shape in CPU_SHAPES else [f"--shape: {given.shape!r}{did_you_mean(given.shape, CPU_SHAPES)}"]
+    )
+    problems += [f"--{name}: must be at least 1" for name in ("processes", "steps") if getattr(given, name) < 1]
+    if problems:
+        raise InputError(*problems)
+    return given
+
+
+def measure(shape: Shape, processes: int, steps: int) -> GuardCost:
+    """Trains the shape for so many steps, in processes of their own. Raises InputError if they fail."""
+    with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as name:
+        folder = Path(name)
+        shards = write_shards(folder / "shards", shape.vocabulary_size, SHARD_TOKENS)
+        text = recipe(shape, write_model(shape, folder), shards, folder / "run", report_every=10)
+        (folder / "recipe.yaml").write_text(text)
+        strategy = "ddp" if processes > 1 else "single"
+        command = [
+            sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
+            "--num_processes", str(processes), "--main_process_port", "0", "bench/guards.py",
+            "--config", str(folder / "recipe.yaml"), "--compile", "none",
+            "--batch.sequences_per_micro_batch", str(max(1, shape.sequences // processes)),
+        ]  # fmt: skip
+        settings = {REPORT: json.dumps({"file": str(folder / "report.json"), "steps": steps})}
+        result = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True)
+        if result.returncode or not (folder / "report.json").exists():
+            raise InputError(f"train.py ended with {result.returncode}: {result.stderr.strip()[-2000:]}")
+        return GuardCost(**json.loads((folder / "report.json").read_text()))
+
+
+def train_and_time(report: Path, steps: int) -> None:
+    """In a launched process: runs train.py, whose loop ends after so many steps."""
+    from pretrain.supervision import Supervisor
+
+    after_step = Supervisor.after_step
+    begun: list[float] = []
+    seconds: list[float] = []
+
+    def timed(supervisor, *arguments, settle, **named):
+        begun.append(time.perf_counter())
+        outcome = after_step(supervisor, *arguments, settle=settle, **named)
+        if not settle:
+            seconds.append(time.perf_counter() - begun[-1])
+        if len(begun) == WARM_UP_STEPS + steps + 1:
+            cost = cost_of(supervisor, begun, seconds)
+            if supervisor.strategy.is_main:
+                report.write_text(json.dumps(vars(cost)))
+            supervisor.strategy.exit(0)
+        return outcome
+
+    Supervisor.after_step = timed
+    sys.argv[0] = str(ROOT / "train.py")
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def cost_of(supervisor, begun: list[float], seconds: list[float]) -> GuardCost:
+    """From the moments at which the loop called the guards, and how long it was away."""
+    import psutil
+
+    measured = begun[WARM_UP_STEPS:]
+    thread = supervisor.watch.thread_id
+    watch = next(times.user_time + times.system_time for times in psutil.Process().threads() if times.id == thread)
+    supervisor.compare_copies()
+    compares = []
+    for _ in range(3):
+        supervisor.strategy.barrier()
+        start = time.perf_counter()
+        supervisor.compare_copies()
+        compares.append(time.perf_counter() - start)
+    return GuardCost(
+        step=statistics.median(after - before for before, after in itertools.pairwise(measured)),
+        after_step=statistics.median(seconds[WARM_UP_STEPS:]),
+        watch=watch / len(begun),
+        compare=min(compares) if supervisor.strategy.ranks > 1 else 0.0,
+    )
+
+
+def table(name: str, processes: int, cost: GuardCost) -> str:
+    """Markdown."""
+    rows = {
+        "a step": f"{cost.step * 1e3:,.1f} ms",
+        "agreement, judgement, commands": f"{cost.after_step * 1e6:,.0f} µs",
+        "watching thread": f"{cost.watch * 1e6:,.0f} µs",
+        f"copies compared, once in {COMPARE_EVERY_STEPS:,} steps": f"{cost.compare * 1e3:,.1f} ms",
+        "of a step's time": f"{cost.share:.3%}",
+    }
+    lines = [f"| guards, {name}, {processes} process{'es' if processes > 1 else ''} | |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {label} | {value} |" for label, value in rows.items())])
+
+
+def main() -> int:
+    """Prints the table."""
+    given = parse_arguments()
+    print(table(given.shape, given.processes, measure(CPU_SHAPES[given.shape], given.processes, given.steps)))
+    return 0
+
+
+if __name__ == "__main__":
+    if REPORT in os.environ:
+        settings = json.loads(os.environ[REPORT])
+        train_and_time(Path(settings["file"]), settings["steps"])
+    else:
+        run_script(main)

@@ -1,0 +1,215 @@
+"""Predicted against measured memory: the peak of tensors alive in a training step, over strategies, sizes and options.
+
+    python bench/memory.py                    # every case; some minutes on two cores
+    python bench/memory.py --only fsdp2       # the cases whose name contains this
+    python bench/memory.py --markdown         # as the table of docs/planning.md
+
+On a CPU every allocation of the process is counted (pretrain/calibration.py); on a GPU torch's allocator says.
+Processes of the strategies that need two talk over gloo where there are not two GPUs.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+SHAPES = {
+    "llama 1.3M": (128, 352, 4, 4, 2, 2048),
+    "llama 5M": (256, 704, 6, 8, 4, 2048),
+    "llama 25M": (512, 1408, 8, 8, 4, 4096),
+}
+"""hidden width, intermediate width, layers, heads, key heads, vocabulary."""
+BUCKET_ELEMENTS = 1_000_000
+"""DeepSpeed's buckets here: of the shipped size they would be most of what so small a model needs."""
+TOLERANCE = 0.15
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training setup."""
+
+    strategy: str
+    shape: str
+    precision: str = "fp32"
+    sequences: int = 4
+    micro_steps: int = 1
+    settings: dict = field(default_factory=dict)
+    """Of the recipe, by dotted path."""
+
+    @property
+    def name(self) -> str:
+        words = [self.strategy, self.shape, self.precision, f"{self.sequences} x {self.length}"]
+        words += [f"{self.micro_steps} micro-steps"] if self.micro_steps > 1 else []
+        return ", ".join([*words, *(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in self.settings.items())])
+
+    @property
+    def length(self) -> int:
+        return int(self.settings.get("data.sequence_length", 512))
+
+    @property
+    def processes(self) -> int:
+        return 1 if self.strategy == "single" else 2
+
+
+FULL = {"activation_checkpointing": "full"}
+CASES = (
+    Case("single", "llama 1.3M", "fp32", 8, 2),
+    Case("single", "llama 5M", "fp32"),
+    Case("single", "llama 5M", "bf16", 4, 2),
+    Case("single", "llama 5M", "bf16", 2, 1, FULL),
+    Case("single", "llama 25M", "bf16", 1, 2),
+    Case("single", "llama 25M", "fp32", 4, 1, FULL),
+    Case("single", "llama 5M", "fp32", 4, 1, {"attention": "eager"}),
+    Case("single", "llama 5M", "bf16", 4, 1, {"loss.backend": "logits"}),
+    Case("single", "llama 5M", "bf16", 4, 2, {"optim.name": "muon"}),
+    Case("single", "llama 5M", "fp32", 4, 2, {"optim.name": "adafactor"}),
+    Case("single", "llama 5M", "bf16", 4, 1, {"compile": "regional"}),
+    Case("ddp", "llama 5M", "fp32", 4, 1),
+    Case("ddp", "llama 5M", "bf16", 4, 2),
+    Case("ddp", "llama 25M", "bf16", 1, 1),
+    Case("fsdp2", "llama 5M", "fp32", 4, 1),
+    Case("fsdp2", "llama 5M", "bf16", 4, 2),
+    Case("fsdp2", "llama 25M", "bf16", 2, 1, FULL),
+    Case("zero1", "llama 5M", "fp32", 4, 2),
+    Case("zero1", "llama 5M", "bf16", 4, 1),
+    Case("zero2", "llama 5M", "bf16", 4, 2),
+    Case("zero2", "llama 25M", "fp32", 1, 1),
+    Case("zero3", "llama 5M", "fp32", 4, 2),
+    Case("tp", "llama 5M", "fp32", 4, 1),
+    Case("pp", "llama 5M", "fp32", 4, 1),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--markdown", action="store_true", help="print a table for documents")
+    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case is not None:
+        return measure_here(CASES[arguments.case], arguments.folder)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, case in enumerate(CASES):
+            if arguments.only in case.name:
+                rows.append((case, *measured_and_predicted(number, Path(folder))))
+                print(row_text(rows[-1], arguments.markdown), flush=True)
+    off = [ratio(row) for row in rows]
+    if rows:
+        print(f"\n{len(rows)} cases, predicted / measured {min(off):.2f} to {max(off):.2f}")
+    return int(any(abs(value - 1) > TOLERANCE for value in off))
+
+
+def ratio(row: tuple[Case, float, float]) -> float:
+    return row[2] / row[1]
+
+
+def row_text(row: tuple[Case, float, float], markdown: bool) -> str:
+    case, measured, predicted = row
+    cells = (case.name, f"{measured / 1e6:,.1f}", f"{predicted / 1e6:,.1f}", f"{ratio(row):.2f}")
+    if markdown:
+        return f"| {' | '.join(cells)} |"
+    return f"{cells[0]:<70} measured {cells[1]:>8} MB  predicted {cells[2]:>8} MB  ratio {cells[3]}"
+
+
+def measured_and_predicted(number: int, folder: Path) -> tuple[float, float]:
+    """Bytes of the process that needs most, in a process group of its own."""
+    case = CASES[number]
+    command = [sys.executable]
+    if case.processes > 1:
+        command += ["-m", "accelerate.commands.launch", "--config_file", str(launcher_file(case.strategy, folder))]
+        command += ["--num_processes", str(case.processes), "--main_process_port", "0"]
+    command += [__file__, "--case", str(number), "--folder", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    found = [json.loads(text) for text in re.findall(r'\{"measured".*?\}', result.stdout)]
+    if len(found) != case.processes:
+        raise SystemExit(f"{case.name}: {result.stdout[-2000:]}\n{result.stderr[-2000:]}")
+    return max(value["measured"] for value in found), found[0]["predicted"]
+
+
+def launcher_file(strategy: str, folder: Path) -> Path:
+    """The shipped file, with buckets that suit the model under DeepSpeed."""
+    shipped = ROOT / "accelerate_configs" / f"{strategy}.yaml"
+    if not strategy.startswith("zero"):
+        return shipped
+    name = f"ds_configs/{strategy}.json"
+    settings = json.loads((ROOT / name).read_text())
+    for key in ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"):
+        if key in settings["zero_optimization"]:
+            settings["zero_optimization"][key] = BUCKET_ELEMENTS
+    (folder / f"{strategy}.json").write_text(json.dumps(settings))
+    path = folder / f"{strategy}.yaml"
+    path.write_text(shipped.read_text().replace(name, str(folder / f"{strategy}.json")))
+    return path
+
+
+def measure_here(case: Case, folder: Path) -> int:
+    """In each process: measures, predicts, prints both."""
+    from pretrain.calibration import measure_peak
+    from pretrain.config import RunConfig
+    from pretrain.footprint import footprint, layout_of
+    from pretrain.model_config import load_model_config
+    from pretrain.strategy import make_strategy
+
+    config: RunConfig = config_of(case, folder)
+    strategy = make_strategy(config)
+    settings = folder / f"{case.strategy}.json"
+    deepspeed = json.loads(settings.read_text())["zero_optimization"] if settings.exists() else None
+    predicted = footprint(
+        config,
+        load_model_config(config.model),
+        case.strategy,
+        layout_of(case.strategy, case.processes),
+        precision=case.precision,
+        sequences=case.sequences,
+        device_type=strategy.device.type,
+        deepspeed=deepspeed,
+    )
+    measured = measure_peak(config, strategy, case.micro_steps)
+    sys.stdout.write(json.dumps({"measured": measured, "predicted": predicted.total}) + "\n")
+    sys.stdout.flush()
+    strategy.exit(0)
+    return 0
+
+
+def config_of(case: Case, folder: Path):
+    """The recipe of a case, its shape as a JSON beside it."""
+    import yaml
+
+    from pretrain.recipe import read_run_config
+
+    width, intermediate, layers, heads, key_heads, vocabulary = SHAPES[case.shape]
+    model = folder / f"{os.getpid()}.json"
+    shape = {"model_type": "llama", "hidden_size": width, "intermediate_size": intermediate, "vocab_size": vocabulary}
+    shape |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": key_heads}
+    model.write_text(json.dumps({**shape, "max_position_embeddings": 2048, "tie_word_embeddings": layers != 8}))
+    recipe = folder / f"{os.getpid()}.yaml"
+    ranks = 1 if case.strategy == "tp" else case.processes
+    values = {
+        "model": str(model),
+        "output": str(folder / "run"),
+        "precision": case.precision,
+        "data": {"train": [{"shards": str(folder / "none")}], "sequence_length": case.length},
+        "budget": {"steps": 10},
+        "batch": {
+            "tokens_per_step": case.sequences * case.length * ranks * case.micro_steps,
+            "sequences_per_micro_batch": case.sequences,
+        },
+        "optim": {"learning_rate": 1e-3},
+        "compile": "none",
+    }
+    recipe.write_text(yaml.safe_dump(values))
+    return read_run_config(recipe, [(key, str(value)) for key, value in case.settings.items()])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""One contestant that is not Groundwork, in a process of its own: trains on and writes the time of every step.
+
+    python -m bench.peers plain --shape JSON --shards DIR --steps_file FILE [--compile]
+
+plain: a hand-written GPT. bare: the model of transformers in the shortest loop there is. trainer: transformers'
+Trainer as it comes. All in bf16 autocast, AdamW, gradient norm clipped at 1, windows at random places of the same
+shards.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.shapes import Shape
+from pretrain.problems import run_script
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peer", choices=["plain", "bare", "trainer"])
+    parser.add_argument("--shape", type=lambda text: Shape(**json.loads(text)), required=True, help="a Shape as JSON")
+    parser.add_argument("--shards", type=Path, required=True)
+    parser.add_argument("--steps_file", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--report_every", type=int, default=1, help="steps between lines; only these wait for a GPU")
+    parser.add_argument("--compile", action="store_true")
+    return parser.parse_args(arguments)
+
+
+class StepsFile:
+    """{"event": "train", "step": n, "time": ...} per line, as metrics.jsonl has."""
+
+    def __init__(self, path: Path, every: int):
+        self._file = path.open("w")
+        self._step, self._every = 0, every
+
+    def step_done(self) -> None:
+        import torch
+
+        self._step += 1
+        if self._step % self._every:
+            return
+        line = {"event": "train", "step": self._step}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            line["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+        self._file.write(json.dumps(line | {"time": time.time()}) + "\n")
+        self._file.flush()
+
+
+class Windows:
+    """Windows of the training tokens: a map-style data set for the Trainer, random batches for the others."""
+
+    def __init__(self, shards: Path, shape: Shape):
+        from pretrain.shards import open_shards
+
+        self.shape = shape
+        self.reader = open_shards(shards, "train")
+
+    def __len__(self) -> int:
+        return (self.reader.tokens - 1) // self.shape.sequence_length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = self.ids(index * self.shape.sequence_length, self.shape.sequence_length)
+        return {"input_ids": ids, "labels": ids}
+
+    def ids(self, start: int, length: int) -> Any:
+        import numpy as np
+        import torch
+
+        ids = np.empty(length, np.int64)
+        self.reader.read(start, ids)
+        return torch.from_numpy(ids)
+
+    def batch(self, device: Any) -> tuple[Any, Any]:
+        """(input ids, targets), each (sequences, sequence_length) int64."""
+        import torch
+
+        length = self.shape.sequence_length
+        starts = torch.randint(self.reader.tokens - length, (self.shape.sequences,)).tolist()
+        ids = torch.stack([self.ids(start, length + 1) for start in starts])
+        if torch.device(device).type == "cuda":
+            ids = ids.pin_memory().to(device, non_blocking=True)
+        return ids[:, :-1], ids[:, 1:]
+
+
+def hf_model(shape: Shape) -> Any:
+    """The stock model of transformers in fp32, freshly initialised."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = shape.model_json()
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def train_loop(arguments: argparse.Namespace) -> None:
+    """plain and bare: the loop that everybody writes first."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    if arguments.peer == "plain":
+        from bench.plain_gpt import PlainGPT
+
+        model = PlainGPT(arguments.shape).to(device)
+        loss_of = model
+    else:
+        model = hf_model(arguments.shape).to(device).train()
+
+        def loss_of(input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            # The loss by the model itself, which shifts: given the inputs as labels it leaves one target in T out.
+            return model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+
+    if arguments.compile:
+        model.compile(dynamic=False)
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+    windows = Windows(arguments.shards, arguments.shape)
+    steps_file = StepsFile(arguments.steps_file, arguments.report_every)
+    for _ in range(arguments.steps):
+        input_ids, targets = windows.batch(device)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = loss_of(input_ids, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        steps_file.step_done()
+
+
+def train_with_trainer(arguments: argparse.Namespace) -> None:
+    """transformers' Trainer with its defaults, but for the precision, and nothing saved."""
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    steps_file = StepsFile(arguments.steps_file, arguments.report_every)
+
+    class Times(TrainerCallback):
+        def on_step_end(self, *_, **__) -> None:
+            steps_file.step_done()
+
+    settings = TrainingArguments(
+        output_dir=str(arguments.steps_file.parent / "trainer"),
+        per_device_train_batch_size=arguments.shape.sequences,
+        max_steps=arguments.steps,
+        bf16=True,
+        use_cpu=not torch.cuda.is_available(),
+        torch_compile=arguments.compile,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    data = Windows(arguments.shards, arguments.shape)
+    Trainer(hf_model(arguments.shape), settings, train_dataset=data, callbacks=[Times()]).train()
+
+
+def main() -> int:
+    """Trains until the steps are done, or until the process is ended."""
+    arguments = parse_arguments()
+    if arguments.peer == "trainer":
+        train_with_trainer(arguments)
+    else:
+        train_loop(arguments)
+    return 0
+
+
+def command_of(
+    peer: str, shape: Shape, shards: Path, steps_file: Path, compiles: bool, report_every: int
+) -> list[str]:
+    """The command line of a contestant, without the interpreter."""
+    given = ["--shape", json.dumps(dataclasses.asdict(shape)), "--shards", shards, "--steps_file", steps_file]
+    given += ["--report_every", report_every]
+    return ["-m", "bench.peers", peer, *map(str, given), *(["--compile"] if compiles else [])]
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,59 @@
+"""A GPT written out in plain PyTorch, as people do who train without a toolkit: a peer for the benchmarks.
+
+Shapes: B sequences, T positions, D hidden width, H heads.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.shapes import Shape
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a LayerNorm and added to the residual stream."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        width = shape.hidden_size
+        self.heads = shape.heads
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm_attention(x_BTD)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x_BTD = x_BTD + self.out(mixed.transpose(1, 2).flatten(2))
+        return x_BTD + self.down(F.gelu(self.up(self.norm_mlp(x_BTD)), approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    """Learned positions, tied head, GPT-2's initial weights; the loss from whole logits."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary_size, shape.hidden_size)
+        self.positions = nn.Embedding(shape.sequence_length, shape.hidden_size)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.hidden_size)
+        self.head = nn.Linear(shape.hidden_size, shape.vocabulary_size, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                residual = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.layers) if residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, input_ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Mean cross-entropy."""
+        positions_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
+        x_BTD = self.tokens(input_ids_BT) + self.positions(positions_T)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        logits_BTV = self.head(self.norm(x_BTD))
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())

@@ -1,0 +1,83 @@
+"""What the speed settings do to the loss curve, against what another seed does. Prints Markdown.
+
+    python bench/quality.py --config recipes/demo.yaml --steps 300 --seeds 1 2 3
+
+Trains the recipe fast (bf16, compiled layers, the loss in chunks, the attention that is fastest here) and plainly
+(fp32, not compiled, whole logits, attention spelt out), each with every seed: weights and order of data are the
+seed's. `make demo` prepares the demo's data. Exits 1 if settings differ more than seeds do.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tqdm import tqdm  # noqa: E402
+
+SETTINGS = {
+    "fast": {"precision": "bf16", "compile": "regional"},
+    "plain": {"precision": "fp32", "compile": "none", "attention": "eager", "loss.backend": "logits"},
+}
+WINDOW = 20
+"""Steps over which a training loss is averaged before curves are compared: single steps differ by their noise."""
+
+
+def train(config: str, seed: int, steps: int, settings: dict[str, str], output: Path) -> tuple[list[float], float]:
+    """(training loss of every step, validation loss at the end)."""
+    command = [sys.executable, "train.py", "--config", config, "--output", str(output), "--seed", str(seed)]
+    command += ["--budget.steps", str(steps), "--logging.every_steps", "1"]
+    for name, value in settings.items():
+        command += [f"--{name}", value]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if result.returncode:
+        sys.exit(f"{' '.join(command)} exited {result.returncode}\n{result.stderr[-2000:]}")
+    events = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    losses = [event["loss"] for event in events if event["event"] == "train"]
+    return losses, [event["loss"] for event in events if event["event"] == "validation"][-1]
+
+
+def distance(first: list[float], second: list[float]) -> float:
+    """Largest difference in nats between two curves' means over `WINDOW` steps."""
+    means = [
+        [statistics.fmean(curve[at : at + WINDOW]) for at in range(0, len(curve) - WINDOW + 1, WINDOW)]
+        for curve in (first, second)
+    ]
+    return max(abs(a - b) for a, b in zip(*means, strict=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="recipes/demo.yaml")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    given = parser.parse_args()
+    curves: dict[tuple[str, int], list[float]] = {}
+    validation: dict[tuple[str, int], float] = {}
+    with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
+        runs = list(itertools.product(SETTINGS, given.seeds))
+        for number, (name, seed) in enumerate(tqdm(runs, unit="run")):
+            found = train(given.config, seed, given.steps, SETTINGS[name], Path(folder, str(number)))
+            curves[name, seed], validation[name, seed] = found
+    print(f"Validation loss after {given.steps} steps of {given.config}:\n")
+    print(f"| | {' | '.join(f'seed {seed}' for seed in given.seeds)} | mean |\n{'|---' * (len(given.seeds) + 2)}|")
+    for name in SETTINGS:
+        losses = [validation[name, seed] for seed in given.seeds]
+        print(f"| {name} | {' | '.join(f'{loss:.4f}' for loss in losses)} | {statistics.fmean(losses):.4f} |")
+    settings = [distance(*(curves[name, seed] for name in SETTINGS)) for seed in given.seeds]
+    pairs = list(itertools.combinations(given.seeds, 2))
+    seeds = [distance(curves[name, a], curves[name, b]) for name in SETTINGS for a, b in pairs]
+    print(f"\nLargest difference of training curves, in nats (means over {WINDOW} steps):")
+    print(f"- the same seed, other settings: {min(settings):.4f} to {max(settings):.4f}")
+    print(f"- the same settings, other seeds: {min(seeds):.4f} to {max(seeds):.4f}")
+    return int(max(settings) > max(seeds))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Model and batch shapes that the benchmarks measure, and the shards of made-up documents that feed them."""
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretrain.shards import FORMAT_NAME, FORMAT_VERSION, dtype_for, id_dtype
+
+END_OF_DOCUMENT_ID = 0
+MEAN_DOCUMENT_TOKENS = 800
+"""Web pages and source files have some such mean, and half of them less than half of it."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model with the batch it trains on; embeddings are tied."""
+
+    architecture: str
+    """llama or gpt2."""
+    layers: int
+    hidden_size: int
+    heads: int
+    vocabulary_size: int
+    sequence_length: int
+    sequences: int
+    """Per step and process."""
+    intermediate_size: int | None = None
+    """llama's; null: 8/3 of hidden_size, rounded up to a multiple of 64. GPT-2's is always 4 times hidden_size."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences * self.sequence_length
+
+    def in_words(self) -> str:
+        return (
+            f"{self.architecture}, {self.layers} layers of {self.hidden_size}, {self.heads} heads, vocabulary "
+            f"{self.vocabulary_size:,}, {self.sequences} x {self.sequence_length:,} tokens per step"
+        )
+
+    def model_json(self) -> dict[str, Any]:
+        """config.json of the model, for transformers."""
+        ids = {"bos_token_id": END_OF_DOCUMENT_ID, "eos_token_id": END_OF_DOCUMENT_ID}
+        if self.architecture == "gpt2":
+            no_dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+            sizes = {"n_layer": self.layers, "n_embd": self.hidden_size, "n_head": self.heads}
+            window = {"n_positions": self.sequence_length, "vocab_size": self.vocabulary_size}
+            return {"model_type": "gpt2", **sizes, **window, **no_dropout, **ids}
+        return {
+            "model_type": "llama",
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size or -(-self.hidden_size * 8 // 3 // 64) * 64,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "vocab_size": self.vocabulary_size,
+            "max_position_embeddings": self.sequence_length,
+            "tie_word_embeddings": True,
+            **ids,
+        }
+
+
+LLAMA_14M = Shape("llama", 6, 384, 6, 8192, 512, 8)
+CPU_SHAPES = {
+    "llama": LLAMA_14M,
+    "gpt2": replace(LLAMA_14M, architecture="gpt2"),
+    "small": replace(LLAMA_14M, layers=4, hidden_size=128, heads=4, vocabulary_size=1024, sequence_length=256),
+    "long": replace(LLAMA_14M, sequence_length=4096, sequences=1),
+    "large_vocabulary": replace(LLAMA_14M, vocabulary_size=131_072, layers=2, sequences=2),
+}
+"""For two CPU cores: 14M parameters as Llama and as GPT-2, a small model, long sequences, a vocabulary of 128k."""
+
+GPU_SHAPES = {
+    "124m": Shape("gpt2", 12, 768, 12, 50_304, 1024, 64),
+    "350m": Shape("gpt2", 24, 1024, 16, 50_304, 1024, 32),
+    "1.3b": Shape("llama", 24, 2048, 16, 50_304, 2048, 16, 5632),
+    "7b": Shape("llama", 32, 4096, 32, 32_000, 2048, 4, 11_008),
+}
+"""For one GPU of 80 GB and more, but the 7B, whose fp32 weights, gradients and AdamW moments take 108 GB."""
+
+
+def write_model(shape: Shape, folder: Path) -> Path:
+    """Writes the shape's model JSON; returns its path."""
+    path = folder / "model.json"
+    path.write_text(json.dumps(shape.model_json(), indent=1))
+    return path
+
+
+def write_shards(folder: Path, vocabulary_size: int, tokens: int, seed: int = 0) -> Path:
+    """A folder of shards of made-up documents: ids by Zipf's law, lengths log-normal. Speed asks for no more."""
+    random = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    ids = 1 + random.zipf(1.2, tokens) % (vocabulary_size - 1)
+    lengths = 1 + random.lognormal(np.log(MEAN_DOCUMENT_TOKENS) - 0.5, 1.0, tokens).astype(np.int64)
+    ends = np.cumsum(lengths) - 1
+    ends = np.append(ends[ends < tokens - 1], tokens - 1)
+    ids[ends] = END_OF_DOCUMENT_ID
+    content = ids.astype(id_dtype(dtype_for(vocabulary_size))).tobytes()
+    (folder / "train-00000.bin").write_bytes(content)
+    counts = {"tokens": tokens, "documents": len(ends), "text_bytes": 4 * tokens}
+    shard = {"file": "train-00000.bin", "split": "train", **counts, "sha256": hashlib.sha256(content).hexdigest()}
+    manifest = {
+        "format": FORMAT_NAME,
+        "version": FORMAT_VERSION,
+        "tokenizer": {"name": "made up", "sha256": "0" * 64},
+        "vocabulary_size": vocabulary_size,
+        "end_of_document_id": END_OF_DOCUMENT_ID,
+        "dtype": dtype_for(vocabulary_size),
+        "shards": [shard],
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    return folder
