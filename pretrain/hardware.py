@@ -99,4 +99,4 @@ def keep_freed_memory() -> None:
     allocator = ctypes.CDLL(None)
     if hasattr(allocator, "mallopt"):
         allocator.mallopt(M_MMAP_MAX, 0)
-        allocator.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        allocator.mallopt(M_TRIM_THRESHOLD, -1)

@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT
 
 SRUN = """#!/bin/bash
+[ -n "$SIGNALS" ] && kill -USR1 $PPID
 echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT $*" > "$LOG/srun.log"
 trap 'echo saved > "$LOG/saved"; exit 1' TERM
 [ -n "$WAITS" ] && { touch "$LOG/runs"; while :; do sleep 0.05; done; }
@@ -26,7 +27,7 @@ def slurm(tmp_path):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost"}
-    return {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path), "WAITS": ""}
+    return {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path), "WAITS": "", "SIGNALS": ""}
 
 
 @pytest.mark.parametrize("script", ["one_node", "many_nodes"])
@@ -47,6 +48,14 @@ def test_the_time_limit_saves_and_requeues(slurm, tmp_path, script):
     assert told.startswith("270 ") and "--seed 3" in told and "train.py --config" in told
     assert "--max_restarts 9" in told
     assert f"--signal=B:USR1@{300}" in (ROOT / f"slurm/{script}.sbatch").read_text(), "before the 270 s of torchrun"
+
+
+@pytest.mark.parametrize("script", ["one_node", "many_nodes"])
+def test_a_time_limit_in_the_first_moment_requeues(slurm, tmp_path, script):
+    """Before the script has noted its launcher, or the launcher its own handler."""
+    command = ["bash", f"slurm/{script}.sbatch", "ddp", "recipes/demo.yaml"]
+    result = subprocess.run(command, cwd=ROOT, env={**slurm, "SIGNALS": "yes", "WAITS": "yes"}, timeout=60)
+    assert result.returncode != 0 and (tmp_path / "scontrol.log").read_text() == "requeue 7\n"
 
 
 @pytest.mark.parametrize("script", ["one_node", "many_nodes"])
