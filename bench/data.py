@@ -1,12 +1,16 @@
 """Speed and memory of data preparation and of the loader, against the libraries beneath and beside them.
 
     python bench/data.py                              # on what every machine has: the source of Python
-    python bench/data.py --input prose.jsonl.zst --tokenizer gpt2 [--repeat 3] [--long_line]
+    python bench/data.py --input prose.jsonl.zst --tokenizer gpt2 [--copies 8] [--repeat 3] [--long_line]
 
 For each file, and for the parquet file that is made of a JSON lines file: the whole command prepare_data.py with its
 start; the same command forced to tokenizers; datatrove's DocumentTokenizer, where it is installed, with its start;
-gigatoken alone on the same file, without a start; where the time goes; peak memory of all processes together. All read
-the whole file. They take turns, and every figure is the best of --repeat rounds: a busy machine only ever adds time.
+gigatoken alone on the same file, without a start; where the time goes; peak memory of all processes together. They
+take turns, and every figure is the best of --repeat rounds: a busy machine only ever adds time.
+
+A file of a hundred megabytes is done in a second, half of which is the start of Python. So prepare_data.py and
+gigatoken also read --copies files of that content, and those figures are held to the bars of memory and of
+gigatoken; the slow ones read one.
 Ends with exit status 1 when a bar is missed: 10 times tokenizers, 10 times datatrove, 60 % of gigatoken, 2 GB.
 """
 
@@ -40,7 +44,7 @@ import sys, time, awkward, gigatoken
 tokenizer = gigatoken.Tokenizer(sys.argv[1])
 kind = gigatoken.ParquetFileSource if sys.argv[2].endswith("parquet") else gigatoken.JsonlFileSource
 began = time.perf_counter()
-rows = tokenizer.encode_files(kind([sys.argv[2]]))
+rows = tokenizer.encode_files(kind(sys.argv[2:]))
 seconds = time.perf_counter() - began
 print("tokens", awkward.num(rows).to_numpy().sum(), "seconds", seconds)
 """
@@ -107,19 +111,19 @@ def memory_of(pid: int) -> int:
     return total
 
 
-def prepare(file: str, tokenizer: str, *options: str) -> Measured:
+def prepare(files: list[str], tokenizer: str, *options: str) -> Measured:
     """The whole command once."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "prepare_data.py", "--input", file, "--tokenizer", tokenizer]
+        command = [sys.executable, "prepare_data.py", "--input", *files, "--tokenizer", tokenizer]
         seconds, peak, told = run_measured([*command, "--output", f"{folder}/out", *options])
         totals = json.loads(Path(folder, "out/manifest.json").read_text())["totals"]
     stages = re.search(r"seconds by stage (.*?) \(", told)
     return Measured(sum(split["tokens"] for split in totals.values()), seconds, peak, stages[1] if stages else "")
 
 
-def gigatoken(file: str, tokenizer: str) -> Measured:
-    """gigatoken alone, on the file as it lies there, without the start of Python and the loading of the tokenizer."""
-    _, peak, told = run_measured([sys.executable, "-c", GIGATOKEN, f"{tokenizer}/tokenizer.json", file])
+def gigatoken(files: list[str], tokenizer: str) -> Measured:
+    """gigatoken alone, on the files as they lie there, without the start of Python and the loading of the tokenizer."""
+    _, peak, told = run_measured([sys.executable, "-c", GIGATOKEN, f"{tokenizer}/tokenizer.json", *files])
     tokens, seconds = re.search(r"tokens (\d+) seconds ([\d.e-]+)", told).groups()
     return Measured(int(tokens), float(seconds), peak)
 
@@ -141,27 +145,44 @@ def rounds(contestants: dict[str, Callable[[], Measured]], repeat: int) -> dict[
     return measured
 
 
-def bench_file(file: str, tokenizer: str, repeat: int) -> list[str]:
+def copies_of(file: str, copies: int, folder: str) -> list[str]:
+    """So many files of the same content: links."""
+    links = [Path(folder, f"{number:03d}-{Path(file).name}") for number in range(copies)]
+    for link in links:
+        link.symlink_to(Path(file).resolve())
+    return [str(link) for link in links]
+
+
+def bench_file(file: str, tokenizer: str, copies: int, repeat: int) -> list[str]:
     """Prints the rows of one file. The bars that were missed."""
-    contestants = {
-        "ours": lambda: prepare(file, tokenizer),
-        "gigatoken": lambda: gigatoken(file, tokenizer),
-        "tokenizers": lambda: prepare(file, tokenizer, "--engine", "reference"),
-        "datatrove": lambda: datatrove(file, tokenizer),
-    }
-    if importlib.util.find_spec("datatrove") is None:
-        del contestants["datatrove"]
-    measured = rounds(contestants, repeat)
+    with tempfile.TemporaryDirectory() as folder:
+        many = copies_of(file, copies, folder)
+        contestants = {
+            "ours": lambda: prepare(many, tokenizer),
+            "gigatoken": lambda: gigatoken(many, tokenizer),
+            "ours, one": lambda: prepare([file], tokenizer),
+            "gigatoken, one": lambda: gigatoken([file], tokenizer),
+            "tokenizers": lambda: prepare([file], tokenizer, "--engine", "reference"),
+            "datatrove": lambda: datatrove(file, tokenizer),
+        }
+        if importlib.util.find_spec("datatrove") is None:
+            del contestants["datatrove"]
+        measured = rounds(contestants, repeat)
     best = {name: min(runs, key=lambda run: run.seconds) for name, runs in measured.items()}
     ours, peak = best["ours"], max(run.peak for run in measured["ours"])
-    print(f"{file}: {ours.tokens:,} tokens")
+    share = ours.rate / best["gigatoken"].rate
+    print(f"{file}, {copies} copies: {ours.tokens:,} tokens")
     print(f"  prepare_data, whole command     {ours.rate:8.2f} Mtok/s   {ours.seconds:.2f} s")
     print(f"    seconds by stage              {ours.stages}")
     print(f"    peak memory                   {peak / 1e6:,.0f} MB")
-    missed = [f"{file}: {peak / 1e6:,.0f} MB of memory"] if peak > LARGEST_MEMORY else []
-    share = ours.rate / best["gigatoken"].rate
     print(f"  gigatoken alone, no start       {best['gigatoken'].rate:8.2f} Mtok/s   we reach {share:.0%} of it")
+    missed = [f"{file}: {peak / 1e6:,.0f} MB of memory"] if peak > LARGEST_MEMORY else []
     missed += [f"{file}: {share:.0%} of gigatoken"] if share < SHARE_OF_GIGATOKEN else []
+    one = best["ours, one"]
+    share = one.rate / best["gigatoken, one"].rate
+    print(f"one copy: {one.tokens:,} tokens")
+    print(f"  prepare_data, whole command     {one.rate:8.2f} Mtok/s   {one.seconds:.2f} s")
+    print(f"  gigatoken alone, no start       {best['gigatoken, one'].rate:8.2f} Mtok/s   we reach {share:.0%} of it")
     for name, label in {
         "tokenizers": "the same with tokenizers",
         "datatrove": "datatrove's DocumentTokenizer",
@@ -169,7 +190,7 @@ def bench_file(file: str, tokenizer: str, repeat: int) -> list[str]:
         if name not in best:
             print(f"  {label:<31} not installed: pip install datatrove orjson")
             continue
-        times = ours.rate / best[name].rate
+        times = one.rate / best[name].rate
         print(f"  {label:<31} {best[name].rate:8.2f} Mtok/s   we are {times:.1f} times as fast")
         missed += [f"{file}: {times:.1f} times {name}"] if times < TIMES_AS_FAST_AS_TOKENIZERS else []
     return missed
@@ -202,7 +223,7 @@ def bench_long_line(tokenizer: str) -> list[str]:
         drawn = np.random.default_rng(0).choice(words, LONG_LINE_BYTES // 6)
         path = Path(folder, "long.jsonl")
         path.write_text('{"text": "' + " ".join(drawn)[:LONG_LINE_BYTES].rstrip("\\") + '"}\n')
-        run = prepare(str(path), tokenizer, "--validation_fraction", "0")
+        run = prepare([str(path)], tokenizer, "--validation_fraction", "0")
         print(f"one line of {path.stat().st_size / 1e6:.0f} MB: {run.seconds:.1f} s, {run.peak / 1e6:,.0f} MB")
     return [f"one long line: {run.peak / 1e6:,.0f} MB of memory"] if run.peak > LARGEST_MEMORY else []
 
@@ -263,6 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", metavar="FILE", help="jsonl(.zst) or parquet; default: Python's source")
     parser.add_argument("--tokenizer", help="folder or Hub id; default: one trained on the input")
+    parser.add_argument("--copies", type=int, default=8, help="files of each content, for the bars (default: 8)")
     parser.add_argument("--repeat", type=int, default=3, help="rounds of each file (default: 3)")
     parser.add_argument("--long_line", action="store_true", help="also prepare one document of 200 MB")
     arguments = parser.parse_args()
@@ -273,7 +295,7 @@ def main() -> None:
         inputs = arguments.input or [source_of_python(Path(folder, "python.jsonl"))]
         tokenizer = tokenizer_folder(arguments.tokenizer or trained_tokenizer(inputs[0], folder), folder)
         for file in with_parquet(inputs, folder):
-            missed += bench_file(str(Path(file).resolve()), tokenizer, arguments.repeat)
+            missed += bench_file(str(Path(file).resolve()), tokenizer, arguments.copies, arguments.repeat)
         bench_loader(str(Path(inputs[0]).resolve()), tokenizer)
         if arguments.long_line:
             missed += bench_long_line(tokenizer)
