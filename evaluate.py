@@ -46,7 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     data = parser.add_argument_group("loss on prepared shards")
     add = data.add_argument
-    add("--data", nargs="+", default=[], type=Path, metavar="FOLDER", help="folders written by prepare_data.py")
+    add("--data", nargs="+", default=[], type=Path, metavar="FOLDER", help="folders of prepare_data.py, or a .bin")
+    add("--tokenizer", metavar="NAME", help="of --data FILE.bin that others prepared: a folder or Hub id")
     add("--split", default="validation", help="validation or train [validation]")
     add("--sequences", metavar="N", help="measure N sequences spread over the split [all]")
     add("--sequence_length", metavar="N", help="[the run's; else at most 2048 and what the model has]")

@@ -128,7 +128,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelection | N
         address for text in arguments.model for address in attempt(lambda text=text: find_models([text])) or []
     ]
     for folder in arguments.data:
-        attempt(lambda folder=folder: read_manifest(folder))
+        attempt(lambda folder=folder: read_manifest(folder, arguments.tokenizer))
     jobs = []
     for address in addresses:
         config = attempt(
@@ -167,7 +167,7 @@ def add_sources(job: Job, arguments: argparse.Namespace) -> None:
         sequences_per_micro_batch=None if arguments.batch_size == "auto" else arguments.batch_size,
     )
     job.settings = settings_for(job.address, job.config, wishes)
-    job.readers = open_sources(arguments.data, arguments.split, job.settings.sequence_length)
+    job.readers = open_sources(arguments.data, arguments.split, job.settings.sequence_length, arguments.tokenizer)
     manifests = [reader.manifest for reader in job.readers.values()]
     problems = [p for manifest in manifests for p in tokenizer_problems(job.address, job.config, manifest)]
     if problems:

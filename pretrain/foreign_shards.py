@@ -56,8 +56,8 @@ def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
     if tokenizer is None and not (folder / TOKENIZER_FOLDER).is_dir():
         raise InputError(
             f"{path}: ids without a word on their tokenizer; name it in the recipe, such as "
-            f"{{shards: {path}, tokenizer: gpt2}}, or for every command put or link its folder beside the file: "
-            f"ln -s TOKENIZER_FOLDER {folder / TOKENIZER_FOLDER}"
+            f"{{shards: {path}, tokenizer: gpt2}}, give evaluate.py --tokenizer gpt2, or for every command put or "
+            f"link its folder beside the file: ln -s TOKENIZER_FOLDER {folder / TOKENIZER_FOLDER}"
         )
     loaded = load_tokenizer(tokenizer or folder / TOKENIZER_FOLDER)
     tokenizer_folder = _tokenizer_folder(tokenizer or str(folder / TOKENIZER_FOLDER))

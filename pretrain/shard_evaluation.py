@@ -123,13 +123,15 @@ def run_config_of(address: ModelAddress) -> RunConfig | None:
         ) from error
 
 
-def open_sources(folders: list[Path], split: str, sequence_length: int) -> dict[str, ShardReader]:
-    """{name: reader}. Raises InputError with every folder that cannot be used."""
+def open_sources(
+    folders: list[Path], split: str, sequence_length: int, tokenizer: str | None = None
+) -> dict[str, ShardReader]:
+    """{name: reader}; tokenizer: of files that others prepared. Raises InputError with every unusable folder."""
     readers: dict[str, ShardReader] = {}
     problems = []
     for folder in folders:
         try:
-            reader = CheckedReader(open_shards(folder, split).manifest, split)
+            reader = CheckedReader(open_shards(folder, split, tokenizer).manifest, split)
         except InputError as error:
             problems += error.problems
             continue

@@ -1,5 +1,6 @@
 """Ids that others prepared: nanoGPT's and Megatron's files, as their public readers define them."""
 
+import json
 import struct
 
 import numpy as np
@@ -84,7 +85,7 @@ def test_the_folder_of_nanogpt_has_the_counts_of_ours(nanogpt, shards, tokenizer
     assert read_manifest(nanogpt / "train.bin", str(tokenizer)).totals("validation") == (0, 0, 0)
 
 
-def test_training_on_the_files_of_others_is_training_on_ours(nanogpt, tokenizer, recipe, tmp_path):
+def test_training_on_the_files_of_others_is_training_on_ours(nanogpt, shards, tokenizer, recipe, tmp_path):
     values = yaml.safe_load(recipe.read_text())
     run_script("train.py", "--config", recipe)
     values["data"]["train"] = [{"shards": str(nanogpt), "tokenizer": str(tokenizer)}]
@@ -96,6 +97,11 @@ def test_training_on_the_files_of_others_is_training_on_ours(nanogpt, tokenizer,
     ours, foreign = (events(tmp_path / name, "validation") for name in ("run", "foreign"))
     assert [e["bits_per_byte"] for e in ours] == [e["bits_per_byte"] for e in foreign]
     assert (tmp_path / "foreign/final/tokenizer.json").exists()
+
+    words = ["--model", tmp_path / "run/final", "--data", shards, nanogpt, "--tokenizer", tokenizer]
+    run_script("evaluate.py", *words, "--output", tmp_path / "scores.json")
+    ours, foreign = json.loads((tmp_path / "scores.json").read_text())["models"][0]["sources"].values()
+    assert ours == foreign
 
 
 def test_what_is_wrong_with_foreign_files_is_named(nanogpt, tokenizer, tmp_path):

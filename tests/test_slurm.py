@@ -27,7 +27,8 @@ def slurm(tmp_path):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost"}
-    return {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path), "WAITS": "", "SIGNALS": ""}
+    stand_ins = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path), "WAITS": "", "SIGNALS": ""}
+    return {**os.environ, **job, **stand_ins}
 
 
 @pytest.mark.parametrize("script", ["one_node", "many_nodes"])
