@@ -37,12 +37,20 @@ def is_first_on_machine() -> bool:
 
 
 def or_exit(function: Callable[[], Value]) -> Value:
-    """What the function returns; an InputError instead ends the process with status 2, its problems on stderr."""
+    """What the function returns; an InputError instead ends the process with status 2, its problems on stderr.
+
+    So does a file that this user may not open, wherever it is met.
+    """
     try:
         return function()
     except InputError as error:
         if is_first_on_machine():
             print("\n".join(error.problems), file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+    except PermissionError as error:
+        if error.filename is None:  # not about a file
+            raise
+        print(f"{error.filename}: {error.strerror}; give this user access, or name another", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
 
 
