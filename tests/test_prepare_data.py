@@ -248,19 +248,27 @@ def test_what_to_read_and_what_to_make_must_be_said_once(tmp_path, run):
     ]
 
 
-def test_a_wrong_fast_path_is_noticed_and_everything_is_made_anew(tmp_path, run, monkeypatch, tokenizer, capsys):
+@pytest.mark.parametrize("wrong", ["one of the first documents", "some later ones"])
+def test_a_wrong_fast_path_is_noticed_and_everything_is_made_anew(
+    tmp_path, run, monkeypatch, tokenizer, capsys, wrong
+):
     monkeypatch.setattr("pretrain.formats.PART_BYTES", 2000)
     monkeypatch.setattr("pretrain.sources.PART_BYTES", 2000)
     monkeypatch.setattr("pretrain.byte_stream.READ_BYTES", 1000)
-    write_jsonl(tmp_path / "a.jsonl", [text.replace(END, "") for text in texts()])
+    documents = [text.replace(END, "") for text in texts()]
+    write_jsonl(tmp_path / "a.jsonl", documents)
     arguments = ("--input", tmp_path / "a.jsonl", "--workers", 1)
     run(*arguments, "--output", tmp_path / "right")
+    is_wrong = {
+        "one of the first documents": lambda text: text == documents[1].encode(),
+        "some later ones": lambda text: text.startswith(b"3"),
+    }[wrong]
     made = FastEncoder.__init__
 
     def wrong_after_a_while(self, *given):
         made(self, *given)
         right = self._encode
-        self._encode = lambda text: right(text)[:-1] if text.startswith(b"3") else right(text)
+        self._encode = lambda text: right(text)[:-1] if is_wrong(text) else right(text)
 
     monkeypatch.setattr(FastEncoder, "__init__", wrong_after_a_while)
     monkeypatch.setattr(sys, "argv", ["prepare_data.py", *map(str, arguments), "--output", str(tmp_path / "out")])
