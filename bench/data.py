@@ -122,7 +122,7 @@ def prepare(files: list[str], tokenizer: str, *options: str) -> Measured:
 
 
 def gigatoken(files: list[str], tokenizer: str) -> Measured:
-    """gigatoken alone, on the files as they lie there, without the start of Python and the loading of the tokenizer."""
+    """gigatoken alone, on the files as they lie, without the start of Python and the loading of the tokenizer."""
     _, peak, told = run_measured([sys.executable, "-c", GIGATOKEN, f"{tokenizer}/tokenizer.json", *files])
     tokens, seconds = re.search(r"tokens (\d+) seconds ([\d.e-]+)", told).groups()
     return Measured(int(tokens), float(seconds), peak)

@@ -1,7 +1,9 @@
 """What the tests share: text that every machine has, shards of it, a tiny recipe, the scripts run as a user would."""
 
+import functools
 import json
 import os
+import resource
 import subprocess
 import sys
 import sysconfig
@@ -11,6 +13,9 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
+# Several processes of a test share two cores. Before anything imports torch, so that it counts here as well: a process
+# that is forked from one with threads of its own may wait for them for ever.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 TINY_LLAMA = {
     "model_type": "llama",
     "vocab_size": 512,
@@ -33,13 +38,7 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.write_line(f"| {' | '.join(row)} |")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread_per_process():
-    """Several processes of a test share two cores."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-def run_script(*arguments, check=True, timeout=300, **environment) -> subprocess.CompletedProcess:
+def run_script(*arguments, check=True, timeout=600, **environment) -> subprocess.CompletedProcess:
     """Runs a script of the project from its root; fails with its output unless it may fail."""
     result = subprocess.run(
         [sys.executable, *map(str, arguments)],
@@ -52,6 +51,22 @@ def run_script(*arguments, check=True, timeout=300, **environment) -> subprocess
     if check and result.returncode:
         pytest.fail(f"{' '.join(map(str, arguments))} exited {result.returncode}\n{result.stdout}\n{result.stderr}")
     return result
+
+
+@functools.cache
+def cpu_seconds(*arguments, tries=3) -> float:
+    """The least that a script of the project needs of a processor, whatever else the machine does."""
+
+    def used() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    seconds = []
+    for _ in range(tries):
+        before = used()
+        run_script(*arguments)
+        seconds.append(used() - before)
+    return min(seconds)
 
 
 def launch(strategy: str, processes: int, *arguments, check=True, **environment) -> subprocess.CompletedProcess:
