@@ -12,7 +12,7 @@ import warnings
 from contextlib import contextmanager
 
 import pytest
-from conftest import ROOT, events, run_script
+from conftest import ROOT, events, free_port, run_script
 from run_logs import end_line, finished_run, start_line, train_line, write_run
 
 from pretrain.control import (
@@ -324,7 +324,7 @@ def live_run(strategy, recipe, run):
     trainer = subprocess.Popen(
         [
             sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
-            "--num_processes", "2", "--main_process_port", "0", "train.py", "--config", recipe,
+            "--num_processes", "2", "--main_process_port", str(free_port()), "train.py", "--config", recipe,
             "--budget.steps", "100000", "--validation.every_steps", "100000", "--checkpoint.every_steps", "100000",
         ],
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
