@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, events, losses, run_script
+from conftest import ROOT, cpu_seconds, events, losses, run_script
 from faults import launch_with_faults
 from safetensors.torch import load_file
 from test_batches import write_shards
@@ -170,6 +170,9 @@ def test_a_damaged_checkpoint_is_passed_over(recipe, tmp_path):
 
 def test_check_finds_everything_and_starts_nothing(recipe, tmp_path):
     assert "The recipe can run." in train(recipe, "--check").stdout
+    imports = cpu_seconds("-c", "import torch, transformers, accelerate", tries=1)
+    checking = cpu_seconds("train.py", "--config", recipe, "--check", tries=1)
+    assert checking < 5 * imports, "5 s, of which the imports are half"
     bad = train(
         recipe, "--check", "--batch.tokens_per_step", "300", "--data.sequence_length", "256",
         "--data.train", "[{shards: no/such/folder}]", check=False,
