@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 import time
+import uuid
 from pathlib import Path
 
 from pretrain.problems import InputError, run_script
@@ -156,7 +157,7 @@ def steer(arguments: argparse.Namespace) -> int:
     from pretrain.control import send, wait_for_answer, withdraw
 
     command, run = arguments.command, arguments.run_folder
-    request = send(run, command)
+    request = {"id": uuid.uuid4().hex}  # known before it is sent: Ctrl-C may come while it is being written
     shown = 0
 
     def show(seconds: float) -> None:
@@ -167,6 +168,7 @@ def steer(arguments: argparse.Namespace) -> int:
             print(f"\r{command}: waiting for the run, {shown} s", end=end, file=sys.stderr, flush=True)
 
     try:
+        request = send(run, command, request["id"])
         print(wait_for_answer(run, request, timeout_seconds=arguments.timeout, show=show))
     except KeyboardInterrupt:
         withdraw(run, request)

@@ -142,7 +142,8 @@ def cpu_seconds_of(pid: int) -> float:
 
 def hold(contestants: list[Contestant], root: Path, *, rounds: int, reports: int, warm_up: int = 3) -> None:
     """Runs the contest; afterwards every contestant knows its figures, and no process is left."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an end from outside: end them too
+    # An end from outside: end them too.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         for contestant in contestants:
             print(f"starts {contestant.name} ...", file=sys.stderr, flush=True)
@@ -154,6 +155,7 @@ def hold(contestants: list[Contestant], root: Path, *, rounds: int, reports: int
     finally:
         for contestant in contestants:
             contestant.end()
+        signal.signal(signal.SIGTERM, before)
 
 
 def table(contestants: list[Contestant], flops_per_token: float, peak_flops: float | None) -> list[str]:

@@ -94,8 +94,8 @@ def write_replacing(path: Path, values: dict) -> None:
     os.replace(unfinished, path)
 
 
-def send(run: Path, command: str) -> dict:
-    """Writes the request and returns it.
+def send(run: Path, command: str, request_id: str | None = None) -> dict:
+    """Writes the request and returns it, with an id of its own unless one is given.
 
     Raises InputError for a folder that is no run, a run that no process trains, and a folder that cannot be written.
     """
@@ -107,7 +107,7 @@ def send(run: Path, command: str) -> dict:
     if start_id is None:
         raise InputError(f"{run}: its process has not said that it started; wait for the first line of metrics.jsonl")
     request = {
-        "id": uuid.uuid4().hex,
+        "id": request_id or uuid.uuid4().hex,
         "command": command,
         "start_id": str(start_id),
         "time": round(time.time(), 3),

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import math
 import os
 import socket
 import time
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import IO
 
 from pretrain.problems import InputError
+
+LOOK_SECONDS = 0.2
 
 
 @contextmanager
@@ -84,12 +87,15 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
 
 
 def _is_silent(path: Path, silence_seconds: float | None) -> bool:
-    """Whether nobody touches the file for so long. Compares it with itself: two machines' clocks may differ."""
+    """Whether nobody touches the file for so long. Compares it with itself: two machines' clocks may differ.
+
+    Looks are counted and not seconds: while this machine stands still, nobody has looked.
+    """
     if silence_seconds is None:
         return False
-    touched, deadline = path.stat().st_mtime_ns, time.monotonic() + silence_seconds
-    while time.monotonic() < deadline:
-        time.sleep(0.2)
+    touched = path.stat().st_mtime_ns
+    for _ in range(math.ceil(silence_seconds / LOOK_SECONDS)):
+        time.sleep(LOOK_SECONDS)
         if path.stat().st_mtime_ns != touched:
             return False
     return True

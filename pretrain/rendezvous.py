@@ -5,11 +5,12 @@ launcher files, leaves the addresses of the processes that have died: the new on
 """
 
 import os
-import socket
 from datetime import timedelta
 
 from torch.distributed import TCPStore
 
+OWN: list[TCPStore] = []
+"""The store that this process hosts, kept for as long as it lives."""
 PATIENCE = timedelta(minutes=5)
 """How long processes wait for the first one, which may be on another machine."""
 
@@ -25,8 +26,8 @@ def meet_afresh() -> None:
     launchers = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=PATIENCE)
     key = f"port-of-attempt-{attempt}"
     if os.environ["RANK"] == "0":
-        with socket.socket() as free:
-            free.bind(("", 0))
-            launchers.set(key, str(free.getsockname()[1]))
+        # Hosted from here on, so that nobody takes the port meanwhile; what torch opens then is the same server.
+        OWN[:] = [TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False, multi_tenant=True)]
+        launchers.set(key, str(OWN[0].port))
     os.environ["MASTER_PORT"] = launchers.get(key).decode()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"

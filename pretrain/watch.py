@@ -34,7 +34,8 @@ ORPHAN_SECONDS = 3.0
 LAST_WORDS_SECONDS = 3.0
 """A tracker without a network, or a terminal that nobody reads, may take so long at the end and no longer."""
 OWN_PAUSE_SECONDS = 5.0
-"""A watch that was late by more was itself stopped, with the whole process: a Ctrl-Z, a machine that slept."""
+"""A watch that was late by more, or by half of a step's timeout, was itself stopped, with the whole process: a Ctrl-Z,
+a machine that slept."""
 LAUNCHER = os.getppid()
 """As of the import, long before training: a launcher may die while its processes load."""
 
@@ -116,11 +117,12 @@ class Watch:
 
     def _watch(self) -> None:
         tick = min(0.5, self.step_timeout_seconds / 40)
+        own_pause = max(min(OWN_PAUSE_SECONDS, self.step_timeout_seconds / 2), 2 * tick)
         woke = time.monotonic()
         while not self._closed.is_set():
             ready, _, _ = select.select([self._reader], [], [], tick)
             was, woke = woke, time.monotonic()
-            if woke - was > max(OWN_PAUSE_SECONDS, 2 * tick):
+            if woke - was > own_pause:
                 self._forgive(woke - was)
             numbers = self._reader.recv(64) if ready else b""
             if self._closed.is_set():

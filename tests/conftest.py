@@ -1,7 +1,12 @@
 """What the tests share: text that every machine has, shards of it, a tiny recipe, the scripts run as a user would."""
 
+import contextlib
+import functools
+import itertools
 import json
 import os
+import resource
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -11,6 +16,12 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
+# Several processes of a test share two cores. Before anything imports torch, so that it counts here as well: a process
+# that is forked from one with threads of its own may wait for them for ever.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # servers of tests are no proxy's business
+FIRST_PORT = 12_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PORTS = (FIRST_PORT + number % 1000 for number in itertools.count(os.getpid()))
 TINY_LLAMA = {
     "model_type": "llama",
     "vocab_size": 512,
@@ -33,13 +44,7 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.write_line(f"| {' | '.join(row)} |")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread_per_process():
-    """Several processes of a test share two cores."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-def run_script(*arguments, check=True, timeout=300, **environment) -> subprocess.CompletedProcess:
+def run_script(*arguments, check=True, timeout=600, **environment) -> subprocess.CompletedProcess:
     """Runs a script of the project from its root; fails with its output unless it may fail."""
     result = subprocess.run(
         [sys.executable, *map(str, arguments)],
@@ -54,11 +59,37 @@ def run_script(*arguments, check=True, timeout=300, **environment) -> subprocess
     return result
 
 
+@functools.cache
+def cpu_seconds(*arguments, tries=3) -> float:
+    """The least that a script of the project needs of a processor, whatever else the machine does."""
+
+    def used() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    seconds = []
+    for _ in range(tries):
+        before = used()
+        run_script(*arguments)
+        seconds.append(used() - before)
+    return min(seconds)
+
+
+def free_port() -> int:
+    """A port that nobody else takes until it is used: the system gives out others by itself (on Linux from 32768 on),
+    and the processes that run tests side by side have ranges of their own.
+    """
+    while True:
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("", port := next(PORTS)))
+            return port
+
+
 def launch(strategy: str, processes: int, *arguments, check=True, **environment) -> subprocess.CompletedProcess:
     """Runs a script under `accelerate launch` with a shipped strategy file."""
     return run_script(
         "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
-        "--num_processes", processes, "--main_process_port", "0", *arguments, check=check, **environment,
+        "--num_processes", processes, "--main_process_port", free_port(), *arguments, check=check, **environment,
     )  # fmt: skip
 
 
@@ -116,7 +147,8 @@ def recipe(tmp_path, shards) -> Path:
 
 def events(run: Path, name: str) -> list[dict]:
     """The events of one name in a run's metrics.jsonl."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    # A line without its end is still being written.
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()]
     return [line for line in lines if line["event"] == name]
 
 

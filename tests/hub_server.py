@@ -78,7 +78,10 @@ class Hub:
     @property
     def environment(self) -> dict[str, str]:
         """For a command that shall talk to this server and to nothing else."""
-        return {"HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
+        patience = {"HF_HUB_ETAG_TIMEOUT": "120", "HF_HUB_DOWNLOAD_TIMEOUT": "120"}  # this process may stand still
+        return patience | {
+            "HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN
+        }  # fmt: skip
 
     def files(self, name: str, revision: str = "main", kind: str = "models") -> dict[str, File]:
         repository = self.repositories[kind, name]

@@ -174,11 +174,19 @@ def test_a_ramp_reads_on_where_the_smaller_steps_ended(tmp_path):
 
 def test_any_step_is_found_in_under_a_millisecond(tmp_path):
     batches = batches_of({"shards": write_shards(tmp_path / "a", 3000)}, steps=10**9, sequences=512)
-    batches.locate(0, 8)
-    start = time.perf_counter()
-    for step in range(10**8, 10**9, 10**8):
-        batches.read(step, 0, 0, ranks=64, sequences=8)
-    assert (time.perf_counter() - start) / 9 < 0.01, "an order of magnitude above the 1 ms it takes: no replay"
+
+    def seconds(step) -> float:
+        """The least of three steps that follow each other: the machine may do something else in one of them."""
+        taken = []
+        for number in range(step, step + 3):
+            start = time.perf_counter()
+            batches.read(number, 0, 0, ranks=64, sequences=8)
+            taken.append(time.perf_counter() - start)
+        return min(taken)
+
+    seconds(0)
+    slowest = max(map(seconds, range(10**8, 10**9, 10**8)))
+    assert slowest < max(0.01, 10 * seconds(3)), "a replay of so many steps would take minutes"
 
 
 def test_bad_sources_are_all_named(tmp_path):

@@ -1,7 +1,6 @@
 """Beside the training: evaluations in a process of their own, and samples of text under a strategy that shards."""
 
 import json
-import time
 
 import pytest
 from conftest import events, launch, run_script
@@ -21,14 +20,6 @@ def task(tmp_path):
         "doc_to_target: answer\ndoc_to_choice: '{{choices}}'\nmetric_list: [{metric: acc}]\n"
     )
     return folder
-
-
-def evaluation_of(run, count):
-    """The evaluation events once there are `count`: the process may outlive the run."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and len(events(run, "evaluation")) < count:
-        time.sleep(0.1)
-    return events(run, "evaluation")
 
 
 def test_evaluations_and_samples_beside_a_sharded_run(recipe, task, tmp_path):

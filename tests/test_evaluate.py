@@ -6,14 +6,13 @@ import math
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, TINY_LLAMA, events, run_script
+from conftest import ROOT, TINY_LLAMA, cpu_seconds, events, free_port, run_script
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import pretrain.architectures  # noqa: F401
@@ -161,12 +160,8 @@ def flat(evaluation) -> dict:
 
 
 def test_help_is_instant_and_importing_does_nothing():
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        assert "--include_path" in run_script("evaluate.py", "--help").stdout
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.3
+    assert "--include_path" in run_script("evaluate.py", "--help").stdout
+    assert cpu_seconds("evaluate.py", "--help") < cpu_seconds("-c", "import numpy"), "0.04 s where that takes 0.1"
     code = "import evaluate, sys; assert not {'torch', 'lm_eval', 'numpy', 'rich'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -284,7 +279,7 @@ def test_the_runs_own_validation_is_repeated(recipe, shards, tasks, tmp_path):
     }
     two = run_script(
         "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "2",
-        "--main_process_port", "0", "evaluate.py", "--model", f"{run}@12", f"{run}/final", *words, "--tasks",
+        "--main_process_port", free_port(), "evaluate.py", "--model", f"{run}@12", f"{run}/final", *words, "--tasks",
         ALL_TASKS, "--include_path", tasks, "--num_fewshot", "2", "--output", tmp_path / "two.json",
     )  # fmt: skip
     assert two.stdout.count("bits per byte") == 1  # one table, from one rank

@@ -40,7 +40,7 @@ def test_an_id_beyond_the_vocabulary_is_named_by_the_rank_that_reads_it(copy, re
     _, position = batches.locate(batches.ramp.sequences_before(2) + 1, 1)[0]  # of rank 1 in the third step
     ids[position + 5] = vocabulary
     ids.tofile(copy / "train-00000.bin")
-    run = launch_with_faults(tmp_path / "bad", "ddp", 2, "--config", recipe, timeout=100)
+    run = launch_with_faults(tmp_path / "bad", "ddp", 2, "--config", recipe)
     assert run.code != 0 and not run.left
     assert f"rank 1: {copy}: id {vocabulary} in the training tokens" in run.output
     assert "prepare them again" in run.output

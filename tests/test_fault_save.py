@@ -243,12 +243,12 @@ def test_a_rank_that_writes_late_and_a_kill_meanwhile(recipe, tmp_path):
         assert (run / "checkpoints/LATEST").read_text() == "step-00000004"
         kill_everything(process, notes)
 
-    late = [{"where": "write", "nth": 2, "what": "sleep", "seconds": 5, "rank": 1}]
-    more = arguments(recipe, run, steps=2000)
+    late = [{"where": "write", "nth": 2, "what": "sleep", "seconds": 600, "rank": 1}]
+    more = arguments(recipe, run, steps=100_000)
     launch_with_faults(notes, "ddp", 2, *more, faults=late, meanwhile=kill_while_it_is_late)
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == [".saving-step-00000008", "LATEST", "step-00000004"]
-    tell("9", "a rank writes 5 s late, SIGKILL to all after 1 s", "LATEST is the old one")
+    tell("9", "a rank writes minutes late, SIGKILL to all after 1 s", "LATEST is the old one")
     if not EVERYTHING:
         return
     stop = [{"where": "read", "step": 9, "what": "SIGTERM", "to": "launcher", "rank": 0}]

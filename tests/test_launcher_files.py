@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import ROOT, run_script
+from conftest import ROOT, free_port, run_script
 from launcher_environment import launcher_environment
 
 from pretrain.config import RunConfig
@@ -170,7 +170,7 @@ def test_the_launcher_itself_is_checked(tmp_path, shards):
     }
     recipe.write_text(yaml.safe_dump(values))
     launcher = ["-m", "accelerate.commands.launch", "--config_file"]
-    command = ["--num_processes", "2", "--main_process_port", "0", "train.py", "--config", recipe]
+    command = ["--num_processes", "2", "--main_process_port", free_port(), "train.py", "--config", recipe]
     refused = run_script(*launcher, "accelerate_configs/ddp.yaml", "--cpu", *command, check=False)
     assert "--num_processes 2 was asked for, but 1 runs" in refused.stderr
 

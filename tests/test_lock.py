@@ -52,7 +52,7 @@ def test_a_lock_of_another_machine(tmp_path):
 
     toucher = threading.Thread(target=touch)
     toucher.start()
-    with pytest.raises(InputError, match="elsewhere"), folder_lock(path, silence_seconds=1.0):
+    with pytest.raises(InputError, match="elsewhere"), folder_lock(path, silence_seconds=120.0):
         pytest.fail("it lives")
     ended.set()
     toucher.join()

@@ -1,6 +1,7 @@
 """publish.py, end to end against a stand-in for the Hub on this machine."""
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -34,6 +35,8 @@ from pretrain.publishing import Model, checkpoint_model, find_models, stage
 from pretrain.recipe import read_run_config
 from pretrain.sealed_folder import commit, damage
 
+SOON = 300
+"""Seconds that no machine, however busy, needs for what is waited for here."""
 OFFER = ("--license", "apache-2.0", "--language", "en")
 WENT_UP = {
     "README.md", "config.json", "generation_config.json", "loss.png", "model.safetensors", "tokenizer.json",
@@ -131,16 +134,15 @@ def test_a_dry_run_writes_exactly_what_goes_up(run, hub, home, tmp_path):
 
 
 def test_an_upload_that_was_killed_is_completed(run, hub, home):
-    reached, go_on = threading.Event(), threading.Event()
-    picture = []
+    reached, go_on, numbers = threading.Event(), threading.Event(), itertools.count(1)
 
-    def stop_at_the_weights(sha256):
-        picture.append(sha256)
-        if len(picture) == 2:
+    def stop_at_the_second_file(sha256):
+        if next(numbers) == 2:
             reached.set()
-            go_on.wait(60)
+            go_on.wait(SOON)
+            raise ConnectionError("who sent it is dead")
 
-    hub.before_upload = stop_at_the_weights
+    hub.before_upload = stop_at_the_second_file
     command = [sys.executable, "publish.py", "--run", str(run), "--repo", "me/tiny", *OFFER]
     environment = {**os.environ, **home, **hub.environment}
     process = subprocess.Popen(
@@ -152,7 +154,8 @@ def test_an_upload_that_was_killed_is_completed(run, hub, home):
         start_new_session=True,
     )
     try:
-        assert reached.wait(120), "the upload did not come to its second file"
+        assert reached.wait(SOON), "the upload did not come to its second file"
+        wait_for(lambda: len(hub.uploads) == 1)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -167,8 +170,8 @@ def test_an_upload_that_was_killed_is_completed(run, hub, home):
 
 
 def test_control_c_ends_in_words(run, hub, home):
-    reached = threading.Event()
-    hub.before_upload = lambda sha256: (reached.set(), time.sleep(1))
+    reached, go_on = threading.Event(), threading.Event()
+    hub.before_upload = lambda sha256: (reached.set(), go_on.wait(SOON))
     # A shell that starts a process in the background has it ignore Ctrl-C; Python then leaves it so.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [sys.executable, "publish.py", "--run", str(run), "--repo", "me/tiny", *OFFER]
@@ -178,9 +181,10 @@ def test_control_c_ends_in_words(run, hub, home):
         )
     finally:
         signal.signal(signal.SIGINT, handler)
-    assert reached.wait(120)
+    assert reached.wait(SOON)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    go_on.set()
+    _, said = process.communicate(timeout=SOON)
     assert process.returncode == 130 and "interrupted; the same command continues" in said
     assert "Traceback" not in said
 
@@ -365,7 +369,7 @@ def test_no_best_where_nothing_was_measured(run, logged_out):
 
 def wait_for(is_so, log=None):
     """Until the processes beside have come so far."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + SOON
     while not is_so():
         assert time.monotonic() < deadline, log.read_text() if log else "too late"
         time.sleep(0.1)
@@ -377,13 +381,14 @@ def test_training_publishes_without_waiting_and_the_scores_follow(run, hub, home
     assert offer_problems("me/tiny", "apache-2.0", ["en"]) == [] == login_problems()
     evaluation = run / "evaluations/step-00000004.log"
     evaluation.parent.mkdir()
-    started = time.perf_counter()
+    returned = threading.Event()
+    hub.before_upload = lambda sha256: returned.wait(SOON)
     offer = {"private": False, "license": "apache-2.0", "languages": ["en"]}
     with open(evaluation, "a+b") as held:
         hold_while_open(held)  # as the evaluation of this step does
         assert publish_in_background(run, "me/tiny", step=4, **offer) is None
-        # Starting a process: far less than the seconds that publishing takes.
-        assert time.perf_counter() - started < 1
+        assert not hub.uploads, "it does not wait for what cannot go on before it has returned"
+        returned.set()
         log = run / "publish" / "publish.log"
         wait_for(lambda: "step-4: waits for the scores of its evaluation" in log.read_text(), log)
         files = hub.files("me/tiny", "step-4")
@@ -417,7 +422,7 @@ def test_a_run_trains_while_the_hub_is_down_and_completes_its_uploads_later(reci
         publishers = [process for process in everybody if str(run) in (process.info["cmdline"] or [])]
         for process in publishers:
             process.kill()
-    psutil.wait_procs(publishers, timeout=30)
+    psutil.wait_procs(publishers, timeout=SOON)
     assert len(publishers) == 3, "they try again for hours, after the run has ended"
     assert events(run, "end")[0]["code"] == 0 and (run / "final/MANIFEST.json").exists()
     assert all("ConnectError" in event["problem"] for event in events(run, "publish")) and not hub.repositories

@@ -13,7 +13,7 @@ from pretrain.problems import InputError
 from pretrain.read_ahead import ReadAhead
 
 CPU = torch.device("cpu")
-WAIT_SECONDS = 30
+WAIT_SECONDS = 120
 
 
 @dataclass

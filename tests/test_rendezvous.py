@@ -21,7 +21,7 @@ def test_a_restart_has_a_store_of_its_own_and_a_first_attempt_the_launchers(monk
     meet_afresh()
     port = int(os.environ["MASTER_PORT"])
     assert port != launchers.port and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
-    own = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    own = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)  # as torch does
     assert not own.check(["addresses"])
 
     monkeypatch.setenv("RANK", "1")

@@ -7,14 +7,13 @@ checkpoints go from every strategy, on one process and on two, to every other on
 
 import json
 import os
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from conftest import TINY_LLAMA, events, launch, losses
+from conftest import TINY_LLAMA, events, free_port, launch, losses
 from safetensors.torch import load_file
 
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
@@ -284,9 +283,7 @@ def test_copies_are_equal_and_a_changed_one_is_found(two_processes, strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"] if EVERYTHING else ["zero3"])
 def test_two_launchers_are_two_machines(one_process, strategy, tmp_path):
     """One process each, as on two machines; they meet at the first one's address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     arguments = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
     program = ["train.py", "--config", one_process / "recipe.yaml", "--output", tmp_path / "run", *PARITY]
     with ThreadPoolExecutor() as pool:

@@ -99,8 +99,8 @@ def leave(tmp_path, rank) -> list:
         supervisor.listen_or_leave()
 
     with supervisor.leaving("the work"):
-        supervisor.strategy.by_main(lambda: time.sleep(60), listen)
-    return [heard, supervisor.request.name, supervisor.ends, time.monotonic() - begun < 20]
+        supervisor.strategy.by_main(lambda: time.sleep(600), listen)
+    return [heard, supervisor.request.name, supervisor.ends, time.monotonic() - begun < 300]
 
 
 def test_all_ranks_leave_long_work_at_the_same_place_whoever_was_told(tmp_path):

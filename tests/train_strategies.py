@@ -88,9 +88,14 @@ def kill_in_step(set_learning_rate, run: dict):
     def wrapped(strategy, learning_rate):
         set_learning_rate(strategy, learning_rate)
         run["steps_begun"] = run.get("steps_begun", 0) + 1
-        step, seconds = run.get("kill_in_step", (None, 0))
-        if step == run["steps_begun"] and strategy.rank == strategy.ranks - 1:
-            threading.Thread(target=kill_launch, args=(seconds,)).start()
+        step, seconds = run.get("kill_in_step", (0, 0))
+        if step and strategy.rank == strategy.ranks - 1:
+            if step == run["steps_begun"]:
+                while not (strategy.config.output / "checkpoints/LATEST").exists():
+                    time.sleep(0.01)  # on a slow disk there would be nothing to go on from
+                threading.Thread(target=kill_launch, args=(seconds,)).start()
+            elif step < run["steps_begun"]:
+                threading.Event().wait()  # on a fast machine the run could be over before the kill
 
     return wrapped
 

@@ -41,6 +41,12 @@ SETTINGS = json.loads(os.environ["FAULTS_TO_INJECT"])
 FOLDER = Path(SETTINGS["folder"])
 
 
+def age() -> float:
+    """Seconds since this process began; psutil's create_time is up to a second off."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
 class Faults:
     """Which faults strike here and now."""
 
@@ -48,7 +54,7 @@ class Faults:
         self.step, self.micro_step, self.visits = 0, 0, {}
         self.module: LanguageModelLoss | None = None
         self.log = open(FOLDER / f"rank-{RANK}.jsonl", "a", buffering=1)  # noqa: SIM115
-        self.note(event="start", pid=os.getpid(), time=psutil.Process().create_time())
+        self.note(event="start", pid=os.getpid(), time=psutil.Process().create_time(), began=time.time() - age())
 
     def note(self, **values) -> None:
         self.log.write(json.dumps(values) + "\n")
