@@ -24,7 +24,8 @@ ROOT_OF_RUNS = Path("runs")
 
 def list_runs(arguments: argparse.Namespace) -> int:
     """One line per run under a folder."""
-    from pretrain.history import METRICS_FILE, find_runs
+    from pretrain.history import find_runs
+    from pretrain.run_folder import METRICS_FILE
     from pretrain.run_status import list_text, read_status
 
     folder = arguments.folder
@@ -40,7 +41,8 @@ def list_runs(arguments: argparse.Namespace) -> int:
 
 def status(arguments: argparse.Namespace) -> int:
     """How one run is doing; of a folder of runs, their list."""
-    from pretrain.history import METRICS_FILE, find_runs, require_run
+    from pretrain.history import find_runs, require_run
+    from pretrain.run_folder import METRICS_FILE
     from pretrain.run_status import read_status, status_text
 
     folder = arguments.run_folder

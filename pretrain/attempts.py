@@ -15,11 +15,11 @@ from pretrain.hardware import memory_bytes
 from pretrain.lock import folder_lock
 from pretrain.metrics import Metrics
 from pretrain.problems import EXIT_BAD_INPUT, InputError
+from pretrain.run_folder import LOCK_FILE, METRICS_FILE
 from pretrain.state import CRASHED, EXIT_CRASH_LOOP, EXIT_INTERRUPTED, RunStopped
 from pretrain.strategy import Strategy
 
 RESTARTS_WITHOUT_PROGRESS = 3
-LOCK = ".lock"
 SILENCE_SECONDS = 30.0
 """A holder on another machine that has not touched its lock for so long is gone; it touches it every 2 s."""
 
@@ -80,7 +80,7 @@ def sole_use(run: Path, strategy: Strategy) -> Iterator[None]:
         if strategy.is_main:
             try:
                 run.mkdir(parents=True, exist_ok=True)
-                held.enter_context(folder_lock(run / LOCK, silence_seconds=SILENCE_SECONDS))
+                held.enter_context(folder_lock(run / LOCK_FILE, silence_seconds=SILENCE_SECONDS))
             except InputError as error:
                 problems = error.problems
             except OSError as error:
@@ -133,7 +133,7 @@ def crashes_without_progress(run: Path, step: int) -> tuple[int, int]:
 
 def starts_and_ends(run: Path) -> list[dict]:
     """The `start` and `end` events of a run, each start with the last step `reached` after it."""
-    path = run / "metrics.jsonl"
+    path = run / METRICS_FILE
     found: list[dict] = []
     if not path.exists():
         return found

@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from pretrain import config
+from pretrain.run_folder import read_state, step_of
 from pretrain.sealed_folder import REMOVED, commit, damage, remove, seal, write_durably
 from pretrain.state import EXIT_NO_VALID_CHECKPOINT, RunStopped
 from pretrain.strategy import Strategy, TensorGroup
@@ -276,9 +277,7 @@ class Checkpoints:
                         remove(folder)
 
     def _prune(self) -> None:
-        losses = {
-            step_of(folder): (read_state(folder) or {}).get("validation_loss") for folder in self.folder.glob("step-*")
-        }
+        losses = {step_of(folder): read_state(folder).get("validation_loss") for folder in self.folder.glob("step-*")}
         for step in set(losses) - steps_to_keep(self.settings, losses):
             remove(self.folder / f"step-{step:08d}")
 
@@ -310,19 +309,6 @@ def wait_for(save: Save, beat: Callable[[], None]) -> None:
             beat()
 
 
-def step_of(folder: Path) -> int:
-    """The step of a checkpoint's folder."""
-    return int(folder.name.rpartition("-")[2])
-
-
-def read_state(folder: Path) -> dict | None:
-    """A checkpoint's trainer_state.json; None if it cannot be read."""
-    try:
-        return json.loads((folder / "trainer_state.json").read_text())
-    except (OSError, ValueError):
-        return None
-
-
 def require_space(folder: Path, needed_bytes: int) -> None:
     """Raises OSError if the disk has no room for a checkpoint: better before than in the middle of it."""
     free = shutil.disk_usage(folder).free
@@ -342,7 +328,7 @@ class SavedRun:
 
 def load_saved(folder: Path) -> SavedRun:
     """The contents of a checkpoint that was found valid."""
-    if (contents := read_state(folder)) is None:
+    if not (contents := read_state(folder)):
         raise NoValidCheckpoint(f"{folder}: its trainer_state.json cannot be read")
     try:
         return SavedRun(SavedTensors(folder, "model"), SavedTensors(folder, "optimizer"), contents)

@@ -10,7 +10,8 @@ from typing import Any
 
 from pretrain.history import Event, History, is_number
 from pretrain.quantities import bytes_text, count_text, duration_text, table
-from pretrain.run_status import RunStatus, read_json, state_text
+from pretrain.run_folder import read_json
+from pretrain.run_status import RunStatus, state_text
 
 RECORDS = {"config.yaml": "", "model.json": "model.", "strategy.json": "strategy.", "environment.json": "environment."}
 """{file of a run's folder: what its settings are prefixed with}"""

@@ -7,13 +7,14 @@ from typing import Any
 
 from pretrain.addresses import trunk_checkpoint
 from pretrain.attempts import refuse_crash_loop
-from pretrain.checkpoint import Checkpoints, SavedRun, SaveFailed, load_saved, step_of
+from pretrain.checkpoint import Checkpoints, SavedRun, SaveFailed, load_saved
 from pretrain.companions import publish_beside
 from pretrain.config import RunConfig
 from pretrain.derived import Derived, identity_problems
 from pretrain.guard import Finding
 from pretrain.metrics import Metrics
 from pretrain.problems import InputError
+from pretrain.run_folder import step_of
 from pretrain.state import NumericStop, RunState, record_rollbacks, recorded_rollbacks
 from pretrain.strategy import Strategy
 

@@ -2,17 +2,16 @@
 
 import fcntl
 import itertools
-import json
 import os
 import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pretrain.history import METRICS_FILE, Event, first_event, is_number, last_start, read_end
+from pretrain.history import Event, first_event, is_number, last_start, read_end
 from pretrain.quantities import count_text, duration_text, table
+from pretrain.run_folder import LOCK_FILE, METRICS_FILE, read_json
 
-LOCK_FILE = ".lock"
 HEARTBEAT_FILE = "heartbeats/rank-00000.json"
 HEARTBEAT_SECONDS = 60.0
 """A heartbeat older than this says that the process is gone or hangs; it is written every few seconds."""
@@ -53,15 +52,6 @@ class RunStatus:
     def progress(self) -> float | None:
         """0 to 1."""
         return self.step / self.total_steps if self.step is not None and self.total_steps else None
-
-
-def read_json(path: Path) -> dict:
-    """The object in a small JSON file; empty if there is none, or not a whole one."""
-    try:
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def is_alive(run: Path) -> bool | None:
