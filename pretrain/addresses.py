@@ -16,7 +16,7 @@ from pathlib import Path
 from pretrain.history import read_metrics
 from pretrain.problems import InputError, did_you_mean, is_first_on_machine
 from pretrain.run_folder import METRICS_FILE, best_step, checkpoint_folders, read_state
-from pretrain.sealed_folder import damage
+from pretrain.sealed_folder import MANIFEST_FILE, damage
 
 HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w./-]+)?")
 # Only what evaluation reads; weights that are pickles stay on the Hub.
@@ -150,7 +150,7 @@ def trunk_checkpoint(text: str) -> Path:
 
 
 def _refuse_damaged(text: str, folder: Path) -> None:
-    if (folder / "MANIFEST.json").is_file() and (problems := damage(folder)):
+    if (folder / MANIFEST_FILE).is_file() and (problems := damage(folder)):
         raise InputError(f"--model {text}: {folder} is damaged: {'; '.join(problems)}; give another checkpoint")
 
 

@@ -14,6 +14,7 @@ from pretrain.history import current_events, read_metrics
 from pretrain.quantities import count_text
 from pretrain.recipe import Loader
 from pretrain.run_folder import METRICS_FILE, read_json, read_state
+from pretrain.shards import MANIFEST_FILE
 
 DATA_FILE = "data.json"
 """What the run kept of its shards' manifests when it began (record.py), by folder as the recipe names it."""
@@ -162,7 +163,7 @@ def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSo
         name = f"{start:.0%} to {end:.0%}" if len(stages) > 1 else None
         for source in stage["train"]:
             share = float(source.get("weight", 1)) / total
-            record = records.get(str(source["shards"])) or read_json(Path(source["shards"]) / "manifest.json")
+            record = records.get(str(source["shards"])) or read_json(Path(source["shards"]) / MANIFEST_FILE)
             sources.append(describe_source(source, record, share, name))
         start = end
     return sources

@@ -4,8 +4,8 @@ Nothing here touches a GPU. Memory is pretrain/footprint.py's, time pretrain/ste
 """
 
 import math
-import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pretrain.config import RunConfig
@@ -13,6 +13,7 @@ from pretrain.footprint import LAUNCHER_FILES, Layout, data_ranks, footprint, la
 from pretrain.gpus import Gpu
 from pretrain.memory import FP32, Memory, optimizer_elements, sizes_of
 from pretrain.problems import InputError
+from pretrain.shards import MANIFEST_FILE
 from pretrain.step_time import ALONE, Hardware, RunWork, Speed
 
 SIMPLEST_FIRST = {name: place for place, name in enumerate(LAUNCHER_FILES)}
@@ -267,7 +268,7 @@ def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
             shares[str(source.shards)] += (end - begin) * source.weight / weights
         begin = end
     rows = [{"source": folder, "tokens": shares[folder] * work.tokens, "epochs": None} for folder in folders]
-    if not all(os.path.isfile(os.path.join(folder, "manifest.json")) for folder in folders):
+    if not all((Path(folder) / MANIFEST_FILE).is_file() for folder in folders):
         return rows
     sequences = config.batch.tokens_per_step // config.data.sequence_length
     one = config.model_copy(update={"batch": config.batch.model_copy(update={"sequences_per_micro_batch": 1})})

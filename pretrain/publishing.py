@@ -14,13 +14,12 @@ from pretrain.card_facts import read_config, read_events
 from pretrain.problems import InputError
 from pretrain.quantities import count_text
 from pretrain.run_folder import best_step, checkpoint_folders, read_json, read_state
-from pretrain.sealed_folder import commit, damage, remove
+from pretrain.sealed_folder import MANIFEST_FILE, commit, damage, remove
 
 STAGING = "publish"
 """Folder of a run where models wait to go up, and where the log of publishing during training is."""
 EVALUATIONS = "evaluations"
 """Folder of a run with the logs and the results of what is evaluated beside the training."""
-MANIFEST_FILE = "MANIFEST.json"
 STAYS_HERE = re.compile(r"optimizer.*\.safetensors(\.index\.json)?|trainer_state\.json")
 WEIGHTS = re.compile(r"model.*\.safetensors")
 SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
