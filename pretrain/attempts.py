@@ -13,6 +13,7 @@ import torch
 from pretrain.config import RunConfig
 from pretrain.hardware import memory_bytes
 from pretrain.lock import folder_lock
+from pretrain.memory_advice import ladder
 from pretrain.metrics import Metrics
 from pretrain.problems import EXIT_BAD_INPUT, InputError
 from pretrain.run_folder import LOCK_FILE, METRICS_FILE
@@ -163,8 +164,6 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
     """What to change, cheapest first, each with what it would need; the last one fits."""
-    from pretrain.memory_advice import ladder
-
     memory, kind = memory_bytes(strategy.device), strategy.device.type
     try:
         rungs = ladder(config, strategy.name, strategy.ranks, memory, precision=strategy.precision, device_type=kind)

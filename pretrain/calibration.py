@@ -16,10 +16,12 @@ import pretrain.architectures  # noqa: F401  (registers the local models)
 from pretrain.attention import choose_attention
 from pretrain.compilation import checkpoint_activations, compile_model
 from pretrain.config import RunConfig
+from pretrain.derived import derive
 from pretrain.hardware import DTYPES
 from pretrain.loss import LanguageModelLoss
 from pretrain.micro_batch import model_inputs
-from pretrain.model import build_meta_model, load_model_config
+from pretrain.model import build_meta_model
+from pretrain.model_config import load_model_config
 from pretrain.optim import optimizer_builder
 from pretrain.problems import InputError
 from pretrain.read_ahead import ReadAhead
@@ -84,8 +86,6 @@ class Steps:
 
     def _reader(self) -> tuple[Callable[[int, int], dict[str, Any]], str]:
         """(function from step and micro-step to the model's arguments, where they are from)."""
-        from pretrain.derived import derive
-
         ranks = self.strategy.data_ranks * self.strategy.micro_batches_per_call
         try:
             run = derive(self.config, ranks)

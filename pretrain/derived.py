@@ -21,9 +21,9 @@ from pretrain.model import (
     check_vocabulary,
     count_non_embedding_parameters,
     count_parameters,
-    load_model_config,
     set_end_of_document,
 )
+from pretrain.model_config import load_model_config
 from pretrain.problems import InputError
 from pretrain.schedule import (
     Annealing,

@@ -18,7 +18,8 @@ from pretrain.addresses import ModelAddress, find_models
 from pretrain.generation import Sampling, encode_prompt, generate_text
 from pretrain.harness import TaskSelection, score_tasks, select_tasks
 from pretrain.history import read_end
-from pretrain.model import load_model_config, load_pretrained
+from pretrain.model import load_pretrained
+from pretrain.model_config import load_model_config
 from pretrain.problems import InputError
 from pretrain.run_status import is_alive
 from pretrain.scores import (

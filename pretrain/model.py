@@ -11,32 +11,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
 
 from pretrain.model_config import load_model_config
 from pretrain.problems import InputError
-
-__all__ = [
-    "build_meta_model",
-    "build_model",
-    "check_vocabulary",
-    "count_non_embedding_parameters",
-    "count_parameters",
-    "embedding_parameter_names",
-    "initialize_module",
-    "load_model_config",
-    "load_pretrained",
-    "parameter_shapes",
-    "save_model_metadata",
-    "set_end_of_document",
-]
 
 # Matrix products are fastest, on GPUs above all, when the vocabulary is a multiple of this.
 VOCABULARY_MULTIPLE = 64

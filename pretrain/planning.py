@@ -3,18 +3,26 @@
 Nothing here touches a GPU. Memory is pretrain/footprint.py's, time pretrain/step_time.py's.
 """
 
+import importlib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import patch_environment
+
+from pretrain.batches import Batches
 from pretrain.config import RunConfig
+from pretrain.derived import ramp_of, sequences_of, too_long
 from pretrain.footprint import LAUNCHER_FILES, Layout, data_ranks, footprint, layout_of
 from pretrain.gpus import Gpu
 from pretrain.memory import FP32, Memory, optimizer_elements, sizes_of
+from pretrain.model import count_non_embedding_parameters
+from pretrain.pipeline import SCHEDULES
 from pretrain.problems import InputError
 from pretrain.shards import MANIFEST_FILE
 from pretrain.step_time import ALONE, Hardware, RunWork, Speed
+from pretrain.strategy import STRATEGIES
 
 SIMPLEST_FIRST = {name: place for place, name in enumerate(LAUNCHER_FILES)}
 
@@ -58,9 +66,6 @@ def planned_precision(config: RunConfig, gpu: Gpu) -> str:
 
 def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
     """Parameters, tokens, steps and FLOPs. Raises InputError where the budget or the batch cannot be."""
-    from pretrain.derived import ramp_of, too_long
-    from pretrain.model import count_non_embedding_parameters
-
     if problems := too_long(model_config, config.data.sequence_length):
         raise InputError(*problems)
     sizes = sizes_of(model_config)
@@ -140,8 +145,6 @@ def largest(ascending: list[int], fits) -> int | None:
 
 def batch_problem(config: RunConfig, ranks: int) -> str:
     """tokens_per_step and the processes do not go together: the words of the check at the start of a run."""
-    from pretrain.derived import sequences_of
-
     try:
         sequences_of(config, ranks)
     except InputError as error:
@@ -151,19 +154,11 @@ def batch_problem(config: RunConfig, ranks: int) -> str:
 
 def pipeline_parts(config: RunConfig) -> int:
     """What sequences_per_micro_batch must be a multiple of under a pipeline."""
-    from pretrain.pipeline import SCHEDULES
-
     return SCHEDULES[config.pipeline.schedule].stages_per_rank * config.pipeline.microbatch_scale
 
 
 def strategy_problems(name: str, config: RunConfig, hardware: Hardware, layout: Layout, precision: str) -> list[str]:
     """What keeps this strategy from running the recipe on so many GPUs, in the words it would say itself."""
-    import importlib
-
-    from accelerate.utils import patch_environment
-
-    from pretrain.strategy import STRATEGIES
-
     if (name == "single") != (hardware.gpus == 1):
         return ["runs on one GPU" if name == "single" else "needs more than one GPU"] if name not in ALONE else []
     if name == "hsdp" and layout.per_group < 2:
@@ -255,9 +250,6 @@ def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
 
     Raises InputError where the shards cannot serve the run: max_epochs used up, damaged, of different tokenizers.
     """
-    from pretrain.batches import Batches
-    from pretrain.derived import ramp_of
-
     folders = list(dict.fromkeys(str(s.shards) for stage in config.data.mixtures for s in stage.train))
     shares = dict.fromkeys(folders, 0.0)
     begin = 0.0

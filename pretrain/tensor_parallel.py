@@ -20,7 +20,7 @@ from pretrain.config import RunConfig
 from pretrain.fully_sharded import ShardedGroup, ShardedState, local_part
 from pretrain.launcher import parallel_size
 from pretrain.loss import LanguageModelLoss
-from pretrain.model import load_model_config
+from pretrain.model_config import load_model_config
 from pretrain.model_parallel import ModelParallel
 from pretrain.optim import describe_optimizer, load_optimizer_state, optimizer_state_by_name
 from pretrain.problems import InputError
