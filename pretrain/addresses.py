@@ -158,7 +158,7 @@ def _describe(name: str, folder: Path) -> ModelAddress:
     """The address of a model folder, with run, step and tokens where the folder lies in a run."""
     real = folder.resolve()
     if real.parent.name in ("checkpoints", "evaluations") and (real.parent.parent / "config.yaml").is_file():
-        state = read_state(folder).get("state", {})
+        state = (read_state(folder) or {}).get("state", {})
         run = folder.parent.parent if folder.parent.name == real.parent.name else real.parent.parent
         return ModelAddress(name, folder, run, state.get("step"), state.get("tokens"))
     if real.name == "final" and (real.parent / "config.yaml").is_file():

@@ -118,7 +118,7 @@ def read_card_facts(run: Path, step: int | None = None, model_folder: Path | Non
     at = max(steps, default=0) if step is None else step
     config = read_config(run)
     model = read_json(model_folder / "config.json") if model_folder else {}
-    state = read_state(run / "checkpoints" / f"step-{at:08d}").get("state") or {}
+    state = (read_state(run / "checkpoints" / f"step-{at:08d}") or {}).get("state") or {}
     starts = [event["total_steps"] for event in events if event.get("event") == "start" and "total_steps" in event]
     return CardFacts(
         run_name=run.resolve().name,

@@ -116,7 +116,7 @@ def find_models(
 
 
 def checkpoint_model(folder: Path, step: int) -> Model:
-    tokens = (read_state(folder).get("state") or {}).get("tokens")
+    tokens = ((read_state(folder) or {}).get("state") or {}).get("tokens")
     tag = f"tokens-{count_text(tokens)}" if tokens else None
     return Model(folder, step, tokens, revision=revision_of(step), tag=tag)
 

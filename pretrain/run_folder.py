@@ -14,11 +14,15 @@ LOCK_FILE = ".lock"
 
 def read_json(path: Path) -> dict:
     """The object in a small JSON file; empty if there is none, or not a whole one."""
+    return _object_in(path) or {}
+
+
+def _object_in(path: Path) -> dict | None:
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
+        return None
+    return values if isinstance(values, dict) else None
 
 
 def checkpoint_folders(run: Path) -> dict[int, Path]:
@@ -32,12 +36,12 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def read_state(checkpoint: Path) -> dict:
-    """A checkpoint's trainer_state.json; empty if it cannot be read."""
-    return read_json(checkpoint / "trainer_state.json")
+def read_state(checkpoint: Path) -> dict | None:
+    """A checkpoint's trainer_state.json; None if it cannot be read."""
+    return _object_in(checkpoint / "trainer_state.json")
 
 
 def best_step(checkpoints: Mapping[int, Path]) -> int | None:
     """The step with the lowest validation loss, the mean over the sources; None where none was measured."""
-    losses = {step: read_state(folder).get("validation_loss") for step, folder in checkpoints.items()}
+    losses = {step: (read_state(folder) or {}).get("validation_loss") for step, folder in checkpoints.items()}
     return min((step for step, loss in losses.items() if loss is not None), key=losses.get, default=None)
