@@ -30,6 +30,7 @@ from pretrain.weights import InitialWeights
 
 TOKENS_PER_DOCUMENT = 600
 """Of the random text that is used where the recipe's shards are not there."""
+STEPS, MOST_MICRO_STEPS = 20, 4
 FIRST_STEPS = 2
 """Steps that compile, and create the optimizer's state."""
 
@@ -170,26 +171,26 @@ class PeakBytes:
             yield
 
 
-def measure_peak(config: RunConfig, strategy: Strategy, micro_steps: int, steps: int = 3) -> float:
-    """Bytes of tensors at the peak of the last of some steps."""
+def measure_peak(config: RunConfig, strategy: Strategy, micro_steps: int) -> float:
+    """Bytes of tensors at the peak of a step, after FIRST_STEPS others."""
     peak = PeakBytes(strategy.device.type)
     with peak.counting():
         run = Steps(config, strategy)
-        for number in range(steps):
-            with peak.marked() if number == steps - 1 else nullcontext():
+        for number in range(FIRST_STEPS + 1):
+            with peak.marked() if number == FIRST_STEPS else nullcontext():
                 run.step(number, micro_steps)
     return peak.bytes
 
 
-def calibrate(config: RunConfig, strategy: Strategy, *, steps: int = 20, micro_steps: int = 4) -> Measurement:
-    """Runs `steps` steps of at most `micro_steps` micro-steps each, and then some more for the memory.
+def calibrate(config: RunConfig, strategy: Strategy) -> Measurement:
+    """Runs STEPS steps of at most MOST_MICRO_STEPS micro-steps each, and then some more for the memory.
 
     Raises InputError where the recipe cannot run on this machine.
     """
     tokens_per_micro_step = config.batch.sequences_per_micro_batch * config.data.sequence_length
-    micro_steps = max(1, min(micro_steps, config.batch.tokens_per_step // tokens_per_micro_step))
+    micro_steps = max(1, min(MOST_MICRO_STEPS, config.batch.tokens_per_step // tokens_per_micro_step))
     run = Steps(config, strategy)
-    timed = [run.step(number, micro_steps) for number in range(steps)][FIRST_STEPS:]
+    timed = [run.step(number, micro_steps) for number in range(STEPS)][FIRST_STEPS:]
     data = run.data
     del run
     gc.collect()

@@ -122,13 +122,13 @@ def _number(value: Any) -> float | None:
     return (value if isinstance(value, int) else float(f"{value:.6g}")) if is_number(value) else None
 
 
-def thin(events: list[Event], buckets: int = MOST_BUCKETS) -> tuple[list[Event], Columns]:
-    """At most four events of each of `buckets` equal stretches: its first, and its extremes of loss and norm.
+def thin(events: list[Event]) -> tuple[list[Event], Columns]:
+    """At most four events of each of MOST_BUCKETS equal stretches: its first, and its extremes of loss and norm.
 
     Also returns, for every measure and event that is kept, the mean over the whole stretch, for smooth lines: the mean
     of the extremes would lie.
     """
-    count = len(events) if len(events) <= 4 * buckets else buckets
+    count = len(events) if len(events) <= 4 * MOST_BUCKETS else MOST_BUCKETS
     bounds = [round(n * len(events) / count) for n in range(count + 1)] if events else [0]
     kept: list[Event] = []
     means: Columns = {key: [] for key in MEASURES}

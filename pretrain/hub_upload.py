@@ -95,7 +95,6 @@ def publish_in_background(
     private: bool,
     license: str,
     languages: list[str],
-    attempts: int = BACKGROUND_ATTEMPTS,
 ) -> str | None:
     """Starts publish.py for a checkpoint, or for final/ where step is None, and returns at once.
 
@@ -104,7 +103,7 @@ def publish_in_background(
     """
     command = [sys.executable, str(Path(__file__).parents[1] / "publish.py"), "--run", str(run), "--repo", repository]
     command += ["--final"] if step is None else ["--checkpoint", str(step)]
-    command += ["--license", license, "--attempts", str(attempts), "--beside_training"]
+    command += ["--license", license, "--attempts", str(BACKGROUND_ATTEMPTS), "--beside_training"]
     command += ["--language", *languages] if languages else []
     command += ["--private"] if private else []
     revision = "main" if step is None else revision_of(step)

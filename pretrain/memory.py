@@ -202,12 +202,12 @@ def optimizer_bytes(work: Work, share: float = 1.0) -> float:
     return share * FP32 * optimizer_elements(work.optimizer, work.sizes)
 
 
-def update_bytes(work: Work, largest_share: float = 1.0) -> float:
+def update_bytes(work: Work) -> float:
     """What an update makes and drops again; AdamW's fused kernels need nothing."""
     if work.optimizer == "muon":  # the update in fp32, and three products of it in bf16
-        return largest_share * work.sizes.largest_hidden_matrix * (2 * FP32 + 3 * 2)
+        return work.sizes.largest_hidden_matrix * (2 * FP32 + 3 * 2)
     if work.optimizer == "adafactor":  # squares, update, a product on the way, fp32 copies and random bits of bf16
-        return largest_share * work.sizes.largest * (28 if work.rounds_stochastically else 4 * FP32)
+        return work.sizes.largest * (28 if work.rounds_stochastically else 4 * FP32)
     return 0.0
 
 

@@ -174,11 +174,9 @@ class Metrics:
         else:
             self._bar.write(text)
 
-    def step_done(self, step: int, loss: float | None = None) -> None:
+    def step_done(self, step: int) -> None:
         """Moves the progress bar to after `step`."""
         if self.is_main:
-            if loss is not None:
-                self._bar.set_postfix_str(f"loss {loss:.4f}")
             self._bar.update(step + 1 - self._bar.n)
 
     def end(self, code: int, reason: str, **values: Any) -> None:

@@ -118,7 +118,7 @@ def initialize_module(model: PreTrainedModel, name: str, *, seed: int) -> None:
     _refuse_missing_values(type(model).__name__, modules)
 
 
-def load_pretrained(name_or_path: str, *, attention: str = "sdpa", trust_remote_code: bool = False) -> PreTrainedModel:
+def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """A pretrained model from a folder or the Hub, with fp32 master weights whatever the precision they were saved in.
 
     Only safetensors are read: the older format is a pickle, which executes on load. Raises InputError when there is no
@@ -134,13 +134,13 @@ def load_pretrained(name_or_path: str, *, attention: str = "sdpa", trust_remote_
         model, loading_info = AutoModelForCausalLM.from_pretrained(
             name_or_path,
             dtype=torch.float32,
-            attn_implementation=attention,
+            attn_implementation="sdpa",
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
         )
     except (ImportError, ValueError) as error:
-        raise InputError(_attention_problem(attention, error)) from error
+        raise InputError(_attention_problem("sdpa", error)) from error
     except OSError as error:
         raise InputError(
             f"{name_or_path}: no safetensors weights could be read ({_first_line(error)}); give a folder or a Hub id "

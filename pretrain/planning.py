@@ -130,7 +130,7 @@ def consider(
         without = footprint(whole, model_config, name, layout, precision=precision, sequences=used)
         if without.total <= hardware.usable_bytes:
             notes.append(f"{name}: fits with --activation_checkpointing none too, which takes a quarter less time")
-    seconds, exposed = speed.step_seconds(name, config, work, hardware, layout, used, memory)
+    seconds, exposed = speed.step_seconds(name, config, work, hardware, layout, used)
     return Candidate(name, [], memory, fits, fitting, used, seconds, exposed, notes)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pretrain.config import RunConfig
 from pretrain.footprint import Layout, data_ranks
 from pretrain.gpus import Gpu
-from pretrain.memory import FP32, Memory, Sizes
+from pretrain.memory import FP32, Sizes
 from pretrain.pipeline import SCHEDULES
 
 FRAGMENTATION = 0.08
@@ -95,7 +95,6 @@ class Speed:
         hardware: Hardware,
         layout: Layout,
         micro_batch: int,
-        memory: Memory,
     ) -> tuple[float, float]:
         """(seconds of a step, those in which GPUs wait for each other)."""
         if self.tokens_per_second:
