@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.history import read_metrics
-from pretrain.problems import InputError, did_you_mean, is_first_on_machine
+from pretrain.problems import InputError, Problems, did_you_mean, is_first_on_machine
 from pretrain.run_folder import METRICS_FILE, best_step, checkpoint_folders, read_state
 from pretrain.sealed_folder import MANIFEST_FILE, damage
 
@@ -46,15 +46,9 @@ def find_models(given: list[str], *, offline: bool = False) -> list[ModelAddress
     offline: a Hub id is looked up only among what was downloaded before. Raises InputError with every address that
     leads nowhere, and what there is instead.
     """
-    addresses: list[ModelAddress] = []
-    problems: list[str] = []
-    for text in given:
-        try:
-            addresses += _find(text, offline)
-        except InputError as error:
-            problems += error.problems
-    if problems:
-        raise InputError(*problems)
+    problems = Problems()
+    addresses = [address for text in given for address in problems.attempt(_find, text, offline) or []]
+    problems.stop_if_any()
     return addresses
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.problems import InputError, did_you_mean
+from pretrain.problems import InputError, Problems, did_you_mean
 from pretrain.run_folder import METRICS_FILE
 
 CURVES = frozenset({"train", "validation", "evaluation", "sample", "skip"})
@@ -144,14 +144,9 @@ def require_run(folder: Path) -> Path:
 
 def require_runs(folders: Iterable[Path]) -> list[Path]:
     """All of them as runs. Raises InputError with every folder that is none."""
-    runs, problems = [], []
-    for folder in folders:
-        try:
-            runs.append(require_run(folder))
-        except InputError as error:
-            problems += error.problems
-    if problems:
-        raise InputError(*problems)
+    problems = Problems()
+    runs = [problems.attempt(require_run, folder) for folder in folders]
+    problems.stop_if_any()
     return runs
 
 
