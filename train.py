@@ -39,7 +39,7 @@ from pretrain.hardware import peak_flops
 from pretrain.loss import LanguageModelLoss
 from pretrain.metrics import Metrics, Throughput, peak_memory_bytes
 from pretrain.model import build_meta_model
-from pretrain.optim import optimizer_builder
+from pretrain.optim import optimizer_builder, parameter_dtype
 from pretrain.pretrained import open_pretrained
 from pretrain.read_ahead import ReadAhead
 from pretrain.record import banner, schedule_record, write_record
@@ -77,7 +77,7 @@ def main(
     weights = InitialWeights(
         seed=config.seed,
         pretrained=open_pretrained(config.model) if starts_from_pretrained else None,
-        dtype=torch.bfloat16 if config.optim.stochastic_rounding else torch.float32,
+        dtype=parameter_dtype(config.optim),
     )
     build_optimizer = optimizer_builder(
         config.optim, causal_lm, run.peak_learning_rate, seed=config.seed, device_type=strategy.device.type

@@ -22,7 +22,7 @@ from pretrain.loss import LanguageModelLoss
 from pretrain.micro_batch import model_inputs
 from pretrain.model import build_meta_model
 from pretrain.model_config import load_model_config
-from pretrain.optim import optimizer_builder
+from pretrain.optim import optimizer_builder, parameter_dtype
 from pretrain.problems import InputError
 from pretrain.read_ahead import ReadAhead
 from pretrain.strategy import Strategy
@@ -76,11 +76,11 @@ class Steps:
         checkpoint_activations(self.causal_lm, config.activation_checkpointing)
         backend = "chunked" if config.loss.backend == "auto" else config.loss.backend
         model = LanguageModelLoss(self.causal_lm, z_loss=config.loss.z_loss, backend=backend)
-        dtype = torch.bfloat16 if config.optim.stochastic_rounding else torch.float32
         build_optimizer = optimizer_builder(
             config.optim, self.causal_lm, 1e-4, seed=config.seed, device_type=strategy.device.type
         )
-        self.model = strategy.prepare(model, InitialWeights(seed=config.seed, dtype=dtype), build_optimizer)
+        weights = InitialWeights(seed=config.seed, dtype=parameter_dtype(config.optim))
+        self.model = strategy.prepare(model, weights, build_optimizer)
         compile_model(self.model, self.causal_lm, config.compile)
         self.model.train()
         self.read, self.data = self._reader()

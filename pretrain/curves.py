@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from pretrain.comparison import results_of, settings_of
+from pretrain.comparison import differences, results_of, settings_of
 from pretrain.history import MARKS, Event, History, is_number
 from pretrain.run_status import RunStatus, event_text
 
@@ -161,7 +161,6 @@ def _marks(history: History, place: Places) -> list[dict[str, Any]]:
 
 
 def differing_settings(runs: list[RunCurves]) -> dict[str, list[str]]:
-    """{setting: its value in each run}, of those that differ."""
-    names = dict.fromkeys(name for run in runs for name in run.settings if name != "output")
-    rows = {name: [run.settings.get(name, "-") for run in runs] for name in names}
-    return {name: row for name, row in rows.items() if len(set(row)) > 1}
+    """{setting: its value in each run}, of those that differ; where a run writes is its name."""
+    rows = differences([run.settings for run in runs])
+    return {name: ["-" if value is None else value for value in row] for name, row in rows.items() if name != "output"}

@@ -19,7 +19,7 @@ from pretrain.compilation import layers_of
 from pretrain.config import RunConfig
 from pretrain.loss import CHUNK_BYTES, HIDDEN_STATE_ARCHITECTURES, MIN_CHUNK_TOKENS
 from pretrain.model import build_meta_model, embedding_parameter_names
-from pretrain.optim import is_output_head
+from pretrain.optim import is_output_head, parameter_dtype
 
 FP32 = 4
 
@@ -160,7 +160,7 @@ def work_of(
         "activation_checkpointing": config.activation_checkpointing,
         "compiled": config.compile != "none",
     }
-    weights = torch.bfloat16 if config.optim.stochastic_rounding else torch.float32
+    weights = parameter_dtype(config.optim)
     activations = trace_activations(model_config, weights=weights, autocast=is_half, **settings)
     whole = activations
     if is_half:
