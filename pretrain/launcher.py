@@ -15,8 +15,15 @@ PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 """Our names to accelerate's."""
 
 OF_SEVERAL_PROCESSES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_"),
-    *("TORCHELASTIC_", "ACCELERATE_", "FSDP_"),
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "ACCELERATE_",
+    "FSDP_",
 )
 """Beginnings of the names by which a process knows that it is one of several."""
 
