@@ -19,12 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pretrain.exit_codes import EXIT_INTERRUPTED
 from pretrain.problems import InputError, Problems, did_you_mean, run_script
 
 if TYPE_CHECKING:
     from pretrain.publishing import Model
 
-EXIT_NOT_PUBLISHED, EXIT_INTERRUPTED = 1, 130
+EXIT_NOT_PUBLISHED = 1
 LONGEST_WAIT_SECONDS = 3600
 
 

@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+from pretrain.exit_codes import EXIT_INTERRUPTED
 from pretrain.problems import InputError, run_script
 
 ROOT_OF_RUNS = Path("runs")
@@ -173,7 +174,7 @@ def steer(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         withdraw(run, request)
         print(f"\n{command}: no longer waits; withdrawn, unless the run has taken it already", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
     finally:
         if shown and sys.stderr.isatty():
             print(file=sys.stderr)

@@ -32,6 +32,7 @@ from pretrain.config import RunConfig
 from pretrain.consensus import Request
 from pretrain.continuation import Continuation
 from pretrain.derived import derive
+from pretrain.exit_codes import EXIT_DONE
 from pretrain.export import describe_model, export_final
 from pretrain.export_check import verify_export
 from pretrain.guard import SpeedGuard
@@ -45,7 +46,6 @@ from pretrain.read_ahead import ReadAhead
 from pretrain.record import banner, schedule_record, write_record
 from pretrain.samples import sample_texts
 from pretrain.smoke import smoke_test
-from pretrain.state import EXIT_DONE
 from pretrain.strategy import Strategy, make_strategy
 from pretrain.supervision import Supervisor
 from pretrain.validation import open_validation, validate

@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 
 from pretrain.config import RunConfig
+from pretrain.exit_codes import CRASHED, EXIT_BAD_INPUT, EXIT_CRASH_LOOP, EXIT_INTERRUPTED
 from pretrain.hardware import memory_bytes
 from pretrain.lock import folder_lock
 from pretrain.memory_advice import ladder
 from pretrain.metrics import Metrics
-from pretrain.problems import EXIT_BAD_INPUT, InputError
+from pretrain.problems import InputError
 from pretrain.run_folder import LOCK_FILE, METRICS_FILE
-from pretrain.state import CRASHED, EXIT_CRASH_LOOP, EXIT_INTERRUPTED, RunStopped
+from pretrain.state import RunStopped
 from pretrain.strategy import Strategy
 
 RESTARTS_WITHOUT_PROGRESS = 3

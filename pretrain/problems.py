@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from pretrain.exit_codes import EXIT_BAD_INPUT
+
 Value = TypeVar("Value")
-EXIT_BAD_INPUT = 2
 
 
 class InputError(Exception):

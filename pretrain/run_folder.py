@@ -12,6 +12,11 @@ LOCK_FILE = ".lock"
 """Held by the process that trains the run."""
 
 
+def heartbeat_path(run: Path, rank: int = 0) -> Path:
+    """What a process writes every few seconds while it trains."""
+    return run / "heartbeats" / f"rank-{rank:05d}.json"
+
+
 def read_json(path: Path) -> dict:
     """The object in a small JSON file; empty if there is none, or not a whole one."""
     return _object_in(path) or {}

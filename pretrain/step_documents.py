@@ -15,6 +15,7 @@ from pretrain.run_folder import checkpoint_folders, read_state
 from pretrain.schedule import BatchRamp
 from pretrain.shards import Manifest, id_dtype
 from pretrain.sources import place_text
+from pretrain.tokenize import load_decoder
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
         f"{run} · step {step:,}: {count:,} sequences of {batches.sequence_length:,} tokens, "
         f"samples {first_sample:,} to {first_sample + count - 1:,} of the run"
     ]
-    decoders = {source: load_decoder(reader.manifest) for source, reader in batches.readers.items()}
+    decoders = {source: load_decoder(reader.manifest.tokenizer_folder) for source, reader in batches.readers.items()}
     for sequence in sequences:
         lines += ["", *_sequence_lines(sequence, decoders[sequence.source], characters)]
     if count > limit:
@@ -185,17 +186,6 @@ def origin_of(manifest: Manifest, split: str, file: str, number: int) -> str | N
             return place_text(manifest.source_names[entry["source"]], manifest.input_format, int(entry["place"]))
         number -= shard.documents
     return None
-
-
-def load_decoder(manifest: Manifest):
-    """The tokenizer that travels with the shards."""
-    from tokenizers import Tokenizer
-
-    path = manifest.tokenizer_folder / "tokenizer.json"
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exception
-        raise InputError(f"{path}: cannot be read ({error}); restore it or prepare the folder again") from None
 
 
 def _sequence_lines(sequence: Sequence, decoder, characters: int) -> list[str]:

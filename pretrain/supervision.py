@@ -13,11 +13,12 @@ from pretrain.config import RunConfig
 from pretrain.consensus import Consensus, Request, StepReport
 from pretrain.control import Control
 from pretrain.derived import Derived
+from pretrain.exit_codes import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from pretrain.guard import Finding, Guard
 from pretrain.metrics import Metrics
 from pretrain.replicas import differences
 from pretrain.run_folder import LOCK_FILE
-from pretrain.state import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, RunStopped
+from pretrain.state import RunStopped
 from pretrain.strategy import Strategy
 from pretrain.watch import Watch
 
