@@ -12,7 +12,7 @@ import argparse
 import re
 import sys
 
-from pretrain.problems import InputError, run_script
+from pretrain.problems import Problems, run_script
 
 SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?)\s*(GB|GiB|G|TB|TiB|T|MB|MiB|M)?$", re.IGNORECASE)
 SIZE_UNITS = {"m": 2**20, "g": 2**30, "t": 2**40, None: 2**30}
@@ -46,12 +46,11 @@ def main() -> int:
 
 def plan(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Plans and prints."""
-    problems = option_problems(arguments)
+    problems = Problems(option_problems(arguments))
     memory = parse_size(arguments.gpu_memory, problems)
-    gpu = attempt(problems, lambda: gpu_of(arguments, memory))
-    config, overrides = attempt(problems, lambda: read(arguments, rest)) or (None, [])
-    if problems:
-        raise InputError(*problems)
+    gpu = problems.attempt(gpu_of, arguments, memory)
+    config, overrides = problems.attempt(read, arguments, rest) or (None, [])
+    problems.stop_if_any()
     from pretrain.plan_report import build_plan, comment_of, plan_json, print_plan
 
     machines = arguments.machines or -(-arguments.gpus // 8)
@@ -72,15 +71,6 @@ def plan(arguments: argparse.Namespace, rest: list[str]) -> int:
     else:
         print_plan(report)
     return 0
-
-
-def attempt(problems: list[str], function):
-    """What the function returns; None if its input is wrong, which is then among the problems."""
-    try:
-        return function()
-    except InputError as error:
-        problems += error.problems
-        return None
 
 
 def option_problems(arguments: argparse.Namespace) -> list[str]:

@@ -13,11 +13,13 @@ Run the same command again to continue what was interrupted; a finished folder i
 """
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pretrain.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from pretrain.preparation_arguments import Request, available_cores, parse_arguments, read_request
 from pretrain.problems import InputError, run_script
 
@@ -25,10 +27,6 @@ if TYPE_CHECKING:
     from pretrain.intake import Tally
     from pretrain.preparation import Encode, Outcome
     from pretrain.preparation_plan import Documents
-
-EXIT_PREEMPTED = 75
-EXIT_INTERRUPTED = 130
-SIGINT = 2
 
 
 def main() -> int:
@@ -103,7 +101,7 @@ def prepare_shards(request: Request) -> int:
             )
         except StoppedError as stop:
             progress.say(f"stopped; run the same command again to continue {output}")
-            return EXIT_INTERRUPTED if stop.args[0] == SIGINT else EXIT_PREEMPTED
+            return EXIT_INTERRUPTED if stop.args[0] == signal.SIGINT else EXIT_PREEMPTED
     if outcome.already_done:
         print(f"{output}: is done already, nothing to do")
     else:

@@ -19,12 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretrain.problems import InputError, did_you_mean, run_script
+from pretrain.exit_codes import EXIT_INTERRUPTED
+from pretrain.problems import InputError, Problems, did_you_mean, run_script
 
 if TYPE_CHECKING:
     from pretrain.publishing import Model
 
-EXIT_NOT_PUBLISHED, EXIT_INTERRUPTED = 1, 130
+EXIT_NOT_PUBLISHED = 1
 LONGEST_WAIT_SECONDS = 3600
 
 
@@ -197,27 +198,25 @@ def find_all(arguments: argparse.Namespace, problems: list[str]) -> list["Model"
     from pretrain.hub_upload import login_problems, offer_problems
     from pretrain.publishing import find_models
 
+    problems = Problems(problems)
     unusable = add_recipe(arguments)
     problems += unusable
     flags = ("--repo", "--license", "--language")
     problems += offer_problems(arguments.repo, arguments.license, arguments.language, flags)
     problems += [] if arguments.dry_run else login_problems()
-    models = []
+    models = None
     if not unusable:
-        try:
-            models = find_models(
-                arguments.run,
-                steps=arguments.checkpoint,
-                milestones=arguments.milestones,
-                final=arguments.final,
-                with_optimizer=arguments.with_optimizer,
-            )
-        except InputError as error:
-            problems += error.problems
+        models = problems.attempt(
+            find_models,
+            arguments.run,
+            steps=arguments.checkpoint,
+            milestones=arguments.milestones,
+            final=arguments.final,
+            with_optimizer=arguments.with_optimizer,
+        )
     if arguments.output is not None:
-        problems += output_problems(arguments.output, [model.revision for model in models])
-    if problems:
-        raise InputError(*problems)
+        problems += output_problems(arguments.output, [model.revision for model in models or []])
+    problems.stop_if_any()
     return models
 
 

@@ -18,6 +18,7 @@ import time
 import uuid
 from pathlib import Path
 
+from pretrain.exit_codes import EXIT_INTERRUPTED
 from pretrain.problems import InputError, run_script
 
 ROOT_OF_RUNS = Path("runs")
@@ -25,7 +26,8 @@ ROOT_OF_RUNS = Path("runs")
 
 def list_runs(arguments: argparse.Namespace) -> int:
     """One line per run under a folder."""
-    from pretrain.history import METRICS_FILE, find_runs
+    from pretrain.history import find_runs
+    from pretrain.run_folder import METRICS_FILE
     from pretrain.run_status import list_text, read_status
 
     folder = arguments.folder
@@ -41,7 +43,8 @@ def list_runs(arguments: argparse.Namespace) -> int:
 
 def status(arguments: argparse.Namespace) -> int:
     """How one run is doing; of a folder of runs, their list."""
-    from pretrain.history import METRICS_FILE, find_runs, require_run
+    from pretrain.history import find_runs, require_run
+    from pretrain.run_folder import METRICS_FILE
     from pretrain.run_status import read_status, status_text
 
     folder = arguments.run_folder
@@ -173,7 +176,7 @@ def steer(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         withdraw(run, request)
         print(f"\n{command}: no longer waits; withdrawn, unless the run has taken it already", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
     finally:
         if shown and sys.stderr.isatty():
             print(file=sys.stderr)

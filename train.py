@@ -32,6 +32,7 @@ from pretrain.config import RunConfig
 from pretrain.consensus import Request
 from pretrain.continuation import Continuation
 from pretrain.derived import derive
+from pretrain.exit_codes import EXIT_DONE
 from pretrain.export import describe_model, export_final
 from pretrain.export_check import verify_export
 from pretrain.guard import SpeedGuard
@@ -39,13 +40,12 @@ from pretrain.hardware import peak_flops
 from pretrain.loss import LanguageModelLoss
 from pretrain.metrics import Metrics, Throughput, peak_memory_bytes
 from pretrain.model import build_meta_model
-from pretrain.optim import optimizer_builder
+from pretrain.optim import optimizer_builder, parameter_dtype
 from pretrain.pretrained import open_pretrained
 from pretrain.read_ahead import ReadAhead
 from pretrain.record import banner, schedule_record, write_record
 from pretrain.samples import sample_texts
 from pretrain.smoke import smoke_test
-from pretrain.state import EXIT_DONE
 from pretrain.strategy import Strategy, make_strategy
 from pretrain.supervision import Supervisor
 from pretrain.validation import open_validation, validate
@@ -77,7 +77,7 @@ def main(
     weights = InitialWeights(
         seed=config.seed,
         pretrained=open_pretrained(config.model) if starts_from_pretrained else None,
-        dtype=torch.bfloat16 if config.optim.stochastic_rounding else torch.float32,
+        dtype=parameter_dtype(config.optim),
     )
     build_optimizer = optimizer_builder(
         config.optim, causal_lm, run.peak_learning_rate, seed=config.seed, device_type=strategy.device.type

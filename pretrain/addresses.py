@@ -10,13 +10,13 @@ owner/name@rev    a model of the Hub, at a branch, tag or commit
 
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.checkpoint import damage, read_state
-from pretrain.metrics import read_metrics
-from pretrain.problems import InputError, did_you_mean, is_first_on_machine
+from pretrain.history import read_metrics
+from pretrain.problems import InputError, Problems, did_you_mean, is_first_on_machine
+from pretrain.run_folder import METRICS_FILE, best_step, checkpoint_folders, read_state
+from pretrain.sealed_folder import MANIFEST_FILE, damage
 
 HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w./-]+)?")
 # Only what evaluation reads; weights that are pickles stay on the Hub.
@@ -46,15 +46,9 @@ def find_models(given: list[str], *, offline: bool = False) -> list[ModelAddress
     offline: a Hub id is looked up only among what was downloaded before. Raises InputError with every address that
     leads nowhere, and what there is instead.
     """
-    addresses: list[ModelAddress] = []
-    problems: list[str] = []
-    for text in given:
-        try:
-            addresses += _find(text, offline)
-        except InputError as error:
-            problems += error.problems
-    if problems:
-        raise InputError(*problems)
+    problems = Problems()
+    addresses = [address for text in given for address in problems.attempt(_find, text, offline) or []]
+    problems.stop_if_any()
     return addresses
 
 
@@ -93,17 +87,17 @@ def _in_folder(text: str, folder: Path) -> ModelAddress:
             f"--model {text}: neither a model folder (no config.json) nor a run with final/ or checkpoints/ in it"
         )
     damages = []
-    for checkpoint in reversed(checkpoints):
+    for step, checkpoint in reversed(checkpoints.items()):
         if not (found := damage(checkpoint)):
             for passed_over in damages:
                 _warn(passed_over)
-            return _describe(f"{text.rstrip('/')}@{step_of(checkpoint)}", checkpoint)
+            return _describe(f"{text.rstrip('/')}@{step}", checkpoint)
         damages.append(f"{checkpoint} cannot be used: {'; '.join(found)}")
     raise InputError(f"--model {text}: none of its checkpoints is intact: {'; '.join(damages)}")
 
 
 def _in_run(text: str, run: Path, selector: str) -> list[ModelAddress]:
-    checkpoints = {step_of(folder): folder for folder in checkpoint_folders(run)}
+    checkpoints = checkpoint_folders(run)
     available = ", ".join(map(str, checkpoints)) or "none"
     if selector == "all":
         return _all_of(text, run, checkpoints)
@@ -142,32 +136,15 @@ def _all_of(text: str, run: Path, checkpoints: dict[int, Path]) -> list[ModelAdd
 def trunk_checkpoint(text: str) -> Path:
     """The folder of a run's checkpoint, RUN@STEP. Raises InputError if there is none; does not look into it."""
     run, at, step = text.rpartition("@")
-    folders = {step_of(folder): folder for folder in checkpoint_folders(Path(run))} if at else {}
+    folders = checkpoint_folders(Path(run)) if at else {}
     if not at or not step.isdecimal() or int(step) not in folders:
         available = ", ".join(map(str, folders)) or "none"
         raise InputError(f"branch_from: {text}: give RUN@STEP, a checkpoint of another run; steps there: {available}")
     return folders[int(step)]
 
 
-def checkpoint_folders(run: Path) -> list[Path]:
-    """A run's checkpoints, oldest first, whatever their state."""
-    folders = [path for path in (run / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal()]
-    return sorted(folders, key=step_of)
-
-
-def best_step(checkpoints: Mapping[int, Path]) -> int | None:
-    """The step with the lowest validation loss, the mean over the sources; None where none was measured."""
-    losses = {step: (read_state(folder) or {}).get("validation_loss") for step, folder in checkpoints.items()}
-    return min((step for step, loss in losses.items() if loss is not None), key=losses.get, default=None)
-
-
-def step_of(checkpoint: Path) -> int:
-    """step-00000500 -> 500"""
-    return int(checkpoint.name.removeprefix("step-"))
-
-
 def _refuse_damaged(text: str, folder: Path) -> None:
-    if (folder / "MANIFEST.json").is_file() and (problems := damage(folder)):
+    if (folder / MANIFEST_FILE).is_file() and (problems := damage(folder)):
         raise InputError(f"--model {text}: {folder} is damaged: {'; '.join(problems)}; give another checkpoint")
 
 
@@ -187,7 +164,7 @@ def _describe(name: str, folder: Path) -> ModelAddress:
 
 def _last_end(run: Path) -> dict:
     """The event that closed a run with its export; {} if it cannot be found."""
-    if not (run / "metrics.jsonl").is_file():
+    if not (run / METRICS_FILE).is_file():
         return {}
     ends = [event for event in read_metrics(run) if event.get("event") == "end" and event.get("code") == 0]
     return ends[-1] if ends else {}

@@ -11,15 +11,17 @@ from pathlib import Path
 import torch
 
 from pretrain.config import RunConfig
+from pretrain.exit_codes import CRASHED, EXIT_BAD_INPUT, EXIT_CRASH_LOOP, EXIT_INTERRUPTED
 from pretrain.hardware import memory_bytes
 from pretrain.lock import folder_lock
+from pretrain.memory_advice import ladder
 from pretrain.metrics import Metrics
-from pretrain.problems import EXIT_BAD_INPUT, InputError
-from pretrain.state import CRASHED, EXIT_CRASH_LOOP, EXIT_INTERRUPTED, RunStopped
+from pretrain.problems import InputError
+from pretrain.run_folder import LOCK_FILE, METRICS_FILE
+from pretrain.state import RunStopped
 from pretrain.strategy import Strategy
 
 RESTARTS_WITHOUT_PROGRESS = 3
-LOCK = ".lock"
 SILENCE_SECONDS = 30.0
 """A holder on another machine that has not touched its lock for so long is gone; it touches it every 2 s."""
 
@@ -80,7 +82,7 @@ def sole_use(run: Path, strategy: Strategy) -> Iterator[None]:
         if strategy.is_main:
             try:
                 run.mkdir(parents=True, exist_ok=True)
-                held.enter_context(folder_lock(run / LOCK, silence_seconds=SILENCE_SECONDS))
+                held.enter_context(folder_lock(run / LOCK_FILE, silence_seconds=SILENCE_SECONDS))
             except InputError as error:
                 problems = error.problems
             except OSError as error:
@@ -133,7 +135,7 @@ def crashes_without_progress(run: Path, step: int) -> tuple[int, int]:
 
 def starts_and_ends(run: Path) -> list[dict]:
     """The `start` and `end` events of a run, each start with the last step `reached` after it."""
-    path = run / "metrics.jsonl"
+    path = run / METRICS_FILE
     found: list[dict] = []
     if not path.exists():
         return found
@@ -163,8 +165,6 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
     """What to change, cheapest first, each with what it would need; the last one fits."""
-    from pretrain.memory_advice import ladder
-
     memory, kind = memory_bytes(strategy.device), strategy.device.type
     try:
         rungs = ladder(config, strategy.name, strategy.ranks, memory, precision=strategy.precision, device_type=kind)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pretrain.config import Data, Source
-from pretrain.problems import InputError
+from pretrain.problems import InputError, Problems
 from pretrain.schedule import BatchRamp
 from pretrain.shards import ShardReader, open_shards
 
@@ -288,18 +288,15 @@ def interleave(weights: np.ndarray) -> np.ndarray:
 def open_sources(data: Data) -> dict[str, ShardReader]:
     """Opens the training split of every source of the run, once each. Raises InputError with every problem found."""
     readers: dict[str, ShardReader] = {}
-    problems: list[str] = []
+    problems = Problems()
     for folder, tokenizer in {str(s.shards): s.tokenizer for stage in data.mixtures for s in stage.train}.items():
-        try:
-            readers[folder] = open_shards(folder, "train", tokenizer)
-        except InputError as error:
-            problems += error.problems
+        if reader := problems.attempt(open_shards, folder, "train", tokenizer):
+            readers[folder] = reader
     names = {reader.manifest.tokenizer_sha256: folder for folder, reader in readers.items()}
     if len(names) > 1:
         problems.append(
             f"data: the sources were prepared with different tokenizers: {', '.join(names.values())}; "
             "prepare them again with one tokenizer"
         )
-    if problems:
-        raise InputError(*problems)
+    problems.stop_if_any()
     return readers

@@ -16,11 +16,13 @@ import pretrain.architectures  # noqa: F401  (registers the local models)
 from pretrain.attention import choose_attention
 from pretrain.compilation import checkpoint_activations, compile_model
 from pretrain.config import RunConfig
+from pretrain.derived import derive
 from pretrain.hardware import DTYPES
 from pretrain.loss import LanguageModelLoss
 from pretrain.micro_batch import model_inputs
-from pretrain.model import build_meta_model, load_model_config
-from pretrain.optim import optimizer_builder
+from pretrain.model import build_meta_model
+from pretrain.model_config import load_model_config
+from pretrain.optim import optimizer_builder, parameter_dtype
 from pretrain.problems import InputError
 from pretrain.read_ahead import ReadAhead
 from pretrain.strategy import Strategy
@@ -28,6 +30,7 @@ from pretrain.weights import InitialWeights
 
 TOKENS_PER_DOCUMENT = 600
 """Of the random text that is used where the recipe's shards are not there."""
+STEPS, MOST_MICRO_STEPS = 20, 4
 FIRST_STEPS = 2
 """Steps that compile, and create the optimizer's state."""
 
@@ -73,19 +76,17 @@ class Steps:
         checkpoint_activations(self.causal_lm, config.activation_checkpointing)
         backend = "chunked" if config.loss.backend == "auto" else config.loss.backend
         model = LanguageModelLoss(self.causal_lm, z_loss=config.loss.z_loss, backend=backend)
-        dtype = torch.bfloat16 if config.optim.stochastic_rounding else torch.float32
         build_optimizer = optimizer_builder(
             config.optim, self.causal_lm, 1e-4, seed=config.seed, device_type=strategy.device.type
         )
-        self.model = strategy.prepare(model, InitialWeights(seed=config.seed, dtype=dtype), build_optimizer)
+        weights = InitialWeights(seed=config.seed, dtype=parameter_dtype(config.optim))
+        self.model = strategy.prepare(model, weights, build_optimizer)
         compile_model(self.model, self.causal_lm, config.compile)
         self.model.train()
         self.read, self.data = self._reader()
 
     def _reader(self) -> tuple[Callable[[int, int], dict[str, Any]], str]:
         """(function from step and micro-step to the model's arguments, where they are from)."""
-        from pretrain.derived import derive
-
         ranks = self.strategy.data_ranks * self.strategy.micro_batches_per_call
         try:
             run = derive(self.config, ranks)
@@ -170,26 +171,26 @@ class PeakBytes:
             yield
 
 
-def measure_peak(config: RunConfig, strategy: Strategy, micro_steps: int, steps: int = 3) -> float:
-    """Bytes of tensors at the peak of the last of some steps."""
+def measure_peak(config: RunConfig, strategy: Strategy, micro_steps: int) -> float:
+    """Bytes of tensors at the peak of a step, after FIRST_STEPS others."""
     peak = PeakBytes(strategy.device.type)
     with peak.counting():
         run = Steps(config, strategy)
-        for number in range(steps):
-            with peak.marked() if number == steps - 1 else nullcontext():
+        for number in range(FIRST_STEPS + 1):
+            with peak.marked() if number == FIRST_STEPS else nullcontext():
                 run.step(number, micro_steps)
     return peak.bytes
 
 
-def calibrate(config: RunConfig, strategy: Strategy, *, steps: int = 20, micro_steps: int = 4) -> Measurement:
-    """Runs `steps` steps of at most `micro_steps` micro-steps each, and then some more for the memory.
+def calibrate(config: RunConfig, strategy: Strategy) -> Measurement:
+    """Runs STEPS steps of at most MOST_MICRO_STEPS micro-steps each, and then some more for the memory.
 
     Raises InputError where the recipe cannot run on this machine.
     """
     tokens_per_micro_step = config.batch.sequences_per_micro_batch * config.data.sequence_length
-    micro_steps = max(1, min(micro_steps, config.batch.tokens_per_step // tokens_per_micro_step))
+    micro_steps = max(1, min(MOST_MICRO_STEPS, config.batch.tokens_per_step // tokens_per_micro_step))
     run = Steps(config, strategy)
-    timed = [run.step(number, micro_steps) for number in range(steps)][FIRST_STEPS:]
+    timed = [run.step(number, micro_steps) for number in range(STEPS)][FIRST_STEPS:]
     data = run.data
     del run
     gc.collect()

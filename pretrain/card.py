@@ -285,12 +285,11 @@ def score_text(score: Score) -> str:
 
 def lineage_text(facts: CardFacts) -> str:
     """Where the weights began, and every restart."""
-    lines = []
-    for record in facts.lineage:
-        words = {key: public_name(str(value)) for key, value in record.items() if value is not None}
-        run = words.pop("run", None) or words.pop("branched_from", None)
-        rest = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in words.items())
-        lines.append(f"- branched from the run {run}" + (f": {rest}" if rest else "") if run else f"- {rest}")
+    lines = [
+        f"- branched from the run {public_name(trunk['run'])} at step {trunk['step']:,}, after "
+        f"{count_text(trunk['tokens'])} tokens"
+        for trunk in facts.lineage
+    ]
     if facts.config.get("init") == "pretrained":
         lines.append(f"- began with the weights of {public_name(facts.config.get('model'))}")
     elif not facts.lineage:

@@ -3,7 +3,6 @@
 A piece that a run does not have (a data folder since moved, no evaluation) is left out; nothing is guessed.
 """
 
-import json
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -11,9 +10,11 @@ from typing import Any
 
 import yaml
 
-from pretrain.history import METRICS_FILE, current_events, parse_lines
+from pretrain.history import current_events, read_metrics
 from pretrain.quantities import count_text
 from pretrain.recipe import Loader
+from pretrain.run_folder import METRICS_FILE, read_json, read_state
+from pretrain.shards import MANIFEST_FILE
 
 DATA_FILE = "data.json"
 """What the run kept of its shards' manifests when it began (record.py), by folder as the recipe names it."""
@@ -72,6 +73,7 @@ class CardFacts:
     sources: tuple[DataSource, ...] = ()
     scores: tuple[Score, ...] = ()
     lineage: tuple[dict[str, Any], ...] = ()
+    """As in `RunState`: the runs that this one branched from."""
 
     @property
     def tokens(self) -> int | None:
@@ -116,7 +118,7 @@ def read_card_facts(run: Path, step: int | None = None, model_folder: Path | Non
     at = max(steps, default=0) if step is None else step
     config = read_config(run)
     model = read_json(model_folder / "config.json") if model_folder else {}
-    state = read_json(run / "checkpoints" / f"step-{at:08d}" / "trainer_state.json")
+    state = (read_state(run / "checkpoints" / f"step-{at:08d}") or {}).get("state") or {}
     starts = [event["total_steps"] for event in events if event.get("event") == "start" and "total_steps" in event]
     return CardFacts(
         run_name=run.resolve().name,
@@ -129,22 +131,13 @@ def read_card_facts(run: Path, step: int | None = None, model_folder: Path | Non
         total_steps=starts[-1] if starts else None,
         sources=tuple(read_sources(config, read_json(run / DATA_FILE))),
         scores=tuple(read_scores(run, events, at)),
-        lineage=tuple(as_list(state.get("lineage") or read_json(run / "lineage.json"))),
+        lineage=tuple(state.get("lineage") or ()),
     )
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that the model is made of, in order; [] where there is no such file."""
-    if not (run / METRICS_FILE).is_file():
-        return []
-    with open(run / METRICS_FILE, "rb") as file:
-        return current_events(parse_lines(file))
-
-
-def as_list(value: Any) -> list[dict[str, Any]]:
-    """A list of records, of a record, of a list of them, or of nothing."""
-    records = value if isinstance(value, list) else [value]
-    return [record for record in records if isinstance(record, dict) and record]
+    return current_events(read_metrics(run)) if (run / METRICS_FILE).is_file() else []
 
 
 def read_config(run: Path) -> dict[str, Any]:
@@ -154,15 +147,6 @@ def read_config(run: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return values if isinstance(values, dict) else {}
-
-
-def read_json(path: Path) -> Any:
-    """The file's object or list; {} where there is no such file, or where it is neither."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict | list) else {}
 
 
 def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSource]:
@@ -179,7 +163,7 @@ def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSo
         name = f"{start:.0%} to {end:.0%}" if len(stages) > 1 else None
         for source in stage["train"]:
             share = float(source.get("weight", 1)) / total
-            record = records.get(str(source["shards"])) or read_json(Path(source["shards"]) / "manifest.json")
+            record = records.get(str(source["shards"])) or read_json(Path(source["shards"]) / MANIFEST_FILE)
             sources.append(describe_source(source, record, share, name))
         start = end
     return sources

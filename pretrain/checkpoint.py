@@ -27,8 +27,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from pretrain import config
-from pretrain.sealed_folder import REMOVED, commit, damage, remove, seal, write_durably
-from pretrain.state import EXIT_NO_VALID_CHECKPOINT, RunStopped
+from pretrain.durable_files import write_durably
+from pretrain.exit_codes import EXIT_NO_VALID_CHECKPOINT
+from pretrain.run_folder import read_state, step_of
+from pretrain.sealed_folder import REMOVED, commit, damage, remove, seal
+from pretrain.state import RunStopped
 from pretrain.strategy import Strategy, TensorGroup
 from pretrain.tensor_files import SavedTensors, bytes_of, index_of, shares
 
@@ -308,19 +311,6 @@ def wait_for(save: Save, beat: Callable[[], None]) -> None:
         save.thread.join(timeout=1.0)
         if time.perf_counter() - save.started < SLOWEST_SAVE_SECONDS:
             beat()
-
-
-def step_of(folder: Path) -> int:
-    """The step of a checkpoint's folder."""
-    return int(folder.name.rpartition("-")[2])
-
-
-def read_state(folder: Path) -> dict | None:
-    """A checkpoint's trainer_state.json; None if it cannot be read."""
-    try:
-        return json.loads((folder / "trainer_state.json").read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:

@@ -13,13 +13,12 @@ from pathlib import Path
 
 from pretrain import config
 from pretrain.hub_upload import cut_short, publish_in_background
+from pretrain.launcher import environment_alone
 from pretrain.lock import hold_while_open, is_held
 from pretrain.metrics import Metrics
 from pretrain.publishing import EVALUATIONS, evaluation_log
 from pretrain.strategy import Strategy
 
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_")
-"""Beginnings of the names by which a process knows that it is one of several."""
 ROOT = Path(__file__).parents[1]
 THEN_REMOVE = '"$@"; status=$?; rm -rf -- "$0"; exit $status'
 """For a shell: runs a command, removes the folder that stands before it, and exits as the command did."""
@@ -56,7 +55,7 @@ class Companions:
 
         folder: removed when the process ends, also where the run has ended before it.
         """
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER_VARIABLES)}
+        environment = environment_alone()
         environment["CUDA_VISIBLE_DEVICES"] = device.removeprefix("cuda:") if device.startswith("cuda:") else ""
         environment["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS", "1")
         try:

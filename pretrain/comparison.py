@@ -10,11 +10,13 @@ from typing import Any
 
 from pretrain.history import Event, History, is_number
 from pretrain.quantities import bytes_text, count_text, duration_text, table
-from pretrain.run_status import RunStatus, read_json, state_text
+from pretrain.run_folder import read_json
+from pretrain.run_status import RunStatus, state_text
 
 RECORDS = {"config.yaml": "", "model.json": "model.", "strategy.json": "strategy.", "environment.json": "environment."}
 """{file of a run's folder: what its settings are prefixed with}"""
 SMOOTHED_LINES = 10
+SHOWN_STEPS = 10
 EXPORTED = ("train", "validation", "evaluation")
 WIDEST_CELL = 44
 
@@ -111,18 +113,14 @@ def _text(value: float | None, form: str, missing: str | None = None) -> str | N
     return form.format(value) if is_number(value) else missing
 
 
-def comparison_text(runs: list[tuple[History, RunStatus]], *, every_setting: bool = False) -> str:
+def comparison_text(runs: list[tuple[History, RunStatus]]) -> str:
     """Settings that differ and results, one column per run."""
     histories = [history for history, _ in runs]
     header = ["", *names_of(histories)]
     settings = [settings_of(history.folder) for history in histories]
     differ = differences(settings)
     # Where a run writes is its name, which heads the column.
-    shown = {
-        name: row
-        for name, row in differ.items()
-        if every_setting or name not in ("output", "model.transformers_version")
-    }
+    shown = {name: row for name, row in differ.items() if name not in ("output", "model.transformers_version")}
     lines = ["settings that differ"]
     if shown:
         rows = [[name, *(_cell(value) for value in row)] for name, row in shown.items()]
@@ -174,12 +172,13 @@ def summary_text(history: History, status: RunStatus) -> str:
     return "\n".join([str(history.folder), "", table(rows), "", *_curve_lines(history)])
 
 
-def _curve_lines(history: History, *, count: int = 10) -> list[str]:
-    """The run at some ten steps, evenly spread."""
+def _curve_lines(history: History) -> list[str]:
+    """The run at some steps, evenly spread."""
     train = [e for e in history.of("train") if is_number(e.get("loss"))]
     if not train:
         return ["no step is logged yet"]
-    picked = sorted({round(n * (len(train) - 1) / max(1, count - 1)) for n in range(min(count, len(train)))})
+    count = min(SHOWN_STEPS, len(train))
+    picked = sorted({round(n * (len(train) - 1) / max(1, count - 1)) for n in range(count)})
     rows = [["step", "tokens", "loss", "grad norm", "learning rate", "tok/s", "running time"]]
     for event in (train[number] for number in picked):
         rows.append(

@@ -7,13 +7,15 @@ from typing import Any
 
 from pretrain.addresses import trunk_checkpoint
 from pretrain.attempts import refuse_crash_loop
-from pretrain.checkpoint import Checkpoints, SavedRun, SaveFailed, load_saved, step_of
+from pretrain.checkpoint import Checkpoints, SavedRun, SaveFailed, load_saved
 from pretrain.companions import publish_beside
 from pretrain.config import RunConfig
 from pretrain.derived import Derived, identity_problems
 from pretrain.guard import Finding
 from pretrain.metrics import Metrics
 from pretrain.problems import InputError
+from pretrain.run_folder import step_of
+from pretrain.sealed_folder import MANIFEST_FILE
 from pretrain.state import NumericStop, RunState, record_rollbacks, recorded_rollbacks
 from pretrain.strategy import Strategy
 
@@ -52,7 +54,7 @@ class Continuation:
         # A crash after a rollback and before the next checkpoint must not bring the bad data back.
         recorded = strategy.gather(recorded_rollbacks(config.output))[0]
         self.state.rollbacks = max(self.state.rollbacks, recorded, key=len)
-        final = config.output / "final" / "MANIFEST.json"
+        final = config.output / "final" / MANIFEST_FILE
         self.is_done: bool = strategy.gather(self.state.step >= self.run.total_steps and final.exists())[0]
         if not self.is_done:
             refuse_crash_loop(config.output, self.state.step, strategy)

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from pretrain.history import last_start, require_run
 from pretrain.problems import InputError
-from pretrain.run_status import is_alive, read_json, read_status, state_text
+from pretrain.run_folder import read_json
+from pretrain.run_status import is_alive, read_status, state_text
 
 COMMANDS = {
     "save": "save a checkpoint now and go on",

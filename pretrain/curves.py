@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from pretrain.comparison import results_of, settings_of
+from pretrain.comparison import differences, results_of, settings_of
 from pretrain.history import MARKS, Event, History, is_number
 from pretrain.run_status import RunStatus, event_text
 
@@ -122,13 +122,13 @@ def _number(value: Any) -> float | None:
     return (value if isinstance(value, int) else float(f"{value:.6g}")) if is_number(value) else None
 
 
-def thin(events: list[Event], buckets: int = MOST_BUCKETS) -> tuple[list[Event], Columns]:
-    """At most four events of each of `buckets` equal stretches: its first, and its extremes of loss and norm.
+def thin(events: list[Event]) -> tuple[list[Event], Columns]:
+    """At most four events of each of MOST_BUCKETS equal stretches: its first, and its extremes of loss and norm.
 
     Also returns, for every measure and event that is kept, the mean over the whole stretch, for smooth lines: the mean
     of the extremes would lie.
     """
-    count = len(events) if len(events) <= 4 * buckets else buckets
+    count = len(events) if len(events) <= 4 * MOST_BUCKETS else MOST_BUCKETS
     bounds = [round(n * len(events) / count) for n in range(count + 1)] if events else [0]
     kept: list[Event] = []
     means: Columns = {key: [] for key in MEASURES}
@@ -161,7 +161,6 @@ def _marks(history: History, place: Places) -> list[dict[str, Any]]:
 
 
 def differing_settings(runs: list[RunCurves]) -> dict[str, list[str]]:
-    """{setting: its value in each run}, of those that differ."""
-    names = dict.fromkeys(name for run in runs for name in run.settings if name != "output")
-    rows = {name: [run.settings.get(name, "-") for run in runs] for name in names}
-    return {name: row for name, row in rows.items() if len(set(row)) > 1}
+    """{setting: its value in each run}, of those that differ; where a run writes is its name."""
+    rows = differences([run.settings for run in runs])
+    return {name: ["-" if value is None else value for value in row] for name, row in rows.items() if name != "output"}

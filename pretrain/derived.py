@@ -7,9 +7,9 @@ once, before anything is built.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from pretrain.attention import choose_attention
 from pretrain.batches import Batches, SkippedRange, open_sources
@@ -21,10 +21,10 @@ from pretrain.model import (
     check_vocabulary,
     count_non_embedding_parameters,
     count_parameters,
-    load_model_config,
     set_end_of_document,
 )
-from pretrain.problems import InputError
+from pretrain.model_config import load_model_config
+from pretrain.problems import InputError, Problems
 from pretrain.schedule import (
     Annealing,
     BatchRamp,
@@ -36,8 +36,6 @@ from pretrain.schedule import (
 )
 from pretrain.strategy import Strategy, device_type, resolve_precision
 from pretrain.trackers import tracker_problems
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -131,61 +129,39 @@ class Derived:
         return max(1, round(steps * factor)) if steps else None
 
 
-class Problems:
-    """Collects the input errors of independent checks."""
-
-    def __init__(self):
-        self.found: list[str] = []
-
-    def attempt(self, check: Callable[[], Value]) -> Value | None:
-        try:
-            return check()
-        except InputError as error:
-            self.found += error.problems
-            return None
-
-    def stop_if_any(self) -> None:
-        if self.found:
-            raise InputError(*self.found)
-
-
 def derive(config: RunConfig, ranks: int) -> Derived:
     """Checks a run as a whole. Raises InputError with everything that cannot work."""
     problems = Problems()
     data, batch = config.data, config.batch
-    model_config = problems.attempt(lambda: load_model_config(config.model))
-    problems.found += tracker_problems(config.trackers)
+    model_config = problems.attempt(load_model_config, config.model)
+    problems += tracker_problems(config.trackers)
     if config.hub.repository is not None:
-        problems.found += offer_problems(config.hub.repository, config.publish.license, config.publish.language)
-        problems.found += login_problems()
+        problems += offer_problems(config.hub.repository, config.publish.license, config.publish.language)
+        problems += login_problems()
         if config.hub.every == "milestones" and config.checkpoint.milestones_every is None:
-            problems.found.append(
+            problems.append(
                 "hub.every: milestones, but checkpoint.milestones_every keeps none: give it a number of steps, or set "
                 "hub.every to end"
             )
-    readers = problems.attempt(lambda: open_sources(data))
-    precision = problems.attempt(lambda: resolve_precision(config.precision))
+    readers = problems.attempt(open_sources, data)
+    precision = problems.attempt(resolve_precision, config.precision)
     attention = problems.attempt(
-        lambda: choose_attention(
-            config.attention,
-            device_type=device_type(),
-            dtype=DTYPES[precision or "fp32"],
-        )
+        choose_attention, config.attention, device_type=device_type(), dtype=DTYPES[precision or "fp32"]
     )
-    sequences_per_step = problems.attempt(lambda: sequences_of(config, ranks))
+    sequences_per_step = problems.attempt(sequences_of, config, ranks)
     if model_config is not None and readers:
         manifest = next(iter(readers.values())).manifest
-        problems.found += check_vocabulary(model_config, manifest.vocabulary_size)
+        problems += check_vocabulary(model_config, manifest.vocabulary_size)
         set_end_of_document(model_config, manifest.end_of_document_id)
     if model_config is not None:
-        problems.found += too_long(model_config, data.sequence_length)
+        problems += too_long(model_config, data.sequence_length)
     problems.stop_if_any()
 
     parameters = count_parameters(model_config)
-    ramp = problems.attempt(lambda: ramp_of(config, sequences_per_step, ranks, parameters))
+    ramp = problems.attempt(ramp_of, config, sequences_per_step, ranks, parameters)
     problems.stop_if_any()
-    schedule = problems.attempt(lambda: schedule_of(config, ramp.total_steps))
-    batches = problems.attempt(lambda: Batches(data, seed=config.seed, ramp=ramp))
+    schedule = problems.attempt(schedule_of, config, ramp.total_steps)
+    batches = problems.attempt(Batches, data, seed=config.seed, ramp=ramp)
     problems.stop_if_any()
     flops = 6 * count_non_embedding_parameters(model_config) + (
         12 * model_config.num_hidden_layers * model_config.hidden_size * data.sequence_length

@@ -5,7 +5,6 @@ train-00000.documents holds one record of 24 bytes per document, in the order of
 """
 
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,14 +16,6 @@ DOCUMENT = np.dtype([("end", "<u8"), ("place", "<u8"), ("text_bytes", "<u4"), ("
 
 text_bytes: UTF-8 bytes of its text. source: number in the manifest's list of sources, from 0.
 """
-
-
-class Origin(NamedTuple):
-    """A document of a shard: its number within the shard from 1, and the source and place it came from."""
-
-    number: int
-    source: int
-    place: int
 
 
 def index_of(shard: Path) -> Path:
@@ -61,9 +52,3 @@ def read_index(shard: Path, documents: int) -> np.ndarray | None:
             f"({documents:,} documents); restore the file, or prepare the folder again"
         )
     return np.memmap(path, DOCUMENT, mode="r").view(np.ndarray) if documents else np.empty(0, DOCUMENT)
-
-
-def origin_at(index: np.ndarray, token: int) -> Origin:
-    """The document that the token at that offset of the shard belongs to."""
-    number = int(np.searchsorted(index["end"], token, side="right"))
-    return Origin(number + 1, int(index["source"][number]), int(index["place"][number]))

@@ -4,10 +4,9 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedConfig
@@ -18,8 +17,9 @@ from pretrain.addresses import ModelAddress, find_models
 from pretrain.generation import Sampling, encode_prompt, generate_text
 from pretrain.harness import TaskSelection, score_tasks, select_tasks
 from pretrain.history import read_end
-from pretrain.model import load_model_config, load_pretrained
-from pretrain.problems import InputError
+from pretrain.model import load_pretrained
+from pretrain.model_config import load_model_config
+from pretrain.problems import InputError, Problems
 from pretrain.run_status import is_alive
 from pretrain.scores import (
     Evaluation,
@@ -42,8 +42,6 @@ from pretrain.shard_evaluation import (
 from pretrain.shards import ShardReader, read_manifest
 from pretrain.strategy import Strategy
 from pretrain.trackers import Trackers
-
-Value = TypeVar("Value")
 
 
 @dataclass
@@ -115,45 +113,33 @@ def report(evaluations: list[Evaluation], arguments: argparse.Namespace) -> None
 
 def prepare(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelection | None]:
     """Finds models, shards and tasks. Raises InputError with every problem of all of them."""
-    problems = output_problems("--output", arguments.output)
-
-    def attempt(find: Callable[[], Value]) -> Value | None:
-        try:
-            return find()
-        except InputError as error:
-            problems.extend(problem for problem in error.problems if problem not in problems)
-            return None
-
-    addresses = [
-        address for text in arguments.model for address in attempt(lambda text=text: find_models([text])) or []
-    ]
+    problems = Problems(output_problems("--output", arguments.output))
+    addresses = [address for text in arguments.model for address in problems.attempt(find_models, [text]) or []]
     for folder in arguments.data:
-        attempt(lambda folder=folder: read_manifest(folder, arguments.tokenizer))
+        problems.attempt(read_manifest, folder, arguments.tokenizer)
     jobs = []
     for address in addresses:
-        config = attempt(
-            lambda address=address: load_model_config(
-                str(address.folder), trust_remote_code=arguments.trust_remote_code
-            )
+        config = problems.attempt(
+            load_model_config, str(address.folder), trust_remote_code=arguments.trust_remote_code
         )
         if config is None:
             continue
         job = Job(address, config)
         jobs.append(job)
         if arguments.data:
-            attempt(lambda job=job: add_sources(job, arguments))
+            problems.attempt(add_sources, job, arguments)
         if arguments.tasks or arguments.prompt is not None:
-            attempt(lambda job=job: add_tokenizer(job, arguments))
+            problems.attempt(add_tokenizer, job, arguments)
         if arguments.prompt is not None and job.tokenizer is not None:
-            attempt(lambda job=job: add_prompt(job, arguments))
+            problems.attempt(add_prompt, job, arguments)
     if addresses:
         problems.extend(plot_problems(arguments.plot, addresses))
     # Last, and not at all where something else is wrong already: it takes seconds and may download.
     tasks = None
     if arguments.tasks and not problems:
-        tasks = attempt(lambda: select_tasks(arguments.tasks, arguments.include_path))
+        tasks = problems.attempt(select_tasks, arguments.tasks, arguments.include_path)
     if problems:
-        raise InputError(*problems)
+        raise InputError(*dict.fromkeys(problems))  # of several models each may have the same
     return jobs, tasks
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from pretrain.config import RunConfig
 from pretrain.memory import FP32, Memory, Work, at_peak, loss_bytes, optimizer_bytes, update_bytes, work_of
+from pretrain.pipeline import SCHEDULES
 
 DEEPSPEED_FILES = {
     "zero1": "ds_configs/zero1.json",
@@ -78,8 +79,6 @@ def footprint(
     micro_steps = max(1, config.batch.tokens_per_step // (sequences * length * data_ranks(name, layout)))
     make_work = functools.partial(work_of, config, precision=precision, device_type=device_type)
     if name == "pp":
-        from pretrain.pipeline import SCHEDULES
-
         settings, ranks = config.pipeline, layout.per_group
         microbatches = SCHEDULES[settings.schedule].stages_per_rank * settings.microbatch_scale
         rows = max(1, sequences // microbatches)
@@ -235,8 +234,6 @@ def pipeline(work: Work, ranks: int, schedule: str, microbatch_scale: int) -> Me
 
     `work` is that of one pipeline microbatch, with the whole model.
     """
-    from pretrain.pipeline import SCHEDULES
-
     sizes, act, layout = work.sizes, work.activations, SCHEDULES[schedule]
     stages = len(layout.owners(ranks))
     microbatches = stages * microbatch_scale

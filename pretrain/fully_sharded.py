@@ -114,14 +114,8 @@ class FullySharded(Strategy):
         return ShardedGroup.of(group_of(optimizer_state_by_name(self.optimizer, self.name_of)))
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, tensor in super().model_tensors().tensors.items():
-                if isinstance(tensor, DTensor):
-                    tensor.to_local().copy_(local_part(model[name], tensor))
-                else:
-                    tensor.copy_(model[name])
-        parameters = {name: parameter for parameter, name in self.name_of.items()}
-        load_optimizer_state(self.optimizer, self.name_of, ShardedState(optimizer, parameters))
+        load_parts(super().model_tensors().tensors, model)
+        load_optimizer_state(self.optimizer, self.name_of, ShardedState(optimizer, self.name_of))
 
     def replicas(self) -> list[ReplicaGroup]:
         """HSDP: the shards, over the groups that each hold a whole model."""
@@ -158,8 +152,8 @@ class ShardedGroup(TensorGroup):
 class ShardedState(Mapping[str, torch.Tensor]):
     """Saved optimizer state, whole, as the parts that go with this process's parts of the parameters."""
 
-    def __init__(self, whole: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]):
-        self._whole, self._parameters = whole, parameters
+    def __init__(self, whole: Mapping[str, torch.Tensor], name_of: Mapping[torch.Tensor, str]):
+        self._whole, self._parameters = whole, {name: parameter for parameter, name in name_of.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor, parameter = self._whole[name], self._parameters.get(name.rpartition(".")[0])
@@ -180,6 +174,16 @@ class ShardedState(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._whole)
+
+
+@torch.no_grad()
+def load_parts(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> None:
+    """Copies whole tensors by name into those that train; into a DTensor the part that this process holds."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            tensor.to_local().copy_(local_part(whole[name], tensor))
+        else:
+            tensor.copy_(whole[name])
 
 
 def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:

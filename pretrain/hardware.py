@@ -47,8 +47,9 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]
     return measured_matrix_flops(dtype), f"measured {dtype} matrix product on {torch.get_num_threads()} threads"
 
 
-def measured_matrix_flops(dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
-    """FLOP/s of the best of some (size, size) matrix products on the CPU, after a warm-up."""
+def measured_matrix_flops(dtype: torch.dtype) -> float:
+    """FLOP/s of the best of five (1024, 1024) matrix products on the CPU, after a warm-up."""
+    size, repeats = 1024, 5
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     best = float("inf")
     for repeat in range(repeats + 1):

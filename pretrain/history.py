@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.problems import InputError, did_you_mean
+from pretrain.problems import InputError, Problems, did_you_mean
+from pretrain.run_folder import METRICS_FILE
 
-METRICS_FILE = "metrics.jsonl"
 CURVES = frozenset({"train", "validation", "evaluation", "sample", "skip"})
 """Events that say something of the model at a step; the others tell what happened, and that stays true."""
 BESIDE = frozenset({"evaluation", "publish"})
@@ -144,14 +144,9 @@ def require_run(folder: Path) -> Path:
 
 def require_runs(folders: Iterable[Path]) -> list[Path]:
     """All of them as runs. Raises InputError with every folder that is none."""
-    runs, problems = [], []
-    for folder in folders:
-        try:
-            runs.append(require_run(folder))
-        except InputError as error:
-            problems += error.problems
-    if problems:
-        raise InputError(*problems)
+    problems = Problems()
+    runs = [problems.attempt(require_run, folder) for folder in folders]
+    problems.stop_if_any()
     return runs
 
 
@@ -171,13 +166,20 @@ def find_runs(folder: Path, *, depth: int = 3) -> list[Path]:
 
 def read_history(run: Path) -> History:
     """Reads a whole run: about a second for 100,000 lines. Raises InputError if the folder is no run."""
-    require_run(run)
-    with open(run / METRICS_FILE, "rb") as file:
-        events = parse_lines(file)
+    events = read_metrics(require_run(run))
     if not events:
         raise InputError(f"{run / METRICS_FILE}: holds no events yet; wait until the run has begun")
     count_hours(events)
     return History(run, current_events(events))
+
+
+def read_metrics(run: Path) -> list[Event]:
+    """The events of a run in the order in which they were logged, those of steps that were repeated included.
+
+    Raises OSError where there is no metrics.jsonl.
+    """
+    with open(run / METRICS_FILE, "rb") as file:
+        return parse_lines(file)
 
 
 def parse_lines(lines: Iterable[bytes]) -> list[Event]:

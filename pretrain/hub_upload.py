@@ -2,7 +2,6 @@
 the same call. Also in a process of its own beside the training.
 """
 
-import os
 import re
 import shutil
 import subprocess
@@ -13,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.card import PICTURE_FILE
+from pretrain.launcher import environment_alone
 from pretrain.lock import hold_while_open, is_held
 from pretrain.problems import InputError, did_you_mean
-from pretrain.publishing import MANIFEST_FILE, STAGING, Model, PublishFailed, revision_of
+from pretrain.publishing import STAGING, Model, PublishFailed, revision_of
 from pretrain.quantities import count_text
+from pretrain.sealed_folder import MANIFEST_FILE
 
 REPLACED_ON_HUB = (
     "*.safetensors", "*.safetensors.index.json", "*.py", PICTURE_FILE, "trainer_state.json", MANIFEST_FILE,
@@ -28,10 +29,6 @@ LICENSES = (
 )  # fmt: skip
 """The common ones of the Hub's licence ids, for suggestions: the Hub itself has the last word."""
 LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z]{2,8})?|multilingual|code")
-OF_ONE_PROCESS = re.compile(
-    r"(RANK|WORLD_SIZE|LOCAL_\w+|GROUP_\w+|ROLE_\w+|MASTER_\w+|(ACCELERATE|FSDP|TORCHELASTIC)_\w+)"
-)
-"""Environment variables that make a process take part in the training that it is started from."""
 BACKGROUND_ATTEMPTS = 10
 WAITING = ".waiting"
 
@@ -94,7 +91,6 @@ def publish_in_background(
     private: bool,
     license: str,
     languages: list[str],
-    attempts: int = BACKGROUND_ATTEMPTS,
 ) -> str | None:
     """Starts publish.py for a checkpoint, or for final/ where step is None, and returns at once.
 
@@ -103,13 +99,13 @@ def publish_in_background(
     """
     command = [sys.executable, str(Path(__file__).parents[1] / "publish.py"), "--run", str(run), "--repo", repository]
     command += ["--final"] if step is None else ["--checkpoint", str(step)]
-    command += ["--license", license, "--attempts", str(attempts), "--beside_training"]
+    command += ["--license", license, "--attempts", str(BACKGROUND_ATTEMPTS), "--beside_training"]
     command += ["--language", *languages] if languages else []
     command += ["--private"] if private else []
     revision = "main" if step is None else revision_of(step)
     if shutil.which("nice"):
         command = ["nice", "-n", "10", *command]
-    environment = {name: value for name, value in os.environ.items() if not OF_ONE_PROCESS.fullmatch(name)}
+    environment = environment_alone()
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     try:
         (run / STAGING).mkdir(exist_ok=True)

@@ -7,6 +7,7 @@ import numpy as np
 
 from pretrain.document_index import read_index, tokens_of
 from pretrain.shards import SPLITS, Manifest, Shard, id_dtype, read_manifest
+from pretrain.tokenize import load_decoder
 
 READ_IDS = 1 << 22
 BAR_CHARACTERS = 40
@@ -24,7 +25,7 @@ def inspection_text(folder: Path) -> str:
         lengths.append(document_lengths(manifest, shard))
         for ids in ids_of(manifest, shard):
             counts += np.bincount(ids, minlength=len(counts))[: len(counts)]
-    decoder = _decoder(manifest)
+    decoder = load_decoder(manifest.tokenizer_folder)
     lines = [
         str(folder),
         *_count_lines(manifest),
@@ -138,9 +139,3 @@ def _next_start(ids: np.ndarray, token: int, end: int) -> int:
         if len(found) and first + int(found[0]) + 1 < len(ids):
             return first + int(found[0]) + 1
     return 0
-
-
-def _decoder(manifest: Manifest):
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(manifest.tokenizer_folder / "tokenizer.json"))

@@ -14,6 +14,24 @@ from pretrain.launcher_files import command_problems, deepspeed_problems, value_
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 """Our names to accelerate's."""
 
+OF_SEVERAL_PROCESSES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "ACCELERATE_",
+    "FSDP_",
+)
+"""Beginnings of the names by which a process knows that it is one of several."""
+
+
+def environment_alone() -> dict[str, str]:
+    """This process's environment for one that it starts and that takes no part in the training."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(OF_SEVERAL_PROCESSES)}
+
 
 def environment_flag(name: str) -> bool:
     return os.environ.get(name, "false").lower() in ("1", "true", "yes")

@@ -19,7 +19,7 @@ from pretrain.compilation import layers_of
 from pretrain.config import RunConfig
 from pretrain.loss import CHUNK_BYTES, HIDDEN_STATE_ARCHITECTURES, MIN_CHUNK_TOKENS
 from pretrain.model import build_meta_model, embedding_parameter_names
-from pretrain.optim import is_output_head
+from pretrain.optim import is_output_head, parameter_dtype
 
 FP32 = 4
 
@@ -160,7 +160,7 @@ def work_of(
         "activation_checkpointing": config.activation_checkpointing,
         "compiled": config.compile != "none",
     }
-    weights = torch.bfloat16 if config.optim.stochastic_rounding else torch.float32
+    weights = parameter_dtype(config.optim)
     activations = trace_activations(model_config, weights=weights, autocast=is_half, **settings)
     whole = activations
     if is_half:
@@ -202,12 +202,12 @@ def optimizer_bytes(work: Work, share: float = 1.0) -> float:
     return share * FP32 * optimizer_elements(work.optimizer, work.sizes)
 
 
-def update_bytes(work: Work, largest_share: float = 1.0) -> float:
+def update_bytes(work: Work) -> float:
     """What an update makes and drops again; AdamW's fused kernels need nothing."""
     if work.optimizer == "muon":  # the update in fp32, and three products of it in bf16
-        return largest_share * work.sizes.largest_hidden_matrix * (2 * FP32 + 3 * 2)
+        return work.sizes.largest_hidden_matrix * (2 * FP32 + 3 * 2)
     if work.optimizer == "adafactor":  # squares, update, a product on the way, fp32 copies and random bits of bf16
-        return largest_share * work.sizes.largest * (28 if work.rounds_stochastically else 4 * FP32)
+        return work.sizes.largest * (28 if work.rounds_stochastically else 4 * FP32)
     return 0.0
 
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from pretrain.config import RunConfig
 from pretrain.quantities import bytes_text, count_text, duration_text
+from pretrain.run_folder import METRICS_FILE
 from pretrain.trackers import Trackers
 
 SHOWN = {
@@ -121,7 +122,7 @@ class Metrics:
         self._ended = False
         if is_main:
             run.mkdir(parents=True, exist_ok=True)
-            self._lines, self._log = LineFile(run / "metrics.jsonl"), LineFile(run / "train.log")
+            self._lines, self._log = LineFile(run / METRICS_FILE), LineFile(run / "train.log")
             self._bar = tqdm(unit="step", dynamic_ncols=True, disable=True)
 
     def begin(self, config: RunConfig, *, total_steps: int, first_step: int) -> None:
@@ -173,11 +174,9 @@ class Metrics:
         else:
             self._bar.write(text)
 
-    def step_done(self, step: int, loss: float | None = None) -> None:
+    def step_done(self, step: int) -> None:
         """Moves the progress bar to after `step`."""
         if self.is_main:
-            if loss is not None:
-                self._bar.set_postfix_str(f"loss {loss:.4f}")
             self._bar.update(step + 1 - self._bar.n)
 
     def end(self, code: int, reason: str, **values: Any) -> None:
@@ -205,18 +204,6 @@ class Metrics:
         if event == "end":
             extra["duration"] = duration_text(values["seconds"])
         return SHOWN[event].format(**{**extra, **values})
-
-
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The events of a run, in order; a last line that a crash cut short is left out."""
-    events = []
-    with open(run / "metrics.jsonl", encoding="utf-8") as file:
-        for line in file:
-            try:
-                events.append(json.loads(line))
-            except ValueError:
-                continue
-    return events
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -11,32 +11,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
 
 from pretrain.model_config import load_model_config
 from pretrain.problems import InputError
-
-__all__ = [
-    "build_meta_model",
-    "build_model",
-    "check_vocabulary",
-    "count_non_embedding_parameters",
-    "count_parameters",
-    "embedding_parameter_names",
-    "initialize_module",
-    "load_model_config",
-    "load_pretrained",
-    "parameter_shapes",
-    "save_model_metadata",
-    "set_end_of_document",
-]
 
 # Matrix products are fastest, on GPUs above all, when the vocabulary is a multiple of this.
 VOCABULARY_MULTIPLE = 64
@@ -138,7 +118,7 @@ def initialize_module(model: PreTrainedModel, name: str, *, seed: int) -> None:
     _refuse_missing_values(type(model).__name__, modules)
 
 
-def load_pretrained(name_or_path: str, *, attention: str = "sdpa", trust_remote_code: bool = False) -> PreTrainedModel:
+def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """A pretrained model from a folder or the Hub, with fp32 master weights whatever the precision they were saved in.
 
     Only safetensors are read: the older format is a pickle, which executes on load. Raises InputError when there is no
@@ -154,13 +134,13 @@ def load_pretrained(name_or_path: str, *, attention: str = "sdpa", trust_remote_
         model, loading_info = AutoModelForCausalLM.from_pretrained(
             name_or_path,
             dtype=torch.float32,
-            attn_implementation=attention,
+            attn_implementation="sdpa",
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
         )
     except (ImportError, ValueError) as error:
-        raise InputError(_attention_problem(attention, error)) from error
+        raise InputError(_attention_problem("sdpa", error)) from error
     except OSError as error:
         raise InputError(
             f"{name_or_path}: no safetensors weights could be read ({_first_line(error)}); give a folder or a Hub id "

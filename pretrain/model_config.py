@@ -83,7 +83,7 @@ def _config_from_json(path: Path) -> PreTrainedConfig:
     problems = _unknown_keys(config_class, fields, keys)
     wrong_types = {key: problem for key in keys if (problem := _type_problem(names[key], keys[key], fields))}
     problems += [f"{key}: {problem}" for key, problem in wrong_types.items()]
-    problems += _rope_problems(config_class, fields, keys)
+    problems += _rope_problems(fields, keys)
     values = {name: field.default for name, field in fields.items()}
     values |= {names[key]: keys[key] for key in keys if key not in wrong_types}
     problems += _shape_problems(config_class, values)
@@ -172,7 +172,7 @@ def _type_problem(name: str, value: Any, fields: dict) -> str | None:
     return None
 
 
-def _rope_problems(config_class: type[PreTrainedConfig], fields: dict, keys: dict[str, Any]) -> list[str]:
+def _rope_problems(fields: dict, keys: dict[str, Any]) -> list[str]:
     if "rope_parameters" not in fields:
         return []
     problems = []

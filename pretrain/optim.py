@@ -66,6 +66,11 @@ def optimizer_builder(
     )
 
 
+def parameter_dtype(settings: config.Optim) -> torch.dtype:
+    """Of the parameters that an optimizer updates: fp32 masters, or bf16 where it rounds stochastically."""
+    return torch.bfloat16 if settings.stochastic_rounding else torch.float32
+
+
 def groups_of(matrices: NamedParameters, others: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups: matrices decay, the rest does not; empty groups are left out."""
     groups = [

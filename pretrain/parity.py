@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.problems import EXIT_BAD_INPUT, InputError, did_you_mean
+from pretrain.exit_codes import EXIT_BAD_INPUT
+from pretrain.problems import InputError, did_you_mean
 from pretrain.recipe import read_run_config
 
 ROOT = Path(__file__).parents[1]

@@ -7,10 +7,11 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.calibration import Measurement
+from pretrain.calibration import Measurement, calibrate
 from pretrain.config import RunConfig
 from pretrain.footprint import LAUNCHER_FILES, Layout, footprint
 from pretrain.gpus import Gpu
+from pretrain.hardware import peak_flops
 from pretrain.model_config import load_model_config
 from pretrain.planning import (
     Candidate,
@@ -34,6 +35,7 @@ from pretrain.step_time import (
     Speed,
     default_mfu,
 )
+from pretrain.strategy import make_strategy
 
 GIB = 2**30
 TABLE_WIDTH = 132
@@ -116,10 +118,6 @@ def build_plan(
 
 def calibrated(config: RunConfig, model_config: Any, work: RunWork) -> dict[str, Any]:
     """Runs steps of the recipe here, and compares their memory with what would have been predicted."""
-    from pretrain.calibration import calibrate
-    from pretrain.hardware import peak_flops
-    from pretrain.strategy import make_strategy
-
     strategy = make_strategy(config)
     if strategy.ranks != 1:
         raise InputError("--calibrate: runs in one process; start it with python, not with accelerate launch")

@@ -3,17 +3,26 @@
 Nothing here touches a GPU. Memory is pretrain/footprint.py's, time pretrain/step_time.py's.
 """
 
+import importlib
 import math
-import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from accelerate.utils import patch_environment
+
+from pretrain.batches import Batches
 from pretrain.config import RunConfig
+from pretrain.derived import ramp_of, sequences_of, too_long
 from pretrain.footprint import LAUNCHER_FILES, Layout, data_ranks, footprint, layout_of
 from pretrain.gpus import Gpu
 from pretrain.memory import FP32, Memory, optimizer_elements, sizes_of
+from pretrain.model import count_non_embedding_parameters
+from pretrain.pipeline import SCHEDULES
 from pretrain.problems import InputError
+from pretrain.shards import MANIFEST_FILE
 from pretrain.step_time import ALONE, Hardware, RunWork, Speed
+from pretrain.strategy import STRATEGIES
 
 SIMPLEST_FIRST = {name: place for place, name in enumerate(LAUNCHER_FILES)}
 
@@ -57,9 +66,6 @@ def planned_precision(config: RunConfig, gpu: Gpu) -> str:
 
 def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
     """Parameters, tokens, steps and FLOPs. Raises InputError where the budget or the batch cannot be."""
-    from pretrain.derived import ramp_of, too_long
-    from pretrain.model import count_non_embedding_parameters
-
     if problems := too_long(model_config, config.data.sequence_length):
         raise InputError(*problems)
     sizes = sizes_of(model_config)
@@ -124,7 +130,7 @@ def consider(
         without = footprint(whole, model_config, name, layout, precision=precision, sequences=used)
         if without.total <= hardware.usable_bytes:
             notes.append(f"{name}: fits with --activation_checkpointing none too, which takes a quarter less time")
-    seconds, exposed = speed.step_seconds(name, config, work, hardware, layout, used, memory)
+    seconds, exposed = speed.step_seconds(name, config, work, hardware, layout, used)
     return Candidate(name, [], memory, fits, fitting, used, seconds, exposed, notes)
 
 
@@ -139,8 +145,6 @@ def largest(ascending: list[int], fits) -> int | None:
 
 def batch_problem(config: RunConfig, ranks: int) -> str:
     """tokens_per_step and the processes do not go together: the words of the check at the start of a run."""
-    from pretrain.derived import sequences_of
-
     try:
         sequences_of(config, ranks)
     except InputError as error:
@@ -150,19 +154,11 @@ def batch_problem(config: RunConfig, ranks: int) -> str:
 
 def pipeline_parts(config: RunConfig) -> int:
     """What sequences_per_micro_batch must be a multiple of under a pipeline."""
-    from pretrain.pipeline import SCHEDULES
-
     return SCHEDULES[config.pipeline.schedule].stages_per_rank * config.pipeline.microbatch_scale
 
 
 def strategy_problems(name: str, config: RunConfig, hardware: Hardware, layout: Layout, precision: str) -> list[str]:
     """What keeps this strategy from running the recipe on so many GPUs, in the words it would say itself."""
-    import importlib
-
-    from accelerate.utils import patch_environment
-
-    from pretrain.strategy import STRATEGIES
-
     if (name == "single") != (hardware.gpus == 1):
         return ["runs on one GPU" if name == "single" else "needs more than one GPU"] if name not in ALONE else []
     if name == "hsdp" and layout.per_group < 2:
@@ -254,9 +250,6 @@ def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
 
     Raises InputError where the shards cannot serve the run: max_epochs used up, damaged, of different tokenizers.
     """
-    from pretrain.batches import Batches
-    from pretrain.derived import ramp_of
-
     folders = list(dict.fromkeys(str(s.shards) for stage in config.data.mixtures for s in stage.train))
     shares = dict.fromkeys(folders, 0.0)
     begin = 0.0
@@ -267,7 +260,7 @@ def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
             shares[str(source.shards)] += (end - begin) * source.weight / weights
         begin = end
     rows = [{"source": folder, "tokens": shares[folder] * work.tokens, "epochs": None} for folder in folders]
-    if not all(os.path.isfile(os.path.join(folder, "manifest.json")) for folder in folders):
+    if not all((Path(folder) / MANIFEST_FILE).is_file() for folder in folders):
         return rows
     sequences = config.batch.tokens_per_step // config.data.sequence_length
     one = config.model_copy(update={"batch": config.batch.model_copy(update={"sequences_per_micro_batch": 1})})

@@ -32,6 +32,7 @@ PAGE = Path(__file__).with_name("plots_page.html")
 MOST_SCORE_PANELS = 9
 MARK_HEIGHT = 0.035
 """Of a run's line of event marks, as a share of the panel."""
+SMOOTHED_SHARE = 0.04
 BEGINNING = 0.02
 """Share of a run that does not decide the range of the loss."""
 
@@ -134,15 +135,15 @@ def _draw_measure(
         _draw_marks(axis, runs, position)
 
 
-def smoothed(values: list[float], *, share: float = 0.04) -> list[float]:
-    """Means over windows of about that share of the points around each.
+def smoothed(values: list[float]) -> list[float]:
+    """Means over windows of about 4 % of the points around each.
 
     Centred, since a mean of what came before lags behind a falling loss; and shorter near the steep beginning.
     """
     sums = [0.0, *itertools.accumulate(values)]
     means = []
     for number in range(len(values)):
-        reach = min(round(share * len(values) / 2), number // 4)
+        reach = min(round(SMOOTHED_SHARE * len(values) / 2), number // 4)
         first, end = number - reach, min(number + reach + 1, len(values))
         means.append((sums[end] - sums[first]) / (end - first))
     return means

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.duplicates import seen_in_shards
+from pretrain.durable_files import as_json, sync_files, sync_folder, write_durably
 from pretrain.intake import DisagreementError, Intake, Tally
 from pretrain.lock import folder_lock
 from pretrain.part_encoder import EncodedPart, EncodingSettings, encode_parts
 from pretrain.preparation_plan import Documents, PreparationOptions, plan_of, refuse_differences, source_differences
 from pretrain.problems import InputError
-from pretrain.shard_writer import ShardWriter, as_json, shard_files, sync_files, sync_folder, write_durably
+from pretrain.shard_writer import ShardWriter, shard_files
 from pretrain.shards import (
     FORMAT_NAME,
     FORMAT_VERSION,

@@ -2,12 +2,11 @@
 
 import argparse
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.problems import InputError
+from pretrain.problems import Problems
 
 if TYPE_CHECKING:
     from pretrain.destination import Destination
@@ -99,13 +98,13 @@ def read_request(arguments: argparse.Namespace) -> Request:
     from pretrain.slices import parse_slice
     from pretrain.tokenize import load_tokenizer
 
-    problems = _missing(arguments)
-    options = _gather(problems, _options, arguments)
-    documents = _gather(problems, _documents, arguments) if arguments.input or arguments.dataset else None
+    problems = Problems(_missing(arguments))
+    options = problems.attempt(_options, arguments)
+    documents = problems.attempt(_documents, arguments) if arguments.input or arguments.dataset else None
     tokenizer = None
     if arguments.tokenizer and not arguments.train_tokenizer:
-        tokenizer = _gather(problems, load_tokenizer, arguments.tokenizer, arguments.end_of_document)
-    output, destination = _gather(problems, _output, arguments) or (None, None)
+        tokenizer = problems.attempt(load_tokenizer, arguments.tokenizer, arguments.end_of_document)
+    output, destination = problems.attempt(_output, arguments) or (None, None)
     _, on_ray = _engine(arguments.engine)
     request = Request(
         documents,
@@ -117,14 +116,13 @@ def read_request(arguments: argparse.Namespace) -> Request:
         workers=_count(problems, arguments, "workers"),
         on_ray=on_ray,
         ray_address=arguments.ray_address,
-        slice=_gather(problems, parse_slice, arguments.slice) if arguments.slice is not None else None,
+        slice=problems.attempt(parse_slice, arguments.slice) if arguments.slice is not None else None,
         merge_slices=_count(problems, arguments, "merge_slices"),
         vocabulary_size=_count(problems, arguments, "train_tokenizer"),
         sample_bytes=_count(problems, arguments, "tokenizer_sample_bytes"),
     )
     problems += _division_problems(request)
-    if problems:
-        raise InputError(*problems)
+    problems.stop_if_any()
     return request
 
 
@@ -146,7 +144,7 @@ def _division_problems(request: Request) -> list[str]:
 
     if request.slice is None and request.merge_slices is None:
         return []
-    problems = slice_problems(request.options) if request.options else []
+    problems = Problems(slice_problems(request.options) if request.options else [])
     if request.slice and request.merge_slices:
         problems.append("give either --slice I/N, or --merge_slices N when all slices are prepared")
     if request.vocabulary_size:
@@ -154,7 +152,7 @@ def _division_problems(request: Request) -> list[str]:
             "--slice and --merge_slices: a tokenizer is trained by one machine, on a sample; leave them out"
         )
     if request.documents:
-        _gather(problems, request.documents.sliced, 0, 1)
+        problems.attempt(request.documents.sliced, 0, 1)
     return problems
 
 
@@ -197,7 +195,7 @@ def _options(arguments: argparse.Namespace) -> "PreparationOptions":
     from pretrain.preparation_plan import PreparationOptions
     from pretrain.tokenize import ENGINES
 
-    problems: list[str] = []
+    problems = Problems()
     choices = {"documents": UNITS, "on_error": ("stop", "skip"), "engine": ENGINES, "format": ("shards", "megatron")}
     for name, allowed in choices.items():
         given = _engine(arguments.engine)[0] if name == "engine" else getattr(arguments, name)
@@ -216,8 +214,7 @@ def _options(arguments: argparse.Namespace) -> "PreparationOptions":
         deduplicate=arguments.deduplicate,
         megatron=arguments.format == "megatron",
     )
-    if problems:
-        raise InputError(*problems)
+    problems.stop_if_any()
     return options
 
 
@@ -269,15 +266,6 @@ def _fraction(problems: list[str], text: str) -> float:
     if not 0.0 <= fraction < 1.0:
         problems.append(f"--validation_fraction {text}: must be a number from 0 (none) to below 1, such as 0.01")
     return fraction
-
-
-def _gather(problems: list[str], make: Callable[..., Any], *given: Any) -> Any:
-    """The result of make(*given); the problems of its InputError are added to `problems` instead of raised."""
-    try:
-        return make(*given)
-    except InputError as error:
-        problems.extend(error.problems)
-        return None
 
 
 def available_cores() -> int:

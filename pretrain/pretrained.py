@@ -9,7 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from pretrain.model import build_meta_model, initialize_module, load_model_config, load_pretrained
+from pretrain.model import build_meta_model, initialize_module, load_pretrained
+from pretrain.model_config import load_model_config
 
 
 class PretrainedTensors:

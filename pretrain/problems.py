@@ -4,10 +4,11 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from pretrain.exit_codes import EXIT_BAD_INPUT
 
 Value = TypeVar("Value")
-EXIT_BAD_INPUT = 2
 
 
 class InputError(Exception):
@@ -20,6 +21,23 @@ class InputError(Exception):
     def __init__(self, *problems: str):
         super().__init__("\n".join(problems))
         self.problems = list(problems)
+
+
+class Problems(list[str]):
+    """What is wrong with an input, over checks that do not depend on each other, so that all of it is said at once."""
+
+    def attempt(self, check: Callable[..., Value], *given: Any, **named: Any) -> Value | None:
+        """What the check returns; None where it raises an InputError, whose problems are then among these."""
+        try:
+            return check(*given, **named)
+        except InputError as error:
+            self += error.problems
+            return None
+
+    def stop_if_any(self) -> None:
+        """Raises InputError with all of them."""
+        if self:
+            raise InputError(*self)
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:

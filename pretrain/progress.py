@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pretrain.preparation import Tally
+    from pretrain.intake import Tally
 
 SECONDS_BETWEEN_LINES = 10.0
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretrain.card import CARD_FILE, PICTURE_FILE, Publication, write_card
-from pretrain.card_facts import read_config, read_events, read_json
+from pretrain.card_facts import read_config, read_events
 from pretrain.problems import InputError
 from pretrain.quantities import count_text
-from pretrain.sealed_folder import commit, damage, remove
+from pretrain.run_folder import best_step, checkpoint_folders, read_json, read_state
+from pretrain.sealed_folder import MANIFEST_FILE, commit, damage, remove
 
 STAGING = "publish"
 """Folder of a run where models wait to go up, and where the log of publishing during training is."""
 EVALUATIONS = "evaluations"
 """Folder of a run with the logs and the results of what is evaluated beside the training."""
-MANIFEST_FILE = "MANIFEST.json"
 STAYS_HERE = re.compile(r"optimizer.*\.safetensors(\.index\.json)?|trainer_state\.json")
 WEIGHTS = re.compile(r"model.*\.safetensors")
 SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
@@ -77,11 +77,9 @@ def find_models(
     """
     problems: list[str] = []
     found: list[Model] = []
-    checkpoints = checkpoints_of(run)
+    checkpoints = checkpoint_folders(run)
     wanted = set(steps)
     if "best" in wanted:
-        from pretrain.addresses import best_step
-
         best = best_step(checkpoints)
         wanted = wanted - {"best"} | ({best} - {None})
         if best is None:
@@ -117,15 +115,8 @@ def find_models(
     return found
 
 
-def checkpoints_of(run: Path) -> dict[int, Path]:
-    """{step: folder}, oldest first."""
-    folders = (run / "checkpoints").glob("step-*")
-    steps = {folder.name.removeprefix("step-"): folder for folder in folders}
-    return {int(text): steps[text] for text in sorted(steps) if text.isdecimal()}
-
-
 def checkpoint_model(folder: Path, step: int) -> Model:
-    tokens = (read_json(folder / "trainer_state.json").get("state") or {}).get("tokens")
+    tokens = ((read_state(folder) or {}).get("state") or {}).get("tokens")
     tag = f"tokens-{count_text(tokens)}" if tokens else None
     return Model(folder, step, tokens, revision=revision_of(step), tag=tag)
 
@@ -140,7 +131,7 @@ def final_model(run: Path) -> Model:
     ends = [event for event in read_events(run) if event.get("event") == "end" and event.get("code") == 0]
     step = ends[-1].get("step") if ends else None
     if step is None:
-        step = max(checkpoints_of(run), default=0)
+        step = max(checkpoint_folders(run), default=0)
     return Model(run / "final", step, ends[-1].get("tokens") if ends else None, revision="main")
 
 

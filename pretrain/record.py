@@ -6,12 +6,13 @@ import json
 import subprocess
 from pathlib import Path
 
-from pretrain.card_facts import DATA_FILE, hub_datasets_of, read_json
+from pretrain.card_facts import DATA_FILE, hub_datasets_of
 from pretrain.config import RunConfig
 from pretrain.derived import Derived
 from pretrain.hardware import describe_machine
 from pretrain.quantities import count_text
 from pretrain.recipe import as_yaml
+from pretrain.run_folder import read_json
 from pretrain.shards import MANIFEST_FILE, SPLITS, ShardReader
 from pretrain.strategy import Strategy
 

@@ -2,18 +2,16 @@
 
 import fcntl
 import itertools
-import json
 import os
 import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pretrain.history import METRICS_FILE, Event, first_event, is_number, last_start, read_end
+from pretrain.history import Event, first_event, is_number, last_start, read_end
 from pretrain.quantities import count_text, duration_text, table
+from pretrain.run_folder import LOCK_FILE, METRICS_FILE, heartbeat_path, read_json
 
-LOCK_FILE = ".lock"
-HEARTBEAT_FILE = "heartbeats/rank-00000.json"
 HEARTBEAT_SECONDS = 60.0
 """A heartbeat older than this says that the process is gone or hangs; it is written every few seconds."""
 SILENCE_SECONDS = 60.0
@@ -55,15 +53,6 @@ class RunStatus:
         return self.step / self.total_steps if self.step is not None and self.total_steps else None
 
 
-def read_json(path: Path) -> dict:
-    """The object in a small JSON file; empty if there is none, or not a whole one."""
-    try:
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
 def is_alive(run: Path) -> bool | None:
     """Whether a process trains this run now; None if nothing in the folder can tell.
 
@@ -73,11 +62,11 @@ def is_alive(run: Path) -> bool | None:
     if holder.get("host") == socket.gethostname():
         return _holds_lock(run / LOCK_FILE, holder)
     try:
-        touched = (run / HEARTBEAT_FILE).stat().st_mtime
+        touched = heartbeat_path(run).stat().st_mtime
     except OSError:
         return None
     # The clock of the writer and that of the disk may each be off: the later one counts.
-    last = max(touched, read_json(run / HEARTBEAT_FILE).get("time") or 0.0)
+    last = max(touched, read_json(heartbeat_path(run)).get("time") or 0.0)
     return time.time() - last < HEARTBEAT_SECONDS
 
 
@@ -102,7 +91,7 @@ def _holds_lock(path: Path, holder: dict) -> bool:
 def read_status(run: Path, *, brief: bool = False) -> RunStatus:
     """The present of a run, from the last lines of its metrics, its lock and its heartbeat; brief for long lists."""
     events = read_end(run, lines=100, look_back_bytes=1 << 20) if brief else read_end(run)
-    heartbeat = read_json(run / HEARTBEAT_FILE)
+    heartbeat = read_json(heartbeat_path(run))
     last = {event["event"]: event for event in events}
     train, start = last.get("train", {}), last.get("start", {})
     alive, end = is_alive(run), _end_of(events)

@@ -5,7 +5,8 @@ step of the warmup is at the peak. A decay reaches its floor at step == total_st
 taken (nanoGPT's get_lr with lr_decay_iters == max_iters): the last step of a run is one step above the floor. Past
 total_steps the factor stays where the decay ended.
 
-A schedule is a function (schedule, step) -> factor of the peak, entered in SCHEDULES; docs/schedules.md shows them.
+A schedule is a function (schedule, step) -> factor of the peak, entered in SCHEDULES under the name by which a recipe
+calls it (`Optim.schedule` in config.py lists the names too); docs/schedules.md shows them.
 """
 
 import bisect
@@ -42,9 +43,9 @@ class Schedule:
     final_ratio: float = 0.1
     """Floor of the decay, as a share of the peak."""
     decay_steps: int | None = None
-    """warmup_stable_decay: length of the decay that ends the run; None is a fifth of the run."""
+    """wsd: length of the decay that ends the run; None is a fifth of the run."""
     decay_shape: str = "linear"
-    """warmup_stable_decay: key of DECAY_SHAPES."""
+    """wsd: key of DECAY_SHAPES."""
     cooldown_steps: int | None = None
     """infinite: length of the cosine cooldown after the warmup; None is 0.7 of the run. State it for a run that may be
     extended: a default that grows with total_steps would change rates already used."""
@@ -71,7 +72,7 @@ class Schedule:
     @property
     def decays_from(self) -> int:
         """The step at which the decay that ends the run begins; total_steps where none does, or where all is one."""
-        if self.name in ("wsd", "warmup_stable_decay"):
+        if self.name == "wsd":
             decay_steps = round(0.2 * self.total_steps) if self.decay_steps is None else self.decay_steps
             return max(self.warmup_steps, self.total_steps - decay_steps)
         return self.total_steps - (self.anneal_steps if self.name == "infinite" else 0)
@@ -131,8 +132,7 @@ def constant(schedule: Schedule, step: int) -> float:
 
 def warmup_stable_decay(schedule: Schedule, step: int) -> float:
     """The peak, then a decay to the floor over the last decay_steps (Hu et al. 2024, arXiv 2404.06395)."""
-    decay_steps = round(0.2 * schedule.total_steps) if schedule.decay_steps is None else schedule.decay_steps
-    start = max(schedule.warmup_steps, schedule.total_steps - decay_steps)
+    start = schedule.decays_from
     return 1.0 if step < start else _decay(schedule, schedule.decay_shape, step, start)
 
 
@@ -156,7 +156,6 @@ SCHEDULES: dict[str, Callable[[Schedule, int], float]] = {
     "cosine": cosine,
     "linear": linear,
     "constant": constant,
-    "warmup_stable_decay": warmup_stable_decay,
     "wsd": warmup_stable_decay,
     "infinite": infinite,
 }
@@ -310,7 +309,7 @@ def _problems_of_schedule(schedule: Schedule) -> list[str]:
     if schedule.total_steps < 1:
         problems.append(f"total_steps {schedule.total_steps:,} is below 1: raise the budget")
     phases = {"warmup_steps": schedule.warmup_steps}
-    if schedule.name in ("wsd", "warmup_stable_decay"):
+    if schedule.name == "wsd":
         phases["decay_steps"] = schedule.decay_steps or 0
     if schedule.name == "infinite":
         phases["anneal_steps"] = schedule.anneal_steps

@@ -10,6 +10,9 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from pretrain.durable_files import sync_folder, write_durably
+
+MANIFEST_FILE = "MANIFEST.json"
 FORMAT = {"format": "groundwork-checkpoint", "version": 1}
 REMOVED = ".removing-"
 
@@ -26,7 +29,7 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
         if path.is_file() and name not in files:
             files = {**files, name: seal(path)}
     contents = {**FORMAT, "files": dict(sorted(files.items()))}
-    write_durably(unfinished / "MANIFEST.json", json.dumps(contents, indent=1))
+    write_durably(unfinished / MANIFEST_FILE, json.dumps(contents, indent=1))
     for folder in [*(path for path in unfinished.rglob("*") if path.is_dir()), unfinished]:
         sync_folder(folder)
     if final.exists():
@@ -54,41 +57,21 @@ def seal(path: Path) -> dict:
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Replaces a small file so that a crash leaves either the old or the new one."""
-    fresh = path.with_name(f".{path.name}.new")
-    with open(fresh, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.rename(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes creations, renames and removals in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None) -> list[str]:
     """What is wrong with a sealed folder, as far as this rank's share of its files shows; [] is a good one.
 
     beat: called before each file, which takes a while to read.
     """
     try:
-        manifest = json.loads((folder / "MANIFEST.json").read_text())
+        manifest = json.loads((folder / MANIFEST_FILE).read_text())
         expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except FileNotFoundError:
-        return ["MANIFEST.json is missing"]
+        return [f"{MANIFEST_FILE} is missing"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"MANIFEST.json cannot be read ({type(error).__name__}: {error})"]
+        return [f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})"]
     if {key: manifest.get(key) for key in FORMAT} != FORMAT:
-        return [f"MANIFEST.json is not of {FORMAT['format']} version {FORMAT['version']}"]
-    present = {p.relative_to(folder) for p in folder.rglob("*") if p.is_file()} - {Path("MANIFEST.json")}
+        return [f"{MANIFEST_FILE} is not of {FORMAT['format']} version {FORMAT['version']}"]
+    present = {p.relative_to(folder) for p in folder.rglob("*") if p.is_file()} - {Path(MANIFEST_FILE)}
     # Downloads leave hidden files beside what they fetch; nothing reads them.
     present = {str(name) for name in present if not any(part.startswith(".") for part in name.parts)}
     problems = [f"{name} is not in the manifest" for name in sorted(present - set(expected))] if rank == 0 else []

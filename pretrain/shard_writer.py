@@ -1,7 +1,6 @@
 """Writes shards that can be continued after a kill at any moment: data first, then the note of how far it is sound."""
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -12,40 +11,9 @@ import numpy as np
 
 from pretrain import megatron
 from pretrain.document_index import DOCUMENT, SUFFIX, index_of, tokens_of
+from pretrain.durable_files import sync_folder, write_durably
 from pretrain.problems import InputError
 from pretrain.shards import SPLITS, VERIFY_BLOCK_BYTES, Shard, id_dtype, sha256_of
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Replaces a file by rename, so that at every moment the old or the new content is there, also after a crash."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes creations, renames and removals in a folder durable (or, given a file, its content)."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_files(folder: Path) -> None:
-    """Makes the files of a folder durable, and the folder itself."""
-    for path in folder.iterdir():
-        sync_folder(path)
-    sync_folder(folder)
-
-
-def as_json(fields: Any) -> bytes:
-    """The one way in which this project's files of record are written: the same fields, the same bytes."""
-    return (json.dumps(fields, ensure_ascii=False, indent=1) + "\n").encode()
 
 
 @dataclass

@@ -16,7 +16,7 @@ from pretrain.document_index import document_table, read_index, tokens_of
 from pretrain.duplicates import document_hashes
 from pretrain.part_encoder import EncodedPart, Problem
 from pretrain.preparation_plan import Documents, PreparationOptions, plan_of, refuse_differences
-from pretrain.problems import InputError
+from pretrain.problems import InputError, Problems
 from pretrain.shards import MANIFEST_FILE, SPLITS, Manifest, Shard, ShardReader, id_dtype, read_manifest
 from pretrain.sources import Position
 from pretrain.tokenize import LoadedTokenizer
@@ -60,7 +60,7 @@ def require_slices(
 ) -> list[Path]:
     """The folders of all slices of `output`. Raises InputError naming each that is unfinished or of something else."""
     plan = plan_of(documents, tokenizer, options)
-    folders, problems = [], []
+    folders, problems = [], Problems()
     for number in range(count):
         folder = slice_folder(output, number, count)
         _, options_of_slice = slice_of(documents, options, number, count)
@@ -68,13 +68,10 @@ def require_slices(
             problems.append(f"{folder}: is not finished; run the same command with --slice {number}/{count}")
             continue
         made_from = json.loads((folder / MANIFEST_FILE).read_bytes())
-        try:
-            refuse_differences(folder, made_from, plan | {"options": options_of_slice.as_plan()}, "was finished")
-        except InputError as error:
-            problems += error.problems
+        plan_of_slice = plan | {"options": options_of_slice.as_plan()}
+        problems.attempt(refuse_differences, folder, made_from, plan_of_slice, "was finished")
         folders.append(folder)
-    if problems:
-        raise InputError(*problems)
+    problems.stop_if_any()
     return folders
 
 

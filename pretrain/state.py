@@ -7,12 +7,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from pretrain.sealed_folder import write_durably
+from pretrain.durable_files import write_durably
+from pretrain.exit_codes import CRASHED, EXIT_NUMERIC
 
-EXIT_DONE, EXIT_NUMERIC, EXIT_NO_VALID_CHECKPOINT, EXIT_CRASH_LOOP = 0, 16, 17, 18
-EXIT_PREEMPTED, EXIT_INTERRUPTED = 75, 130
-CRASHED = 1
-"""Code of an end that nobody wanted."""
 ROLLBACKS = "rollbacks.json"
 
 

@@ -4,17 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import yaml
 
 from pretrain.batches import Batches, SkippedRange
+from pretrain.card_facts import read_config
 from pretrain.config import Data
 from pretrain.document_index import read_index
 from pretrain.history import read_history
 from pretrain.problems import InputError
-from pretrain.run_status import read_json
+from pretrain.run_folder import checkpoint_folders, read_state
 from pretrain.schedule import BatchRamp
 from pretrain.shards import Manifest, id_dtype
 from pretrain.sources import place_text
+from pretrain.tokenize import load_decoder
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
         f"{run} · step {step:,}: {count:,} sequences of {batches.sequence_length:,} tokens, "
         f"samples {first_sample:,} to {first_sample + count - 1:,} of the run"
     ]
-    decoders = {source: load_decoder(reader.manifest) for source, reader in batches.readers.items()}
+    decoders = {source: load_decoder(reader.manifest.tokenizer_folder) for source, reader in batches.readers.items()}
     for sequence in sequences:
         lines += ["", *_sequence_lines(sequence, decoders[sequence.source], characters)]
     if count > limit:
@@ -73,7 +74,7 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
     last = history.last("train").get("step", 0)
     if step > last:
         raise InputError(f"--step {step:,}: {run} has come to step {last:,} so far; give 1 to {last:,}")
-    settings = settings_of(run / "config.yaml")
+    settings = read_config(run)
     state, identity = newest_state(run)
     # A larger budget moves the stages of a curriculum: the start that was in effect then counts. A decay that was
     # asked for shortens the run without moving them, so a start within it says nothing of them.
@@ -92,15 +93,6 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
     return batches, ramp.sequences_before(step - 1), ramp.sequences_at(step - 1)
 
 
-def settings_of(path: Path) -> dict:
-    """What config.yaml says; empty if it cannot be read."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
 def changed_sources(batches: Batches, identity: dict) -> list[str]:
     """The sources whose shards are not those that the run's checkpoints name by hash."""
     stages = identity.get("data.train") or identity.get("data.stages") or []
@@ -114,9 +106,8 @@ def changed_sources(batches: Batches, identity: dict) -> list[str]:
 
 
 def newest_state(run: Path) -> tuple[dict, dict]:
-    """(the state, what the data was) of the newest checkpoint; empty without one."""
-    saved = [read_json(path) for path in sorted((run / "checkpoints").glob("step-*/trainer_state.json"))]
-    newest = saved[-1] if saved else {}
+    """(the state, what the data was) of the newest checkpoint that says so; empty without one."""
+    newest = next(filter(None, map(read_state, reversed(checkpoint_folders(run).values()))), {})
     return newest.get("state", {}), newest.get("identity", {})
 
 
@@ -195,17 +186,6 @@ def origin_of(manifest: Manifest, split: str, file: str, number: int) -> str | N
             return place_text(manifest.source_names[entry["source"]], manifest.input_format, int(entry["place"]))
         number -= shard.documents
     return None
-
-
-def load_decoder(manifest: Manifest):
-    """The tokenizer that travels with the shards."""
-    from tokenizers import Tokenizer
-
-    path = manifest.tokenizer_folder / "tokenizer.json"
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exception
-        raise InputError(f"{path}: cannot be read ({error}); restore it or prepare the folder again") from None
 
 
 def _sequence_lines(sequence: Sequence, decoder, characters: int) -> list[str]:

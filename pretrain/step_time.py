@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pretrain.config import RunConfig
 from pretrain.footprint import Layout, data_ranks
 from pretrain.gpus import Gpu
-from pretrain.memory import FP32, Memory, Sizes
+from pretrain.memory import FP32, Sizes
+from pretrain.pipeline import SCHEDULES
 
 FRAGMENTATION = 0.08
 """Part of a GPU's memory that torch's allocator cannot use: pieces of the wrong size."""
@@ -94,7 +95,6 @@ class Speed:
         hardware: Hardware,
         layout: Layout,
         micro_batch: int,
-        memory: Memory,
     ) -> tuple[float, float]:
         """(seconds of a step, those in which GPUs wait for each other)."""
         if self.tokens_per_second:
@@ -113,8 +113,6 @@ class Speed:
 
 def bubble(config: RunConfig, ranks: int) -> float:
     """Time a pipeline's processes wait, relative to the time they compute (Narayanan et al., arXiv 2104.04473)."""
-    from pretrain.pipeline import SCHEDULES
-
     layout = SCHEDULES[config.pipeline.schedule]
     if layout.splits_backward:
         return 0.0

@@ -1,7 +1,7 @@
 """The only module that knows which strategy runs.
 
 `accelerate launch --config_file accelerate_configs/X.yaml` chooses it; `Strategy` builds the Accelerator, checks that
-what runs is what was asked for, and gives the loop the verbs it needs: prepare, accumulate, backward, update, mean.
+what runs is what was asked for, and gives the loop the verbs it needs: prepare, accumulate, backward, update, sum.
 The same files serve machines with and without GPUs: without one, processes talk over gloo.
 """
 
@@ -258,10 +258,6 @@ class Strategy:
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that see different data."""
         return self.accelerator.reduce(tensor, reduction="sum")
-
-    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Mean over the ranks that see different data."""
-        return self.sum(tensor) / self.data_ranks
 
     @property
     def speaks(self) -> bool:

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from pretrain.attempts import LOCK
 from pretrain.config import RunConfig
 from pretrain.consensus import Consensus, Request, StepReport
 from pretrain.control import Control
 from pretrain.derived import Derived
+from pretrain.exit_codes import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from pretrain.guard import Finding, Guard
 from pretrain.metrics import Metrics
 from pretrain.replicas import differences
-from pretrain.state import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, RunStopped
+from pretrain.run_folder import LOCK_FILE
+from pretrain.state import RunStopped
 from pretrain.strategy import Strategy
 from pretrain.watch import Watch
 
@@ -88,7 +89,7 @@ class Supervisor:
             [pid for rank, (host, pid) in enumerate(processes) if host == here and rank != strategy.rank],
             step_timeout_seconds=guard.step_timeout_seconds,
             first_step_timeout_seconds=guard.first_step_timeout_seconds,
-            held=self.config.output / LOCK if strategy.is_main else None,
+            held=self.config.output / LOCK_FILE if strategy.is_main else None,
             on_end=lambda reason, code: self.metrics.end(code, reason),
         )
 

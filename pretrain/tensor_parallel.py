@@ -17,10 +17,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import PreTrainedModel
 
 from pretrain.config import RunConfig
-from pretrain.fully_sharded import ShardedGroup, ShardedState, local_part
+from pretrain.fully_sharded import ShardedGroup, ShardedState, load_parts
 from pretrain.launcher import parallel_size
 from pretrain.loss import LanguageModelLoss
-from pretrain.model import load_model_config
+from pretrain.model_config import load_model_config
 from pretrain.model_parallel import ModelParallel
 from pretrain.optim import describe_optimizer, load_optimizer_state, optimizer_state_by_name
 from pretrain.problems import InputError
@@ -148,14 +148,8 @@ class TensorParallel(ModelParallel):
         return [*groups, (self.data_group, parts)] if self.data_ranks > 1 else groups
 
     def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, tensor in super().model_tensors().tensors.items():
-                if isinstance(tensor, DTensor):
-                    tensor.to_local().copy_(local_part(model[name], tensor))
-                else:
-                    tensor.copy_(model[name])
-        parameters = {name: parameter for parameter, name in self.name_of.items()}
-        load_optimizer_state(self.optimizer.optimizer, self.name_of, ShardedState(optimizer, parameters))
+        load_parts(super().model_tensors().tensors, model)
+        load_optimizer_state(self.optimizer.optimizer, self.name_of, ShardedState(optimizer, self.name_of))
 
 
 class AutocastModel(torch.nn.Module):

@@ -113,6 +113,17 @@ def load_tokenizer(name_or_path: str | Path, end_of_document: str | None = None)
     )
 
 
+def load_decoder(folder: Path) -> "Tokenizer":
+    """The tokenizer that travels with shards, to turn ids into text. Raises InputError where it cannot be read."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise InputError(f"{path}: cannot be read ({error}); restore it or prepare the folder again") from None
+
+
 def _read(name_or_path: str) -> tuple[str, bytes, dict[str, bytes]]:
     """(name, tokenizer.json, other files) of a folder, file or Hub id."""
     path = Path(name_or_path)

@@ -9,7 +9,7 @@ import torch
 
 from pretrain.config import Data
 from pretrain.micro_batch import model_inputs
-from pretrain.problems import InputError
+from pretrain.problems import Problems
 from pretrain.shards import ShardReader, open_shards, read_manifest
 from pretrain.strategy import Strategy
 
@@ -25,21 +25,19 @@ def open_validation(data: Data) -> dict[str, ShardReader]:
             for folder, tokenizer in sources.items()
             if read_manifest(folder, tokenizer).totals("validation")[0] > data.sequence_length
         ]
-    readers, problems = {}, []
+    readers, problems = {}, Problems()
     for folder, split, tokenizer in wanted:
-        try:
-            reader = open_shards(folder, split, tokenizer)
-            if reader.tokens <= data.sequence_length:
-                problems.append(
-                    f"data.validation: {folder} has {reader.tokens:,} {split} tokens, fewer than one sequence of "
-                    f"{data.sequence_length:,} + 1; prepare it with a larger --validation_fraction or shorten the "
-                    "sequences"
-                )
-            readers[name_of(folder, readers)] = reader
-        except InputError as error:
-            problems += error.problems
-    if problems:
-        raise InputError(*problems)
+        reader = problems.attempt(open_shards, folder, split, tokenizer)
+        if reader is None:
+            continue
+        if reader.tokens <= data.sequence_length:
+            problems.append(
+                f"data.validation: {folder} has {reader.tokens:,} {split} tokens, fewer than one sequence of "
+                f"{data.sequence_length:,} + 1; prepare it with a larger --validation_fraction or shorten the "
+                "sequences"
+            )
+        readers[name_of(folder, readers)] = reader
+    problems.stop_if_any()
     return readers
 
 

@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from pretrain.state import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, Request
+from pretrain.exit_codes import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from pretrain.run_folder import heartbeat_path
+from pretrain.state import Request
 
 SIGNALS = {
     signal.SIGTERM: Request.PREEMPT,
@@ -84,7 +86,7 @@ class Watch:
 
     def start(self) -> None:
         """From the main thread: from here on a signal is a request to the loop, and silence of the loop a hang."""
-        (self.run / "heartbeats").mkdir(parents=True, exist_ok=True)
+        self.heartbeat_path.parent.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup means it
                 signal.signal(number, lambda *_: None)  # Python writes to the socket only for signals it handles
@@ -113,7 +115,7 @@ class Watch:
 
     @property
     def heartbeat_path(self) -> Path:
-        return self.run / "heartbeats" / f"rank-{self.rank:05d}.json"
+        return heartbeat_path(self.run, self.rank)
 
     def _watch(self) -> None:
         tick = min(0.5, self.step_timeout_seconds / 40)

@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 import pretrain.checkpoint
-from pretrain.checkpoint import Checkpoints, load_saved, step_of
+from pretrain.checkpoint import Checkpoints, load_saved
 from pretrain.config import Checkpoint
+from pretrain.run_folder import step_of
 from pretrain.sealed_folder import damage
 from pretrain.strategy import Strategy, group_of
 from pretrain.tensor_files import plan_files

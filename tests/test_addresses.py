@@ -5,8 +5,8 @@ import json
 import pytest
 
 from pretrain.addresses import find_models
-from pretrain.checkpoint import commit
 from pretrain.problems import InputError
+from pretrain.sealed_folder import commit
 
 
 def problems_of(call, *words) -> str:

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from pretrain.derived import identity_problems
-from pretrain.sealed_folder import write_durably
+from pretrain.durable_files import write_durably
 from pretrain.state import RunState, record_rollbacks, recorded_rollbacks
 
 SAVED = {

@@ -16,12 +16,12 @@ from pretrain.model import (
     count_parameters,
     embedding_parameter_names,
     initialize_module,
-    load_model_config,
     load_pretrained,
     parameter_shapes,
     save_model_metadata,
     set_end_of_document,
 )
+from pretrain.model_config import load_model_config
 from pretrain.problems import InputError
 
 LLAMA = {

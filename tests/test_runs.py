@@ -20,7 +20,8 @@ from pretrain.lock import folder_lock
 from pretrain.problems import InputError
 from pretrain.run_status import is_alive, list_text, read_status, sparkline, state_text, status_text
 from pretrain.shards import open_shards, verify_shards
-from pretrain.step_documents import documents_text, load_decoder, open_step, read_sequence
+from pretrain.step_documents import documents_text, open_step, read_sequence
+from pretrain.tokenize import load_decoder
 
 COMMANDS = ("list", "status", "plot", "compare", "summary", "export", "documents", "save", "stop", "abort", "anneal")
 DEAD = {"pid": 2**22 + 1, "host": socket.gethostname()}
@@ -236,7 +237,7 @@ def test_the_documents_of_a_step_are_those_the_loop_reads(tmp_path, shards):
         sequence = read_sequence(batches, first_sample + row, row + 1)
         assert (sequence.ids == read[row]).all()
         assert (stream[sequence.offset :][:65] == read[row]).all()
-    decoder = load_decoder(open_shards(shards, "train").manifest)
+    decoder = load_decoder(shards / "tokenizer")
     text = documents_text(run, 7, limit=2, characters=10_000)
     first = read_sequence(batches, first_sample, 1)
     for line in decoder.decode(first.documents[0][1].tolist(), skip_special_tokens=False).splitlines():
@@ -248,7 +249,7 @@ def test_the_documents_of_a_step_are_those_the_loop_reads(tmp_path, shards):
 
 def test_the_origin_of_a_document_holds_its_text(tmp_path, shards, text_files):
     batches, *_ = open_step(trained(tmp_path, shards), 1)
-    decoder = load_decoder(open_shards(shards, "train").manifest)
+    decoder = load_decoder(shards / "tokenizer")
     for sample in range(0, 80, 7):
         sequence = read_sequence(batches, sample, 1)
         for (_, ids), origin in zip(sequence.documents, sequence.origins, strict=True):

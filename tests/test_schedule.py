@@ -1,10 +1,13 @@
 import math
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 
+from pretrain import config
 from pretrain.problems import InputError
 from pretrain.schedule import (
+    DECAY_SHAPES,
     SCHEDULES,
     BatchRamp,
     Schedule,
@@ -47,6 +50,12 @@ def test_floor_is_reached_at_total_steps_and_kept(name):
 def test_linear_by_hand():
     schedule = Schedule("linear", total_steps=110, warmup_steps=10, final_ratio=0.0)
     assert schedule.factor(60) == pytest.approx(0.5) and schedule.factor(109) == pytest.approx(0.01)
+
+
+def test_a_recipe_can_name_every_schedule_and_every_shape_of_a_decay_and_no_other():
+    settings = config.Optim.model_fields
+    assert set(get_args(settings["schedule"].annotation)) == set(SCHEDULES)
+    assert set(get_args(settings["decay_shape"].annotation)) == set(DECAY_SHAPES)
 
 
 def test_warmup_stable_decay_by_hand():

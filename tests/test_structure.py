@@ -105,6 +105,13 @@ def readme() -> str:
     return (ROOT / "README.md").read_text()
 
 
+def test_the_design_names_every_module_and_no_other():
+    table = (ROOT / "docs/design.md").read_text().split("| module | noun |")[1].split("\n\n")[0]
+    named = [name for row in table.splitlines()[2:] for name in row.split("|")[1].strip().split(", ")]
+    there = [path.stem for path in (ROOT / "pretrain").glob("*.py") if path.stem != "__init__"]
+    assert sorted(named) == sorted([*there, "architectures/"])
+
+
 def test_paths_in_the_readme_exist():
     made_by_commands = ("runs/", "data/", "tokenizers/", "mine", ".venv", "config.yaml")
     for path in re.findall(r"`([\w./-]+/[\w./-]*|[\w-]+\.(?:py|md|txt|yaml|json))`", readme()):

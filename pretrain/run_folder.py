@@ -1,0 +1,52 @@
+"""What lies where in a run's folder, and its small files, read as a crash may have left them.
+
+Imports nothing heavy, so that looking at a run starts at once.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+METRICS_FILE = "metrics.jsonl"
+LOCK_FILE = ".lock"
+"""Held by the process that trains the run."""
+
+
+def heartbeat_path(run: Path, rank: int = 0) -> Path:
+    """What a process writes every few seconds while it trains."""
+    return run / "heartbeats" / f"rank-{rank:05d}.json"
+
+
+def read_json(path: Path) -> dict:
+    """The object in a small JSON file; empty if there is none, or not a whole one."""
+    return _object_in(path) or {}
+
+
+def _object_in(path: Path) -> dict | None:
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def checkpoint_folders(run: Path) -> dict[int, Path]:
+    """{step: folder} of a run's checkpoints, oldest first, whatever their state."""
+    folders = [path for path in (run / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+    return {step_of(folder): folder for folder in sorted(folders, key=step_of)}
+
+
+def step_of(checkpoint: Path) -> int:
+    """step-00000500 -> 500"""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def read_state(checkpoint: Path) -> dict | None:
+    """A checkpoint's trainer_state.json; None if it cannot be read."""
+    return _object_in(checkpoint / "trainer_state.json")
+
+
+def best_step(checkpoints: Mapping[int, Path]) -> int | None:
+    """The step with the lowest validation loss, the mean over the sources; None where none was measured."""
+    losses = {step: (read_state(folder) or {}).get("validation_loss") for step, folder in checkpoints.items()}
+    return min((step for step, loss in losses.items() if loss is not None), key=losses.get, default=None)
