@@ -8,6 +8,7 @@ length, so long segments go to the flash kernel; so do short ones, where calls c
 Shapes: B windows, T positions, H query heads, G key heads, E width of a head, N = rows x heads of one block.
 """
 
+import functools
 import itertools
 
 import torch
@@ -19,8 +20,9 @@ FP32_SEGMENT_TOKENS = 256
 SHORTEST_IN_BLOCKS, LONGEST_IN_BLOCKS = 128, 1024
 """Segments of these lengths are computed in blocks of queries; measured in docs/performance.md."""
 BLOCK_QUERIES = 128
-BLOCK_BYTES = 2 * 2**20
-"""fp32 scores of one block of queries, over the windows that are taken together: what a core's cache holds."""
+BLOCK_BYTES = 7 * 2**20
+"""fp32 scores of one block of queries, over the windows that are taken together: more leaves the caches, less makes
+more calls."""
 
 
 def attend(
@@ -92,61 +94,66 @@ def _empty_probabilities(query_BHTE: Tensor, keeps: bool) -> Tensor:
     return query_BHTE.new_empty(batch * heads * length * keys if keeps and length >= SHORTEST_IN_BLOCKS else 0)
 
 
-def _heads_together(x_BHTE: Tensor, heads: int) -> Tensor:
-    """(N, T, E) from some rows of (B, H or G, T, E), key heads repeated for their query heads."""
-    if x_BHTE.shape[1] != heads:
-        x_BHTE = x_BHTE.repeat_interleave(heads // x_BHTE.shape[1], dim=1)
-    return x_BHTE.flatten(0, 1)
+def _heads_together(x_RHTE: Tensor, heads: int) -> Tensor:
+    """A copy (N, T, E) of some rows of (B, H or G, T, E), key heads repeated for their query heads."""
+    if x_RHTE.shape[1] == heads:
+        return x_RHTE.clone(memory_format=torch.contiguous_format).flatten(0, 1)
+    return x_RHTE.repeat_interleave(heads // x_RHTE.shape[1], dim=1).flatten(0, 1)
 
 
+@functools.lru_cache(maxsize=8)
 def _future_mask(queries: int, dtype: torch.dtype) -> Tensor:
     """(Q, Q) to be added to the scores of a block's last keys. Filling in by a mask takes seven times as long."""
-    return torch.full((queries, queries), -torch.inf, dtype=dtype).triu(1)
+    return torch.full((queries, queries), -torch.inf, dtype=dtype, device="cpu").triu(1)
 
 
-def _forward_in_blocks(query_RHTE, key_RGTE, value_RGTE, scale, probabilities: _Probabilities | None) -> Tensor:
+def _forward_in_blocks(
+    out_RHTE, query_RHTE, key_RGTE, value_RGTE, scale: float, probabilities: _Probabilities | None
+) -> None:
+    """Fills out_RHTE."""
     rows, heads, length, _ = query_RHTE.shape
     score_dtype = _score_dtype(query_RHTE.dtype)
-    query_NTE = _heads_together(query_RHTE.to(score_dtype) * scale, heads)
-    key_NET = _heads_together(key_RGTE.to(score_dtype), heads).transpose(1, 2)
+    query_NTE = _heads_together(query_RHTE, heads).to(score_dtype) * scale
+    key_NET = _heads_together(key_RGTE, heads).to(score_dtype).transpose(1, 2)
     value_NTE = _heads_together(value_RGTE, heads)
-    out_NTE = torch.empty_like(value_NTE, memory_format=torch.contiguous_format)
     future_QQ = _future_mask(min(BLOCK_QUERIES, length), score_dtype)
     for begin in range(0, length, BLOCK_QUERIES):
         end = min(begin + BLOCK_QUERIES, length)
         scores_NQK = torch.bmm(query_NTE[:, begin:end], key_NET[:, :, :end])
         scores_NQK[:, :, begin:] += future_QQ[: end - begin, : end - begin]
-        softmax_NQK = scores_NQK.softmax(dim=-1)
+        softmax_NQK = torch.softmax(scores_NQK, dim=-1, out=scores_NQK)
         if probabilities is None:
             softmax_NQK = softmax_NQK.to(value_NTE.dtype)
         else:
             softmax_NQK = probabilities.next(*scores_NQK.shape).copy_(softmax_NQK)
-        out_NTE[:, begin:end] = torch.bmm(softmax_NQK, value_NTE[:, :end])
-    return out_NTE.unflatten(0, (rows, heads))
+        out_RHTE[:, :, begin:end] = torch.bmm(softmax_NQK, value_NTE[:, :end]).unflatten(0, (rows, heads))
 
 
-def _backward_in_blocks(grad_out_RHTE, query_RHTE, key_RGTE, value_RGTE, scale, probabilities: _Probabilities):
+def _backward_in_blocks(
+    gradients, grad_out_RHTE, query_RHTE, key_RGTE, value_RGTE, scale: float, probabilities: _Probabilities
+) -> None:
+    """Fills the gradients of query, key and value."""
     rows, heads, length, _ = query_RHTE.shape
     dtype, sum_dtype = query_RHTE.dtype, _score_dtype(query_RHTE.dtype)
-    grad_out_NTE, query_NTE = _heads_together(grad_out_RHTE, heads), _heads_together(query_RHTE * scale, heads)
     key_NTE, value_NET = _heads_together(key_RGTE, heads), _heads_together(value_RGTE, heads).transpose(1, 2)
-    grad_query_NTE = torch.empty_like(query_NTE, memory_format=torch.contiguous_format)
-    grad_key_NTE, grad_value_NTE = query_NTE.new_zeros(2, *query_NTE.shape, dtype=sum_dtype)
+    sums_NTE = key_NTE.new_zeros(2, *key_NTE.shape, dtype=sum_dtype)
+    grad_key_NTE, grad_value_NTE = sums_NTE
     for begin in range(0, length, BLOCK_QUERIES):
         end = min(begin + BLOCK_QUERIES, length)
-        grad_out_NQE = grad_out_NTE[:, begin:end].contiguous()  # for two products, which would each copy it
+        # Contiguous: a product of a part copies it, and each is in two products.
+        query_NQE = _heads_together(query_RHTE[:, :, begin:end], heads).mul_(scale)
+        grad_out_NQE = _heads_together(grad_out_RHTE[:, :, begin:end], heads)
         softmax_NQK = probabilities.next(rows * heads, end - begin, end)
-        grad_softmax_NQK = torch.bmm(grad_out_NQE, value_NET[:, :, :end])
-        grad_scores_NQK = torch._softmax_backward_data(grad_softmax_NQK, softmax_NQK, -1, dtype)
-        grad_query_NTE[:, begin:end] = torch.bmm(grad_scores_NQK, key_NTE[:, :end])
+        grad_NQK = torch.bmm(grad_out_NQE, value_NET[:, :, :end])
+        torch._softmax_backward_data(grad_NQK, softmax_NQK, -1, dtype, grad_input=grad_NQK)
+        grad_query_NQE = torch.bmm(grad_NQK, key_NTE[:, :end]).mul_(scale)
+        gradients[0][:, :, begin:end] = grad_query_NQE.unflatten(0, (rows, heads))
         grad_value_NTE[:, :end] += torch.bmm(softmax_NQK.transpose(1, 2), grad_out_NQE)
-        grad_key_NTE[:, :end] += torch.bmm(grad_scores_NQK.transpose(1, 2), query_NTE[:, begin:end])
-    grad_query_NTE *= scale
-    gradients = [x.unflatten(0, (rows, heads)) for x in (grad_query_NTE, grad_key_NTE, grad_value_NTE)]
+        grad_key_NTE[:, :end] += torch.bmm(grad_NQK.transpose(1, 2), query_NQE)
     groups = key_RGTE.shape[1]
-    if groups != heads:
-        gradients[1:] = [x.unflatten(1, (groups, heads // groups)).sum(dim=2) for x in gradients[1:]]
-    return gradients
+    for gradient, sum_NTE in zip(gradients[1:], (grad_key_NTE, grad_value_NTE), strict=True):
+        sum_RHTE = sum_NTE.unflatten(0, (rows, heads))
+        gradient.copy_(sum_RHTE if groups == heads else sum_RHTE.unflatten(1, (groups, heads // groups)).sum(dim=2))
 
 
 @torch.library.custom_op("groundwork::packed_attention", mutates_args=(), device_types="cpu")
@@ -162,7 +169,7 @@ def _packed_attention(
     for rows, positions, in_blocks in parts_of(cu_seq_lens, query_BHTE):
         inputs = [x[rows, :, positions] for x in (query_BHTE, key_BGTE, value_BGTE)]
         if in_blocks:
-            out_BHTE[rows, :, positions] = _forward_in_blocks(*inputs, scale, probabilities)
+            _forward_in_blocks(out_BHTE[rows, :, positions], *inputs, scale, probabilities)
             continue
         dtype = _flash_dtype(query_BHTE.dtype, positions)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -192,16 +199,17 @@ def _packed_attention_backward(
     probabilities = _Probabilities(kept)
     for rows, positions, in_blocks in parts_of(cu_seq_lens, query_BHTE):
         arguments = [x[rows, :, positions] for x in (grad_out_BHTE, *inputs)]
+        views = [x[rows, :, positions] for x in gradients]
         if in_blocks:
-            parts = _backward_in_blocks(*arguments, scale, probabilities)
-        else:
-            dtype = _flash_dtype(query_BHTE.dtype, positions)
-            arguments = (x.to(dtype) for x in (*arguments, out_BHTE[rows, :, positions]))
-            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *arguments, lse_BHT[rows, :, positions], 0.0, True, scale=scale
-            )
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient[rows, :, positions] = part
+            _backward_in_blocks(views, *arguments, scale, probabilities)
+            continue
+        dtype = _flash_dtype(query_BHTE.dtype, positions)
+        arguments = (x.to(dtype) for x in (*arguments, out_BHTE[rows, :, positions]))
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *arguments, lse_BHT[rows, :, positions], 0.0, True, scale=scale
+        )
+        for view, part in zip(views, parts, strict=True):
+            view.copy_(part)
     return gradients
 
 
