@@ -100,12 +100,9 @@ class FullySharded(Strategy):
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
-    def clip(self, max_grad_norm: float) -> torch.Tensor:
-        parameters = [parameter for parameter in self.causal_lm.parameters() if parameter.grad is not None]
-        grad_norm = total_norm(parameter.grad for parameter in parameters)
-        grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, grad_norm)
-        return grad_norm.to(self.device)
+    def gradient_norm(self) -> torch.Tensor:
+        grad_norm = total_norm(self.gradients())
+        return (grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm).to(self.device)
 
     def model_tensors(self) -> TensorGroup:
         return ShardedGroup.of(super().model_tensors())

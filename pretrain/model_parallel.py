@@ -88,22 +88,22 @@ class ModelParallel(Strategy, ABC):
 
     @abstractmethod
     def combine_gradients(self) -> None:
-        """Makes every gradient that of the whole batch: what `clip` calls before it measures them."""
+        """Makes every gradient that of the whole batch: what is called before they are measured."""
 
     @abstractmethod
     def local_gradients(self) -> list[tuple[torch.Tensor, bool]]:
         """(this process's part of a gradient, whether it counts in the sum over the group) of each parameter."""
 
-    def clip(self, max_grad_norm: float) -> torch.Tensor:
+    def gradient_norm(self) -> torch.Tensor:
         self.combine_gradients()
         self.micro_steps = 0
-        gradients = self.local_gradients()
-        square = total_norm(gradient for gradient, counts in gradients if counts).square().to(self.device)
+        counting = [gradient for gradient, counts in self.local_gradients() if counts]
+        square = total_norm(counting).square().to(self.device)
         dist.all_reduce(square, group=self.model_group)
-        grad_norm = square.sqrt()
-        factor = (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        torch._foreach_mul_([gradient for gradient, _ in gradients], factor)
-        return grad_norm
+        return square.sqrt()
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [gradient for gradient, _ in self.local_gradients()]
 
     def average_over_data(self, gradients: list[torch.Tensor], extra_divisor: int = 1) -> None:
         """Replaces gradients by their mean over the copies of the model, divided by `extra_divisor` too."""

@@ -229,31 +229,37 @@ class Strategy:
 
         Returns (gradient norm before clipping, 1 if the step was skipped else 0), both on the device: nothing waits.
         """
-        grad_norm = self.clip(max_grad_norm or float("inf"))
+        grad_norm = self.gradient_norm()
+        skipped = (~torch.isfinite(grad_norm)).float()
+        divisor = None  # such that torch.nn.utils.clip_grad_norm_ would multiply by its inverse
+        if max_grad_norm is not None:
+            divisor = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0)
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        if self.accelerator.scaler is not None:  # fp16: the scaler skips, and lowers its scale
-            self.optimizer.step()
-            skipped = torch.tensor(float(self.optimizer.step_was_skipped), device=self.device)
-        elif inner.defaults.get("fused"):
-            # The fused kernels read found_inf on the device and leave everything as it is where it is 1.
-            skipped = (~torch.isfinite(grad_norm)).float()
-            inner.grad_scale, inner.found_inf = None, skipped
+        if self.accelerator.scaler is None and inner.defaults.get("fused"):
+            # The fused kernels read both on the device: they divide as they go, a pass over the gradients less, and
+            # leave everything as it is where found_inf is 1.
+            inner.grad_scale, inner.found_inf = divisor, skipped
             self.optimizer.step()
         else:
-            skipped = (~torch.isfinite(grad_norm)).float()
-            if not skipped.item():
+            if divisor is not None and (gradients := self.gradients()):
+                torch._foreach_div_(gradients, divisor.to(gradients[0].device))
+            if self.accelerator.scaler is not None:  # fp16: the scaler skips, and lowers its scale
+                self.optimizer.step()
+                skipped = torch.tensor(float(self.optimizer.step_was_skipped), device=self.device)
+            elif not skipped.item():
                 self.optimizer.step()
         self.optimizer.zero_grad()
         return grad_norm, skipped
 
-    def clip(self, max_grad_norm: float) -> torch.Tensor:
-        """Scales the gradients down to this norm; returns the norm of the whole model's gradient before that."""
+    def gradient_norm(self) -> torch.Tensor:
+        """Norm of the whole model's gradient, a scalar on the device."""
         if self.accelerator.scaler is not None:
             self.accelerator.unscale_gradients()
-        parameters = [parameter for parameter in self.causal_lm.parameters() if parameter.grad is not None]
-        grad_norm = total_norm(parameter.grad for parameter in parameters)
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, grad_norm)
-        return grad_norm
+        return total_norm(self.gradients())
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This process's parts of the parameters' gradients."""
+        return [parameter.grad for parameter in self.causal_lm.parameters() if parameter.grad is not None]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that see different data."""

@@ -1,6 +1,7 @@
 """Optimizers: what decays, what they compute, and state that comes back to the last bit."""
 
 import importlib.util
+from argparse import Namespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from pretrain.optim import (
     round_stochastically,
 )
 from pretrain.problems import InputError
+from pretrain.strategy import Strategy
 
 
 def tiny_model(dtype=torch.float32):
@@ -153,6 +155,28 @@ def test_a_skipped_step_changes_nothing_in_the_fused_kernel():
     after = optimizer_state_by_name(optimizer, names_of(model))
     assert all(torch.equal(after[key], value) for key, value in before.items())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+@pytest.mark.parametrize("max_grad_norm", [0.05, 1e6, None])
+def test_an_update_clips_as_torch_does(name, max_grad_norm):
+    """AdamW divides by the clipping's divisor inside its kernel, the others before: rounded elsewhere, by 1e-7."""
+    models = [tiny_model(), tiny_model()]
+    optimizers = [build(model, name) for model in models]
+    strategy = object.__new__(Strategy)  # what `update` uses of it, without processes that talk
+    strategy.causal_lm, strategy.optimizer, strategy.accelerator = models[0], optimizers[0], Namespace(scaler=None)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for parameter, twin in zip(*(model.parameters() for model in models), strict=True):
+            parameter.grad = (step + 1) * torch.randn(parameter.shape, generator=generator)
+            twin.grad = parameter.grad.clone()
+        norm = torch.nn.utils.clip_grad_norm_(models[1].parameters(), max_grad_norm or float("inf"))
+        assert norm > 10 * 0.05, "the least limit must clip"
+        optimizers[1].step()
+        grad_norm, skipped = strategy.update(max_grad_norm)
+        assert grad_norm.item() == pytest.approx(norm.item(), rel=1e-6) and not skipped
+    for parameter, twin in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(parameter, twin, rtol=1e-5, atol=1e-6)
 
 
 def saved_state(name):
