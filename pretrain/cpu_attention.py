@@ -136,20 +136,24 @@ def _backward_in_blocks(
     rows, heads, length, _ = query_RHTE.shape
     dtype, sum_dtype = query_RHTE.dtype, _score_dtype(query_RHTE.dtype)
     key_NTE, value_NET = _heads_together(key_RGTE, heads), _heads_together(value_RGTE, heads).transpose(1, 2)
-    sums_NTE = key_NTE.new_zeros(2, *key_NTE.shape, dtype=sum_dtype)
-    grad_key_NTE, grad_value_NTE = sums_NTE
-    for begin in range(0, length, BLOCK_QUERIES):
-        end = min(begin + BLOCK_QUERIES, length)
+    blocks = [(begin, min(begin + BLOCK_QUERIES, length)) for begin in range(0, length, BLOCK_QUERIES)]
+    softmaxes_NQK = [probabilities.next(rows * heads, end - begin, end) for begin, end in blocks]
+    for begin, end in reversed(blocks):  # the last block's keys are all keys: the others add to its sums
         # Contiguous: a product of a part copies it, and each is in two products.
         query_NQE = _heads_together(query_RHTE[:, :, begin:end], heads).mul_(scale)
         grad_out_NQE = _heads_together(grad_out_RHTE[:, :, begin:end], heads)
-        softmax_NQK = probabilities.next(rows * heads, end - begin, end)
+        softmax_NQK = softmaxes_NQK.pop()
         grad_NQK = torch.bmm(grad_out_NQE, value_NET[:, :, :end])
         torch._softmax_backward_data(grad_NQK, softmax_NQK, -1, dtype, grad_input=grad_NQK)
         grad_query_NQE = torch.bmm(grad_NQK, key_NTE[:, :end]).mul_(scale)
         gradients[0][:, :, begin:end] = grad_query_NQE.unflatten(0, (rows, heads))
-        grad_value_NTE[:, :end] += torch.bmm(softmax_NQK.transpose(1, 2), grad_out_NQE)
-        grad_key_NTE[:, :end] += torch.bmm(grad_NQK.transpose(1, 2), query_NQE)
+        grad_value_NKE = torch.bmm(softmax_NQK.transpose(1, 2), grad_out_NQE)
+        grad_key_NKE = torch.bmm(grad_NQK.transpose(1, 2), query_NQE)
+        if end == length:
+            grad_value_NTE, grad_key_NTE = grad_value_NKE.to(sum_dtype), grad_key_NKE.to(sum_dtype)
+        else:
+            grad_value_NTE[:, :end] += grad_value_NKE
+            grad_key_NTE[:, :end] += grad_key_NKE
     groups = key_RGTE.shape[1]
     for gradient, sum_NTE in zip(gradients[1:], (grad_key_NTE, grad_value_NTE), strict=True):
         sum_RHTE = sum_NTE.unflatten(0, (rows, heads))
