@@ -37,7 +37,7 @@ from pretrain.export import describe_model, export_final
 from pretrain.export_check import verify_export
 from pretrain.guard import SpeedGuard
 from pretrain.hardware import peak_flops
-from pretrain.loss import LanguageModelLoss
+from pretrain.loss import LanguageModelLoss, choose_loss
 from pretrain.metrics import Metrics, Throughput, peak_memory_bytes
 from pretrain.model import build_meta_model
 from pretrain.optim import optimizer_builder, parameter_dtype
@@ -71,7 +71,7 @@ def main(
     model = LanguageModelLoss(
         causal_lm,
         z_loss=config.loss.z_loss,
-        backend="chunked" if config.loss.backend == "auto" else config.loss.backend,
+        backend=choose_loss(config.loss.backend, device_type=strategy.device.type, compile_mode=config.compile),
     )
     starts_from_pretrained = config.init == "pretrained" and not continuation.found
     weights = InitialWeights(

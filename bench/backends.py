@@ -20,7 +20,12 @@ import torch.nn.functional as F
 
 LOSS_SHAPES = {"1,024": (2048, 256, 1024), "8,192": (4096, 384, 8192), "131,072": (1024, 384, 131_072)}
 """Vocabulary to (tokens, hidden width, vocabulary)."""
-LOSSES = {"chunked (auto)": "chunked", "torch's linear_cross_entropy": "torch", "whole logits": "logits"}
+LOSSES = {
+    "chunked (auto)": "chunked",
+    "chunked, compiled (auto on a GPU)": "chunked_compiled",
+    "torch's linear_cross_entropy": "torch",
+    "whole logits": "logits",
+}
 ATTENTION_SHAPES = {"8 x 512": (8, 512), "2 x 2,048": (2, 2048), "1 x 8,192": (1, 8192)}
 HEADS, HEAD_WIDTH = 6, 64
 SLOW_SECONDS = 20.0

@@ -1,7 +1,7 @@
 """Speed on one GPU: train.py with every attention and every loss, and its peers, for 124M to 7B. Prints Markdown.
 
     python bench/gpu.py                                    # all shapes; about half an hour on one H200
-    python bench/gpu.py --shapes 124m --attentions auto,flex_attention --losses chunked,logits --peers ''
+    python bench/gpu.py --shapes 124m --attentions auto,flex_attention --losses chunked_compiled,logits --peers ''
 
 One contestant after the other, each alone on the GPU, compiled, in bf16 autocast. MFU is (6 N + 12 L d T) x tokens/s /
 peak: attention not halved for causality, recomputation not counted, N without what is only looked up; the peak is the
@@ -25,7 +25,7 @@ from bench.shapes import GPU_SHAPES, Shape  # noqa: E402
 from pretrain.problems import InputError, did_you_mean, run_script  # noqa: E402
 
 ATTENTIONS = ["auto", "flex_attention", "flash_attention_2", "flash_attention_3"]
-LOSSES = ["chunked", "torch", "logits"]
+LOSSES = ["chunked_compiled", "chunked", "torch", "logits"]
 SETTINGS = {"7b": ["optim.name=adafactor", "optim.stochastic_rounding=true"]}
 """What a shape needs to fit: AdamW's fp32 state of 7B leaves activations no room, bf16 weights and adafactor do."""
 REPORT_EVERY = 10

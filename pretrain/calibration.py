@@ -18,7 +18,7 @@ from pretrain.compilation import checkpoint_activations, compile_model
 from pretrain.config import RunConfig
 from pretrain.derived import derive
 from pretrain.hardware import DTYPES
-from pretrain.loss import LanguageModelLoss
+from pretrain.loss import LanguageModelLoss, choose_loss
 from pretrain.micro_batch import model_inputs
 from pretrain.model import build_meta_model
 from pretrain.model_config import load_model_config
@@ -74,7 +74,7 @@ class Steps:
         )
         self.causal_lm = build_meta_model(model_config, attention=self.attention)
         checkpoint_activations(self.causal_lm, config.activation_checkpointing)
-        backend = "chunked" if config.loss.backend == "auto" else config.loss.backend
+        backend = choose_loss(config.loss.backend, device_type=strategy.device.type, compile_mode=config.compile)
         model = LanguageModelLoss(self.causal_lm, z_loss=config.loss.z_loss, backend=backend)
         build_optimizer = optimizer_builder(
             config.optim, self.causal_lm, 1e-4, seed=config.seed, device_type=strategy.device.type

@@ -204,7 +204,7 @@ class Pipeline(Section):
 
 
 class Loss(Section):
-    backend: Literal["auto", "chunked", "torch", "logits"] = "auto"
+    backend: Literal["auto", "chunked", "chunked_compiled", "torch", "logits"] = "auto"
     """How the loss is computed from the last hidden states; see pretrain/loss.py."""
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of mean(logsumexp(logits)^2), which keeps logits from drifting (arXiv 2204.02311); 0: off."""

@@ -3,6 +3,7 @@
 Shapes: B sequences, T positions, N = B x T tokens, D hidden width, V vocabulary, C tokens of one chunk.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -52,13 +53,14 @@ def next_token_loss(
     return compute(hidden_ND, head_weight_VD, head_bias, targets_N, z_loss, ignore_index, chunk_tokens)
 
 
-def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens):
+def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, *, compiled=False):
     if chunk_tokens is None:
         chunk_bytes = CHUNK_BYTES.get(hidden_ND.device.type, CHUNK_BYTES["cuda"])
         chunk_tokens = max(MIN_CHUNK_TOKENS, chunk_bytes // (4 * weight_VD.shape[0]) // 64 * 64)
     dtype = _compute_dtype(hidden_ND, weight_VD)
+    grad_enabled = torch.is_grad_enabled()
     return _ChunkedLoss.apply(
-        hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, dtype, torch.is_grad_enabled()
+        hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, dtype, compiled, grad_enabled
     )
 
 
@@ -86,10 +88,24 @@ def _logits(hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk
 
 LOSS_BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "chunked": _chunked,
+    "chunked_compiled": functools.partial(_chunked, compiled=True),
     "torch": _torch,
     "logits": _logits,
 }
-"""Ways to the same number: this module's, torch's own chunked function, and plain logits (large, for comparison)."""
+"""Ways to the same number: this module's, as it is and with a chunk's softmax compiled, torch's own chunked function,
+and plain logits (large, for comparison)."""
+
+
+def choose_loss(requested: str, *, device_type: str, compile_mode: str) -> str:
+    """The key of LOSS_BACKENDS for the recipe's loss.backend.
+
+    auto is chunked; on a GPU chunked_compiled, unless nothing is to be compiled. There a chunk's logits are read and
+    written by every kernel: 26 bytes per logit in bf16, for torch's softmax first copies bf16 to fp32, and 6 compiled.
+    A CPU's caches hold a piece, so it gains nothing (docs/performance.md).
+    """
+    if requested != "auto":
+        return requested
+    return "chunked_compiled" if device_type == "cuda" and compile_mode != "none" else "chunked"
 
 
 def loss_of_logits(
@@ -117,10 +133,12 @@ class _ChunkedLoss(torch.autograd.Function):
     """The forward pass leaves the gradients behind, so that no chunk's logits are computed twice."""
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, dtype, grad_enabled):
+    def forward(
+        ctx, hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, dtype, compiled, grad_enabled
+    ):
         needs = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
         sums, count, *gradients = torch.ops.groundwork.chunked_loss(
-            hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, dtype, needs
+            hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, dtype, compiled, needs
         )
         cross_entropy, z_term = sums / count
         ctx.save_for_backward(count, *gradients)
@@ -139,7 +157,7 @@ class _ChunkedLoss(torch.autograd.Function):
             (gradient.mul_(scale) if in_place else (gradient * scale).to(gradient.dtype)) if needed else None
             for gradient, needed in zip(gradients, ctx.needs, strict=True)
         ]
-        return *scaled, None, None, None, None, None, None
+        return *scaled, *[None] * 7
 
 
 @torch.library.custom_op("groundwork::chunked_loss", mutates_args=())
@@ -152,6 +170,7 @@ def _chunked_loss(
     ignore_index: int,
     chunk_tokens: int,
     dtype: torch.dtype,
+    compiled: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Sums of cross-entropy and logsumexp^2, number of targets, and the summed loss's gradient by the three inputs.
@@ -170,7 +189,10 @@ def _chunked_loss(
             hidden_CD, weights_C1 = hidden_ND[rows].to(dtype), is_target_N[rows, None].float()
             block_CV = F.linear(hidden_CD, head_VD, bias)
             target_C1 = targets_N[rows].where(is_target_N[rows], 0)[:, None]
-            cross_entropy_C1, lse_C1 = _softmax_less_target_(block_CV, target_C1, z_loss, any(needs))
+            if compiled:
+                cross_entropy_C1, lse_C1 = _compiled_softmax_less_target_()(block_CV, target_C1, z_loss)
+            else:
+                cross_entropy_C1, lse_C1 = _softmax_less_target_(block_CV, target_C1, z_loss, any(needs))
             sums += torch.cat([cross_entropy_C1 * weights_C1, lse_C1.square() * weights_C1], dim=1).sum(dim=0)
             weights_C1 *= 1.0 + 2.0 * z_loss * lse_C1
             if needs[0]:
@@ -184,7 +206,7 @@ def _chunked_loss(
 
 
 @_chunked_loss.register_fake
-def _(hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, dtype, needs):
+def _(hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, dtype, compiled, needs):
     sums = torch.empty(2, dtype=torch.float32, device=hidden_ND.device)
     count = torch.empty((), dtype=torch.int64, device=hidden_ND.device)
     grad_hidden_ND, grad_weight_VD, grad_bias_V = _empty_gradients(hidden_ND, weight_VD, bias_V, needs)
@@ -213,10 +235,29 @@ def _softmax_less_target_(
     return cross_entropy_C1, lse_C1
 
 
+@functools.cache
+def _compiled_softmax_less_target_() -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+    """`_softmax_less_target_` as one kernel, which reads the block twice and writes it once.
+
+    It overwrites the block where no gradient is needed too, lest validation compile another in the midst of a run.
+    """
+
+    def softmax_less_target_(logits_CV: Tensor, target_C1: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+        fp32_CV = logits_CV.float()
+        lse_C1 = fp32_CV.logsumexp(-1, keepdim=True)
+        cross_entropy_C1 = lse_C1 - fp32_CV.gather(1, target_C1)
+        is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == target_C1
+        less_C1 = 1.0 / (1.0 + 2.0 * z_loss * lse_C1)
+        logits_CV.copy_((fp32_CV - lse_C1).exp() - torch.where(is_target_CV, less_C1, 0.0))
+        return cross_entropy_C1, lse_C1
+
+    return torch.compile(softmax_less_target_, dynamic=False, fullgraph=True)
+
+
 def _softmax(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """(softmax, logsumexp) of each row, in fp32. The largest probability is exp(0) / sum, so the sum need not be kept.
 
-    A GPU's kernel converts on the way; a CPU takes twice as long for a softmax or a maximum of rows in half precision.
+    A CPU takes twice as long for a softmax or a maximum of rows in half precision.
     """
     if logits_RV.device.type == "cpu":
         logits_RV = logits_RV.float()

@@ -17,7 +17,7 @@ import torch
 from pretrain.activations import FLASH, Activations, trace_activations
 from pretrain.compilation import layers_of
 from pretrain.config import RunConfig
-from pretrain.loss import CHUNK_BYTES, HIDDEN_STATE_ARCHITECTURES, MIN_CHUNK_TOKENS
+from pretrain.loss import CHUNK_BYTES, CPU_PIECE_BYTES, HIDDEN_STATE_ARCHITECTURES, MIN_CHUNK_TOKENS, choose_loss
 from pretrain.model import build_meta_model, embedding_parameter_names
 from pretrain.optim import is_output_head, parameter_dtype
 
@@ -73,7 +73,7 @@ class Work:
     accumulates: bool
     """Whether a step has more than one micro-step."""
     loss: str
-    """chunked, torch or logits."""
+    """A key of LOSS_BACKENDS."""
     optimizer: str
     rounds_stochastically: bool
     device_type: str
@@ -173,17 +173,17 @@ def work_of(
         tokens=sequences * config.data.sequence_length,
         compute=2 if is_half else FP32,
         accumulates=micro_steps > 1,
-        loss=loss_backend(config, model_config),
+        loss=loss_backend(config, model_config, device_type),
         optimizer=config.optim.name,
         rounds_stochastically=config.optim.stochastic_rounding,
         device_type=device_type,
     )
 
 
-def loss_backend(config: RunConfig, model_config: Any) -> str:
+def loss_backend(config: RunConfig, model_config: Any, device_type: str) -> str:
     if model_config.model_type not in HIDDEN_STATE_ARCHITECTURES:
         return "logits"
-    return "chunked" if config.loss.backend == "auto" else config.loss.backend
+    return choose_loss(config.loss.backend, device_type=device_type, compile_mode=config.compile)
 
 
 def optimizer_elements(name: str, sizes: Sizes) -> float:
@@ -240,13 +240,18 @@ def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> LossMemory:
     chunk = min(work.tokens, max(MIN_CHUNK_TOKENS, chunk_bytes // (FP32 * vocabulary) // 64 * 64))
     is_cpu = work.device_type == "cpu"
     working = chunk * vocabulary * compute  # the chunk's logits, which become its gradient
-    working += min(2 * 2**20, chunk * vocabulary * FP32) if is_cpu else chunk * vocabulary * FP32  # log-softmax
+    softmax = 0 if work.loss == "chunked_compiled" else chunk * vocabulary * FP32
+    if is_cpu:
+        softmax = min(CPU_PIECE_BYTES, softmax)
+    elif compute != FP32:
+        softmax *= 2  # torch copies half precision to fp32 first
+    working += softmax
     if is_cpu and compute != FP32:
         working += chunk * vocabulary * compute  # a CPU's half-precision product copies a transposed operand
     if compute != weight_bytes:
         working += head * compute  # a copy of the head
     if compute != FP32 and not is_cpu:
-        working += max(0, head * compute - chunk * vocabulary * FP32)  # a product, after the log-softmax is gone
+        working += max(0, head * compute - softmax)  # a product, after the softmax is gone
     if weight_bytes != FP32:
         working = max(working, head * weight_bytes)
     head_gradient = head * FP32

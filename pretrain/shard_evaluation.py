@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from pretrain.addresses import ModelAddress
 from pretrain.attention import choose_attention
 from pretrain.config import RunConfig
-from pretrain.loss import LanguageModelLoss
+from pretrain.loss import LanguageModelLoss, choose_loss
 from pretrain.problems import InputError
 from pretrain.recipe import read_run_config
 from pretrain.shards import Manifest, ShardReader, open_shards
@@ -95,7 +95,7 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, wishes: Wishes
         document_mask=document_mask,
         precision=resolve_precision(precision),
         attention=_attention(run.attention if run else "auto", resolve_precision(precision)),
-        loss_backend=run.loss.backend if run and run.loss.backend != "auto" else "chunked",
+        loss_backend=choose_loss(run.loss.backend if run else "auto", device_type=device_type(), compile_mode="none"),
         sequences_per_micro_batch=wishes.sequences_per_micro_batch
         or (run.batch.sequences_per_micro_batch if run else 8),
         sequences=wishes.sequences,

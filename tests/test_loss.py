@@ -7,7 +7,13 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import pretrain.architectures  # noqa: F401, registers the local ones
-from pretrain.loss import HIDDEN_STATE_ARCHITECTURES, LOSS_BACKENDS, LanguageModelLoss, next_token_loss
+from pretrain.loss import (
+    HIDDEN_STATE_ARCHITECTURES,
+    LOSS_BACKENDS,
+    LanguageModelLoss,
+    choose_loss,
+    next_token_loss,
+)
 from pretrain.problems import InputError
 
 B, T, D, V = 2, 25, 16, 53
@@ -46,11 +52,14 @@ def gradients(loss, *tensors):
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
-@pytest.mark.parametrize("chunk_tokens", [1, 16, 1000, None])
-def test_chunked_equals_plain_with_gradients(with_bias, z_loss, chunk_tokens):
+@pytest.mark.parametrize(
+    ("backend", "chunk_tokens"),
+    [("chunked", 1), ("chunked", 16), ("chunked", 1000), ("chunked", None), ("chunked_compiled", 16)],
+)
+def test_chunked_equals_plain_with_gradients(with_bias, z_loss, backend, chunk_tokens):
     hidden, weight, bias, targets = inputs(with_bias)
     loss, cross_entropy = next_token_loss(
-        hidden, weight, targets, head_bias=bias, z_loss=z_loss, chunk_tokens=chunk_tokens
+        hidden, weight, targets, head_bias=bias, z_loss=z_loss, chunk_tokens=chunk_tokens, backend=backend
     )
     wanted, wanted_cross_entropy = plain_loss(hidden, weight, bias, targets, z_loss)
     torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
@@ -89,10 +98,11 @@ def test_all_targets_masked_is_zero_not_nan():
     assert all(g.abs().max() == 0 for g in gradients(loss, hidden, weight))
 
 
-def test_softmax_is_fp32_under_autocast_and_gradients_follow_the_parameters():
+@pytest.mark.parametrize("backend", ["chunked", "chunked_compiled"])
+def test_softmax_is_fp32_under_autocast_and_gradients_follow_the_parameters(backend):
     hidden, weight, _, targets = inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss, cross_entropy = next_token_loss(hidden, weight, targets, chunk_tokens=8)
+        loss, cross_entropy = next_token_loss(hidden, weight, targets, chunk_tokens=10, backend=backend)
     assert loss.dtype == cross_entropy.dtype == torch.float32
     wanted, _ = plain_loss(hidden, weight, None, targets)
     # bf16 has 8 bits: logits of size 4 sqrt(16) are off by up to 2^-9 of themselves, the mean far less.
@@ -149,9 +159,32 @@ def test_compiles_whole_and_equals_eager():
 
 def test_custom_op_keeps_torchs_rules():
     hidden, weight, _, targets = inputs()
-    numbers = (0.1, -100, 8, torch.float32, [True, True, False])
+    numbers = (0.1, -100, 8, torch.float32, False, [True, True, False])
     arguments = (hidden.detach()[0], weight.detach(), None, targets[0], *numbers)
     torch.library.opcheck(torch.ops.groundwork.chunked_loss, arguments)
+
+
+def test_the_compiled_loss_is_compiled_once_whatever_is_needed_of_it():
+    """Validation, which needs no gradients, comes in the midst of a run."""
+    hidden, weight, _, targets = inputs()
+    torch.compiler.reset()
+    next_token_loss(hidden, weight, targets, backend="chunked_compiled")[0].backward()
+    with torch.no_grad(), torch.compiler.set_stance("fail_on_recompile"):
+        loss, _ = next_token_loss(hidden, weight, targets, backend="chunked_compiled")
+    torch.testing.assert_close(loss, plain_loss(hidden, weight, None, targets)[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("requested", "device_type", "compile_mode", "chosen"),
+    [
+        ("auto", "cpu", "regional", "chunked"),
+        ("auto", "cuda", "regional", "chunked_compiled"),
+        ("auto", "cuda", "none", "chunked"),
+        ("logits", "cuda", "full", "logits"),
+    ],
+)
+def test_auto_compiles_the_loss_on_a_gpu_alone(requested, device_type, compile_mode, chosen):
+    assert choose_loss(requested, device_type=device_type, compile_mode=compile_mode) == chosen
 
 
 def test_z_loss_of_the_torch_backend_is_refused():
