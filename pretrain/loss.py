@@ -251,7 +251,7 @@ def _compiled_softmax_less_target_() -> Callable[[Tensor, Tensor, float], tuple[
         logits_CV.copy_((fp32_CV - lse_C1).exp() - torch.where(is_target_CV, less_C1, 0.0))
         return cross_entropy_C1, lse_C1
 
-    return torch.compile(softmax_less_target_, dynamic=False, fullgraph=True)
+    return torch.compile(softmax_less_target_, dynamic=False)
 
 
 def _softmax(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
