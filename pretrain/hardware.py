@@ -50,9 +50,9 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]
 def measured_matrix_flops(dtype: torch.dtype) -> float:
     """FLOP/s of the best (1024, 1024) matrix product on the CPU, after a warm-up.
 
-    Of those in a fifth of a second, for something else may have a core for a moment.
+    Of those in half a second: the threads may begin on one core, where the system leaves them for a tenth.
     """
-    size, least_repeats, least_seconds = 1024, 5, 0.2
+    size, least_repeats, least_seconds = 1024, 5, 0.5
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     a @ b
     seconds = []
