@@ -72,6 +72,7 @@ def main(
         causal_lm,
         z_loss=config.loss.z_loss,
         backend=choose_loss(config.loss.backend, device_type=strategy.device.type, compile_mode=config.compile),
+        from_hidden_states=run.from_hidden_states,
     )
     starts_from_pretrained = config.init == "pretrained" and not continuation.found
     weights = InitialWeights(

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
 from pretrain import cpu_attention
 from pretrain.cpu_attention import HALF_DTYPES
@@ -71,6 +71,10 @@ def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: to
     batch, length = position_ids.shape
     if attention == "flex_attention":
         return {"position_ids": position_ids, "attention_mask": _flex_block_mask(cu_seq_lens, batch, length)}
+    if attention in ("sdpa", "eager"):
+        return {"position_ids": position_ids}
+    if "+mask" in attention:
+        return {"position_ids": position_ids, "attention_mask": _library_masks(cu_seq_lens, batch, length, attention)}
     # The window's length bounds every segment's: the true maximum would change from step to step and recompile.
     return {
         "position_ids": position_ids,
@@ -79,6 +83,31 @@ def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: to
         "max_length_q": length,
         "max_length_k": length,
     }
+
+
+def candidates_of(requested: str, config: PreTrainedConfig) -> list[str]:
+    """The ways to compute what a recipe's `attention` names, the fastest first; each is an `attention` of this module.
+
+    Which of them an architecture computes right under is for probe.py to find: those of this module do not know soft
+    caps, sinks or biases of positions, and some models do not hand them the documents. Then the library's own serve:
+    `sdpa` and `eager` make a dense mask of position_ids that restart; `+mask` is given that mask, for models that do
+    not look at the positions, and `+masks(...)` one for each kind of layer, with its window.
+    """
+    own = {"auto": ["groundwork_sdpa"], "sdpa": ["groundwork_sdpa"], "eager": ["groundwork_eager"]}
+    library = {"auto": ["sdpa", "eager"], "sdpa": ["sdpa"], "eager": ["eager"]}
+    if requested not in own:
+        return [ATTENTION_NAMES[requested]]
+    forms = ["", "+mask"]
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+    if kinds and set(kinds) <= {"full_attention", "sliding_attention"}:
+        windows = [f"sliding_attention={config.sliding_window}" if "sliding" in kind else kind for kind in kinds]
+        forms.append(f"+masks({','.join(windows)})")
+    return own[requested] + [name + form for name in library[requested] for form in forms]
+
+
+def implementation_of(attention: str) -> str:
+    """The attn_implementation of transformers behind one of `candidates_of`."""
+    return attention.partition("+")[0]
 
 
 def choose_attention(
@@ -149,7 +178,7 @@ def sdpa(
     length, keys = query_BHTE.shape[2], key_BGTE.shape[2]
     window = None if sliding_window is None or sliding_window >= keys else sliding_window
     device_type = query_BHTE.device.type
-    if attention_mask is None and not dropout:
+    if attention_mask is None and not dropout and value_BGTE.shape[-1] == query_BHTE.shape[-1]:
         if device_type == "cpu" and window is None and (cu_seq_lens_q is not None or _in_blocks(length, keys)):
             segments = _whole_windows(query_BHTE) if cu_seq_lens_q is None else cu_seq_lens_q
             out_BHTE = cpu_attention.attend(query_BHTE, key_BGTE, value_BGTE, segments, scaling)
@@ -241,6 +270,30 @@ def _dense_mask(query_BHTE: Tensor, key_BGTE: Tensor, cu_seq_lens: Tensor | None
 def _segment_ids(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
     tokens = torch.arange(batch * length, dtype=cu_seq_lens.dtype, device=cu_seq_lens.device)
     return torch.searchsorted(cu_seq_lens, tokens, right=True).view(batch, length)
+
+
+def _library_masks(cu_seq_lens: Tensor, batch: int, length: int, attention: str) -> Tensor | dict[str, Tensor]:
+    """(B, 1, T, T) as the library's own functions take it: true where sdpa may look, the number that eager adds.
+
+    One for all layers, or {kind of layer: mask} as the name of the attention lists them (see `candidates_of`).
+    """
+    implementation, _, form = attention.partition("+")
+    segment_BT = _segment_ids(cu_seq_lens, batch, length)
+    position = torch.arange(length, device=cu_seq_lens.device)
+    distance_TT = position[:, None] - position[None, :]
+    may_look = ((segment_BT[:, :, None] == segment_BT[:, None, :]) & (distance_TT >= 0))[:, None]
+
+    def as_taken(window: str) -> Tensor:
+        allowed = may_look & (distance_TT < int(window)) if window else may_look
+        if implementation == "sdpa":
+            return allowed
+        lowest = torch.finfo(torch.float32).min
+        return torch.zeros(allowed.shape, device=allowed.device).masked_fill(~allowed, lowest)
+
+    if form == "mask":
+        return as_taken("")
+    kinds = [kind.partition("=") for kind in form.removeprefix("masks(").removesuffix(")").split(",")]
+    return {kind: as_taken(window) for kind, _, window in kinds}
 
 
 def _in_blocks(length: int, keys: int) -> bool:

@@ -23,6 +23,7 @@ from pretrain.micro_batch import model_inputs
 from pretrain.model import build_meta_model
 from pretrain.model_config import load_model_config
 from pretrain.optim import optimizer_builder, parameter_dtype
+from pretrain.probe import probe
 from pretrain.problems import InputError
 from pretrain.read_ahead import ReadAhead
 from pretrain.strategy import Strategy
@@ -66,16 +67,23 @@ class Steps:
         self.config, self.strategy = config, strategy
         model_config = load_model_config(config.model)
         self.vocabulary_size = model_config.vocab_size
-        self.attention = choose_attention(
+        choose_attention(
             config.attention,
             device_type=strategy.device.type,
             dtype=DTYPES[strategy.precision],
             document_mask=config.data.document_mask,
         )
+        found = probe(model_config, attention=config.attention, document_mask=config.data.document_mask)
+        self.attention = found.attention
         self.causal_lm = build_meta_model(model_config, attention=self.attention)
         checkpoint_activations(self.causal_lm, config.activation_checkpointing)
         backend = choose_loss(config.loss.backend, device_type=strategy.device.type, compile_mode=config.compile)
-        model = LanguageModelLoss(self.causal_lm, z_loss=config.loss.z_loss, backend=backend)
+        model = LanguageModelLoss(
+            self.causal_lm,
+            z_loss=config.loss.z_loss,
+            backend=backend,
+            from_hidden_states=found.from_hidden_states,
+        )
         build_optimizer = optimizer_builder(
             config.optim, self.causal_lm, 1e-4, seed=config.seed, device_type=strategy.device.type
         )

@@ -23,7 +23,8 @@ from pretrain.model import (
     count_parameters,
     set_end_of_document,
 )
-from pretrain.model_config import load_model_config
+from pretrain.model_config import load_text_model_config
+from pretrain.probe import probe
 from pretrain.problems import InputError, Problems
 from pretrain.schedule import (
     Annealing,
@@ -48,6 +49,10 @@ class Derived:
     """6N + 12 layers x hidden x sequence_length, N without the input embedding unless it is tied."""
     precision: str
     attention: str
+    from_hidden_states: bool
+    """See `loss.LanguageModelLoss`."""
+    attention_passed_over: tuple[str, ...]
+    """Faster attention under which this architecture would not train right, and what was found."""
     ranks: int
     sequences_per_micro_batch: int
     ramp: BatchRamp
@@ -133,7 +138,7 @@ def derive(config: RunConfig, ranks: int) -> Derived:
     """Checks a run as a whole. Raises InputError with everything that cannot work."""
     problems = Problems()
     data, batch = config.data, config.batch
-    model_config = problems.attempt(load_model_config, config.model)
+    model_config = problems.attempt(load_text_model_config, config.model)
     problems += tracker_problems(config.trackers)
     if config.hub.repository is not None:
         problems += offer_problems(config.hub.repository, config.publish.license, config.publish.language)
@@ -145,8 +150,12 @@ def derive(config: RunConfig, ranks: int) -> Derived:
             )
     readers = problems.attempt(open_sources, data)
     precision = problems.attempt(resolve_precision, config.precision)
-    attention = problems.attempt(
-        choose_attention, config.attention, device_type=device_type(), dtype=DTYPES[precision or "fp32"]
+    problems.attempt(
+        choose_attention,
+        config.attention,
+        device_type=device_type(),
+        dtype=DTYPES[precision or "fp32"],
+        document_mask=data.document_mask,
     )
     sequences_per_step = problems.attempt(sequences_of, config, ranks)
     if model_config is not None and readers:
@@ -156,6 +165,7 @@ def derive(config: RunConfig, ranks: int) -> Derived:
     if model_config is not None:
         problems += too_long(model_config, data.sequence_length)
     problems.stop_if_any()
+    found = probe(model_config, attention=config.attention, document_mask=data.document_mask)
 
     parameters = count_parameters(model_config)
     ramp = problems.attempt(ramp_of, config, sequences_per_step, ranks, parameters)
@@ -171,7 +181,9 @@ def derive(config: RunConfig, ranks: int) -> Derived:
         parameters=parameters,
         flops_per_token=flops,
         precision=precision,
-        attention=attention,
+        attention=found.attention,
+        from_hidden_states=found.from_hidden_states,
+        attention_passed_over=found.passed_over,
         ranks=ranks,
         sequences_per_micro_batch=batch.sequences_per_micro_batch,
         ramp=ramp,

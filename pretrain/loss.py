@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretrain.problems import InputError, did_you_mean
+from pretrain.reference import projects_hidden_states
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 """fp32 logits of one chunk, by device type: small beside the head's own gradient."""
@@ -20,13 +21,6 @@ CPU_PRODUCT_BYTES = 16 * 2**20
 """fp32 rows of the head's gradient that a CPU adds to at a time."""
 MIN_CHUNK_TOKENS = 256
 """Every chunk reads and writes the head's whole gradient; with fewer rows that traffic outweighs the products."""
-
-HIDDEN_STATE_ARCHITECTURES = frozenset(
-    {"deepone", "gpt2", "gpt_neox", "llama", "mistral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "smollm3"}
-    | {"stablelm", "starcoder2"}
-)
-"""model_type of the architectures whose logits are nothing but head(last hidden state), as the tests verify. Others
-scale or cap their logits (gemma2, cohere, granite): their own forward computes them, and the memory is paid."""
 
 
 def next_token_loss(
@@ -288,14 +282,28 @@ class LanguageModelLoss(nn.Module):
     """A causal language model of transformers with its loss: what the strategies wrap and the loop calls.
 
     Parameter names are those of the model behind "causal_lm.".
+
+    Args:
+        from_hidden_states: the logits are head(last hidden state) and nothing else, so that they need not be whole in
+            memory. None: found out by running a small copy. Models that scale or cap their logits (gemma2, cohere,
+            granite) compute them in their own forward pass, and the memory is paid.
     """
 
-    def __init__(self, causal_lm: nn.Module, *, z_loss: float = 0.0, backend: str = "chunked"):
+    def __init__(
+        self,
+        causal_lm: nn.Module,
+        *,
+        z_loss: float = 0.0,
+        backend: str = "chunked",
+        from_hidden_states: bool | None = None,
+    ):
         super().__init__()
         self.causal_lm = causal_lm
         self.z_loss = z_loss
         self.backend = backend
-        self.from_hidden_states = causal_lm.config.model_type in HIDDEN_STATE_ARCHITECTURES
+        if from_hidden_states is None:
+            from_hidden_states = projects_hidden_states(causal_lm.config)
+        self.from_hidden_states = from_hidden_states
 
     @property
     def config(self):

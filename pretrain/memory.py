@@ -17,9 +17,10 @@ import torch
 from pretrain.activations import FLASH, Activations, trace_activations
 from pretrain.compilation import layers_of
 from pretrain.config import RunConfig
-from pretrain.loss import CHUNK_BYTES, CPU_PIECE_BYTES, HIDDEN_STATE_ARCHITECTURES, MIN_CHUNK_TOKENS, choose_loss
-from pretrain.model import build_meta_model, embedding_parameter_names
+from pretrain.loss import CHUNK_BYTES, CPU_PIECE_BYTES, MIN_CHUNK_TOKENS, choose_loss
+from pretrain.model import build_meta_model, embedding_parameter_names, library_attention
 from pretrain.optim import is_output_head, parameter_dtype
+from pretrain.reference import projects_hidden_states
 
 FP32 = 4
 
@@ -153,6 +154,8 @@ def work_of(
     is_half = precision != "fp32"
     kernel = FLASH if device_type == "cuda" else "groundwork_sdpa"
     stands_for = "groundwork_eager" if config.attention == "eager" else kernel
+    if library_attention(model_config) == "eager":
+        stands_for = "eager"
     settings = {
         "sequence_length": config.data.sequence_length,
         "attention": stands_for,
@@ -181,7 +184,7 @@ def work_of(
 
 
 def loss_backend(config: RunConfig, model_config: Any, device_type: str) -> str:
-    if model_config.model_type not in HIDDEN_STATE_ARCHITECTURES:
+    if not projects_hidden_states(model_config):
         return "logits"
     return choose_loss(config.loss.backend, device_type=device_type, compile_mode=config.compile)
 

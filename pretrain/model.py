@@ -15,14 +15,16 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
 
+from pretrain.attention import implementation_of
 from pretrain.model_config import load_model_config
 from pretrain.problems import InputError
 
 # Matrix products are fastest, on GPUs above all, when the vocabulary is a multiple of this.
 VOCABULARY_MULTIPLE = 64
+NO_SUCH_ATTENTION = "the architecture's own code does not know this attention"
 
 
-def build_meta_model(config: PreTrainedConfig, *, attention: str = "sdpa") -> PreTrainedModel:
+def build_meta_model(config: PreTrainedConfig, *, attention: str = "eager") -> PreTrainedModel:
     """The model without storage: every parameter and buffer on the meta device, in fp32, tied parameters shared.
 
     No embedding treats a row as padding: packed training data has no padding, and a row so marked would start at zero
@@ -32,11 +34,28 @@ def build_meta_model(config: PreTrainedConfig, *, attention: str = "sdpa") -> Pr
     config = copy.deepcopy(config)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
-    except (ImportError, ValueError) as error:
+            implementation = implementation_of(attention)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
+    except (ImportError, ValueError, KeyError) as error:
         raise InputError(_attention_problem(attention, error)) from error
     _clear_padding(model)
+    _count_positions_in_the_window(model, attention)
     return model
+
+
+def library_attention(config: PreTrainedConfig) -> str:
+    """sdpa where the architecture's own code has it, else eager."""
+    try:
+        build_meta_model(config, attention="sdpa")
+    except InputError:
+        return "eager"
+    return "sdpa"
+
+
+def use_attention(model: PreTrainedModel, attention: str) -> None:
+    """Makes a model that is built compute by another attention (see `attention.candidates_of`)."""
+    model.set_attn_implementation(implementation_of(attention))
+    _count_positions_in_the_window(model, attention)
 
 
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
@@ -72,7 +91,7 @@ def embedding_parameter_names(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in owned}
 
 
-def build_model(config: PreTrainedConfig, *, seed: int, attention: str = "sdpa") -> PreTrainedModel:
+def build_model(config: PreTrainedConfig, *, seed: int, attention: str = "eager") -> PreTrainedModel:
     """A model with fresh fp32 weights on the CPU, which depend on (config, seed) and on nothing else.
 
     The global random state is neither read nor changed. Raises InputError as `build_meta_model` does.
@@ -134,13 +153,12 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
         model, loading_info = AutoModelForCausalLM.from_pretrained(
             name_or_path,
             dtype=torch.float32,
-            attn_implementation="sdpa",
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
         )
     except (ImportError, ValueError) as error:
-        raise InputError(_attention_problem("sdpa", error)) from error
+        raise InputError(f"{name_or_path}: the library cannot build this model: {_first_line(error)}") from error
     except OSError as error:
         raise InputError(
             f"{name_or_path}: no safetensors weights could be read ({_first_line(error)}); give a folder or a Hub id "
@@ -210,11 +228,25 @@ def _clear_padding(model: nn.Module) -> None:
             module.padding_idx = None
 
 
+def _count_positions_in_the_window(model: PreTrainedModel, attention: str) -> None:
+    """BLOOM's ALiBi with a mask of documents: it counts positions in a mask of padding, and there is no padding.
+
+    The biases grow with the position of the key, and softmax ignores where they begin, so documents may share them.
+    """
+    if "+mask" not in attention or not hasattr(model.base_model, "build_alibi_tensor"):
+        return
+    build = type(model.base_model).build_alibi_tensor
+
+    def without_padding(mask: torch.Tensor, *arguments, **keywords) -> torch.Tensor:
+        return build(model.base_model, mask.new_ones((mask.shape[0], mask.shape[-1])), *arguments, **keywords)
+
+    model.base_model.build_alibi_tensor = without_padding
+
+
 def _attention_problem(attention: str, error: Exception) -> str:
-    return (
-        f"attention {attention} cannot be used with this model here: {_first_line(error)}; sdpa and eager work "
-        "everywhere"
-    )
+    if isinstance(error, KeyError) or "does not support an attention implementation" in str(error):
+        return NO_SUCH_ATTENTION
+    return f"attention {attention} cannot be used with this model here: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:

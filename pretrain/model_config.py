@@ -59,6 +59,23 @@ def load_model_config(name_or_path: str, *, trust_remote_code: bool = False) -> 
         raise InputError(_unreadable(name_or_path, path.is_dir(), error)) from error
 
 
+def load_text_model_config(name_or_path: str) -> PreTrainedConfig:
+    """`load_model_config` of what can be pretrained on text alone. Raises InputError for the rest."""
+    config = load_model_config(name_or_path)
+    refuse_composites(name_or_path, config)
+    return config
+
+
+def refuse_composites(name: str, config: PreTrainedConfig) -> None:
+    """Raises InputError for a model of text and images or the like, naming its part for text."""
+    text = config.get_text_config()
+    if text is not config:
+        raise InputError(
+            f"{name}: model_type {config.model_type} is a model of text and of something else; its part for text is "
+            f"{text.model_type}: write a JSON with that model_type"
+        )
+
+
 def _unreadable(name_or_path: str, is_folder: bool, error: Exception) -> str:
     reason = str(error).strip().split("\n")[0]
     if "trust_remote_code" in str(error):

@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pretrain.config import RunConfig
 from pretrain.launcher import parallel_size
-from pretrain.loss import HIDDEN_STATE_ARCHITECTURES, LanguageModelLoss
+from pretrain.loss import LanguageModelLoss
 from pretrain.model_config import load_model_config
 from pretrain.model_parallel import ModelParallel
 from pretrain.optim import describe_optimizer, load_optimizer_state, optimizer_state_by_name
@@ -26,6 +26,7 @@ from pretrain.replicas import ReplicaGroup
 from pretrain.stages import (
     PipelineMicroBatch,
     Stage,
+    cut_problem,
     fill_stages,
     layer_problem,
     split_micro_batch,
@@ -260,9 +261,11 @@ class PipelineParallel(ModelParallel):
             model_config = load_model_config(config.model)
         except InputError:
             return []  # `derive` says what is wrong with it
-        if model_config.model_type not in HIDDEN_STATE_ARCHITECTURES:
-            works = ", ".join(sorted(HIDDEN_STATE_ARCHITECTURES))
-            return [f"model: {model_config.model_type} cannot be cut into pipeline stages; these can: {works}"]
+        try:
+            if problem := cut_problem(model_config):
+                return [problem]
+        except InputError:
+            return []
         if cls.size_problems():
             return []
         ranks, name = parallel_size(cls.size_variable), config.pipeline.schedule

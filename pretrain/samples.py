@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedConfig
 
 from pretrain import config
 from pretrain.generation import Sampling, encode_prompt, generate_text
-from pretrain.model import build_model
+from pretrain.model import build_model, library_attention
 from pretrain.strategy import Strategy
 
 
@@ -45,7 +45,7 @@ def _continue_prompts(
     seed: int,
     device: torch.device,
 ) -> list[tuple[str, str]]:
-    model = build_model(copy.deepcopy(model_config), seed=0, attention="sdpa")
+    model = build_model(copy.deepcopy(model_config), seed=0, attention=library_attention(model_config))
     model.load_state_dict(tensors, strict=False)
     model.tie_weights()
     model.eval().to(device)

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from pretrain.addresses import ModelAddress
 from pretrain.attention import choose_attention
 from pretrain.config import RunConfig
 from pretrain.loss import LanguageModelLoss, choose_loss
+from pretrain.model import use_attention
+from pretrain.probe import probe
 from pretrain.problems import InputError
 from pretrain.recipe import read_run_config
 from pretrain.shards import Manifest, ShardReader, open_shards
@@ -88,13 +90,15 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, wishes: Wishes
     if precision == "fp8":
         precision = "bf16"  # fp8 is for training: the exported weights are measured
     document_mask = wishes.document_mask
-    if document_mask is None:
-        document_mask = run.data.document_mask if run else True
+    if document_mask is None and run:
+        document_mask = run.data.document_mask
+    precision = resolve_precision(precision)
+    attention, document_mask = _attention(config, run.attention if run else "auto", precision, document_mask)
     return ShardSettings(
         sequence_length=length,
         document_mask=document_mask,
-        precision=resolve_precision(precision),
-        attention=_attention(run.attention if run else "auto", resolve_precision(precision)),
+        precision=precision,
+        attention=attention,
         loss_backend=choose_loss(run.loss.backend if run else "auto", device_type=device_type(), compile_mode="none"),
         sequences_per_micro_batch=wishes.sequences_per_micro_batch
         or (run.batch.sequences_per_micro_batch if run else 8),
@@ -102,13 +106,27 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, wishes: Wishes
     )
 
 
-def _attention(requested: str, precision: str) -> str:
-    """The run's own kernel, or where this machine does not have it the one that it has: they compute the same."""
-    here = {"device_type": device_type(), "dtype": AUTOCAST_DTYPES.get(precision, torch.float32)}
+def _attention(
+    config: PreTrainedConfig, requested: str, precision: str, document_mask: bool | None
+) -> tuple[str, bool]:
+    """(attention, document_mask): the run's own kernel, or where this machine has none the one that computes the same.
+
+    document_mask None: on where the architecture can keep documents apart. A model with its own code is not judged.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "eager", False
     try:
-        return choose_attention(requested, **here)
+        here = {"device_type": device_type(), "dtype": AUTOCAST_DTYPES.get(precision, torch.float32)}
+        choose_attention(requested, **here)
     except InputError:
-        return choose_attention("auto", **here)
+        requested = "auto"
+    try:
+        wanted = document_mask is not False
+        return probe(config, attention=requested, document_mask=wanted).attention, wanted
+    except InputError:
+        if document_mask is not None:
+            raise
+        return probe(config, attention=requested, document_mask=False).attention, False
 
 
 def run_config_of(address: ModelAddress) -> RunConfig | None:
@@ -187,7 +205,7 @@ def measure_shards(
 
     All ranks together, each with the whole model in fp32; arithmetic in settings.precision as in training.
     """
-    causal_lm.set_attn_implementation(settings.attention)
+    use_attention(causal_lm, settings.attention)
     model = LanguageModelLoss(causal_lm, backend=settings.loss_backend).to(strategy.device)
     results = {}
     for name, reader in readers.items():

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.compilation import layers_of
 from pretrain.loss import LanguageModelLoss
+from pretrain.reference import TOLERANCE, KeyedConfig, ReferenceWindow, one_thread, reference_of
+from pretrain.small_copy import in_a_line
 from pretrain.weights import InitialWeights, units_of
 
 
@@ -160,6 +162,36 @@ class Nothing(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return torch.zeros((), device=ids.device)
+
+
+@one_thread()
+def cut_problem(model_config: PreTrainedConfig) -> str | None:
+    """Why stages of this architecture do not add up to it; None if they do.
+
+    Found out by cutting a small copy in two. Models that scale their embeddings in the forward pass, or compute
+    something between layers, cannot be cut by `cut`.
+    """
+    reference = reference_of(KeyedConfig.of(model_config))
+    window = ReferenceWindow.of(reference.config)
+    ids_BT, targets_BT = window.inputs_BT, window.ids_BT[:, 1:].contiguous()
+    model = LanguageModelLoss(reference)
+    works = "llama, qwen3, gpt2, gpt_neox, mistral, olmo2, phi3 and others whose layers do all the work can"
+    said = f"model: {model_config.model_type} cannot be cut into pipeline stages"
+    if not model.from_hidden_states:
+        return f"{said}: its logits are more than its output head on its last hidden states; {works}"
+    try:
+        with torch.no_grad():
+            wanted = model(ids_BT, targets_BT)[0]
+            x, layers = ids_BT, len(layers_of(reference))
+            for part in (range(layers // 2), range(layers // 2, layers)):
+                stage = Stage(model, part, "fp32")
+                stage.begin(split_micro_batch(targets_BT, {}, 1))
+                x = stage(x, torch.zeros(1))
+    except Exception as error:  # noqa: BLE001  (a base model that is not embeddings, layers and a norm)
+        return f"{said} ({in_a_line(error)}); {works}"
+    if not abs(x - wanted) <= TOLERANCE * wanted:
+        return f"{said}: the loss of two stages is {x:.4f}, that of the whole {wanted:.4f}; {works}"
+    return None
 
 
 def layer_problem(model_config: Any, stages: int, ranks: int, schedule: str) -> str | None:

@@ -9,12 +9,13 @@ from transformers import AutoConfig
 
 import pretrain.architectures  # noqa: F401  (registers the local models)
 from pretrain.attention import attention_arguments, document_layout
-from pretrain.loss import HIDDEN_STATE_ARCHITECTURES, LanguageModelLoss
+from pretrain.loss import LanguageModelLoss
 from pretrain.model import build_meta_model, build_model
-from pretrain.stages import Stage, fill_stages, split_layers, split_micro_batch, stage_parameters
+from pretrain.stages import Stage, cut_problem, fill_stages, split_layers, split_micro_batch, stage_parameters
 from pretrain.weights import InitialWeights
 
 END = 3
+CUTTABLE = "deepone gpt2 gpt_neox llama mistral olmo olmo2 olmo3 phi3 qwen2 qwen3 smollm3 stablelm starcoder2".split()
 SPECIAL = {
     "gpt2": {"n_embd": 32, "n_layer": 5, "n_head": 4, "n_positions": 64},
     # Layers of two kinds, so that a stage must know which of the whole model's layers its own are.
@@ -48,7 +49,19 @@ def batch():
     return torch.from_numpy(ids), targets, arguments
 
 
-@pytest.mark.parametrize("model_type", sorted(HIDDEN_STATE_ARCHITECTURES))
+@pytest.mark.parametrize("model_type", CUTTABLE)
+def test_what_can_be_cut_is_found_out(model_type):
+    assert cut_problem(tiny_config(model_type, tied=True)) is None
+
+
+@pytest.mark.parametrize(("model_type", "reason"), [("gemma", "loss of two stages"), ("granite", "output head")])
+def test_what_cannot_be_cut_is_refused_with_the_reason(model_type, reason):
+    """gemma scales its embeddings in the base model's forward pass, once more in every stage."""
+    problem = cut_problem(AutoConfig.for_model(model_type, logits_scaling=8.0))
+    assert f"{model_type} cannot be cut into pipeline stages" in problem and reason in problem
+
+
+@pytest.mark.parametrize("model_type", CUTTABLE)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_stages_one_after_the_other_are_the_whole_model(model_type, tied):
     """Tolerance: fp32 sums over the microbatches in another order; losses near 4.6, gradients below 1."""
