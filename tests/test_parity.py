@@ -140,4 +140,4 @@ def test_an_optimizer_that_computes_in_bf16_is_compared_as_bf16(recipe, tmp_path
         return parity.measure_parity(tmp_path / name / "recipe.yaml", tmp_path / name, **options)
 
     assert compare("adamw") == 1 and "bf16" not in capsys.readouterr().out
-    assert compare("muon") == 0 and "muon computes its updates in bf16" in capsys.readouterr().out
+    assert compare("muon") == 0 and "muon computes its updates in bf16 here" in capsys.readouterr().out
