@@ -27,7 +27,7 @@ def cautions(config: RunConfig, run: Derived, overridden: frozenset[str], device
 def emulated_precision(config: RunConfig, device: torch.device) -> str | None:
     """That the precision asked for is slower than fp32 here; None where it is not, or auto chose."""
     problem = emulation_of_bf16(device) if config.precision == "bf16" else None
-    return f"precision: {problem}" if problem else None
+    return f"precision: {problem}; use precision: fp32 or auto" if problem else None
 
 
 def unusual_learning_rate(config: RunConfig, run: Derived, overridden: frozenset[str]) -> str | None:

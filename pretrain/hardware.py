@@ -83,7 +83,7 @@ def emulation_of_bf16(device: torch.device) -> str | None:
         return None
     return (
         f"bf16 is emulated here ({reason}): its matrix products run at {bf16 / fp32:.2g} of the speed of fp32 "
-        f"({bf16 / 1e9:,.3g} against {fp32 / 1e9:,.3g} GFLOP/s); use precision: fp32 or auto"
+        f"({bf16 / 1e9:,.3g} against {fp32 / 1e9:,.3g} GFLOP/s)"
     )
 
 
