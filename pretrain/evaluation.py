@@ -66,9 +66,9 @@ def evaluate_models(arguments: argparse.Namespace) -> list[Evaluation]:
     strategy = Strategy("fp32")  # precision is each model's own; see measure_shards
     if not strategy.is_main or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    if strategy.is_main and measures_in_bf16(jobs, tasks, arguments.precision):
-        if problem := emulation_of_bf16(strategy.device):
-            print(f"warning: {problem}; give --precision fp32", file=sys.stderr, flush=True)
+    in_bf16 = strategy.is_main and measures_in_bf16(jobs, tasks, arguments.precision)
+    if in_bf16 and (problem := emulation_of_bf16(strategy.device)):
+        print(f"warning: {problem}; give --precision fp32", file=sys.stderr, flush=True)
     evaluations = []
     for job in jobs:
         evaluation = measure(job, tasks, arguments, strategy)

@@ -30,7 +30,7 @@ def said(recipe, *overrides):
         ({"optim.name": "muon", "optim.learning_rate": "1e-2"}, None),
         ({"optim.name": "muon", "optim.learning_rate": "4e-4"}, "1/7.5 of what auto gives muon at"),
         # The recipe's rate of 3e-3 is not far from what AdamW takes, but nobody chose it for Adafactor.
-        ({"optim.name": "adafactor"}, "is the recipe's, while --optim.name adafactor is the command line's, and 3 times"),
+        ({"optim.name": "adafactor"}, "the recipe's, while --optim.name adafactor is the command line's, and 3 times"),
         ({"optim.name": "adafactor", "optim.learning_rate": "3e-3"}, None),
         ({"optim.name": "muon"}, None),
     ],
