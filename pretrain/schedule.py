@@ -29,7 +29,7 @@ LEARNING_RATE_BY_PARAMETERS = ((10e6, 1e-3), (124e6, 6e-4), (1e9, 3e-4), (7e9, 1
 """(parameters, peak learning rate) for AdamW. 10M: nanoGPT's character model; 124M, 13B and 175B: GPT-3, Brown et al.
 2020, table 2.1; 1B and 7B: common practice between GPT-3 and LLaMA (arXiv 2302.13971)."""
 MUON_RATE = 3.0
-"""Muon's peak learning rate relative to AdamW's."""
+"""Muon's peak learning rate relative to AdamW's: docs/schedules.md has what was measured."""
 
 
 @dataclass(frozen=True)
