@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) in the arithmetic that the device is good at.
 
-The mathematics, the names of the state and those of the groups are torch.optim.Muon's, which multiplies in bf16
-everywhere. A CPU without bf16 instructions emulates that, at a fiftieth of its speed in fp32.
+The mathematics and the names of the state are torch.optim.Muon's, which multiplies in bf16 everywhere. A CPU without
+bf16 instructions emulates that, at a fiftieth of its speed in fp32.
 """
 
 import math
