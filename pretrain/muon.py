@@ -84,7 +84,7 @@ def batches_of_one_shape(parameters: list[torch.Tensor]) -> Iterator[list[torch.
         else:
             alike.setdefault((parameter.device, *sorted(parameter.shape)), []).append(parameter)
     for batch in alike.values():
-        size = max(1, BATCH_ELEMENTS // batch[0].numel())
+        size = max(1, BATCH_ELEMENTS // max(1, batch[0].numel()))
         yield from (batch[first : first + size] for first in range(0, len(batch), size))
 
 
