@@ -26,6 +26,7 @@ import torch
 import pretrain.architectures  # noqa: F401  (registers the local models)
 from pretrain.attempts import attempt
 from pretrain.batches import key_of
+from pretrain.cautions import cautions
 from pretrain.companions import Companions, evaluate_beside, publish_beside, publish_cut_short
 from pretrain.compilation import checkpoint_activations, compile_model
 from pretrain.config import RunConfig
@@ -46,7 +47,7 @@ from pretrain.read_ahead import ReadAhead
 from pretrain.record import banner, schedule_record, write_record
 from pretrain.samples import sample_texts
 from pretrain.smoke import smoke_test
-from pretrain.strategy import Strategy, make_strategy
+from pretrain.strategy import Strategy, device_type, make_strategy
 from pretrain.supervision import Supervisor
 from pretrain.validation import open_validation, validate
 from pretrain.weights import InitialWeights
@@ -98,6 +99,8 @@ def main(
         "peak for MFU": f"{peak / 1e12:.3g} TFLOP/s per process ({peak_source})" if peak else peak_source,
     }
     metrics.say(banner(config, run, built))
+    for caution in cautions(config, run, overridden, strategy.device) if strategy.is_main else ():
+        metrics.write("warning", step=state.step, message=caution)
     start_id = uuid.uuid4().hex
     facts = {"start_id": start_id, "parameters": run.parameters, "ranks": strategy.ranks, **schedule_record(run)}
     facts["flops_per_token"] = run.flops_per_token
@@ -270,6 +273,8 @@ def check(asked: CommandLine) -> None:
     if asked.verbose:
         print(explain(asked))
     print(banner(asked.config, run, {}))
+    for caution in cautions(asked.config, run, asked.overridden, torch.device(device_type())):
+        print(f"warning: {caution}")
     print("The recipe can run.")
 
 

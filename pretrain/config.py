@@ -152,7 +152,7 @@ class Optim(Section):
     name: Literal["adamw", "adafactor", "muon", "adamw_8bit"] = "adamw"
     """The optimizer; see docs/schedules.md and pretrain/optim.py."""
     learning_rate: PositiveFloat | Literal["auto"] | None = None
-    """Peak learning rate, or auto: chosen from the number of parameters."""
+    """Peak learning rate, or auto: chosen from the number of parameters and the optimizer."""
     base_learning_rate: PositiveFloat | None = None
     """Peak learning rate for a global batch of one sequence; scaled by the square root of the global batch."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)

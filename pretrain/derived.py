@@ -251,7 +251,7 @@ def peak_learning_rate(config: RunConfig, parameters: int, sequences_per_step: i
     if optim.base_learning_rate is not None:
         return learning_rate_for_batch(optim.base_learning_rate, sequences_per_step)
     if optim.learning_rate == "auto":
-        return learning_rate_for_parameters(parameters)
+        return learning_rate_for_parameters(parameters, optim.name)
     return optim.learning_rate
 
 

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 import pretrain.architectures  # noqa: F401  (registers the local models, which then need no trust_remote_code)
 from pretrain.addresses import ModelAddress, find_models
 from pretrain.generation import Sampling, encode_prompt, generate_text
+from pretrain.hardware import emulation_of_bf16
 from pretrain.harness import TaskSelection, score_tasks, select_tasks
 from pretrain.history import read_end
 from pretrain.model import load_pretrained
@@ -65,6 +66,9 @@ def evaluate_models(arguments: argparse.Namespace) -> list[Evaluation]:
     strategy = Strategy("fp32")  # precision is each model's own; see measure_shards
     if not strategy.is_main or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
+    in_bf16 = strategy.is_main and measures_in_bf16(jobs, tasks, arguments.precision)
+    if in_bf16 and (problem := emulation_of_bf16(strategy.device)):
+        print(f"warning: {problem}; give --precision fp32", file=sys.stderr, flush=True)
     evaluations = []
     for job in jobs:
         evaluation = measure(job, tasks, arguments, strategy)
@@ -80,6 +84,13 @@ def evaluate_models(arguments: argparse.Namespace) -> list[Evaluation]:
         report(evaluations, arguments)
     strategy.close()
     return evaluations
+
+
+def measures_in_bf16(jobs: list[Job], tasks: TaskSelection | None, precision: str) -> bool:
+    """Whether any model's loss or scores are computed in bf16; without a precision asked for, tasks are as saved."""
+    on_shards = any(job.settings is not None and job.settings.precision == "bf16" for job in jobs)
+    saved = any(getattr(job.config, "dtype", None) == torch.bfloat16 for job in jobs)
+    return on_shards or (tasks is not None and (precision == "bf16" or (precision == "auto" and saved)))
 
 
 def track(evaluation: Evaluation) -> None:

@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import time
+from functools import cache
 
 import torch
 
@@ -35,6 +36,57 @@ PEAK_FLOPS_BF16 = {
 """Dense bf16 (fp16 where there is no bf16) peak of GPUs in FLOP/s, from NVIDIA's data sheets, without sparsity."""
 
 
+ONEDNN_ISAS_WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni")
+"""Values of ONEDNN_MAX_CPU_ISA under which oneDNN multiplies bf16 by converting it."""
+
+
+@cache
+def missing_bf16(device_type: str) -> str | None:
+    """Why bf16 products are emulated on 'cpu' or 'cuda', in words; None where the device has instructions for them.
+
+    ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA make an older CPU of a newer one, for torch's kernels and for its matrix
+    products; torch.cpu's own checks look past them.
+    """
+    if device_type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return None if native else "this GPU has no bf16 instructions"
+    if not torch.backends.mkldnn.is_available():
+        return "this torch has no oneDNN, which multiplies in bf16"
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return None if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "this CPU has no bf16 instructions"
+    if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+        return "this CPU has no bf16 instructions"
+    for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):  # oneDNN reads the second where the first is not set
+        if limit := os.environ.get(variable):
+            if limit.lower() in ONEDNN_ISAS_WITHOUT_BF16:
+                return f"{variable}={limit} keeps this CPU's bf16 instructions from use"
+            break
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        return f"ATEN_CPU_CAPABILITY={os.environ.get('ATEN_CPU_CAPABILITY')} keeps this CPU's AVX-512 from use"
+    return None
+
+
+def emulation_of_bf16(device: torch.device) -> str | None:
+    """That bf16 is slower than fp32 here, with the measured rates (0.2 s); None where it is not, or is native.
+
+    Small matrices on a CPU: an emulated product of (1024, 1024) takes seconds.
+    """
+    reason = missing_bf16(device.type)
+    if reason is None:
+        return None
+    size = 256 if device.type == "cpu" else 2048
+    bf16, fp32 = (
+        measured_matrix_flops(dtype, device, size=size, least_repeats=3, least_seconds=0.05)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    if bf16 >= fp32:
+        return None
+    return (
+        f"bf16 is emulated here ({reason}): its matrix products run at {bf16 / fp32:.2g} of the speed of fp32 "
+        f"({bf16 / 1e9:,.3g} against {fp32 / 1e9:,.3g} GFLOP/s)"
+    )
+
+
 def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]:
     """(peak FLOP/s of the device in matrix products, where the number is from); None for a GPU that is not listed."""
     if device.type == "cuda":
@@ -44,21 +96,32 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]
             return None, f"no peak is known for {name}"
         return PEAK_FLOPS_BF16[max(listed, key=len)], f"data sheet of {name}, dense bf16"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    return measured_matrix_flops(dtype), f"measured {dtype} matrix product on {torch.get_num_threads()} threads"
+    size = 256 if precision == "bf16" and missing_bf16("cpu") else 1024  # the larger takes seconds where emulated
+    flops = measured_matrix_flops(dtype, device, size=size)
+    return flops, f"measured {dtype} matrix product on {torch.get_num_threads()} threads"
 
 
-def measured_matrix_flops(dtype: torch.dtype) -> float:
-    """FLOP/s of the best (1024, 1024) matrix product on the CPU, after a warm-up.
+def measured_matrix_flops(
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    size: int = 1024,
+    least_repeats: int = 5,
+    least_seconds: float = 0.5,
+) -> float:
+    """FLOP/s of the best (size, size) matrix product of those in `least_seconds`, after a warm-up.
 
-    Of those in half a second: the threads may begin on one core, where the system leaves them for a tenth.
+    The threads may begin on one core, where the system leaves them for a tenth of a second.
     """
-    size, least_repeats, least_seconds = 1024, 5, 0.5
-    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    wait = torch.cuda.synchronize if a.is_cuda else lambda: None
     a @ b
+    wait()
     seconds = []
     while len(seconds) < least_repeats or sum(seconds) < least_seconds:
         start = time.perf_counter()
         a @ b
+        wait()
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 / min(seconds)
 

@@ -17,8 +17,10 @@ import torch
 from pretrain.activations import FLASH, Activations, trace_activations
 from pretrain.compilation import layers_of
 from pretrain.config import RunConfig
+from pretrain.hardware import missing_bf16
 from pretrain.loss import CHUNK_BYTES, CPU_PIECE_BYTES, MIN_CHUNK_TOKENS, choose_loss
 from pretrain.model import build_meta_model, embedding_parameter_names, library_attention
+from pretrain.muon import BATCH_ELEMENTS
 from pretrain.optim import is_output_head, parameter_dtype
 from pretrain.reference import projects_hidden_states
 
@@ -207,8 +209,10 @@ def optimizer_bytes(work: Work, share: float = 1.0) -> float:
 
 def update_bytes(work: Work) -> float:
     """What an update makes and drops again; AdamW's fused kernels need nothing."""
-    if work.optimizer == "muon":  # the update in fp32, and three products of it in bf16
-        return work.sizes.largest_hidden_matrix * (2 * FP32 + 3 * 2)
+    if work.optimizer == "muon":  # one direction in fp32; a batch of them, and four products of it, as they multiply
+        batch = max(work.sizes.largest_hidden_matrix, min(BATCH_ELEMENTS, work.sizes.hidden_matrices))
+        multiplied = FP32 if work.device_type == "cpu" and missing_bf16("cpu") else FP32 / 2
+        return FP32 * work.sizes.largest_hidden_matrix + 6 * multiplied * batch
     if work.optimizer == "adafactor":  # squares, update, a product on the way, fp32 copies and random bits of bf16
         return work.sizes.largest * (28 if work.rounds_stochastically else 4 * FP32)
     return 0.0

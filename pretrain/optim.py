@@ -10,6 +10,7 @@ import torch
 
 from pretrain import config
 from pretrain.model import embedding_parameter_names
+from pretrain.muon import Muon
 from pretrain.problems import InputError, did_you_mean
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
@@ -125,12 +126,7 @@ def muon(matrices: NamedParameters, others: NamedParameters, weight_decay: float
     if not hidden:
         raise InputError("optim.name: muon finds no hidden matrices in this model; use adamw")
     return MuonWithAdamW(
-        torch.optim.Muon(
-            [parameter for _, parameter in hidden],
-            lr=settings["lr"],
-            weight_decay=weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        ),
+        Muon([parameter for _, parameter in hidden], lr=settings["lr"], weight_decay=weight_decay),
         adamw(heads, others, weight_decay, settings),
     )
 
@@ -241,7 +237,7 @@ def round_stochastically(values: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024; torch.optim.Muon) for hidden matrices and AdamW for the rest, as one optimizer.
+    """Muon for hidden matrices and AdamW for the rest, as one optimizer.
 
     Muon's update is scaled to AdamW's root mean square (Liu et al., arXiv 2502.16982), so one learning rate serves
     both. param_groups and state are those of the two, concatenated.

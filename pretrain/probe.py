@@ -155,7 +155,7 @@ def _judge(reference: PreTrainedModel, attention: str, document_mask: bool) -> J
             _check_gradients(judgement, model, attention, document_mask)
     except InputError as error:
         judgement.problems += error.problems
-    except Exception as error:  # noqa: BLE001  (a model's own code may fail in any way on arguments it does not know)
+    except Exception as error:  # a model's own code may fail in any way on arguments it does not know
         judgement.problems.append(f"fails with {in_a_line(error)}")
     return judgement
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from pretrain.card_facts import DATA_FILE, hub_datasets_of
 from pretrain.config import RunConfig
 from pretrain.derived import Derived
-from pretrain.hardware import describe_machine
+from pretrain.hardware import describe_machine, missing_bf16
 from pretrain.quantities import count_text
 from pretrain.recipe import as_yaml
 from pretrain.run_folder import read_json
 from pretrain.shards import MANIFEST_FILE, SPLITS, ShardReader
-from pretrain.strategy import Strategy
+from pretrain.strategy import Strategy, device_type
 
 COUNTS = ("tokens", "documents", "text_bytes")
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
@@ -88,7 +88,7 @@ def banner(config: RunConfig, derived: Derived, built: dict[str, str]) -> str:
     weights = "bf16, rounded stochastically" if config.optim.stochastic_rounding else "fp32"
     rows = {
         "model": f"{config.model} ({derived.model_config.model_type}), {derived.parameters:,} parameters",
-        "precision": f"{derived.precision}, weights and optimizer in {weights}",
+        "precision": f"{derived.precision}{precision_reason(config, derived)}, weights and optimizer in {weights}",
         "attention": "; not ".join(
             [derived.attention + (", within documents" if config.data.document_mask else "")]
             + list(derived.attention_passed_over)
@@ -110,6 +110,13 @@ def banner(config: RunConfig, derived: Derived, built: dict[str, str]) -> str:
     }
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def precision_reason(config: RunConfig, derived: Derived) -> str:
+    """Why auto is fp32, in brackets; '' for any other precision."""
+    if config.precision != "auto" or derived.precision != "fp32":
+        return ""
+    return f" (auto: {missing_bf16(device_type())})"
 
 
 def schedule_record(derived: Derived) -> dict:

@@ -83,7 +83,7 @@ def reference_of(keyed: KeyedConfig) -> PreTrainedModel:
             _make_context_visible(model)
         except InputError:
             raise
-        except Exception as error:  # noqa: BLE001  (whatever the library's own forward raises)
+        except Exception as error:  # whatever the library's own forward raises
             failures.append(in_a_line(error))
             continue
         return model
@@ -186,7 +186,7 @@ def is_projection(model: PreTrainedModel) -> bool:
         with torch.no_grad():
             hidden_BTD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
             logits_BTV = F.linear(hidden_BTD, head.weight, head.bias)
-    except Exception:  # noqa: BLE001  (a base model of another form: its own forward computes the logits)
+    except Exception:  # a base model of another form: its own forward computes the logits
         return False
     wanted_BTV = logits_of(model, ids_BT)
     return logits_BTV.shape == wanted_BTV.shape and relative_difference(logits_BTV, wanted_BTV) <= TOLERANCE / 10

@@ -28,6 +28,8 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
 LEARNING_RATE_BY_PARAMETERS = ((10e6, 1e-3), (124e6, 6e-4), (1e9, 3e-4), (7e9, 1.5e-4), (13e9, 1e-4), (175e9, 6e-5))
 """(parameters, peak learning rate) for AdamW. 10M: nanoGPT's character model; 124M, 13B and 175B: GPT-3, Brown et al.
 2020, table 2.1; 1B and 7B: common practice between GPT-3 and LLaMA (arXiv 2302.13971)."""
+MUON_RATE = 3.0
+"""Muon's peak learning rate relative to AdamW's: docs/schedules.md has what was measured."""
 
 
 @dataclass(frozen=True)
@@ -171,16 +173,16 @@ def cooldown_steps_of_infinite(
     return max(math.ceil(min_cooldown_tokens / tokens_per_step), round(cooldown_fraction * total_steps))
 
 
-def learning_rate_for_parameters(parameters: int) -> float:
+def learning_rate_for_parameters(parameters: int, optimizer: str = "adamw") -> float:
     """Peak learning rate for a model of that many parameters: log-log interpolation of LEARNING_RATE_BY_PARAMETERS.
 
-    Held at the table's ends: 1e-3 below 10M parameters, 6e-5 above 175B.
+    Held at the table's ends: 1e-3 below 10M parameters, 6e-5 above 175B; times MUON_RATE under muon.
     """
     sizes = [size for size, _ in LEARNING_RATE_BY_PARAMETERS]
     above = min(max(bisect.bisect_left(sizes, parameters), 1), len(sizes) - 1)
     (size_0, rate_0), (size_1, rate_1) = LEARNING_RATE_BY_PARAMETERS[above - 1 : above + 1]
     position = math.log(min(max(parameters, sizes[0]), sizes[-1]) / size_0) / math.log(size_1 / size_0)
-    return rate_0 * (rate_1 / rate_0) ** position
+    return rate_0 * (rate_1 / rate_0) ** position * (MUON_RATE if optimizer == "muon" else 1.0)
 
 
 def learning_rate_for_batch(base_learning_rate: float, sequences_per_step: int) -> float:

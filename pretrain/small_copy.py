@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 VOCABULARY = 96
 SMALL_PARAMETERS = 8_000_000
@@ -89,7 +89,7 @@ def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreT
             small = type(config).from_dict(values)
             if _parameters(small) <= limit:
                 yield small
-        except Exception as error:  # noqa: BLE001  (the library's own checks of what it does not have)
+        except Exception as error:  # the library's own checks of what it does not have
             failures.append(in_a_line(error))
 
 
@@ -101,7 +101,7 @@ def kinds_of_layers(config: PreTrainedConfig) -> tuple[int, int] | None:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(_eager(config), dtype=torch.float32)
-    except Exception:  # noqa: BLE001  (whatever a library's own class raises; building the model itself will tell)
+    except Exception:  # whatever a library's own class raises; building the model itself will tell
         return None
     total = getattr(config.get_text_config(), "num_hidden_layers", None)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == total]

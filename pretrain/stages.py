@@ -187,7 +187,7 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
                 stage = Stage(model, part, "fp32")
                 stage.begin(split_micro_batch(targets_BT, {}, 1))
                 x = stage(x, torch.zeros(1))
-    except Exception as error:  # noqa: BLE001  (a base model that is not embeddings, layers and a norm)
+    except Exception as error:  # a base model that is not embeddings, layers and a norm
         return f"{said} ({in_a_line(error)}); {works}"
     if not abs(x - wanted) <= TOLERANCE * wanted:
         return f"{said}: the loss of two stages is {x:.4f}, that of the whole {wanted:.4f}; {works}"

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from pretrain.config import RunConfig
 from pretrain.fp8 import fp8_problem, use_fp8
 from pretrain.gradients import total_norm
-from pretrain.hardware import keep_freed_memory, use_all_cores
+from pretrain.hardware import keep_freed_memory, missing_bf16, use_all_cores
 from pretrain.launcher import PRECISIONS, launcher_problems, processes_launched, requested_strategy
 from pretrain.loss import LanguageModelLoss
 from pretrain.optim import OPTIMIZERS, describe_optimizer, load_optimizer_state, optimizer_state_by_name
@@ -51,9 +51,7 @@ def resolve_precision(requested: str) -> str:
         raise InputError("precision: fp16 needs a GPU; use bf16, fp32, or auto, which takes what the device has")
     if requested != "auto":
         return requested
-    if device_type() == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "fp32"
+    return "fp32" if missing_bf16(device_type()) else "bf16"
 
 
 OptimizerBuilder = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]

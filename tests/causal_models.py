@@ -42,7 +42,7 @@ def outcome(model_type: str, document_mask: bool) -> str:
 
     try:
         config = config_of(model_type)
-    except Exception as error:  # noqa: BLE001  (configurations that have no defaults raise whatever they like)
+    except Exception as error:  # configurations that have no defaults raise whatever they like
         return f"refused: no default configuration ({type(error).__name__})"
     try:
         refuse_composites(model_type, config)

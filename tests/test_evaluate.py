@@ -402,3 +402,12 @@ def test_json_and_plot_over_a_run(model_folder, shards, tmp_path):
     board.Reload()
     logged = [event.value for event in board.Scalars("evaluation/loss/source")]
     assert logged == pytest.approx([model["sources"]["source"]["loss"] for model in results["models"]], rel=1e-6)
+
+
+def test_an_emulated_precision_is_said(model_folder, shards):
+    """Where the variables make an old CPU of this one, whose own choice is fp32."""
+    asked = ("evaluate.py", "--model", model_folder, "--data", shards, "--sequences", "1")
+    old_cpu = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "CUDA_VISIBLE_DEVICES": ""}
+    said = run_script(*asked, "--precision", "bf16", **old_cpu).stderr
+    assert "warning: bf16 is emulated here" in said and "give --precision fp32" in said
+    assert "emulated" not in run_script(*asked, **old_cpu).stderr

@@ -12,7 +12,7 @@ from pretrain.problems import InputError
 
 B, T, D, V = 2, 25, 16, 53
 PROJECTING = (
-    "deepone gpt2 gpt_neox llama mistral olmo olmo2 olmo3 phi3 qwen2 qwen3 smollm3 stablelm starcoder2".split()
+    "deepone gpt2 gpt_neox llama mistral olmo olmo2 olmo3 phi3 qwen2 qwen3 smollm3 stablelm starcoder2".split()  # noqa: SIM905
 )
 
 

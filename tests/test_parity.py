@@ -132,12 +132,15 @@ def test_an_optimizer_that_computes_in_bf16_is_compared_as_bf16(recipe, tmp_path
     curves = {"single": REFERENCE, "ddp": Curve({1: 6.001, 2: 5.0}, REFERENCE.grad_norm)}
     monkeypatch.setattr(parity, "train_under", lambda name, *arguments: Outcome(curves[name]))
 
-    def compare(name: str) -> int:
+    def compare(name: str, in_bf16: bool) -> int:
+        monkeypatch.setattr(parity, "multiplies_in_bf16", lambda: in_bf16)
         options = {"steps": 2, "strategies": ["ddp"], "processes": 2, "precision": "fp32"}
-        (tmp_path / name).mkdir()
+        folder = tmp_path / f"{name}_{in_bf16}"
+        folder.mkdir()
         text = recipe.read_text().replace("optim:", f"optim:\n  name: {name}")
-        (tmp_path / name / "recipe.yaml").write_text(text)
-        return parity.measure_parity(tmp_path / name / "recipe.yaml", tmp_path / name, **options)
+        (folder / "recipe.yaml").write_text(text)
+        return parity.measure_parity(folder / "recipe.yaml", folder, **options)
 
-    assert compare("adamw") == 1 and "bf16" not in capsys.readouterr().out
-    assert compare("muon") == 0 and "muon computes its updates in bf16" in capsys.readouterr().out
+    assert compare("adamw", True) == 1 and "bf16" not in capsys.readouterr().out
+    assert compare("muon", False) == 1 and "bf16" not in capsys.readouterr().out
+    assert compare("muon", True) == 0 and "muon computes its updates in bf16 here" in capsys.readouterr().out

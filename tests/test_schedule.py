@@ -8,6 +8,7 @@ from pretrain import config
 from pretrain.problems import InputError
 from pretrain.schedule import (
     DECAY_SHAPES,
+    MUON_RATE,
     SCHEDULES,
     BatchRamp,
     Schedule,
@@ -104,6 +105,11 @@ def test_learning_rate_by_size_meets_the_published_points():
     rates = [learning_rate_for_parameters(int(1e6 * 1.3**n)) for n in range(50)]
     assert rates == sorted(rates, reverse=True)
     assert learning_rate_for_parameters(math.sqrt(1e9 * 7e9)) == pytest.approx(math.sqrt(3e-4 * 1.5e-4))
+
+
+def test_muons_rate_is_a_multiple_of_adamws():
+    assert learning_rate_for_parameters(124e6, "muon") == pytest.approx(MUON_RATE * 6e-4)
+    assert learning_rate_for_parameters(124e6, "adafactor") == learning_rate_for_parameters(124e6, "adamw")
 
 
 def test_square_root_scaling_by_hand():

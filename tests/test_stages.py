@@ -15,7 +15,7 @@ from pretrain.stages import Stage, cut_problem, fill_stages, split_layers, split
 from pretrain.weights import InitialWeights
 
 END = 3
-CUTTABLE = "deepone gpt2 gpt_neox llama mistral olmo olmo2 olmo3 phi3 qwen2 qwen3 smollm3 stablelm starcoder2".split()
+CUTTABLE = "deepone gpt2 gpt_neox llama mistral olmo olmo2 olmo3 phi3 qwen2 qwen3 smollm3 stablelm starcoder2".split()  # noqa: SIM905
 SPECIAL = {
     "gpt2": {"n_embd": 32, "n_layer": 5, "n_head": 4, "n_positions": 64},
     # Layers of two kinds, so that a stage must know which of the whole model's layers its own are.

@@ -1,0 +1,119 @@
+"""What the device is said to have, as the variables that limit it say."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from pretrain import hardware, strategy
+from pretrain.hardware import ONEDNN_ISAS_WITHOUT_BF16, emulation_of_bf16, missing_bf16, peak_flops
+from pretrain.strategy import resolve_precision
+
+OLD_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fresh():
+    """missing_bf16 asks once for each device."""
+    missing_bf16.cache_clear()
+    yield
+    missing_bf16.cache_clear()
+
+
+@pytest.fixture
+def new_cpu(monkeypatch, fresh):
+    """A CPU that has the instructions, with nothing that limits it."""
+    for variable in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(hardware.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+
+
+def test_bf16_is_native_where_nothing_limits_it(new_cpu, monkeypatch):
+    monkeypatch.setattr(strategy, "device_type", lambda: "cpu")
+    assert missing_bf16("cpu") is None and resolve_precision("auto") == "bf16"
+    assert emulation_of_bf16(CPU) is None
+
+
+@pytest.mark.parametrize("limit", [*ONEDNN_ISAS_WITHOUT_BF16, "AVX2"])
+def test_onednns_limit_takes_bf16_away(new_cpu, monkeypatch, limit):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert missing_bf16("cpu") == f"ONEDNN_MAX_CPU_ISA={limit} keeps this CPU's bf16 instructions from use"
+
+
+@pytest.mark.parametrize("limit", ["ALL", "AVX512_CORE_BF16", "AVX512_CORE_AMX"])
+def test_a_limit_above_bf16_does_not(new_cpu, monkeypatch, limit):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")  # its older name, which oneDNN reads where the first is not set
+    assert missing_bf16("cpu") is None
+
+
+def test_the_older_name_of_the_limit_counts_alone(new_cpu, monkeypatch):
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
+    assert "DNNL_MAX_CPU_ISA=AVX2" in missing_bf16("cpu")
+
+
+def test_torchs_own_limit_takes_bf16_away(new_cpu, monkeypatch):
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert missing_bf16("cpu") == "ATEN_CPU_CAPABILITY=avx2 keeps this CPU's AVX-512 from use"
+
+
+def test_an_old_cpu_has_none(new_cpu, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert missing_bf16("cpu") == "this CPU has no bf16 instructions"
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_an_arm_cpu_is_asked_by_torchs_own_check(new_cpu, monkeypatch, native):
+    monkeypatch.setattr(hardware.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
+    assert (missing_bf16("cpu") is None) == native
+
+
+def test_emulation_is_told_with_measured_figures(fresh, monkeypatch):
+    monkeypatch.setattr(hardware, "missing_bf16", lambda device_type: "this CPU has no bf16 instructions")
+    rates = {torch.bfloat16: 12e9, torch.float32: 240e9}
+    monkeypatch.setattr(hardware, "measured_matrix_flops", lambda dtype, device, **settings: rates[dtype])
+    assert emulation_of_bf16(CPU) == (
+        "bf16 is emulated here (this CPU has no bf16 instructions): its matrix products run at 0.05 of the speed of "
+        "fp32 (12 against 240 GFLOP/s)"
+    )
+    rates[torch.bfloat16] = 250e9
+    assert emulation_of_bf16(CPU) is None, "faster all the same"
+
+
+def test_the_variables_make_an_old_cpu_of_this_one():
+    """In a process of its own: libraries read the variables when they start."""
+    code = """
+import torch
+from pretrain.hardware import emulation_of_bf16, missing_bf16
+from pretrain.muon import product_dtype
+from pretrain.strategy import resolve_precision
+print(missing_bf16("cpu"), resolve_precision("auto"), product_dtype(torch.device("cpu")), sep="|")
+print(emulation_of_bf16(torch.device("cpu")))
+"""
+    environment = hardware.os.environ | OLD_CPU | {"CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    reason, precision, dtype = found[0].split("|")
+    assert "bf16 instructions" in reason and (precision, dtype) == ("fp32", "torch.float32")
+    assert "its matrix products run at 0." in found[1] and "GFLOP/s)" in found[1]
+
+
+def test_the_peak_is_that_of_the_precision(new_cpu, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        hardware, "measured_matrix_flops", lambda dtype, device, size: asked.append((dtype, size)) or 1e11
+    )
+    assert peak_flops(CPU, "bf16")[0] == 1e11 and peak_flops(CPU, "fp32")[0] == 1e11
+    missing_bf16.cache_clear()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    peak_flops(CPU, "bf16")
+    assert asked == [(torch.bfloat16, 1024), (torch.float32, 1024), (torch.bfloat16, 256)]
