@@ -90,8 +90,10 @@ def banner(config: RunConfig, derived: Derived, built: dict[str, str]) -> str:
         "model": f"{config.model} ({derived.model_config.model_type}), {derived.parameters:,} parameters",
         "precision": f"{derived.precision}{precision_reason(config, derived)}, weights and optimizer in {weights}",
         "attention": "; not ".join(
-            [derived.attention + (", within documents" if config.data.document_mask else "")]
-            + list(derived.attention_passed_over)
+            [
+                derived.attention + (", within documents" if config.data.document_mask else ""),
+                *derived.attention_passed_over,
+            ]
         ),
         "data": " + ".join(
             f"{folder} ({count_text(reader.tokens)} tokens)" for folder, reader in derived.batches.readers.items()

@@ -25,7 +25,7 @@ SHORT_DOCUMENT_LENGTHS = ((3, 1, 4), (5, 3))
 """The same for models with fewer positions than the above have tokens."""
 END_OF_DOCUMENT = 1
 TOLERANCE = 5e-4
-"""Largest difference, relative to the largest logit, that rounding in fp32 explains; leaks are a hundred times that."""
+"""Largest difference, relative to the largest logit, that rounding in fp32 explains; leaks are far larger."""
 VISIBLE = 100 * TOLERANCE
 """What an earlier token must change, relative to the largest logit, for the copy to tell anything about leaks."""
 WEIGHT_FACTORS = (3.0, 10.0, 30.0)

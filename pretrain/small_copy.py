@@ -167,9 +167,8 @@ def _cut_layers(values: dict[str, Any], config: PreTrainedConfig, total: int, la
     for name, value in values.items():
         if isinstance(value, (list, str)) and len(value) == total:
             values[name] = value[:layers]
-        elif isinstance(value, list) and ("layer" in name or "idx" in name or "indices" in name):
-            if all(isinstance(index, int) for index in value):
-                values[name] = [index for index in value if index < layers]
+        elif isinstance(value, list) and any(part in name for part in ("layer", "idx", "indices")):
+            values[name] = [index for index in value if not isinstance(index, int) or index < layers]
 
 
 def _parameters(config: PreTrainedConfig) -> int:

@@ -80,7 +80,7 @@ def reason_of(refusal: str) -> str:
     """A refusal in the few words of the table."""
     for pattern, words in {
         "sees the future": "it sees later tokens",
-        "get no gradient": "some of its parameters get no gradient from text (cross-attention, separately trained parts)",
+        "get no gradient": "some of its parameters get no gradient (cross-attention, parts trained apart)",
         "gives no initial values": "it leaves parameters without initial values",
         "a model of text and of something else": "it is more than a language model",
         "no default configuration": "its configuration has no defaults that work",
