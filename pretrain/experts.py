@@ -1,7 +1,8 @@
 """A mixture of experts in training: the loss that balances it, over the whole global batch, and how loaded it is.
 
-The balancing loss (Fedus et al., arXiv 2101.03961) is, for each layer of E experts of which a token visits K, E x sum over the experts of f x P, averaged over the layers: f is the number of a token's
-assignments to the expert, P the expert's probability, both means over tokens. It is K where all experts get the same.
+The balancing loss (Fedus et al., arXiv 2101.03961) is, for each layer of E experts of which a token visits K,
+E x sum over the experts of f x P, averaged over the layers: f is the number of a token's assignments to the expert, P
+the expert's probability, both means over tokens. It is K where all experts get the same.
 
 Over a micro-batch it would force every document to use all experts; over the global batch experts may specialise (Qiu
 et al., arXiv 2501.11873). But f of the whole batch is known only after its last micro-step, when the gradients of the
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+import pretrain.expert_products  # noqa: F401  (experts compute in the precision of the run)
 from pretrain.config import Loss
 from pretrain.launcher import requested_strategy
 from pretrain.model import build_meta_model
