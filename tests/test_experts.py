@@ -41,8 +41,30 @@ MODELS = {
     "llama4_text": {"num_local_experts": 8, "num_experts_per_tok": 1, "head_dim": 8, "intermediate_size_mlp": 48}
     | {"interleave_moe_layer_step": 1, "attention_chunk_size": 32},
     "jetmoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "kv_channels": 8},
+    "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 2},
+    "phimoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "router_jitter_noise": 0.0},
+    "jamba": {"num_experts": 8, "num_experts_per_tok": 2, "attn_layer_period": 1, "attn_layer_offset": 0},
+    "minimax": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "layer_types": ["full_attention"] * 3,
+    },
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8},
+    "qwen3_next": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    | {"shared_expert_intermediate_size": 16, "layer_types": ["full_attention"] * 3},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0},
+    "glm4_moe": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "lfm2_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 0}
+    | {"layer_types": ["full_attention"] * 3},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 8},
 }
-SIGMOID = ("deepseek_v3", "llama4_text")
+SIGMOID = ("deepseek_v3", "glm4_moe", "dots1", "llama4_text", "lfm2_moe", "minimax_m2")
+CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 LOGITS_AT = {"llama4_text": 1, "jetmoe": 4}
 BALANCE, Z_LOSS = 0.5, 0.1
 
@@ -113,7 +135,7 @@ def test_gradients_are_those_of_the_loss_written_out(name):
     first = step(experts, model, [batch()])
     counts, sizes = experts.counts(), experts.sizes
     share = [torch.tensor(row, dtype=torch.float32) / batch()[0].numel() for row in counts]
-    top_k = MODELS[name]["num_experts_per_tok"]
+    top_k = next(MODELS[name][key] for key in CHOSEN if key in MODELS[name])
     assert all(row.sum().item() == pytest.approx(top_k) and row.max() > 1.2 * top_k / 8 for row in share)
     second = step(experts, model, [batch()])
 
@@ -238,15 +260,21 @@ def test_experts_without_tokens_are_warned_of_once(monkeypatch):
         routers_of(model)[1].module.weight.normal_()
     step(experts, model, [batch(16)])
     assert experts.newly_dead() is None and experts.figures()["expert_load_min"] > 0
+    with torch.no_grad():
+        routers_of(model)[1].module.weight.zero_()
+    for _ in range(3):
+        assert experts.newly_dead() is None
+        step(experts, model, [batch(16)])
+    assert "6 dead experts" in experts.newly_dead()
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_active_parameters_are_those_of_a_model_with_as_many_experts_as_a_token_visits(name):
     """Less the rows of the routers for the experts that such a model does not have."""
-    key = next(key for key in MODELS[name] if key in ("num_experts", "num_local_experts", "n_routed_experts"))
-    chosen = MODELS[name]["num_experts_per_tok"]
+    key = next(key for key in EXPERTS if key in MODELS[name])
+    chosen = next(MODELS[name][key] for key in CHOSEN if key in MODELS[name])
     whole, small = tiny_model(name), tiny_model(name, **{key: chosen, "topk_group": 1, "n_group": 1})
-    row = COMMON["hidden_size"] + (1 if name == "gpt_oss" else 0)
+    row = COMMON["hidden_size"] + (1 if name in ("gpt_oss", "ernie4_5_moe") else 0)  # a bias
     rows = (8 - chosen) * row * len(routers_of(whole))
     inactive = inactive_parameters(whole)
     assert inactive > 0
