@@ -34,6 +34,7 @@ from pretrain.consensus import Request
 from pretrain.continuation import Continuation
 from pretrain.derived import derive
 from pretrain.exit_codes import EXIT_DONE
+from pretrain.experts import Experts
 from pretrain.export import describe_model, export_final
 from pretrain.export_check import verify_export
 from pretrain.guard import SpeedGuard
@@ -86,6 +87,8 @@ def main(
     )
     model = strategy.prepare(model, weights, build_optimizer)
     continuation.load()
+    experts = Experts(causal_lm, strategy, run.router_losses)
+    experts.load(state.expert_counts)
     compile_model(model, causal_lm, config.compile)
 
     # Where everything goes, and what looks after it.
@@ -103,7 +106,7 @@ def main(
         metrics.write("warning", step=state.step, message=caution)
     start_id = uuid.uuid4().hex
     facts = {"start_id": start_id, "parameters": run.parameters, "ranks": strategy.ranks, **schedule_record(run)}
-    facts["flops_per_token"] = run.flops_per_token
+    facts |= {"active_parameters": run.active_parameters, "flops_per_token": run.flops_per_token}
     metrics.write("start", step=state.step, **facts)
     if continuation.found:
         event = "branch" if continuation.is_new else "resume"
@@ -146,6 +149,7 @@ def main(
     @throughput.paused()
     def save(wait: bool, required: bool = False) -> None:
         supervisor.compare_copies()  # before, not after: a checkpoint must not keep what differs
+        state.expert_counts = experts.counts()
         continuation.save(supervisor.guard.state(), describe, watch.beat)
         if wait or required:
             continuation.finish_saving(watch.beat, required)
@@ -168,6 +172,7 @@ def main(
         learning_rate = run.learning_rate(step) * state.learning_rate_factor
         strategy.set_learning_rate(learning_rate)
         micro_steps = run.micro_steps(step)
+        experts.begin_step(micro_steps)
         step_loss = torch.zeros((), device=strategy.device)
         for micro_step in range(micro_steps):
             with throughput.loading_data():
@@ -176,8 +181,10 @@ def main(
             with strategy.accumulate(is_last=micro_step == micro_steps - 1):
                 loss, cross_entropy = model(**batch)
                 strategy.backward(loss / micro_steps)
+            experts.count()
             step_loss += cross_entropy / micro_steps
         grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
+        experts.end_step()
 
         state.step, state.tokens, state.validation_loss = step + 1, run.tokens_before(step + 1), None
         throughput.step_done()
@@ -201,9 +208,10 @@ def main(
                 grad_norm=outcome.report.grad_norm,
                 learning_rate=learning_rate,
                 **figures,
+                **experts.figures(),
                 peak_memory_bytes=peak_memory_bytes(strategy.device),
             )
-            if warning := speed_guard.judge(figures["tokens_per_second"]):
+            for warning in filter(None, (speed_guard.judge(figures["tokens_per_second"]), experts.newly_dead())):
                 metrics.write("warning", step=state.step, message=warning)
             companions.fetch()
         metrics.step_done(step)
@@ -214,6 +222,7 @@ def main(
                 continuation.go_back(outcome.bad, watch.beat)
                 supervisor.go_back(continuation.guard_state)
             run, state, tokens_at_log = continuation.run, continuation.state, continuation.state.tokens
+            experts.load(state.expert_counts)
             continue
         if measures:
             measure_all()

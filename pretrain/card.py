@@ -123,6 +123,8 @@ def eval_results(facts: CardFacts) -> list[Any]:
 
 def introduction(facts: CardFacts) -> str:
     size = f"of {count_text(facts.parameters)} parameters " if facts.parameters else ""
+    if facts.active_parameters:
+        size += f"({count_text(facts.active_parameters)} active for a token) "
     how = "trained further" if facts.config.get("init") == "pretrained" else "pretrained from scratch"
     text = f"A base language model {size}{how} with Groundwork on {budget_text(facts).split(',')[0]}. "
     return text + "It continues text; it has not been trained to follow instructions or to chat."
@@ -154,6 +156,7 @@ def architecture_rows(facts: CardFacts, publication: Publication) -> Iterable[tu
     first = {name: next((model[key] for key in keys if model.get(key) is not None), None) for name, keys in SHAPES}
     yield "architecture", model.get("model_type")
     yield "parameters", f"{facts.parameters:,}" if facts.parameters else None
+    yield "active parameters", f"{facts.active_parameters:,}" if facts.active_parameters else None
     for name, value in first.items():
         yield name, f"{value:,}" if isinstance(value, int) else value
     yield "input and output embeddings", "tied" if model.get("tie_word_embeddings", True) else "separate"
@@ -170,6 +173,9 @@ SHAPES = (
     ("layers", ("num_hidden_layers", "n_layer")),
     ("width", ("hidden_size", "n_embd")),
     ("feed-forward width", ("intermediate_size", "n_inner")),
+    ("experts", ("num_experts", "num_local_experts", "n_routed_experts")),
+    ("experts per token", ("num_experts_per_tok",)),
+    ("expert width", ("moe_intermediate_size",)),
     ("attention heads", ("num_attention_heads", "n_head")),
     ("key-value heads", ("num_key_value_heads",)),
     ("vocabulary size", ("vocab_size",)),

@@ -85,6 +85,12 @@ class CardFacts:
         return next((event.get("parameters") for event in self.events_named("start")), None)
 
     @property
+    def active_parameters(self) -> int | None:
+        """Those that a token meets, where they are fewer: in a mixture of experts."""
+        active = next((event.get("active_parameters") for event in self.events_named("start")), None)
+        return active if active != self.parameters else None
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Median over the log lines: restarts and pauses do not count."""
         return self._median("tokens_per_second")
@@ -256,7 +262,9 @@ def budget_text(facts: CardFacts) -> str:
     if facts.tokens is None:
         return f"{facts.step:,} steps"
     text = f"{count_text(facts.tokens)} tokens in {facts.step:,} steps"
-    if facts.parameters:
+    if facts.active_parameters:
+        text += f", {facts.tokens / facts.active_parameters:.3g} per active parameter"
+    elif facts.parameters:
         text += f", {facts.tokens / facts.parameters:.3g} per parameter"
     if facts.total_steps and facts.step < facts.total_steps:
         text += f" of {facts.total_steps:,} planned"

@@ -107,7 +107,8 @@ class Data(Section):
 
 class Budget(Section):
     tokens_per_parameter: PositiveFloat | None = None
-    """Training tokens per model parameter; 20 is the compute-optimal ratio of Hoffmann et al. (arXiv 2203.15556)."""
+    """Training tokens per parameter, of a mixture of experts per active parameter; 20 is the compute-optimal ratio of
+    Hoffmann et al. (arXiv 2203.15556)."""
     tokens: Count | None = None
     """Training tokens in all."""
     steps: Count | None = None
@@ -208,6 +209,12 @@ class Loss(Section):
     """How the loss is computed from the last hidden states; see pretrain/loss.py."""
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of mean(logsumexp(logits)^2), which keeps logits from drifting (arXiv 2204.02311); 0: off."""
+    router_balance: NonNegativeFloat | None = None
+    """Mixtures of experts: coefficient of the loss that balances the experts over the global batch (arXiv 2501.11873);
+    null: the model's own, such as router_aux_loss_coef."""
+    router_z_loss: NonNegativeFloat | None = None
+    """Mixtures of experts: coefficient of mean(logsumexp(router logits)^2) (ST-MoE, arXiv 2202.08906); null: the
+    model's own router_z_loss_coef, else 0."""
 
 
 class Cadence(Section):

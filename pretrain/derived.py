@@ -14,12 +14,13 @@ from typing import Any
 from pretrain.attention import choose_attention
 from pretrain.batches import Batches, SkippedRange, open_sources
 from pretrain.config import Cadence, RunConfig
+from pretrain.experts import RouterLosses, router_losses
+from pretrain.flops import active_parameters, flops_per_token
 from pretrain.hardware import DTYPES
 from pretrain.hub_upload import login_problems, offer_problems
 from pretrain.micro_batch import HostBatch, host_batch
 from pretrain.model import (
     check_vocabulary,
-    count_non_embedding_parameters,
     count_parameters,
     set_end_of_document,
 )
@@ -45,8 +46,11 @@ class Derived:
 
     model_config: Any
     parameters: int
+    active_parameters: int
+    """Those that a token meets: of a mixture of experts without the experts that it does not choose."""
+    router_losses: RouterLosses
     flops_per_token: float
-    """6N + 12 layers x hidden x sequence_length, N without the input embedding unless it is tied."""
+    """See `flops.flops_per_token`."""
     precision: str
     attention: str
     from_hidden_states: bool
@@ -164,22 +168,22 @@ def derive(config: RunConfig, ranks: int) -> Derived:
         set_end_of_document(model_config, manifest.end_of_document_id)
     if model_config is not None:
         problems += too_long(model_config, data.sequence_length)
+        losses_of_routers = problems.attempt(router_losses, config.loss, model_config)
     problems.stop_if_any()
     found = probe(model_config, attention=config.attention, document_mask=data.document_mask)
 
-    parameters = count_parameters(model_config)
-    ramp = problems.attempt(ramp_of, config, sequences_per_step, ranks, parameters)
+    parameters, active = count_parameters(model_config), active_parameters(model_config)
+    ramp = problems.attempt(ramp_of, config, sequences_per_step, ranks, active)
     problems.stop_if_any()
     schedule = problems.attempt(schedule_of, config, ramp.total_steps)
     batches = problems.attempt(Batches, data, seed=config.seed, ramp=ramp)
     problems.stop_if_any()
-    flops = 6 * count_non_embedding_parameters(model_config) + (
-        12 * model_config.num_hidden_layers * model_config.hidden_size * data.sequence_length
-    )
     return Derived(
         model_config=model_config,
         parameters=parameters,
-        flops_per_token=flops,
+        active_parameters=active,
+        router_losses=losses_of_routers,
+        flops_per_token=flops_per_token(model_config, data.sequence_length),
         precision=precision,
         attention=found.attention,
         from_hidden_states=found.from_hidden_states,
@@ -213,11 +217,12 @@ def sequences_of(config: RunConfig, ranks: int) -> int:
     return batch.tokens_per_step // length
 
 
-def ramp_of(config: RunConfig, sequences_per_step: int, ranks: int, parameters: int) -> BatchRamp:
+def ramp_of(config: RunConfig, sequences_per_step: int, ranks: int, active: int) -> BatchRamp:
+    """The batch over the run. active: parameters that a token meets, by which a budget per parameter counts."""
     budget, length = config.budget, config.data.sequence_length
     tokens = budget.tokens
     if budget.tokens_per_parameter:
-        tokens = round(budget.tokens_per_parameter * parameters)
+        tokens = round(budget.tokens_per_parameter * active)
     ramp = config.batch.ramp
     return batch_ramp(
         sequences_per_step,

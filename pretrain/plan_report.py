@@ -9,6 +9,7 @@ from typing import Any
 
 from pretrain.calibration import Measurement, calibrate
 from pretrain.config import RunConfig
+from pretrain.flops import FORMULA
 from pretrain.footprint import LAUNCHER_FILES, Layout, footprint
 from pretrain.gpus import Gpu
 from pretrain.hardware import peak_flops
@@ -100,7 +101,7 @@ def build_plan(
         speed = Speed(calibration["mfu"] or 0.0, "measured on this machine", rate)
     else:
         source = "stated" if mfu else "the best public codes at this size, on H100s"
-        speed = Speed(mfu or default_mfu(work.sizes.total), source)
+        speed = Speed(mfu or default_mfu(work.active), source)
     candidates = [consider(name, config, model_config, work, hardware, precision, speed) for name in LAUNCHER_FILES]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
@@ -162,6 +163,7 @@ def plan_json(plan: Plan) -> str:
     recommended = plan.recommended
     values = {
         "parameters": plan.work.sizes.total,
+        "active_parameters": plan.work.active,
         "embedding_parameters": plan.work.sizes.embedding,
         "non_embedding_parameters": plan.work.non_embedding,
         "tokens": plan.work.tokens,
@@ -258,12 +260,14 @@ def facts(plan: Plan) -> dict[str, str]:
     """What does not depend on the strategy."""
     work, gpu, hardware = plan.work, plan.hardware.gpu, plan.hardware
     machines = f" in {hardware.machines} machines" if hardware.machines > 1 else ""
+    active = f"{work.active:,} active of " if work.active < work.sizes.total else ""
     rows = {
-        "model": f"{plan.config.model}, {work.sizes.total:,} parameters: {work.sizes.embedding:,} in embeddings, "
+        "model": f"{plan.config.model}, {active}{work.sizes.total:,} parameters: {work.sizes.embedding:,} in "
+        "embeddings, "
         f"{work.non_embedding:,} in matrix products and norms" + (" (head tied)" if work.sizes.is_tied else ""),
         "budget": f"{count_text(work.tokens)} tokens, {work.steps:,} steps of {work.tokens_per_step:,}, "
-        f"{work.tokens / work.sizes.total:.1f} tokens per parameter",
-        "work": f"{work.flops:.3g} FLOPs = tokens x (6N + 12 x layers x hidden x sequence length)",
+        f"{work.tokens / work.active:.1f} tokens per {'active ' if active else ''}parameter",
+        "work": f"{work.flops:.3g} FLOPs = tokens x ({FORMULA})",
         "GPUs": f"{hardware.gpus} x {gpu.name}{machines}, {gpu.bf16_flops / 1e12:,.0f} TFLOP/s dense bf16, "
         f"{gpu.memory_bytes / GIB:.0f} GB",
         "speed": speed_text(plan),

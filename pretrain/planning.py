@@ -14,10 +14,10 @@ from accelerate.utils import patch_environment
 from pretrain.batches import Batches
 from pretrain.config import RunConfig
 from pretrain.derived import ramp_of, sequences_of, too_long
+from pretrain.flops import active_parameters, flops_per_token, matrix_parameters
 from pretrain.footprint import LAUNCHER_FILES, Layout, data_ranks, footprint, layout_of
 from pretrain.gpus import Gpu
 from pretrain.memory import FP32, Memory, optimizer_elements, sizes_of
-from pretrain.model import count_non_embedding_parameters
 from pretrain.pipeline import SCHEDULES
 from pretrain.problems import InputError
 from pretrain.shards import MANIFEST_FILE
@@ -79,16 +79,16 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
     one_per_group = config.model_copy(
         update={"batch": config.batch.model_copy(update={"sequences_per_micro_batch": 1})}
     )
-    ramp = ramp_of(one_per_group, sequences, 1, sizes.total)
-    non_embedding = count_non_embedding_parameters(model_config)
-    attention = 12 * model_config.num_hidden_layers * model_config.hidden_size * length
+    active = active_parameters(model_config)
+    ramp = ramp_of(one_per_group, sequences, 1, active)
     return RunWork(
         sizes=sizes,
-        non_embedding=non_embedding,
+        active=active,
+        non_embedding=matrix_parameters(model_config),
         tokens=ramp.total_sequences * length,
         steps=ramp.total_steps,
         tokens_per_step=config.batch.tokens_per_step,
-        flops_per_token=6 * non_embedding + attention,
+        flops_per_token=flops_per_token(model_config, length),
         recompute=4 / 3 if config.activation_checkpointing != "none" else 1.0,
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from pretrain.card_facts import DATA_FILE, hub_datasets_of
 from pretrain.config import RunConfig
 from pretrain.derived import Derived
+from pretrain.flops import FORMULA
 from pretrain.hardware import describe_machine, missing_bf16
 from pretrain.quantities import count_text
 from pretrain.recipe import as_yaml
@@ -87,7 +88,7 @@ def banner(config: RunConfig, derived: Derived, built: dict[str, str]) -> str:
     levels = " -> ".join(f"{level * length:,}" for level in ramp.sequences_per_level)
     weights = "bf16, rounded stochastically" if config.optim.stochastic_rounding else "fp32"
     rows = {
-        "model": f"{config.model} ({derived.model_config.model_type}), {derived.parameters:,} parameters",
+        "model": f"{config.model} ({derived.model_config.model_type}), {parameters_text(derived)}",
         "precision": f"{derived.precision}{precision_reason(config, derived)}, weights and optimizer in {weights}",
         "attention": "; not ".join(
             [
@@ -104,10 +105,12 @@ def banner(config: RunConfig, derived: Derived, built: dict[str, str]) -> str:
         "tokens per step": f"{levels} = {micro} sequences x {length:,} tokens x {derived.ranks} processes x "
         f"{full_micro_steps} micro-steps",
         "budget": f"{derived.total_steps:,} steps, {derived.total_tokens:,} tokens, "
-        f"{derived.total_tokens / derived.parameters:.1f} per parameter",
+        f"{derived.total_tokens / derived.active_parameters:.1f} per "
+        f"{'active ' if derived.active_parameters < derived.parameters else ''}parameter",
         "learning rate": f"{derived.peak_learning_rate:.3g} at the peak, {derived.schedule.name}, "
         f"{derived.schedule.warmup_steps:,} warmup steps",
-        "FLOPs per token": f"{derived.flops_per_token:.4g} = 6N + 12 x layers x hidden x sequence length",
+        "FLOPs per token": f"{derived.flops_per_token:.4g} = {FORMULA}",
+        **derived.router_losses.in_words(),
         **built,
     }
     width = max(map(len, rows))
@@ -119,6 +122,12 @@ def precision_reason(config: RunConfig, derived: Derived) -> str:
     if config.precision != "auto" or derived.precision != "fp32":
         return ""
     return f" (auto: {missing_bf16(device_type())})"
+
+
+def parameters_text(derived: Derived) -> str:
+    """'125,264,640 parameters'; of a mixture of experts '124,000,000 active of 502,000,000 parameters'."""
+    active = f"{derived.active_parameters:,} active of " if derived.active_parameters < derived.parameters else ""
+    return f"{active}{derived.parameters:,} parameters"
 
 
 def schedule_record(derived: Derived) -> dict:

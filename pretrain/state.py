@@ -43,6 +43,9 @@ class RunState:
     """Steps whose gradient was not finite."""
     validation_loss: float | None = None
     """Mean over the sources, if measured at this very step."""
+    expert_counts: list[list[int]] | None = None
+    """Mixtures of experts: tokens that chose each expert in the step that a checkpoint is of, by layer; set when one
+    is saved, for the balancing loss of the next step."""
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
     """Every time the run went back: to_step, first_step and last_step of what was bad, samples (first, count) left
     out since, learning_rate_factor, reason."""

@@ -60,8 +60,10 @@ class RunWork:
     """The work of a run, whatever it runs on."""
 
     sizes: Sizes
+    active: int
+    """Parameters that a token meets; all but for a mixture of experts."""
     non_embedding: int
-    """N of 6N: the parameters that take part in a matrix product."""
+    """N of 6N: the active parameters that take part in a matrix product."""
     tokens: int
     steps: int
     tokens_per_step: int
