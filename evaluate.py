@@ -127,15 +127,15 @@ def read_number(arguments: argparse.Namespace, name: str, kind: type, least: int
     return [f"--{name} {text}: must be {wanted}"] if is_wrong or number == float("inf") else []
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     arguments = read_arguments(argv)  # before torch is imported: --help and a mistyped flag answer at once
 
     if not sys.stderr.isatty():  # in a log file, a line now and then; tqdm reads this when it is imported
         os.environ.setdefault("TQDM_MININTERVAL", "10")
     from pretrain.evaluation import evaluate_models
 
-    evaluate_models(arguments)
-    return 0
+    _, strategy = evaluate_models(arguments)
+    strategy.exit(0)
 
 
 if __name__ == "__main__":

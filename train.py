@@ -202,7 +202,7 @@ def main(
             if warning := speed_guard.judge(figures["tokens_per_second"]):
                 metrics.write("warning", step=state.step, message=warning)
             companions.fetch()
-        metrics.step_done(step)
+        metrics.stands_at(state.step, state.tokens)
         continuation.report_saves()
 
         if outcome.bad is not None:

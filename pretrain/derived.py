@@ -144,9 +144,10 @@ def derive(config: RunConfig, ranks: int) -> Derived:
                 "hub.every to end"
             )
     readers = problems.attempt(open_sources, data)
-    precision = problems.attempt(resolve_precision, config.precision)
+    device = problems.attempt(device_type)
+    precision = problems.attempt(resolve_precision, config.precision) if device else None
     attention = problems.attempt(
-        choose_attention, config.attention, device_type=device_type(), dtype=DTYPES[precision or "fp32"]
+        choose_attention, config.attention, device_type=device or "cpu", dtype=DTYPES[precision or "fp32"]
     )
     sequences_per_step = problems.attempt(sequences_of, config, ranks)
     if model_config is not None and readers:
