@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pretrain.addresses import trunk_checkpoint
 from pretrain.attention import choose_attention
 from pretrain.batches import Batches, SkippedRange, open_sources
 from pretrain.config import Cadence, RunConfig
@@ -24,7 +25,9 @@ from pretrain.model import (
     set_end_of_document,
 )
 from pretrain.model_config import load_model_config
+from pretrain.pretrained import find_weights
 from pretrain.problems import InputError, Problems
+from pretrain.run_folder import checkpoint_folders, output_problem
 from pretrain.schedule import (
     Annealing,
     BatchRamp,
@@ -35,6 +38,7 @@ from pretrain.schedule import (
     learning_rate_for_parameters,
 )
 from pretrain.strategy import Strategy, device_type, resolve_precision
+from pretrain.task_names import task_problems
 from pretrain.trackers import tracker_problems
 
 
@@ -131,9 +135,11 @@ class Derived:
 
 def derive(config: RunConfig, ranks: int) -> Derived:
     """Checks a run as a whole. Raises InputError with everything that cannot work."""
-    problems = Problems()
+    problems = Problems(place_problems(config))
     data, batch = config.data, config.batch
     model_config = problems.attempt(load_model_config, config.model)
+    if config.init == "pretrained":
+        problems.attempt(find_weights, config.model)
     problems += tracker_problems(config.trackers)
     if config.hub.repository is not None:
         problems += offer_problems(config.hub.repository, config.publish.license, config.publish.language)
@@ -181,6 +187,19 @@ def derive(config: RunConfig, ranks: int) -> Derived:
         batches=batches,
         identity=identity_of(config, model_config, batches),
     )
+
+
+def place_problems(config: RunConfig) -> list[str]:
+    """What is wrong with the places and names that the run will come to: its folder, its trunk, its benchmarks."""
+    problems = Problems()
+    output = output_problem(config.output)
+    problems += [output] if output else []
+    if config.branch_from is not None and not (not output and checkpoint_folders(config.output)):
+        problems.attempt(trunk_checkpoint, config.branch_from)
+    evaluation = config.evaluation
+    if evaluation.every_steps or evaluation.every_tokens:
+        problems += task_problems(evaluation.tasks, evaluation.include_path)
+    return problems
 
 
 def sequences_of(config: RunConfig, ranks: int) -> int:

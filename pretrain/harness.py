@@ -16,21 +16,8 @@ from typing import Any
 
 from pretrain.problems import InputError, did_you_mean
 from pretrain.strategy import Strategy
+from pretrain.task_names import TASK_SETS
 
-BASE_TASKS = (
-    "hellaswag",
-    "arc_easy",
-    "arc_challenge",
-    "piqa",
-    "winogrande",
-    "lambada_openai",
-    "boolq",
-    "sciq",
-    "openbookqa",
-    "blimp",
-)
-"""What `base` stands for: tasks on which base models of this size tell themselves apart, without chat or code."""
-TASK_SETS = {"base": BASE_TASKS}
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PROJECT = Path(__file__).resolve().parent.parent
 BOOKKEEPING = ("alias", "name", "sample_len", "sample_count")

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
@@ -141,6 +142,8 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
         )
     except (ImportError, ValueError) as error:
         raise InputError(_attention_problem("sdpa", error)) from error
+    except SafetensorError as error:
+        raise InputError(f"{name_or_path}: its weights are damaged ({_first_line(error)}); restore them") from error
     except OSError as error:
         raise InputError(
             f"{name_or_path}: no safetensors weights could be read ({_first_line(error)}); give a folder or a Hub id "
