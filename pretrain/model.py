@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
 
-from pretrain.model_config import load_model_config
+from pretrain.model_config import described, load_model_config
 from pretrain.problems import InputError
 
 # Matrix products are fastest, on GPUs above all, when the vocabulary is a multiple of this.
@@ -36,6 +36,11 @@ def build_meta_model(config: PreTrainedConfig, *, attention: str = "sdpa") -> Pr
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     except (ImportError, ValueError) as error:
         raise InputError(_attention_problem(attention, error)) from error
+    except Exception as error:  # whatever a model's own code raises at values that it did not expect
+        raise InputError(
+            f"model: {type(config).__name__} cannot be built with these values ({described(error)}); compare them "
+            "with a model of this type that works"
+        ) from error
     _clear_padding(model)
     return model
 

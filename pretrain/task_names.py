@@ -33,31 +33,34 @@ ITEM = re.compile(r"""^[ \t]*-[ \t]+(?:["']?task["']?[ \t]*:)?[ \t]*([^\s:]+)[ \
 """A line of a list: of tags, or of the tasks of a group."""
 
 
-def task_problems(tasks: Iterable[str], include_path: Path | None) -> list[str]:
-    """What is wrong with evaluation.tasks and evaluation.include_path, as far as shows without the harness.
+IN_RECIPE = ("evaluation.tasks:", "evaluation.include_path:")
+"""How the two settings begin a message."""
+
+
+def task_problems(tasks: Iterable[str], include_path: Path | None, settings: tuple[str, str] = IN_RECIPE) -> list[str]:
+    """What is wrong with the names of tasks and the folder of the user's own, as far as shows without the harness.
 
     A name counts as known where a task, group or tag of any file has it.
     """
+    tasks_are, folder_is = settings
     problems, own = [], set()
     if importlib.util.find_spec("lm_eval") is None:
-        return ["evaluation: lm_eval is not installed; pip install lm_eval, or leave out evaluation.every_steps"]
+        return [f"{tasks_are} lm_eval is not installed; pip install lm_eval, or leave the tasks out"]
     if include_path is not None:
         if not include_path.is_dir():
-            return [f"evaluation.include_path: {include_path}: no such folder; give a folder with task .yaml files"]
+            return [f"{folder_is} {include_path}: no such folder; give a folder with task .yaml files"]
         own = set(names_in(include_path))
         if not own:
-            problems.append(f"evaluation.include_path: {include_path} holds no .yaml file with a task or a group")
+            problems.append(f"{folder_is} {include_path} holds no .yaml file with a task or a group")
     unknown = [name for name in tasks if name not in TASK_SETS and name not in BASE_TASKS and not matches(name, own)]
     known: set[str] = set()
     if unknown and not all(is_file(name) for name in unknown):
         known = set(names_in(harness_folder())) | own
     for name in unknown:
-        if is_file(name) and not os.path.isfile(name):
-            problems.append(f"evaluation.tasks: {name}: no such file")
-        elif not is_file(name) and not matches(name, known):
+        if not os.path.isfile(name) if is_file(name) else not matches(name, known):
             near = did_you_mean(name, known | set(TASK_SETS))
             near = near if near.startswith("; did") else "; `lm_eval ls tasks` lists all"
-            problems.append(f"evaluation.tasks: {name}: no such task, group, set or .yaml file{near}")
+            problems.append(f"{tasks_are} {name}: no such task, group, set or .yaml file{near}")
     return problems
 
 

@@ -51,7 +51,7 @@ def test_names_that_a_recipe_may_give_are_read_without_the_harness(tmp_path):
     assert task_problems(["base", "mine", "ours", "blimp_*", "mmlu", "mmlu_anatomy"], tmp_path) == []
     (problem,) = task_problems(["helaswag"], None)
     assert problem.startswith("evaluation.tasks: helaswag: no such task") and "did you mean hellaswag?" in problem
-    assert "no such file" in task_problems([f"{tmp_path}/gone.yaml"], None)[0]
+    assert "no such task" in task_problems([f"{tmp_path}/gone.yaml"], None)[0]
     assert task_problems(["base"], tmp_path / "nowhere")[0].startswith("evaluation.include_path: ")
     (tmp_path / "mine.yaml").unlink()
     assert "holds no .yaml file with a task" in task_problems(["base"], tmp_path)[0]
