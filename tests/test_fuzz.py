@@ -1,0 +1,68 @@
+"""Mutated recipes, model JSONs and command lines: done or refused in words that name the setting, at once.
+
+make test takes a sample of a minute, make test-faults all of it. A case that fails is told with its number: run
+`CASES="recipe 17" pytest tests/test_fuzz.py -k again` to see it alone.
+"""
+
+import json
+import os
+
+import pytest
+from conftest import TINY_LLAMA
+from faults import EVERYTHING
+from fuzzing import run_cases
+from mutations import Material, model_case, recipe_case, script_case
+from run_folder import write_run
+
+KINDS = {"recipe": recipe_case, "model": model_case, "script": script_case}
+NUMBERS = {"recipe": 500, "model": 200, "script": 200}
+SAMPLE = 8
+"""make test takes every so manyth."""
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory, shards, tokenizer, text_files) -> Material:
+    folder = tmp_path_factory.mktemp("fuzz")
+    model = {**TINY_LLAMA, "bos_token_id": None}
+    (folder / "tiny.json").write_text(json.dumps(model))
+    values = {
+        "model": str(folder / "tiny.json"),
+        "output": "run",
+        "precision": "fp32",
+        "data": {"train": [{"shards": str(shards)}], "sequence_length": 64},
+        "budget": {"steps": 12},
+        "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 1},
+        "optim": {"learning_rate": 0.003, "warmup_steps": 2},
+        "compile": "none",
+    }
+    run = write_run(folder / "runs/x")
+    text = sorted(text_files.glob("*.py"))[0]
+    return Material(folder, values, model, run, shards, tokenizer, text)
+
+
+def failures(material: Material, kind: str, numbers: range) -> list[str]:
+    """What is wrong with these cases, a paragraph each."""
+    found = []
+    cases = [KINDS[kind](material, number) for number in numbers]
+    for number, (case, result) in zip(numbers, run_cases(cases), strict=True):
+        if problem := result.problem(case):
+            words = " ".join(word if len(word) < 300 else f"{word[:300]}..." for word in case.arguments)
+            end = result.output[-1500:]
+            found.append(f"{kind} {number}: {problem} ({result.seconds} s)\n{case.script} {words}\n{end}")
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mistakes_are_refused_in_words(material, kind):
+    numbers = range(0, NUMBERS[kind], 1 if EVERYTHING else SAMPLE)
+    found = failures(material, kind, numbers)
+    assert not found, f"{len(found)} of {len(numbers)}:\n\n" + "\n\n".join(found)
+
+
+@pytest.mark.skipif("CASES" not in os.environ, reason='for one case: CASES="recipe 17"')
+def test_again(material):
+    kind, number = os.environ.get("CASES", "recipe 0").split()
+    case = KINDS[kind](material, int(number))
+    ((_, result),) = run_cases([case])
+    print(case, result.output, sep="\n")
+    assert result.problem(case) is None
