@@ -94,7 +94,8 @@ def _config_from_json(path: Path) -> PreTrainedConfig:
     problems += [f"{key}: {problem}" for key, problem in wrong_types.items()]
     problems += _rope_problems(fields, keys)
     values = {name: field.default for name, field in fields.items()}
-    values |= {names[key]: keys[key] for key in keys if key not in wrong_types}
+    wrong = {*wrong_types, *(problem.partition(":")[0] for problem in problems)}
+    values |= {names[key]: keys[key] for key in keys if key not in wrong}
     problems += _shape_problems(config_class, values)
     if problems:
         raise InputError(*[f"{path}: {problem}" for problem in dict.fromkeys(problems)])

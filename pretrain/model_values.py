@@ -96,8 +96,10 @@ def _rope_problems(keys: Mapping[str, Any]) -> list[str]:
     """What is wrong with the parameters of rotary positions, also where there is one object per kind of layer."""
     problems = []
     for outer in ("rope_parameters", "rope_scaling"):
-        given = keys.get(outer)
+        if (given := keys.get(outer)) is None:
+            continue
         if not isinstance(given, dict):
+            problems.append(f"{outer}: {_shown(given)} is no object; such as {{'rope_type': 'linear', 'factor': 8.0}}")
             continue
         nested = {f"{outer}.{kind}": value for kind, value in given.items() if isinstance(value, dict)}
         for path, values in (nested or {outer: given}).items():

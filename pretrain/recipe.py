@@ -161,7 +161,7 @@ def read_run_config(path: str | Path, overrides: list[tuple[str, str]] = ()) -> 
     try:
         values = parse_yaml(read_small_file(path))
     except (InputError, ValueError) as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(f"{path or '--config'}: {error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: a recipe is a mapping of settings (got {type(values).__name__})")
     drop_alternatives(values, {key for key, _ in overrides})

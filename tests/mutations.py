@@ -15,19 +15,21 @@ from pretrain.recipe import list_fields
 
 SEED = 13
 VALUES = [
-    "true", "false", "null", ".nan", "nan", ".inf", "inf", "-.inf", "-inf", "-1", "0", "-0.0", "0.5", "1", "3", "1e308",
-    "1e400", "1e-400", "9" * 30, "9" * 5000, "-" + "9" * 30, "1099511627776", "1e15", "1_0", "0x10", "0123", "''",
-    "' '", "é漢字🙂", "'\u202e'", "[]", "{}", "[1, [2]]", "{a: 1}", "[" * 3000, "x" * 500, "x" * 70_000, "/dev/zero",
-    "/dev/null", "/", "/proc/self/mem", "/nonexistent/x", "../..", "~", "none", "auto", "1.5", "2k", "10B", "1e9T",
-    "50%", "200%", "-5%", "nan%", "!!python/object:os.system x", "&a [*a]", "*b", '"\\u0000"', "2026-01-01", "1:30",
-    "yes", "off", "fp64", "{", "- a", "@", "a: b: c", "%", "[true]", "[null, 1]", "http://127.0.0.1:1/x", "a/b@c",
-    "{a: {b: {c: [1, 2, {d: .nan}]}}}", "NaN", "Infinity", "--", "-", "1e3.5", "１２", "+5", "5 ", "'5'", "0.1.2",
+    "true", "false", "null", ".nan", "nan", ".inf", "inf", "-.inf", "-inf", "-1", "0", "-0.0", "0.5", "1", "3",
+    "1e308", "1e400", "1e-400", "9" * 30, "9" * 5000, "-" + "9" * 30, "1099511627776", "1e15", "1_0", "0x10",
+    "0123", "''", "' '", "é漢字🙂", "'\u202e'", "[]", "{}", "[1, [2]]", "{a: 1}", "[" * 3000, "x" * 500,
+    "x" * 70_000, "/dev/zero", "/dev/null", "/", "/proc/self/mem", "/nonexistent/x", "../..", "~", "none",
+    "auto", "1.5", "2k", "10B", "1e9T", "50%", "200%", "-5%", "nan%", "!!python/object:os.system x", "&a [*a]",
+    "*b", '"\\u0000"', "2026-01-01", "1:30", "yes", "off", "fp64", "{", "- a", "@", "a: b: c", "%", "[true]",
+    "[null, 1]", "http://127.0.0.1:1/x", "a/b@c", "{a: {b: {c: [1, 2, {d: .nan}]}}}", "NaN", "Infinity", "--",
+    "-", "1e3.5", "１２", "+5", "5 ", "'5'", "0.1.2",
 ]  # fmt: skip
 """As they stand in YAML or on a command line."""
 PLAIN = [
-    None, True, False, 0, 1, -1, 3, 2**31, 2**40, 2**63, 10**9, 10**15, 10**30, 0.0, 0.5, -0.5, 1.5, 1e308, float("nan"),
-    float("inf"), -float("inf"), "", " ", "nonsense", "é🙂", "x" * 500, "5", [], {}, [1], [[]], ["a"], {"a": 1},
-    {"rope_type": "linear"}, {"rope_type": "linear", "factor": -1}, {"rope_type": "yarn", "factor": float("nan")},
+    None, True, False, 0, 1, -1, 3, 2**31, 2**40, 2**63, 10**9, 10**15, 10**30, 0.0, 0.5, -0.5, 1.5, 1e308,
+    float("nan"), float("inf"), -float("inf"), "", " ", "nonsense", "é🙂", "x" * 500, "5", [], {}, [1], [[]], ["a"],
+    {"a": 1}, {"rope_type": "linear"}, {"rope_type": "linear", "factor": -1},
+    {"rope_type": "yarn", "factor": float("nan")},
     {"type": 5}, {"rope_theta": "x"}, [None], [True], {"": {}}, "gelu", "silu", "default", "float32", 64, 7, 0.1,
 ]  # fmt: skip
 """As they stand in JSON."""
@@ -86,11 +88,11 @@ def recipe_case(material: Material, number: int) -> Case:
     config = folder / "recipe.yaml"
     if rng.random() < 0.3:
         text, named = spoil(rng, text)
-        names += [*named, str(config)]
+        names += [*named, 'in "<unicode string>"', "decode", "unacceptable character", "is missing"]
     config.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape"))
     given = str(config)
-    if raw:  # YAML that cannot be read at all is named by its file
-        names.append(str(config))
+    if raw:  # YAML that cannot be read at all: where it breaks
+        names += ['in "<unicode string>"', "unacceptable character", "nested too deeply", "integer string"]
     if rng.random() < 0.05:
         given = rng.choice(["/dev/zero", "/dev/null", "/", "", "nowhere.yaml", str(folder), "x" * 300, "é.yaml"])
         names = ["--config", given or "recipe"]
@@ -165,8 +167,8 @@ def model_case(material: Material, number: int) -> Case:
     if rng.random() < 0.1:
         lines = text.splitlines()
         text = rng.choice(
-            [text[: rng.randrange(len(text))], text + "}", "[" * 100_000, "\n".join([*lines[:3], *lines[2:]]), "[]", "5",
-             '{"model_type": "llama", "x": ' + "9" * 5000 + "}", "", "\ufeff" + text, text.replace('"', "'")]
+            [text[: rng.randrange(len(text))], text + "}", "[" * 100_000, "\n".join([*lines[:3], *lines[2:]]), "[]",
+             "5", '{"model_type": "llama", "x": ' + "9" * 5000 + "}", "", "\ufeff" + text, text.replace('"', "'")]
         )  # fmt: skip
         names = [str(path)]
     path.write_text(text, encoding="utf-8")

@@ -6,6 +6,7 @@ make test takes a sample of a minute, make test-faults all of it. A case that fa
 
 import json
 import os
+from collections import Counter
 
 import pytest
 from conftest import TINY_LLAMA
@@ -42,13 +43,15 @@ def material(tmp_path_factory, shards, tokenizer, text_files) -> Material:
 
 def failures(material: Material, kind: str, numbers: range) -> list[str]:
     """What is wrong with these cases, a paragraph each."""
-    found = []
+    found, codes = [], Counter()
     cases = [KINDS[kind](material, number) for number in numbers]
     for number, (case, result) in zip(numbers, run_cases(cases), strict=True):
+        codes[result.code] += 1
         if problem := result.problem(case):
             words = " ".join(word if len(word) < 300 else f"{word[:300]}..." for word in case.arguments)
             end = result.output[-1500:]
             found.append(f"{kind} {number}: {problem} ({result.seconds} s)\n{case.script} {words}\n{end}")
+    print(f"exit statuses of {kind}: {dict(codes)}")
     return found
 
 
