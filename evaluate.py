@@ -124,7 +124,7 @@ def read_number(arguments: argparse.Namespace, name: str, kind: type, least: int
     setattr(arguments, name, number)
     # not (a > b) instead of a <= b: nan is no number above 0 either
     is_wrong = not (number > 0) if least is None else number < least
-    return [f"--{name} {text}: must be {wanted}"] if is_wrong or number == float("inf") else []
+    return [f"--{name} {text}: must be {wanted} and at most 1e18"] if is_wrong or number > 1e18 else []
 
 
 def main(argv: list[str]) -> None:

@@ -76,7 +76,7 @@ def or_exit(function: Callable[[], Value]) -> Value:
         return function()
     except InputError as error:
         if is_first_on_machine():
-            print("\n".join(error.problems), file=sys.stderr)
+            print("\n".join(shortened(problem, 5000) for problem in error.problems), file=sys.stderr)
     except OSError as error:
         if error.filename is None or error.errno not in UNUSABLE_PATHS:
             raise

@@ -63,7 +63,7 @@ class Result:
         said = without_usage(self.output).lower()
         if self.code == 2 and not any(name.lower() in said for name in case.names):
             return f"names none of {case.names}"
-        if len(self.output) > 30_000:
+        if len(self.output) > 30_000 + sum(map(len, case.arguments)):
             return f"{len(self.output):,} characters of output"
         return None
 

@@ -9,9 +9,10 @@ import os
 from collections import Counter
 
 import pytest
-from conftest import TINY_LLAMA
+import yaml
+from conftest import TINY_LLAMA, run_script
 from faults import EVERYTHING
-from fuzzing import run_cases
+from fuzzing import Case, Result, run_cases
 from mutations import Material, model_case, recipe_case, script_case
 from run_folder import write_run
 
@@ -38,7 +39,10 @@ def material(tmp_path_factory, shards, tokenizer, text_files) -> Material:
     }
     run = write_run(folder / "runs/x")
     text = sorted(text_files.glob("*.py"))[0]
-    return Material(folder, values, model, run, shards, tokenizer, text)
+    measured = folder / "measured"
+    run_script("prepare_data.py", "--input", text, "--tokenizer", run / "final", "--documents", "paragraph",
+               "--validation_fraction", "0.5", "--output", measured)  # fmt: skip
+    return Material(folder, values, model, run, measured, tokenizer, text)
 
 
 def failures(material: Material, kind: str, numbers: range) -> list[str]:
@@ -60,6 +64,39 @@ def test_mistakes_are_refused_in_words(material, kind):
     numbers = range(0, NUMBERS[kind], 1 if EVERYTHING else SAMPLE)
     found = failures(material, kind, numbers)
     assert not found, f"{len(found)} of {len(numbers)}:\n\n" + "\n\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["train.py", "--check", "--config", "/dev/zero"], "/dev/zero: is no regular file"),
+        (["plan.py", "--config", "{recipe}", "--cadence", "inf"], "--cadence: Input should be a finite number"),
+        (["runs.py", "status", "/typo"], "/typo: no such run"),
+        (["evaluate.py", "--model", "{folder}/gone", "--seed", "9" * 30], "--seed 999"),
+    ],
+    ids=["train", "plan", "runs", "evaluate"],
+)
+def test_mistakes_in_a_process_of_its_own(material, words, named):
+    """As a user starts it: what the worker of the cases has imported beforehand hides nothing."""
+    recipe = material.folder / "alone.yaml"
+    recipe.write_text(yaml.safe_dump(material.recipe))
+    ended = run_script(
+        *(word.format(recipe=recipe, folder=material.folder) for word in words), check=False, timeout=120
+    )
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert named in ended.stderr
+
+
+def test_the_judgement_sees_what_is_wrong():
+    case = Case("train.py", [], ["learning_rate"])
+    assert Result(2, "recipe.yaml: optim.learning_rate: must be above 0", 1.0).problem(case) is None
+    assert Result(0, "The recipe can run.", 1.0).problem(case) is None
+    assert (
+        Result(2, "usage: x --learning_rate\nx: error: wrong", 1.0).problem(case) == "names none of ['learning_rate']"
+    )
+    assert Result(2, "Traceback (most recent call last):\nlearning_rate", 1.0).problem(case) == "a traceback"
+    assert Result(1, "learning_rate", 1.0).problem(case) == "exit status 1"
+    assert "longer than 20 s" in Result(-9, "learning_rate", 1.0, timed_out=True).problem(case)
 
 
 @pytest.mark.skipif("CASES" not in os.environ, reason='for one case: CASES="recipe 17"')
