@@ -7,9 +7,7 @@ from pretrain import hardware
 from pretrain.problems import InputError
 from pretrain.strategy import device_type
 
-DRIVER = (
-    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 16:14:05 UTC 2021\nGCC version: 9.3.0\n"
-)
+DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 16:14:05 2021\nGCC version: 9.3.0\n"
 
 
 @pytest.fixture
