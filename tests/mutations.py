@@ -149,7 +149,7 @@ def model_case(material: Material, number: int) -> Case:
     """train.py --check with mistakes in the model's JSON."""
     rng, folder = generator_of("model", number), material.place(f"model-{number}")
     model_type = rng.choice(sorted(ARCHITECTURES))
-    keys = {**material.model, **ARCHITECTURES[model_type], "model_type": model_type}
+    keys = model_of(material, model_type)
     known = sorted({*keys, *keys_of(model_type), "torch_dtype", "rope_scaling", "rope_theta", "id2label"})
     names = []
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
@@ -177,13 +177,21 @@ def model_case(material: Material, number: int) -> Case:
     return Case("train.py", ["--config", str(config), "--check"], names, str(folder))
 
 
+def model_of(material: Material, model_type: str) -> dict:
+    """A tiny model of this type, right in every key."""
+    known = {*keys_of(model_type), "vocab_size", "tie_word_embeddings", "bos_token_id"}
+    keys = {key: value for key, value in material.model.items() if key in known}
+    return {**keys, **ARCHITECTURES[model_type], "model_type": model_type}
+
+
 def keys_of(model_type: str) -> list[str]:
     """The keys that describe a model of this type."""
     from transformers import CONFIG_MAPPING
 
     from pretrain.model_config import _own_fields
 
-    return sorted(_own_fields(CONFIG_MAPPING[model_type]))
+    config_class = CONFIG_MAPPING[model_type]
+    return sorted(_own_fields(config_class) | set(config_class.attribute_map))
 
 
 SCRIPT_OPTIONS = {

@@ -6,6 +6,7 @@ make test takes a sample of a minute, make test-faults all of it. A case that fa
 
 import json
 import os
+import random
 from collections import Counter
 
 import pytest
@@ -13,8 +14,11 @@ import yaml
 from conftest import TINY_LLAMA, run_script
 from faults import EVERYTHING
 from fuzzing import Case, Result, run_cases
-from mutations import Material, model_case, recipe_case, script_case
+from mutations import ARCHITECTURES, SCRIPT_OPTIONS, Material, base_of, model_case, model_of, recipe_case, script_case
 from run_folder import write_run
+
+from pretrain.model import count_parameters
+from pretrain.model_config import load_model_config
 
 KINDS = {"recipe": recipe_case, "model": model_case, "script": script_case}
 NUMBERS = {"recipe": 500, "model": 200, "script": 200}
@@ -57,6 +61,24 @@ def failures(material: Material, kind: str, numbers: range) -> list[str]:
             found.append(f"{kind} {number}: {problem} ({result.seconds} s)\n{case.script} {words}\n{end}")
     print(f"exit statuses of {kind}: {dict(codes)}")
     return found
+
+
+def test_what_the_cases_start_from_is_right(material):
+    """Else a refusal of something else would pass for that of the mistake."""
+    for model_type in ARCHITECTURES:
+        path = material.folder / f"{model_type}.json"
+        path.write_text(json.dumps(model_of(material, model_type)))
+        assert count_parameters(load_model_config(str(path))) > 0
+    rng, scripts = random.Random(1), [*SCRIPT_OPTIONS, *SCRIPT_OPTIONS]
+    places = [material.place(f"right-{number}") for number in range(len(scripts))]
+    cases = [
+        Case(script, base_of(rng, script, material, place)) for script, place in zip(scripts, places, strict=True)
+    ]
+    cases = [case for case in cases if case.script != "runs.py"]  # whose own cases are half of folders that are none
+    cases += [Case("runs.py", ["status", str(material.run)])]
+    cases += [Case("train.py", ["--config", str(places[0] / "recipe.yaml"), "--check"])]
+    for case, result in run_cases(cases):
+        assert result.code == 0, f"{case}\n{result.output}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
