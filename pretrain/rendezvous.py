@@ -11,7 +11,6 @@ import sys
 from contextlib import suppress
 from datetime import timedelta
 
-import psutil
 from torch.distributed import TCPStore
 
 from pretrain.problems import InputError
@@ -86,6 +85,8 @@ def is_loopback(address: str) -> bool:
 
 def interfaces_by_address() -> dict[str, str]:
     """{IP address: interface} of this machine's interfaces that are up."""
+    import psutil
+
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     return {
         entry.address.partition("%")[0]: name
