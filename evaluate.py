@@ -124,18 +124,18 @@ def read_number(arguments: argparse.Namespace, name: str, kind: type, least: int
     setattr(arguments, name, number)
     # not (a > b) instead of a <= b: nan is no number above 0 either
     is_wrong = not (number > 0) if least is None else number < least
-    return [f"--{name} {text}: must be {wanted}"] if is_wrong or number == float("inf") else []
+    return [f"--{name} {text}: must be {wanted} and at most 1e18"] if is_wrong or number > 1e18 else []
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     arguments = read_arguments(argv)  # before torch is imported: --help and a mistyped flag answer at once
 
     if not sys.stderr.isatty():  # in a log file, a line now and then; tqdm reads this when it is imported
         os.environ.setdefault("TQDM_MININTERVAL", "10")
     from pretrain.evaluation import evaluate_models
 
-    evaluate_models(arguments)
-    return 0
+    _, strategy = evaluate_models(arguments)
+    strategy.exit(0)
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ def main(
             for warning in filter(None, (speed_guard.judge(figures["tokens_per_second"]), experts.newly_dead())):
                 metrics.write("warning", step=state.step, message=warning)
             companions.fetch()
-        metrics.step_done(step)
+        metrics.stands_at(state.step, state.tokens)
         continuation.report_saves()
 
         if outcome.bad is not None:

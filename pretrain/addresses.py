@@ -76,6 +76,7 @@ def _is_meant_as_path(text: str) -> bool:
 
 def _in_folder(text: str, folder: Path) -> ModelAddress:
     if (folder / "config.json").is_file():
+        _refuse_damaged(text, folder)
         return _describe(text, folder)
     checkpoints = checkpoint_folders(folder)
     final = folder / "final"
@@ -125,6 +126,7 @@ def _all_of(text: str, run: Path, checkpoints: dict[int, Path]) -> list[ModelAdd
         else:
             found.append(_describe(f"{run}@{step}", folder))
     if (run / "final" / "config.json").is_file():
+        _refuse_damaged(text, run / "final")
         final = _describe(f"{run}/final", run / "final")
         if final.step not in [address.step for address in found]:
             found.append(final)

@@ -16,7 +16,7 @@ from pretrain.hardware import memory_bytes
 from pretrain.lock import folder_lock
 from pretrain.memory_advice import ladder
 from pretrain.metrics import Metrics
-from pretrain.problems import InputError
+from pretrain.problems import InputError, end_now
 from pretrain.run_folder import LOCK_FILE, METRICS_FILE
 from pretrain.state import RunStopped
 from pretrain.strategy import Strategy
@@ -64,13 +64,6 @@ def attempt(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], in
             if not strategy.is_main:
                 print(advice, file=sys.stderr)
             end_now(CRASHED)
-
-
-def end_now(code: int) -> None:
-    """Ends this process, whatever the others do: those that wait for it find it dead."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 @contextmanager

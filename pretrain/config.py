@@ -11,9 +11,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
     model_validator,
 )
 
@@ -35,17 +32,36 @@ def parse_names(value: Any) -> Any:
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 
 
-Count = Annotated[int, BeforeValidator(parse_count), Field(ge=1)]
+def refuse_boolean(value: Any) -> Any:
+    """Python counts with true and false, so that `every_steps: true` would be every step."""
+    if isinstance(value, bool):
+        raise ValueError(f"a number is needed here, not true or false (got {str(value).lower()})")
+    return value
+
+
+MOST = 10**18
+"""No count of a run is larger: a thousand times the tokens of the largest corpora, and far within 64 bits."""
+
+NotBoolean = BeforeValidator(refuse_boolean)
+Count = Annotated[int, BeforeValidator(parse_count), NotBoolean, Field(ge=1, le=MOST)]
 # 2k of context is 2,048 tokens and a batch of 512k is 2^19 tokens to everyone in the field; 2k steps are 2,000.
-BinaryCount = Annotated[int, BeforeValidator(lambda value: parse_count(value, thousand=1024)), Field(ge=1)]
-Fraction = Annotated[float, BeforeValidator(parse_fraction), Field(ge=0, le=1)]
+BinaryCount = Annotated[
+    int, BeforeValidator(lambda value: parse_count(value, thousand=1024)), NotBoolean, Field(ge=1, le=MOST)
+]
+CountFromZero = Annotated[int, BeforeValidator(parse_count), NotBoolean, Field(ge=0, le=MOST)]
+Fraction = Annotated[float, BeforeValidator(parse_fraction), NotBoolean, Field(ge=0, le=1)]
 Names = Annotated[list[str], BeforeValidator(parse_names)]
-PositiveFraction = Annotated[float, BeforeValidator(parse_fraction), Field(gt=0, le=1)]
+PositiveFraction = Annotated[float, BeforeValidator(parse_fraction), NotBoolean, Field(gt=0, le=1)]
+PositiveFloat = Annotated[float, NotBoolean, Field(gt=0)]
+NonNegativeFloat = Annotated[float, NotBoolean, Field(ge=0)]
+FactorAboveOne = Annotated[float, NotBoolean, Field(gt=1)]
 
 
 class Section(BaseModel):
     # extra=forbid: a misspelt key is an error, not a default. frozen: the record that is saved is what ran.
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class Source(Section):
@@ -166,7 +182,7 @@ class Optim(Section):
     """adafactor only: parameters are kept in bf16 and updates are rounded up or down at random, without bias."""
     schedule: Literal["cosine", "linear", "constant", "wsd", "infinite"] = "cosine"
     """Learning rate over the run; see pretrain/schedule.py."""
-    warmup_steps: Annotated[int, BeforeValidator(parse_count), NonNegativeInt] = 500
+    warmup_steps: CountFromZero = 500
     """Steps of linear warmup to the peak."""
     final_ratio: Fraction = 0.1
     """Learning rate at the end of the decay, relative to the peak."""
@@ -176,7 +192,7 @@ class Optim(Section):
     """wsd: shape of the decay; sqrt is 1 - sqrt (arXiv 2405.18392)."""
     cooldown_fraction: PositiveFraction = 0.7
     """infinite: part of the run over which the learning rate falls from the peak to the constant rate."""
-    min_cooldown_tokens: Annotated[int, BeforeValidator(parse_count), NonNegativeInt] = 0
+    min_cooldown_tokens: CountFromZero = 0
     """infinite: the cooldown takes at least so many tokens, however short the run."""
     constant_ratio: PositiveFraction = 0.536
     """infinite: the constant learning rate, relative to the peak."""
@@ -267,7 +283,7 @@ class Checkpoint(Cadence):
 
     keep_last: Count = 3
     """How many of the newest checkpoints stay."""
-    keep_best: NonNegativeInt = 0
+    keep_best: CountFromZero = 0
     """How many of the best by validation loss stay."""
     milestones_every: Count | None = None
     """Checkpoints at multiples of so many steps stay for ever."""
@@ -280,9 +296,9 @@ class Guard(Section):
 
     window: Count = 128
     """Steps whose losses a new loss is compared with."""
-    alert_above: Annotated[float, Field(gt=1)] = 2.0
+    alert_above: FactorAboveOne = 2.0
     """A loss of more than so many times their mean is reported as a spike."""
-    roll_back_above: Annotated[float, Field(gt=1)] = 3.0
+    roll_back_above: FactorAboveOne = 3.0
     """A loss of more than so many times their mean is one to go back before."""
     roll_back_sigmas: PositiveFloat = 6.0
     """So is one of so many standard deviations above their mean, if it is also 10 % above it."""
@@ -291,9 +307,9 @@ class Guard(Section):
     roll_back: Literal["skip_data", "halve_learning_rate", "off"] = "skip_data"
     """What changes after going back: the data of those steps is left out, or the learning rate is halved. off: the run
     stops instead."""
-    distance: NonNegativeInt = 100
+    distance: CountFromZero = 100
     """Go back to a checkpoint at least so many steps before the first bad step, where there is one."""
-    max_rollbacks: NonNegativeInt = 3
+    max_rollbacks: CountFromZero = 3
     """After so many rollbacks the next one is a stop, with exit status 16."""
     alert_grad_norm: PositiveFloat = 100.0
     """A gradient norm above this is reported."""
@@ -348,7 +364,7 @@ class RunConfig(Section):
     """Folder of the run. The same command again continues it."""
     branch_from: str | None = None
     """RUN@STEP: begin with that checkpoint of another run, and decay the learning rate from there to the end."""
-    seed: NonNegativeInt = 42
+    seed: CountFromZero = 42
     """Initial weights and the order of the data."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "bf16"
     """Arithmetic of forward and backward; weights and optimizer stay in fp32. auto: bf16 where the device has it."""

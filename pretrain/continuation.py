@@ -54,6 +54,7 @@ class Continuation:
         # A crash after a rollback and before the next checkpoint must not bring the bad data back.
         recorded = strategy.gather(recorded_rollbacks(config.output))[0]
         self.state.rollbacks = max(self.state.rollbacks, recorded, key=len)
+        metrics.stands_at(self.state.step, self.state.tokens)
         final = config.output / "final" / MANIFEST_FILE
         self.is_done: bool = strategy.gather(self.state.step >= self.run.total_steps and final.exists())[0]
         if not self.is_done:

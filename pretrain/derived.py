@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pretrain.addresses import trunk_checkpoint
 from pretrain.attention import choose_attention
 from pretrain.batches import Batches, SkippedRange, open_sources
 from pretrain.config import Cadence, RunConfig
@@ -25,8 +26,10 @@ from pretrain.model import (
     set_end_of_document,
 )
 from pretrain.model_config import load_text_model_config
+from pretrain.pretrained import find_weights
 from pretrain.probe import probe
 from pretrain.problems import InputError, Problems
+from pretrain.run_folder import checkpoint_folders, output_problem
 from pretrain.schedule import (
     Annealing,
     BatchRamp,
@@ -37,6 +40,7 @@ from pretrain.schedule import (
     learning_rate_for_parameters,
 )
 from pretrain.strategy import Strategy, device_type, resolve_precision
+from pretrain.task_names import task_problems
 from pretrain.trackers import tracker_problems
 
 
@@ -140,9 +144,11 @@ class Derived:
 
 def derive(config: RunConfig, ranks: int) -> Derived:
     """Checks a run as a whole. Raises InputError with everything that cannot work."""
-    problems = Problems()
+    problems = Problems(place_problems(config))
     data, batch = config.data, config.batch
     model_config = problems.attempt(load_text_model_config, config.model)
+    if config.init == "pretrained":
+        problems.attempt(find_weights, config.model)
     problems += tracker_problems(config.trackers)
     if config.hub.repository is not None:
         problems += offer_problems(config.hub.repository, config.publish.license, config.publish.language)
@@ -153,11 +159,12 @@ def derive(config: RunConfig, ranks: int) -> Derived:
                 "hub.every to end"
             )
     readers = problems.attempt(open_sources, data)
-    precision = problems.attempt(resolve_precision, config.precision)
+    device = problems.attempt(device_type)
+    precision = problems.attempt(resolve_precision, config.precision) if device else None
     problems.attempt(
         choose_attention,
         config.attention,
-        device_type=device_type(),
+        device_type=device or "cpu",
         dtype=DTYPES[precision or "fp32"],
         document_mask=data.document_mask,
     )
@@ -196,6 +203,19 @@ def derive(config: RunConfig, ranks: int) -> Derived:
         batches=batches,
         identity=identity_of(config, model_config, batches),
     )
+
+
+def place_problems(config: RunConfig) -> list[str]:
+    """What is wrong with the places and names that the run will come to: its folder, its trunk, its benchmarks."""
+    problems = Problems()
+    output = output_problem(config.output)
+    problems += [output] if output else []
+    if config.branch_from is not None and not (not output and checkpoint_folders(config.output)):
+        problems.attempt(trunk_checkpoint, config.branch_from)
+    evaluation = config.evaluation
+    if evaluation.every_steps or evaluation.every_tokens:
+        problems += task_problems(evaluation.tasks, evaluation.include_path)
+    return problems
 
 
 def sequences_of(config: RunConfig, ranks: int) -> int:

@@ -57,8 +57,8 @@ class Job:
     prompt_ids_BT: torch.Tensor | None = None
 
 
-def evaluate_models(arguments: argparse.Namespace) -> list[Evaluation]:
-    """Does what evaluate.py's command line says; every rank returns the same.
+def evaluate_models(arguments: argparse.Namespace) -> tuple[list[Evaluation], Strategy]:
+    """Does what evaluate.py's command line says; every rank returns the same, and the strategy, which ends a script.
 
     Raises InputError, before anything is measured, with all that cannot work.
     """
@@ -82,8 +82,7 @@ def evaluate_models(arguments: argparse.Namespace) -> list[Evaluation]:
                 print(f"--- {job.address.name}\n{evaluation.sample}\n---", flush=True)
     if strategy.is_main:
         report(evaluations, arguments)
-    strategy.close()
-    return evaluations
+    return evaluations, strategy
 
 
 def measures_in_bf16(jobs: list[Job], tasks: TaskSelection | None, precision: str) -> bool:

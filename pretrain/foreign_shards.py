@@ -30,7 +30,7 @@ def foreign_files(path: Path) -> dict[str, Path] | None:
     """{split: .bin} of a .bin, of what stands before Megatron's suffixes, or of nanoGPT's folder; None for no such."""
     if path.suffix == ".bin" and path.is_file():
         return {_split_of(path): path}
-    beside = path.with_name(path.name + ".bin")
+    beside = path.parent / f"{path.name}.bin"
     if beside.is_file() and beside.with_suffix(megatron.SUFFIX).is_file():
         return {_split_of(beside): beside}
     found = {split: path / name for split, name in NANOGPT_FILES.items() if (path / name).is_file()}

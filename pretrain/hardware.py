@@ -3,13 +3,18 @@
 import ctypes
 import os
 import platform
+import re
 import time
 from functools import cache
+from pathlib import Path
 
 import torch
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Numbers of malloc's settings, from glibc's malloc.h."""
+
+DRIVER_FILE, DEVICE_FILE = Path("/proc/driver/nvidia/version"), Path("/dev/nvidia0")
+"""Of NVIDIA's driver on Linux."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Our names of precisions to the dtype between the matrix products."""
@@ -84,6 +89,38 @@ def emulation_of_bf16(device: torch.device) -> str | None:
     return (
         f"bf16 is emulated here ({reason}): its matrix products run at {bf16 / fp32:.2g} of the speed of fp32 "
         f"({bf16 / 1e9:,.3g} against {fp32 / 1e9:,.3g} GFLOP/s)"
+    )
+
+
+def unusable_gpu() -> str | None:
+    """The problem, where the machine has an NVIDIA GPU that torch cannot use and nobody has asked for the CPU.
+
+    Training would take the CPU, a hundred times slower. CUDA_VISIBLE_DEVICES set to nothing (or -1, or
+    ACCELERATE_USE_CPU=true) asks for it.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
+    if hidden or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes"):
+        return None
+    if not DRIVER_FILE.exists() and not DEVICE_FILE.exists():
+        return None
+    try:
+        version = re.search(r"\b\d+\.\d+(?:\.\d+)*", DRIVER_FILE.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        version = None
+    driver = f"driver {version[0]}" if version else "a driver whose version cannot be read"
+    if torch.version.cuda is None:
+        built = f"torch {torch.__version__} is a build for the CPU; install one for CUDA"
+    else:
+        built = (
+            f"torch {torch.__version__} is built for CUDA {torch.version.cuda}: compare with nvidia-smi's CUDA "
+            "Version, and install a newer driver or a build of torch for the older CUDA; in a container, hand the "
+            "GPUs on (--gpus all)"
+        )
+        if "CUDA_VISIBLE_DEVICES" in os.environ:
+            built += f"; CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']}: does it name a GPU here?"
+    return (
+        f"device: this machine has an NVIDIA GPU ({driver}), which torch cannot use. {built}. To run on the CPU on "
+        "purpose, set CUDA_VISIBLE_DEVICES to nothing: CUDA_VISIBLE_DEVICES= python ..."
     )
 
 

@@ -16,21 +16,8 @@ from typing import Any
 
 from pretrain.problems import InputError, did_you_mean
 from pretrain.strategy import Strategy
+from pretrain.task_names import TASK_SETS, task_problems
 
-BASE_TASKS = (
-    "hellaswag",
-    "arc_easy",
-    "arc_challenge",
-    "piqa",
-    "winogrande",
-    "lambada_openai",
-    "boolq",
-    "sciq",
-    "openbookqa",
-    "blimp",
-)
-"""What `base` stands for: tasks on which base models of this size tell themselves apart, without chat or code."""
-TASK_SETS = {"base": BASE_TASKS}
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PROJECT = Path(__file__).resolve().parent.parent
 BOOKKEEPING = ("alias", "name", "sample_len", "sample_count")
@@ -94,8 +81,8 @@ def select_tasks(names: list[str], include_path: Path | None = None) -> TaskSele
     Raises InputError with every name that is unknown, every task whose data cannot be had, and every task that would
     run code written by the model.
     """
-    if include_path is not None and not include_path.is_dir():
-        raise InputError(f"--include_path {include_path}: no such folder; give a folder with task .yaml files")
+    if problems := task_problems(names, include_path, ("--tasks", "--include_path")):
+        raise InputError(*problems)  # a name may be found to be wrong here long before the harness has read its files
     wanted = list(dict.fromkeys(member for name in names for member in TASK_SETS.get(name, (name,))))
     with evaluate_package_importable():
         manager = _task_manager(wanted, include_path)

@@ -125,7 +125,8 @@ def require_run(folder: Path) -> Path:
         raise InputError(f"{folder}: is a file; give the folder of a run, such as runs/demo")
     if not folder.is_dir():
         parent = folder.parent
-        names = [str(path) for path in find_runs(parent)] if parent.is_dir() else []
+        # Beside it and no deeper: the parent may be /, or a home.
+        names = [str(path) for path in find_runs(parent, depth=1)] if parent.is_dir() else []
         hint = did_you_mean(str(folder), names) if names else f"; {parent} holds no runs"
         raise InputError(f"{folder}: no such run{hint}")
     inside = find_runs(folder)
@@ -153,11 +154,15 @@ def require_runs(folders: Iterable[Path]) -> list[Path]:
 def find_runs(folder: Path, *, depth: int = 3) -> list[Path]:
     """The runs in a folder and its subfolders, by name. What lies within a run is not looked at."""
     found = []
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except PermissionError:
+        return []  # somebody else's folder beside the runs
+    for entry in entries:
         if entry.name.startswith(".") or not entry.is_dir():
             continue
         path = Path(entry.path)
-        if (path / METRICS_FILE).is_file():
+        if os.path.isfile(path / METRICS_FILE):  # unlike Path.is_file, False where it may not be seen
             found.append(path)
         elif depth > 1:
             found += find_runs(path, depth=depth - 1)

@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from pretrain.config import RunConfig
+from pretrain.history import read_end
 from pretrain.quantities import bytes_text, count_text, duration_text
 from pretrain.run_folder import METRICS_FILE
 from pretrain.trackers import Trackers
@@ -116,10 +117,11 @@ class Metrics:
         self.is_main = is_main
         self._started, self._trackers = time.perf_counter(), None
         self.total_steps = 0
-        self._last = {"step": 0, "tokens": 0}
+        self._stand: dict[str, int] | None = None
         self.began = False
         """Whether the run has got as far as training; the same on all ranks."""
         self._ended = False
+        self._run = run
         if is_main:
             run.mkdir(parents=True, exist_ok=True)
             self._lines, self._log = LineFile(run / METRICS_FILE), LineFile(run / "train.log")
@@ -145,8 +147,6 @@ class Metrics:
         """One event: a line in metrics.jsonl, and in train.log and on the console in words."""
         if not self.is_main:
             return
-        if event in ("start", "train"):
-            self._last |= {name: values[name] for name in self._last if name in values}
         line = {"event": event, **values, "time": round(time.time(), 3)}
         self._lines.write(json.dumps(finite(line), allow_nan=False))
         if event in SHOWN:
@@ -162,7 +162,7 @@ class Metrics:
     def track(self, numbers: dict[str, float]) -> None:
         """Figures that came late, to the trackers: at the step of now, since they take no earlier one."""
         if self._trackers is not None:
-            self._trackers.log(numbers, step=self._last["step"])
+            self._trackers.log(numbers, step=self._where()["step"])
 
     def say(self, text: str, is_error: bool = False) -> None:
         """Words to the console, above the progress bar, and to train.log."""
@@ -174,18 +174,30 @@ class Metrics:
         else:
             self._bar.write(text)
 
-    def step_done(self, step: int) -> None:
-        """Moves the progress bar to after `step`."""
+    def stands_at(self, step: int, tokens: int) -> None:
+        """So many steps are taken, of so many tokens: for the progress bar, and for the end, whenever it comes."""
         if self.is_main:
-            self._bar.update(step + 1 - self._bar.n)
+            self._stand = {"step": step, "tokens": tokens}
+            if not self._bar.disable:
+                self._bar.update(step - self._bar.n)
+
+    def _where(self) -> dict[str, int]:
+        """Steps and tokens so far; of an attempt that ends before it knows, those of the attempt before."""
+        if self._stand is None:
+            known = [event for event in read_end(self._run) if {"step", "tokens"} <= event.keys()]
+            self._stand = {name: known[-1][name] if known else 0 for name in ("step", "tokens")}
+        return self._stand
 
     def end(self, code: int, reason: str, **values: Any) -> None:
-        """The last event of this attempt; closes everything. Of two that come at once, the first counts."""
+        """The last event of this attempt; closes everything. Of two that come at once, the first counts.
+
+        step and tokens are those of `stands_at` where they are not given.
+        """
         if not self.is_main or self._ended:
             return
         self._ended = True
         seconds = time.perf_counter() - self._started
-        self.write("end", reason=reason, code=code, **{**self._last, **values}, seconds=seconds)
+        self.write("end", reason=reason, code=code, **{**self._where(), **values}, seconds=seconds)
         self._bar.close()
         if self._trackers is not None:
             self._trackers.finish()

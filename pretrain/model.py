@@ -10,13 +10,14 @@ import os
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
 
 from pretrain.attention import implementation_of
-from pretrain.model_config import load_model_config
+from pretrain.model_config import described, load_model_config
 from pretrain.problems import InputError
 
 # Matrix products are fastest, on GPUs above all, when the vocabulary is a multiple of this.
@@ -38,6 +39,11 @@ def build_meta_model(config: PreTrainedConfig, *, attention: str = "eager") -> P
             model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
     except (ImportError, ValueError, KeyError) as error:
         raise InputError(_attention_problem(attention, error)) from error
+    except Exception as error:  # whatever a model's own code raises at values that it did not expect
+        raise InputError(
+            f"model: {type(config).__name__} cannot be built with these values ({described(error)}); compare them "
+            "with a model of this type that works"
+        ) from error
     _clear_padding(model)
     _count_positions_in_the_window(model, attention)
     return model
@@ -159,6 +165,8 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
         )
     except (ImportError, ValueError) as error:
         raise InputError(f"{name_or_path}: the library cannot build this model: {_first_line(error)}") from error
+    except SafetensorError as error:
+        raise InputError(f"{name_or_path}: its weights are damaged ({_first_line(error)}); restore them") from error
     except OSError as error:
         raise InputError(
             f"{name_or_path}: no safetensors weights could be read ({_first_line(error)}); give a folder or a Hub id "

@@ -5,7 +5,10 @@ other problems of the file.
 """
 
 import dataclasses
+import functools
+import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.modeling_rope_utils import RopeParameters
 
 import pretrain.architectures
-from pretrain.problems import InputError, did_you_mean
+from pretrain.model_values import value_problems
+from pretrain.problems import InputError, did_you_mean, read_small_file, shortened
 
 # Keys outside the dataclass fields that the library reads while it builds a configuration from a file.
 READ_BY_EVERY_CLASS = {"model_type", "auto_map", "torch_dtype", "num_labels", "name_or_path", "_name_or_path"}
@@ -95,32 +99,47 @@ def _config_from_json(path: Path) -> PreTrainedConfig:
     keys = _read_json(path)
     config_class = _config_class(path, keys)
     fields = {field.name: field for field in dataclasses.fields(config_class)}
+    problems = value_problems(
+        keys, {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in keys}
+    )
+    if any("within each other" in problem for problem in problems):
+        raise InputError(*[f"{path}: {problem}" for problem in problems])
     # The library accepts a standard name for a class's own (hidden_size for GPT-2's n_embd): check under its own.
     names = {key: config_class.attribute_map.get(key, key) for key in keys}
-    problems = _unknown_keys(config_class, fields, keys)
+    problems += _unknown_keys(config_class, fields, keys)
     wrong_types = {key: problem for key in keys if (problem := _type_problem(names[key], keys[key], fields))}
     problems += [f"{key}: {problem}" for key, problem in wrong_types.items()]
     problems += _rope_problems(fields, keys)
     values = {name: field.default for name, field in fields.items()}
-    values |= {names[key]: keys[key] for key in keys if key not in wrong_types}
+    wrong = {*wrong_types, *(problem.partition(":")[0] for problem in problems)}
+    values |= {names[key]: keys[key] for key in keys if key not in wrong}
     problems += _shape_problems(config_class, values)
     if problems:
-        raise InputError(*[f"{path}: {problem}" for problem in problems])
+        raise InputError(*[f"{path}: {problem}" for problem in dict.fromkeys(problems)])
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         keys.setdefault(token, None)
     try:
-        return config_class.from_dict(keys)
-    except (ValueError, TypeError, KeyError, huggingface_hub.errors.StrictDataclassError) as error:
-        raise InputError(f"{path}: {error.__cause__ or error}") from error
+        config = config_class.from_dict(keys)
+    except Exception as error:  # whatever a class's own code raises at values that it did not expect
+        reason = error.__cause__ or error
+        raise InputError(f"{path}: {config_class.__name__} refuses it: {described(reason)}") from error
+    # Some classes' models read it without the usual default.
+    if "head_dim" in fields and config.head_dim is None and reads_plainly(config_class, "head_dim"):
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    return config
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not path.exists():
         neighbours = [str(path.parent / name.name) for name in path.parent.glob("*.json")]
         raise InputError(f"{path}: no such file{did_you_mean(str(path), neighbours)}")
     try:
-        keys = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
-    except (json.JSONDecodeError, UnicodeDecodeError, _RepeatedKeyError) as error:
+        keys = json.loads(read_small_file(path), object_pairs_hook=_without_repeats)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    except RecursionError:
+        raise InputError(f"{path}: is nested too deeply for a model's JSON: is a bracket repeated?") from None
+    except (ValueError, _RepeatedKeyError) as error:
         raise InputError(f"{path}: not a valid JSON file: {error}") from error
     if not isinstance(keys, dict):
         raise InputError(f"{path}: a model's JSON is an object of keys and values, this is a {type(keys).__name__}")
@@ -143,11 +162,11 @@ def _config_class(path: Path, keys: dict[str, Any]) -> type[PreTrainedConfig]:
     model_type = keys.get("model_type")
     if model_type is None:
         raise InputError(f"{path}: model_type is missing; state it, for example {', '.join(COMMON_MODEL_TYPES)}")
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         hint = did_you_mean(str(model_type), CONFIG_MAPPING)
         if hint.startswith("; allowed"):
             hint = f"; for example {', '.join(COMMON_MODEL_TYPES)}"
-        raise InputError(f"{path}: unknown model_type {model_type!r}{hint}")
+        raise InputError(f"{path}: unknown model_type {shortened(repr(model_type))}{hint}")
     config_class = CONFIG_MAPPING[model_type]
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(
@@ -162,11 +181,41 @@ def _unknown_keys(config_class: type[PreTrainedConfig], fields: dict, keys: dict
     allowed = {*fields, *config_class.attribute_map, *READ_BY_EVERY_CLASS}
     if "rope_parameters" in fields:
         allowed |= READ_INTO_ROPE_PARAMETERS
+    if keys.keys() - allowed:
+        allowed |= keys_read_by_model(config_class)
     return [
         f"{key} is not a key of {config_class.__name__}{did_you_mean(key, own_keys)}"
         for key in keys
         if key not in allowed
     ]
+
+
+@functools.cache
+def model_source(config_class: type[PreTrainedConfig]) -> str:
+    """The source of the module that holds the class's causal language model; empty where it cannot be read."""
+    try:
+        return inspect.getsource(inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[config_class]))
+    except (ImportError, OSError, TypeError, ValueError, KeyError):
+        return ""
+
+
+def keys_read_by_model(config_class: type[PreTrainedConfig]) -> set[str]:
+    """Keys that the model asks for although the class does not declare them: Qwen3-MoE's head_dim, for one."""
+    source = model_source(config_class)
+    by_name = re.findall(r"""getattr\(\s*(?:self\.)?config\s*,\s*["'](\w+)["']""", source)
+    return {*by_name, *re.findall(r"\bconfig\.([a-z]\w*)\b(?!\()", source)}
+
+
+def reads_plainly(config_class: type[PreTrainedConfig], key: str) -> bool:
+    """Whether the model reads the key as it is, with no other value in place of a null that is stated."""
+    plain = rf"""= (?:config\.{key}|getattr\(config, "{key}", (?!None)[^\n]*\))$"""
+    return re.search(plain, model_source(config_class), re.MULTILINE) is not None
+
+
+def described(error: BaseException) -> str:
+    """An error of the library in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return shortened(f"{type(error).__name__}: {' '.join(lines)}", 300)
 
 
 def _own_fields(config_class: type[PreTrainedConfig]) -> set[str]:
@@ -179,13 +228,16 @@ def _own_fields(config_class: type[PreTrainedConfig]) -> set[str]:
 def _type_problem(name: str, value: Any, fields: dict) -> str | None:
     """What is wrong with a value's type by the class's annotations, or None."""
     if name not in fields:
-        return None
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        return None if name not in COUNTS or is_count else f"{shortened(repr(value))} is no whole number"
     expected = fields[name].type
     try:
         huggingface_hub.dataclasses.type_validator(name, value, expected)
     except (TypeError, ValueError):
         shown = expected.__name__ if isinstance(expected, type) else str(expected)
-        return f"{value!r} is a {type(value).__name__}; allowed: {shown}"
+        return f"{shortened(repr(value))} is a {type(value).__name__}; allowed: {shown}"
+    if isinstance(value, bool) and "bool" not in str(expected):
+        return f"{str(value).lower()} is no number; allowed: {expected}"
     return None
 
 
@@ -211,7 +263,7 @@ def _rope_problems(fields: dict, keys: dict[str, Any]) -> list[str]:
 def _theta_problems(key: str, theta: Any) -> list[str]:
     if theta is None or (isinstance(theta, (int, float)) and not isinstance(theta, bool) and theta > 0):
         return []
-    return [f"{key}: {theta!r} is not a positive number; for example 10000.0"]
+    return [f"{key}: {shortened(repr(theta))} is not a positive number; for example 10000.0"]
 
 
 def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]) -> list[str]:

@@ -122,6 +122,9 @@ def read_request(arguments: argparse.Namespace) -> Request:
         sample_bytes=_count(problems, arguments, "tokenizer_sample_bytes"),
     )
     problems += _division_problems(request)
+    most = max(256, 16 * available_cores())
+    if (request.workers or 0) > most and not on_ray:
+        problems.append(f"--workers {request.workers:,}: this machine has {available_cores()} cores; at most {most:,}")
     problems.stop_if_any()
     return request
 

@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from pretrain.model import build_meta_model, initialize_module, load_pretrained
 from pretrain.model_config import load_model_config
+from pretrain.problems import InputError
 
 
 class PretrainedTensors:
@@ -66,8 +67,22 @@ def open_pretrained(name_or_path: str) -> PretrainedTensors | PreTrainedModel:
     return PretrainedTensors(named)
 
 
+def find_weights(name_or_path: str) -> None:
+    """Raises InputError where a folder on this machine has no weights to begin with, or damaged ones."""
+    if name_or_path.endswith(".json"):
+        raise InputError(
+            f"init: pretrained, but model: {name_or_path} is a JSON, which holds no weights; give a model's folder or "
+            "Hub id, or train from scratch with init: scratch"
+        )
+    if Path(name_or_path).is_dir() and not find_tensors(name_or_path):
+        raise InputError(f"model: {name_or_path} has no model.safetensors, which init: pretrained begins with")
+
+
 def find_tensors(name_or_path: str) -> dict[str, Path]:
-    """{name in the file: file} of all tensors of a folder or Hub id; {} where it has no safetensors."""
+    """{name in the file: file} of all tensors of a folder or Hub id; {} where it has no safetensors.
+
+    Raises InputError for a file that is damaged.
+    """
     missing_is_none = {"_raise_exceptions_for_missing_entries": False}
     try:
         single = cached_file(name_or_path, SAFE_WEIGHTS_NAME, **missing_is_none)
@@ -79,10 +94,17 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
             paths = [Path(single)] if single else []
     except OSError:
         return {}  # load_pretrained says what is wrong
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{index}: lists no weights as it should ({type(error).__name__}: {error}); restore the file"
+        ) from None
     places = {}
     for path in paths:
-        with safe_open(path, framework="pt") as file:
-            places |= dict.fromkeys(file.keys(), path)
+        try:
+            with safe_open(path, framework="pt") as file:
+                places |= dict.fromkeys(file.keys(), path)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path}: is damaged or no safetensors file ({error}); restore or download it") from None
     return places
 
 

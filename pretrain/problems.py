@@ -1,14 +1,27 @@
 """What is wrong with a user's input: said all at once, in full, and with the remedy."""
 
 import difflib
+import errno
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pretrain.exit_codes import EXIT_BAD_INPUT
 
 Value = TypeVar("Value")
+
+UNUSABLE_PATHS = {
+    errno.EACCES: "give this user access, or name another",
+    errno.EPERM: "give this user access, or name another",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ELOOP: "its links lead in a circle",
+    errno.ENOTDIR: "a part of it is a file",
+    errno.EISDIR: "name a file",
+    errno.EROFS: "name a place that can be written",
+}
+"""What can be done about a path that the system refuses: a mistake in the input, wherever it shows."""
 
 
 class InputError(Exception):
@@ -57,21 +70,58 @@ def is_first_on_machine() -> bool:
 def or_exit(function: Callable[[], Value]) -> Value:
     """What the function returns; an InputError instead ends the process with status 2, its problems on stderr.
 
-    So does a file that this user may not open, wherever it is met.
+    So does a path that the system refuses, such as a file that this user may not open, wherever it is met.
     """
     try:
         return function()
     except InputError as error:
         if is_first_on_machine():
-            print("\n".join(error.problems), file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
-    except PermissionError as error:
-        if error.filename is None:  # not about a file
+            print("\n".join(shortened(problem, 5000) for problem in error.problems), file=sys.stderr)
+    except OSError as error:
+        if error.filename is None or error.errno not in UNUSABLE_PATHS:
             raise
-        print(f"{error.filename}: {error.strerror}; give this user access, or name another", file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
+        print(f"{shortened(error.filename)}: {error.strerror}; {UNUSABLE_PATHS[error.errno]}", file=sys.stderr)
+    leave(EXIT_BAD_INPUT)
 
 
 def run_script(main: Callable[[], int | None]) -> None:
     """Runs a script's main function and turns its outcome into an exit status; an InputError becomes status 2."""
-    sys.exit(or_exit(main) or 0)
+    leave(or_exit(main) or 0)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the script. A process of a group ends at once: gloo's threads, destroyed with the interpreter, may abort
+    it after everything was done."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        end_now(code)
+    sys.exit(code)
+
+
+def end_now(code: int) -> NoReturn:
+    """Ends this process, whatever the others do: those that wait for it find it dead."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def shortened(value: Any, most: int = 200) -> str:
+    """A value of the input as text, cut where it is long: a message is for people."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+def read_small_file(path: str | os.PathLike, most_bytes: int = 1 << 20) -> str:
+    """The text of a file that people write. Raises InputError, without the file's name, for anything else."""
+    try:
+        status = os.stat(path)
+        if stat.S_ISDIR(status.st_mode):
+            raise InputError("is a folder; name the file")
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError("is no regular file; name one with text")
+        if status.st_size > most_bytes:
+            raise InputError(f"has {status.st_size:,} bytes, more than the {most_bytes:,} of any such file")
+        with open(path, encoding="utf-8") as file:
+            return file.read(most_bytes)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot be read: {error}") from None

@@ -6,6 +6,7 @@ what was given and what is allowed, all problems at once.
 
 import json
 import re
+import reprlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,21 @@ import yaml
 from pydantic import ValidationError
 
 from pretrain.config import RunConfig, Section
-from pretrain.problems import InputError, did_you_mean
+from pretrain.problems import InputError, did_you_mean, read_small_file, shortened
+
+brief = reprlib.Repr()
+brief.maxlevel, brief.maxstring, brief.maxother = 3, 200, 200
+"""Of aliases within aliases, a plain repr would fill the memory."""
+
+
+def parse_yaml(text: str) -> Any:
+    """What the text says. Raises ValueError where it is not YAML, or nested as no recipe is."""
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(shortened(" ".join(str(error).split()), 500)) from None
+    except RecursionError:
+        raise ValueError("is nested too deeply for a recipe: is a bracket repeated?") from None
 
 
 class Loader(yaml.SafeLoader):
@@ -92,7 +107,7 @@ def read_command_line(argv: list[str], usage: str) -> CommandLine:
 def explain(command_line: CommandLine) -> str:
     """Every setting, one per line: its dotted path, its value, and whether it is the command line's, the recipe's or
     the default."""
-    in_recipe = set(leaves(yaml.load(command_line.recipe.read_text(encoding="utf-8"), Loader)))
+    in_recipe = set(leaves(parse_yaml(read_small_file(command_line.recipe))))
     rows = []
     for path, value in leaves(command_line.config.model_dump(mode="json")).items():
         if any(path == key or path.startswith(f"{key}.") for key in command_line.overridden):
@@ -141,14 +156,12 @@ def drop_alternatives(values: dict, overridden: set[str]) -> None:
 
 def read_run_config(path: str | Path, overrides: list[tuple[str, str]] = ()) -> RunConfig:
     """Reads a recipe and applies the overrides. Raises InputError with every problem found."""
+    if not Path(path).exists():
+        raise InputError(f"--config {path}: no such recipe; see recipes/ for those that exist")
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such recipe; see recipes/ for those that exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: {' '.join(str(error).split())}") from None
+        values = parse_yaml(read_small_file(path))
+    except (InputError, ValueError) as error:
+        raise InputError(f"{path or '--config'}: {error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: a recipe is a mapping of settings (got {type(values).__name__})")
     drop_alternatives(values, {key for key, _ in overrides})
@@ -172,9 +185,15 @@ def set_dotted(values: dict, key: str, text: str) -> str | None:
             if isinstance(values, dict) and values.get(name) is None:
                 values[name] = {}
             values = values[int(name) if isinstance(values, list) else name]
-        values[int(last) if isinstance(values, list) else last] = yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        return f"--{key}: {text!r} is not YAML: {' '.join(str(error).split())}"
+        index = int(last) if isinstance(values, list) else last
+    except (KeyError, ValueError, IndexError, TypeError):
+        return f"--{key}: there is nothing to set at this path"
+    try:
+        value = parse_yaml(text)
+    except ValueError as error:
+        return f"--{key}: {shortened(text)!r} is not YAML: {error}"
+    try:
+        values[index] = value
     except (KeyError, ValueError, IndexError, TypeError):
         return f"--{key}: there is nothing to set at this path"
     return None
@@ -194,7 +213,7 @@ def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "literal_error":
         message += did_you_mean(str(problem["input"]), re.findall(r"'([^']+)'", message)).replace("; allowed", "; one")
-    given = "" if problem["type"] == "value_error" else f" (got {problem['input']!r})"
+    given = "" if problem["type"] == "value_error" else f" (got {brief.repr(problem['input'])})"
     return f"{source}: {message}{given}"
 
 

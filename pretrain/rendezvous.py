@@ -1,13 +1,19 @@
-"""Where the processes of a restarted group meet.
+"""Where the processes of a group meet, and over which network they speak.
 
 torch's launcher gives every restart the store of the first attempt, in which its static rendezvous, the one of our
 launcher files, leaves the addresses of the processes that have died: the new ones would wait for them and fail.
 """
 
+import ipaddress
 import os
+import socket
+import sys
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import TCPStore
+
+from pretrain.problems import InputError
 
 OWN: list[TCPStore] = []
 """The store that this process hosts, kept for as long as it lives."""
@@ -31,3 +37,72 @@ def meet_afresh() -> None:
         launchers.set(key, str(OWN[0].port))
     os.environ["MASTER_PORT"] = launchers.get(key).decode()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+
+
+def choose_interface() -> None:
+    """Sets GLOO_SOCKET_IFNAME where gloo would tell other machines to find this one at 127.0.0.1.
+
+    gloo gives away the address that the host's own name resolves to, on many systems 127.0.1.1: the others then hang.
+    Here it is the interface of the route to the main address. Raises InputError where several could be meant.
+    """
+    machines = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if machines < 2 or os.environ.get("GLOO_SOCKET_IFNAME") or not own_name_is_loopback():
+        return
+    main = os.environ.get("MASTER_ADDR", "")
+    interfaces = interfaces_by_address()
+    name = interfaces.get(local_address_towards(main))
+    others = sorted({interface for address, interface in interfaces.items() if not is_loopback(address)})
+    if name is None and len(others) == 1:  # on the machine of the main address, whose own name leads to itself
+        name = others[0]
+    if name is None:
+        raise InputError(
+            f"launcher: {machines} machines, and this one's own name {socket.gethostname()} resolves to itself alone, "
+            f"so that the others cannot reach it; set GLOO_SOCKET_IFNAME to the interface of the network between "
+            f"them, one of {', '.join(others) or 'none that is up'}"
+        )
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(
+            f"{socket.gethostname()} resolves to itself alone: gloo speaks over {name}, the way to {main}; "
+            "GLOO_SOCKET_IFNAME names another",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def own_name_is_loopback() -> bool:
+    """Whether this host's name leads to no address that another machine could use."""
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}
+    except OSError:
+        return True  # gloo takes 127.0.0.1 then
+    return all(is_loopback(address) for address in found)
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def interfaces_by_address() -> dict[str, str]:
+    """{IP address: interface} of this machine's interfaces that are up."""
+    import psutil
+
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    return {
+        entry.address.partition("%")[0]: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if name in up and entry.family in (socket.AF_INET, socket.AF_INET6)
+    }
+
+
+def local_address_towards(host: str) -> str | None:
+    """This machine's address on the route to another; None if there is none but loopback. Sends nothing."""
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as udp, suppress(OSError):
+                udp.connect(address)  # of a datagram socket: chooses the route, no packet leaves
+                local = udp.getsockname()[0].partition("%")[0]
+                if not is_loopback(local):
+                    return local
+    return None

@@ -4,12 +4,17 @@ Imports nothing heavy, so that looking at a run starts at once.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
+
+from pretrain.problems import shortened
 
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
 """Held by the process that trains the run."""
+LONGEST_NAME, LONGEST_PATH = 255, 3500
+"""Bytes. Linux takes paths of 4,096; the longest of ours below a run's folder leaves so many."""
 
 
 def heartbeat_path(run: Path, rank: int = 0) -> Path:
@@ -50,3 +55,22 @@ def best_step(checkpoints: Mapping[int, Path]) -> int | None:
     """The step with the lowest validation loss, the mean over the sources; None where none was measured."""
     losses = {step: (read_state(folder) or {}).get("validation_loss") for step, folder in checkpoints.items()}
     return min((step for step, loss in losses.items() if loss is not None), key=losses.get, default=None)
+
+
+def output_problem(run: Path) -> str | None:
+    """Why no run can be written there, as far as shows without writing; None if one can."""
+    longest = max((len(os.fsencode(part)) for part in run.parts), default=0)
+    if longest > LONGEST_NAME or len(os.fsencode(run.absolute())) > LONGEST_PATH:
+        shown = shortened(run, 60)
+        return (
+            f"output: {shown}: a name has at most {LONGEST_NAME} bytes and a path {LONGEST_PATH}; choose a shorter one"
+        )
+    if "\0" in str(run):
+        return f"output: {str(run)!r}: a name holds no character of number 0"
+    for place in (run, *run.parents):
+        if os.path.isdir(place):
+            may_write = os.access(place, os.W_OK | os.X_OK)
+            return None if may_write else f"output: {run}: nothing can be written in {place}; choose another place"
+        if os.path.lexists(place):
+            return f"output: {run}: {place} is {'a' if place == run else 'no folder but a'} file; choose another name"
+    return None

@@ -6,8 +6,6 @@ The same files serve machines with and without GPUs: without one, processes talk
 """
 
 import importlib
-import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,12 +24,12 @@ from safetensors import SafetensorError
 from pretrain.config import RunConfig
 from pretrain.fp8 import fp8_problem, use_fp8
 from pretrain.gradients import total_norm
-from pretrain.hardware import keep_freed_memory, missing_bf16, use_all_cores
+from pretrain.hardware import keep_freed_memory, missing_bf16, unusable_gpu, use_all_cores
 from pretrain.launcher import PRECISIONS, launcher_problems, processes_launched, requested_strategy
 from pretrain.loss import LanguageModelLoss
 from pretrain.optim import OPTIMIZERS, describe_optimizer, load_optimizer_state, optimizer_state_by_name
-from pretrain.problems import InputError
-from pretrain.rendezvous import meet_afresh
+from pretrain.problems import InputError, end_now
+from pretrain.rendezvous import choose_interface, meet_afresh
 from pretrain.replicas import ReplicaGroup
 from pretrain.weights import InitialWeights
 
@@ -39,8 +37,12 @@ Value = TypeVar("Value")
 
 
 def device_type() -> str:
-    """'cuda' where a GPU is visible, else 'cpu'."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """'cuda' where a GPU is visible, else 'cpu'. Raises InputError for a GPU that torch cannot use."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if problem := unusable_gpu():
+        raise InputError(problem)
+    return "cpu"
 
 
 def resolve_precision(requested: str) -> str:
@@ -135,6 +137,7 @@ class Strategy:
                 "checkpoint of any strategy can be read under them"
             )
         meet_afresh()
+        choose_interface()
         self.accelerator = self.make_accelerator()
         self.device: torch.device = self.accelerator.device
         self.rank: int = self.accelerator.process_index
@@ -361,20 +364,14 @@ class Strategy:
         """Weights of which several ranks hold a copy, equal bit by bit: see `replicas.differences`."""
         return [(None, {n: p.detach() for p, n in self.name_of.items()})] if self.ranks > 1 else []
 
-    def close(self) -> None:
-        """Ends the process group, so that no rank is left waiting for one that has gone."""
-        self.accelerator.end_training()
-
-    def exit(self, code: int) -> None:
-        """Ends every process of a run that is over; all ranks together.
+    def exit(self, code: int) -> NoReturn:
+        """Ends every process of what is over; all ranks together.
 
         At once: torch's and DeepSpeed's destructors over gloo sometimes hang or abort after everything was written,
         and a thread that nobody waits for any more would be waited for.
         """
         self.barrier()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        end_now(code)
 
 
 def group_of(tensors: Mapping[str, torch.Tensor]) -> TensorGroup:

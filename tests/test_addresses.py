@@ -83,3 +83,12 @@ def test_an_address_that_leads_nowhere(tmp_path, monkeypatch):
 def test_a_hub_model_that_cannot_be_reached(monkeypatch):
     with pytest.raises(InputError, match="it cannot be read from the Hub"):
         find_models(["nobody/no-such-model@v1"], offline=True)
+
+
+def test_a_model_folder_with_a_manifest_is_compared_with_it(tmp_path):
+    """train.py prints evaluate.py's command with RUN/final."""
+    run = make_run(tmp_path / "run", [4], final_step=8)
+    assert found(run / "final") == [(f"{run}/final", 8, 80)]
+    (run / "final/config.json").write_text("{ }")
+    for given in (run / "final", run, f"{run}@all"):
+        assert "final is damaged: config.json has 3 bytes instead of 2" in problems_of(found, given)

@@ -49,7 +49,7 @@ def read(*words):
 
 def evaluate(*words):
     """Evaluation in this process, as the script's command line asks for it."""
-    return evaluate_models(read(*words))
+    return evaluate_models(read(*words))[0]
 
 
 def problems_of(call, *words) -> str:

@@ -174,3 +174,13 @@ def test_a_second_signal_ends_at_once(recipe, tmp_path):
     assert end_of(run)["code"] == 75 and "nothing saved" in end_of(run)["reason"], ended.output
     assert not ended.left
     assert damage(run / "checkpoints/step-00000004") == []
+
+
+def test_the_end_between_two_log_lines_says_all_steps_and_tokens(recipe, tmp_path):
+    faults = [{"where": "read", "step": 5, "what": "SIGTERM", "rank": 0}]
+    more = ["--logging.every_steps", 1000, "--checkpoint.every_steps", 1000]
+    launch_with_faults(tmp_path / "one", "single", 1, *arguments(recipe, tmp_path / "run", *more), faults=faults)
+    end = end_of(tmp_path / "run")
+    assert end["code"] == 75 and not losses(tmp_path / "run"), "no step was logged"
+    assert end["step"] >= 5 and end["tokens"] == 256 * end["step"]
+    assert events(tmp_path / "run", "checkpoint")[-1]["step"] == end["step"]

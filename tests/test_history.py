@@ -1,6 +1,8 @@
 """Reading a run's metrics: single-valued curves, running time, the end of long files, folders that are no runs."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 from run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
@@ -19,6 +21,7 @@ from pretrain.history import (
     scores_of,
 )
 from pretrain.problems import InputError
+from pretrain.run_folder import METRICS_FILE
 
 
 def steps_of(events, name="train"):
@@ -199,3 +202,15 @@ def test_a_line_that_is_being_written_does_not_disturb(tmp_path):
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(train_line(2))[:30])
     assert steps_of(read_end(run)) == [1] and steps_of(read_history(run).events) == [1]
+
+
+def test_a_typo_looks_for_similar_names_beside_it_and_no_deeper(tmp_path, monkeypatch):
+    for name in ("demo", "deep/er/demo"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / METRICS_FILE).touch()
+    looked = []
+    real = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: looked.append(Path(folder)) or real(folder))
+    with pytest.raises(InputError, match=r"no such run; did you mean .*/demo\?"):
+        require_run(tmp_path / "dmeo")
+    assert looked == [tmp_path]

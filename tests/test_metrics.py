@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pretrain.metrics import Throughput, finite
+from pretrain.metrics import Metrics, Throughput, finite
 from pretrain.quantities import count_text, duration_text
 from pretrain.trackers import flatten, tracker_problems
 
@@ -47,3 +47,15 @@ def test_a_tracker_that_is_not_installed_is_refused_by_name(monkeypatch):
     assert tracker_problems(["wandb", "trackio"]) == [
         "trackers: trackio is not installed: pip install no_such_package, or leave it out"
     ]
+
+
+@pytest.mark.parametrize("known", ["told", "from the attempt before", "nothing"])
+def test_the_end_always_says_where_the_run_stands(tmp_path, known):
+    if known == "from the attempt before":
+        (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 7, "tokens": 70}\n{"event": "warning"}\n')
+    metrics = Metrics(tmp_path, is_main=True)
+    if known == "told":
+        metrics.stands_at(7, 70)
+    metrics.end(18, "preempted")
+    end = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (end["event"], end["step"], end["tokens"]) == ("end", *((0, 0) if known == "nothing" else (7, 70)))

@@ -7,7 +7,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 import pretrain.architectures  # noqa: F401  (registers the local models)
 from pretrain.model import build_meta_model, build_model, load_pretrained
-from pretrain.pretrained import PretrainedTensors, open_pretrained
+from pretrain.pretrained import PretrainedTensors, find_weights, open_pretrained
 from pretrain.problems import InputError
 from pretrain.weights import InitialWeights, units_of
 
@@ -103,3 +103,27 @@ def test_what_cannot_be_loaded_is_refused_in_words(tmp_path):
     config.save_pretrained(path)
     with pytest.raises(InputError, match="9 weights are missing"):
         open_pretrained(path)
+
+
+@pytest.mark.parametrize("damage", ["cut short", "no header", "no index", "no file"])
+def test_weights_that_are_damaged_are_refused_before_anything_starts(tmp_path, damage):
+    path = save("llama", tmp_path, max_shard_size="20KB" if damage == "no index" else "1GB")
+    find_weights(path)
+    file = tmp_path / "model.safetensors"
+    if damage == "cut short":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "no header":
+        file.write_bytes(bytes([255]) * 8 + file.read_bytes()[8:])
+    elif damage == "no index":
+        (tmp_path / "model.safetensors.index.json").write_text("[5]")
+    else:
+        file.unlink()
+    with pytest.raises(InputError, match=r"is damaged|lists no weights|has no model.safetensors"):
+        find_weights(path)
+    with pytest.raises(InputError):
+        open_pretrained(path)
+    if damage != "no index":
+        with pytest.raises(InputError, match=r"damaged|no safetensors"):
+            load_pretrained(path)
+    with pytest.raises(InputError, match=r"init: pretrained, but model: x\.json is a JSON"):
+        find_weights("x.json")

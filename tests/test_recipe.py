@@ -1,5 +1,6 @@
 """Recipes: what parses, what is refused, and the words it is refused with."""
 
+import os
 import subprocess
 import sys
 
@@ -182,3 +183,51 @@ def test_help_and_mistakes_need_no_torch():
 
 def test_yaml_of_the_replay_is_plain(recipe):
     assert yaml.safe_load(as_yaml(read_run_config(recipe)))["data"]["train"][0]["shards"] == "data/a"
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("cadence", "inf"),
+        ("cadence", ".nan"),
+        ("optim.learning_rate", "inf"),
+        ("optim.betas", "[.nan, 0.9]"),
+        ("evaluation.every_steps", "true"),
+        ("budget.tokens", "true"),
+        ("seed", "false"),
+        ("cadence", "true"),
+        ("optim.warmup_steps", "true"),
+        ("optim.betas", "[true, 0.9]"),
+        ("guard.alert_above", "true"),
+        ("budget.steps", "1e30"),
+        ("batch.tokens_per_step", "9" * 5000),
+        ("batch.tokens_per_step", "[" * 3000),
+    ],
+)
+def test_numbers_are_finite_and_no_booleans(recipe, key, text):
+    problems = problems_of(recipe, (key, text))
+    assert len(problems) == len([p for p in problems if key in p]) > 0
+    assert max(map(len, problems)) < 1000
+
+
+def test_only_a_file_of_text_is_a_recipe(tmp_path):
+    nested, large = tmp_path / "nested.yaml", tmp_path / "large.yaml"
+    nested.write_text("a: " + "[" * 3000)
+    large.write_text("a: 1 #" + "x" * (2 << 20))
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for path, expected in (
+        (nested, "nested too deeply"),
+        (large, "more than the 1,048,576"),
+        ("/dev/zero", "no regular file"),
+        (tmp_path / "pipe.yaml", "no regular file"),
+        (tmp_path, "is a folder"),
+        ("", "--config: cannot be read"),
+    ):
+        (problem,) = problems_of(path)
+        assert expected in problem and str(path) in problem
+
+
+def test_a_value_within_aliases_of_aliases_is_shown_in_short(recipe):
+    levels = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))]
+    recipe.write_text(RECIPE + "\n".join(levels) + "\nseed: *a11\n")
+    assert max(map(len, problems_of(recipe))) < 5000

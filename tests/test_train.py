@@ -15,6 +15,10 @@ from safetensors.torch import load_file
 from test_batches import write_shards
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
+from pretrain.derived import derive
+from pretrain.problems import InputError
+from pretrain.recipe import read_run_config
+
 GOLDEN = {1: 6.24694, 4: 6.21027, 8: 6.16098, 12: 6.13158}
 """{step: loss} on made-up shards, which no version of Python changes. If these move, then so does what every user
 trains: initial weights, order of the data, loss or optimizer. Say why in the commit that moves them."""
@@ -238,3 +242,38 @@ def test_trackers_get_the_same_numbers(recipe, tmp_path):
     logged = {event.step: event.value for event in board.Scalars("train/loss")}
     assert logged == pytest.approx(losses(tmp_path / "run"), rel=1e-6)
     assert list((tmp_path / "run/wandb").glob("offline-run-*")), "wandb must have written its offline run"
+
+
+def check_problems(recipe, *overrides) -> str:
+    """What --check says, in this process."""
+    with pytest.raises(InputError) as caught:
+        derive(read_run_config(recipe, list(overrides)), ranks=1)
+    return "\n".join(caught.value.problems)
+
+
+def test_check_looks_at_the_places_that_a_run_comes_to(recipe, tmp_path):
+    (tmp_path / "file").touch()
+    assert f"output: {tmp_path}/file: {tmp_path}/file is a file" in check_problems(
+        recipe, ("output", f"{tmp_path}/file")
+    )
+    assert "is no folder but a file" in check_problems(recipe, ("output", f"{tmp_path}/file/run"))
+    assert "a name has at most 255 bytes" in check_problems(recipe, ("output", f"{tmp_path}/{'x' * 500}"))
+    assert "a name holds no character of number 0" in check_problems(recipe, ("output", '"a\\0b"'))
+    evaluates = ("evaluation.every_steps", "4")
+    found = check_problems(
+        recipe,
+        ("branch_from", f"{tmp_path}/trunk@500"),
+        ("init", "pretrained"),
+        evaluates,
+        ("evaluation.tasks", "helaswag"),
+        ("evaluation.include_path", str(tmp_path)),
+    )
+    assert "branch_from: " in found and "give RUN@STEP" in found
+    assert "evaluation.tasks: helaswag: no such task" in found and "did you mean hellaswag?" in found
+    assert "evaluation.include_path: " in found and "holds no .yaml file" in found
+    assert "init: pretrained, but model: " in found
+
+
+def test_a_run_that_has_begun_needs_its_trunk_no_more(recipe, tmp_path):
+    (tmp_path / "run/checkpoints/step-00000004").mkdir(parents=True)
+    assert derive(read_run_config(recipe, [("branch_from", "gone@500")]), ranks=1)
