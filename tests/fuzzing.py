@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[1]
 MOST_CPU_SECONDS, MOST_SECONDS = 20, 120
 """Of one case. The second is for one that waits: other processes may keep the machine busy."""
 MOST_BYTES = 16 << 30
-MODULES = ("train", "plan", "evaluate", "runs", "publish", "prepare_data")
 IMPORTS = (
     "pretrain.evaluation", "pretrain.plan_report", "pretrain.preparation", "pretrain.publishing", "pretrain.history",
     "pretrain.run_status", "pretrain.comparison", "pretrain.curves", "pretrain.step_documents", "pretrain.hub_upload",
@@ -95,7 +94,7 @@ def run_cases(cases: Iterable[Case]) -> Iterator[tuple[Case, Result]]:
 
 
 def serve() -> None:
-    """Reads cases from stdin until it ends. Nothing here may start a thread: its children are forked."""
+    """Reads cases from stdin until it ends. No thread of this process may live when a child is forked."""
     answers = os.fdopen(os.dup(1), "w")
     sys.path.insert(0, str(ROOT))
     for name in IMPORTS:

@@ -278,9 +278,3 @@ def base_of(rng: random.Random, script: str, material: Material, folder: Path) -
     if command == "parity":  # with a recipe that is there it would train
         return [command, "--config", rng.choice([place or "x", "/nonexistent.yaml"])]
     return [command, place, *rest.get(command, [])]
-
-
-def make_odd_places(folder: Path) -> None:
-    """What paths may lead to beside files and folders."""
-    os.mkfifo(folder / "fifo")
-    (folder / "circle").symlink_to(folder / "circle")
