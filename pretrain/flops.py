@@ -28,9 +28,11 @@ def flops_per_token(config: PreTrainedConfig, sequence_length: int) -> float:
 
 
 def attention_width(config: PreTrainedConfig) -> float:
-    """Query heads x width of a head, which need not be the hidden width (Qwen3)."""
-    heads = config.num_attention_heads
+    """Query heads x width of a head, which need not be the hidden width (Qwen3); 0 for a model without attention."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return 0.0 if heads is None else config.hidden_size
     if getattr(config, "v_head_dim", None) and getattr(config, "qk_nope_head_dim", None):
         return heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
     head_width = getattr(config, "head_dim", None)
-    return heads * head_width if head_width else config.hidden_size
+    return heads * head_width if isinstance(head_width, int) else config.hidden_size

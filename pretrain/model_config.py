@@ -72,12 +72,17 @@ def load_text_model_config(name_or_path: str) -> PreTrainedConfig:
 
 def refuse_composites(name: str, config: PreTrainedConfig) -> None:
     """Raises InputError for a model of text and images or the like, naming its part for text."""
-    text = config.get_text_config()
+    try:
+        text = config.get_text_config()
+    except ValueError:  # it has several
+        text = None
     if text is not config:
-        raise InputError(
-            f"{name}: model_type {config.model_type} is a model of text and of something else; its part for text is "
-            f"{text.model_type}: write a JSON with that model_type"
+        advice = (
+            f"its part for text is {text.model_type}: write a JSON with that model_type"
+            if text
+            else (f"take a language model, for example {', '.join(COMMON_MODEL_TYPES)}")
         )
+        raise InputError(f"{name}: model_type {config.model_type} is a model of text and of something else; {advice}")
 
 
 def _unreadable(name_or_path: str, is_folder: bool, error: Exception) -> str:
