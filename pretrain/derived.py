@@ -177,7 +177,12 @@ def derive(config: RunConfig, ranks: int) -> Derived:
         problems += too_long(model_config, data.sequence_length)
         losses_of_routers = problems.attempt(router_losses, config.loss, model_config)
     problems.stop_if_any()
-    found = probe(model_config, attention=config.attention, document_mask=data.document_mask)
+    found = probe(
+        model_config,
+        attention=config.attention,
+        document_mask=data.document_mask,
+        balances=losses_of_routers.balance > 0,
+    )
 
     parameters, active = count_parameters(model_config), active_parameters(model_config)
     ramp = problems.attempt(ramp_of, config, sequences_per_step, ranks, active)

@@ -10,6 +10,7 @@ Shapes: B windows, T positions, V vocabulary.
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.attention import candidates_of
+from pretrain.experts import Experts, RouterLosses
 from pretrain.loss import LanguageModelLoss
 from pretrain.micro_batch import model_inputs
 from pretrain.model import NO_SUCH_ATTENTION, build_model
@@ -32,6 +34,7 @@ from pretrain.reference import (
     reference_of,
     relative_difference,
 )
+from pretrain.routers import routers_of
 from pretrain.small_copy import in_a_line
 
 ON_GPU_ALONE = {
@@ -65,7 +68,7 @@ class Judgement:
     """Everything else is right: the model trains right with document_mask off."""
 
 
-def probe(config: PreTrainedConfig, *, attention: str, document_mask: bool) -> Probe:
+def probe(config: PreTrainedConfig, *, attention: str, document_mask: bool, balances: bool = False) -> Probe:
     """The first attention among those that `attention` names under which the architecture trains right.
 
     Takes a second or two, once per configuration and process. Raises InputError with what was found, and what can be
@@ -74,8 +77,12 @@ def probe(config: PreTrainedConfig, *, attention: str, document_mask: bool) -> P
     Args:
         attention: as the recipe's attention.
         document_mask: as the recipe's data.document_mask.
+        balances: routers are to be balanced, so the loss that balances them must reach them.
     """
-    return _probe(KeyedConfig.of(config), attention, document_mask)
+    found = _probe(KeyedConfig.of(config), attention, document_mask)
+    if balances and (problem := _balance_problem(KeyedConfig.of(config))):
+        raise InputError(f"model: {config.model_type} {problem}")
+    return found
 
 
 @functools.lru_cache(maxsize=64)
@@ -205,6 +212,38 @@ def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: st
     for names, kind in ((infinite, "a gradient that is not finite"), (missing, "no gradient")):
         if names:
             judgement.problems.append(f"{len(names)} parameters get {kind}, the first is {names[0]}")
+
+
+@functools.lru_cache(maxsize=64)
+@one_thread()
+def _balance_problem(keyed: KeyedConfig) -> str | None:
+    """Whether every router's gradient follows the coefficient of the balancing loss."""
+    gradients = []
+    for balance in (0.0, 1.0):
+        model = build_model(reference_of(keyed).config, seed=0, attention="eager").train()
+        alone = SimpleNamespace(device=model.device, data_ranks=1, sum=lambda tensor: tensor, state=dict)
+        experts = Experts(model, alone, RouterLosses(len(routers_of(model)), balance))
+        whole = LanguageModelLoss(model, from_hidden_states=False)
+        for _ in range(2):  # before the first step nobody knows the loads
+            model.zero_grad()
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                experts.begin_step(1)
+                whole(**_inputs(model, "eager", document_mask=False))[0].backward()
+            experts.count()
+            experts.end_step()
+        gradients.append({router.name: _gradients_of(router.module) for router in routers_of(model)})
+    unmoved = [name for name, without in gradients[0].items() if torch.equal(without, gradients[1][name])]
+    if not unmoved:
+        return None
+    return (
+        f"is a mixture of experts, but the loss that balances them does not reach {len(unmoved)} of its "
+        f"{len(gradients[0])} routers, the first is {unmoved[0]}; loss.router_balance: 0 trains without it"
+    )
+
+
+def _gradients_of(module: torch.nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None] or [torch.zeros(0)])
 
 
 def _inputs(model: PreTrainedModel, attention: str, document_mask: bool) -> dict[str, Tensor]:

@@ -68,6 +68,7 @@ def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreT
     for narrow, shorter, windows, limit in (
         (False, True, True, SMALL_PARAMETERS),
         (False, True, False, SMALL_PARAMETERS),
+        (False, False, False, SMALL_PARAMETERS),
         (True, True, True, NARROW_PARAMETERS),
         (True, True, False, NARROW_PARAMETERS),
         (True, False, True, NARROW_PARAMETERS),

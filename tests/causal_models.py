@@ -84,7 +84,7 @@ def reason_of(refusal: str) -> str:
         "gives no initial values": "it leaves parameters without initial values",
         "a model of text and of something else": "it is more than a language model",
         "no default configuration": "its configuration has no defaults that work",
-        "does not run on token ids alone": "it needs more than token ids",
+        "does not run on token ids alone": "its default configuration does not run on token ids alone",
     }.items():
         if pattern in refusal:
             return words

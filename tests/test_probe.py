@@ -13,12 +13,14 @@ from transformers.models.llama import modeling_llama
 
 from pretrain import attention as attention_module
 from pretrain import probe as probe_module
+from pretrain.experts import Experts, RouterLosses
 from pretrain.probe import probe
 from pretrain.problems import InputError
 from pretrain.reference import KeyedConfig, projects_hidden_states, reference_of
 from pretrain.small_copy import kinds_of_layers
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+NO_LOSSES = RouterLosses(2, balance=0.0)
 LLAMA = {**SMALL, "num_hidden_layers": 2, "vocab_size": 61, "max_position_embeddings": 64}
 
 
@@ -27,6 +29,7 @@ def nothing_remembered():
     """Caches know configurations, not what a test does to the code."""
     probe_module._probe.cache_clear()
     reference_of.cache_clear()
+    probe_module._balance_problem.cache_clear()
 
 
 @pytest.mark.parametrize("model_type", causal_models.causal_models())
@@ -139,6 +142,15 @@ def test_gradients_must_be_there_and_finite(monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "forward", infinite)
     with pytest.raises(InputError, match="a gradient that is not finite"):
         found_of_llama()
+
+
+def test_the_balancing_loss_must_reach_every_router(monkeypatch):
+    config = AutoConfig.for_model("qwen3_moe")
+    assert probe(config, attention="auto", document_mask=True, balances=True).attention == "groundwork_sdpa"
+    monkeypatch.setattr(probe_module, "Experts", lambda model, strategy, losses: Experts(model, strategy, NO_LOSSES))
+    probe_module._balance_problem.cache_clear()
+    with pytest.raises(InputError, match=r"does not reach 2 of its 2 routers, the first is model.layers.0.mlp.gate"):
+        probe(config, attention="auto", document_mask=True, balances=True)
 
 
 def test_where_the_logits_come_from_is_found_out():
