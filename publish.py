@@ -78,7 +78,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def add_recipe(arguments: argparse.Namespace) -> list[str]:
     """Fills from the run's recipe what the command line leaves open; returns what is missing or wrong then."""
-    from pretrain.card_facts import read_config
+    from pretrain.settings import read_config
 
     if arguments.run is None:
         return ["--run is missing: give the folder of a run, such as runs/x"]
@@ -127,10 +127,10 @@ def publish_all(arguments: argparse.Namespace, models: list["Model"]) -> None:
 def publish_one(arguments: argparse.Namespace, model: "Model", staging: Path, url: str) -> None:
     """Stages one model and, unless this is a dry run, makes its revision hold that. Raises PublishFailed."""
     from pretrain.card import Publication
-    from pretrain.card_facts import read_config
     from pretrain.hub_upload import upload, waiting_mark
     from pretrain.lock import folder_lock
     from pretrain.publishing import stage, writing_to
+    from pretrain.settings import read_config
 
     publication = Publication(
         repository=arguments.repo,

@@ -230,9 +230,9 @@ def bench_long_line(tokenizer: str) -> list[str]:
 
 def bench_loader(file: str, tokenizer: str) -> None:
     """Prints the rate of the loader in one process, from cached shards, and the time to any step."""
+    from pretrain.batch_ramp import BatchRamp
     from pretrain.batches import Batches
     from pretrain.config import Data
-    from pretrain.schedule import BatchRamp
 
     with tempfile.TemporaryDirectory() as folder:
         output = f"{folder}/out"

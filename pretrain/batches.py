@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pretrain.batch_ramp import BatchRamp
 from pretrain.config import Data, Source
 from pretrain.problems import InputError, Problems
-from pretrain.schedule import BatchRamp
 from pretrain.shards import ShardReader, open_shards
 
 PATTERN_LENGTH = 10_000

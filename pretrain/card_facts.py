@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
-import yaml
-
 from pretrain.history import current_events, read_metrics
+from pretrain.manifest import MANIFEST_FILE
 from pretrain.quantities import count_text
-from pretrain.recipe import Loader
 from pretrain.run_folder import METRICS_FILE, read_json, read_state
-from pretrain.shards import MANIFEST_FILE
+from pretrain.settings import read_config
 
 DATA_FILE = "data.json"
 """What the run kept of its shards' manifests when it began (record.py), by folder as the recipe names it."""
@@ -144,15 +142,6 @@ def read_card_facts(run: Path, step: int | None = None, model_folder: Path | Non
 def read_events(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that the model is made of, in order; [] where there is no such file."""
     return current_events(read_metrics(run)) if (run / METRICS_FILE).is_file() else []
-
-
-def read_config(run: Path) -> dict[str, Any]:
-    """config.yaml as plain values: also that of a run which another version of the schema wrote; {} if unreadable."""
-    try:
-        values = yaml.load((run / "config.yaml").read_text(encoding="utf-8"), Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSource]:

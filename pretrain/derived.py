@@ -13,6 +13,7 @@ from typing import Any
 
 from pretrain.addresses import trunk_checkpoint
 from pretrain.attention import choose_attention
+from pretrain.batch_ramp import BatchRamp, batch_ramp
 from pretrain.batches import Batches, SkippedRange, open_sources
 from pretrain.config import Cadence, RunConfig
 from pretrain.experts import RouterLosses, router_losses
@@ -32,9 +33,7 @@ from pretrain.problems import InputError, Problems
 from pretrain.run_folder import checkpoint_folders, output_problem
 from pretrain.schedule import (
     Annealing,
-    BatchRamp,
     Schedule,
-    batch_ramp,
     cooldown_steps_of_infinite,
     learning_rate_for_batch,
     learning_rate_for_parameters,

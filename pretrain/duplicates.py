@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.document_index import read_index
-from pretrain.shards import Shard, id_dtype
+from pretrain.manifest import Shard, id_dtype
 
 HASH_BYTES = 8
 

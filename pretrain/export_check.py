@@ -16,7 +16,7 @@ import pretrain.architectures  # noqa: F401  (registers the local models, which 
 from pretrain.hardware import DTYPES
 from pretrain.sealed_folder import damage
 from pretrain.shards import ShardReader
-from pretrain.validation import read_windows, windows_of
+from pretrain.windows import read_windows, windows_of
 
 LOSS_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 2e-2, "fp8": 2e-1}
 """Nats per token between the model as it trains and its export, by the coarser of their precisions: many times what

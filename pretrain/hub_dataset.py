@@ -13,11 +13,10 @@ from typing import Any
 
 from pretrain.byte_stream import DamagedFileError
 from pretrain.containers import table_records
-from pretrain.preparation_plan import slice_range
 from pretrain.presets import PRESETS, Preset, find_preset
 from pretrain.problems import InputError
 from pretrain.records import Reading, Record
-from pretrain.sources import Part, Position, RecordsPart, Source
+from pretrain.sources import Part, Position, RecordsPart, Source, slice_range
 
 ROWS_PER_PART = 1000
 ROWS_IN_FINGERPRINT = 64

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.document_index import read_index, tokens_of
-from pretrain.shards import SPLITS, Manifest, Shard, id_dtype, read_manifest
+from pretrain.manifest import SPLITS, Manifest, Shard, id_dtype
+from pretrain.shards import read_manifest
 from pretrain.tokenize import load_decoder
 
 READ_IDS = 1 << 22

@@ -18,11 +18,12 @@ import numpy as np
 
 from pretrain.document_index import document_table, tokens_of
 from pretrain.duplicates import document_hashes
+from pretrain.encode import Encoder, FastEncoder
+from pretrain.manifest import dtype_for
 from pretrain.problems import InputError
 from pretrain.records import Reading, Record
-from pretrain.shards import dtype_for
 from pretrain.sources import Part, Position, Source, records_of_part
-from pretrain.tokenize import Encoder, FastEncoder, LoadedTokenizer
+from pretrain.tokenize import LoadedTokenizer
 
 PARTS_AHEAD_PER_WORKER = 2
 SAMPLE_BYTES = 4096

@@ -17,23 +17,17 @@ from typing import Any
 
 from pretrain.duplicates import seen_in_shards
 from pretrain.durable_files import as_json, sync_files, sync_folder, write_durably
+from pretrain.encode import Encoder, ReferenceEncoder, make_encoder
 from pretrain.intake import DisagreementError, Intake, Tally
 from pretrain.lock import folder_lock
+from pretrain.manifest import FORMAT_NAME, FORMAT_VERSION, MANIFEST_FILE, SPLITS, TOKENIZER_FOLDER, Manifest
 from pretrain.part_encoder import EncodedPart, EncodingSettings, encode_parts
 from pretrain.preparation_plan import Documents, PreparationOptions, plan_of, refuse_differences, source_differences
 from pretrain.problems import InputError
 from pretrain.shard_writer import ShardWriter, shard_files
-from pretrain.shards import (
-    FORMAT_NAME,
-    FORMAT_VERSION,
-    MANIFEST_FILE,
-    SPLITS,
-    TOKENIZER_FOLDER,
-    Manifest,
-    read_manifest,
-)
+from pretrain.shards import read_manifest
 from pretrain.sources import BEGINNING, Position
-from pretrain.tokenize import Encoder, LoadedTokenizer, ReferenceEncoder, make_encoder
+from pretrain.tokenize import LoadedTokenizer
 
 UNFINISHED_FOLDER = ".unfinished"
 PLAN_LAYOUT = 2

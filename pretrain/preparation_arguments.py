@@ -178,7 +178,7 @@ def _output(arguments: argparse.Namespace) -> "tuple[Path, Destination | None]":
     if not is_url(arguments.output or ""):
         return Path(arguments.output or ""), None
     from pretrain.destination import destination_of
-    from pretrain.shards import MANIFEST_FILE
+    from pretrain.manifest import MANIFEST_FILE
     from pretrain.tokenizer_training import RECORD_FILE
 
     last = RECORD_FILE if arguments.train_tokenizer else MANIFEST_FILE
@@ -194,9 +194,9 @@ def _engine(given: str) -> tuple[str, bool]:
 
 def _options(arguments: argparse.Namespace) -> "PreparationOptions":
     """The options that decide the output's bytes. Raises InputError with everything that is wrong with them."""
+    from pretrain.encode import ENGINES
     from pretrain.formats import UNITS
     from pretrain.preparation_plan import PreparationOptions
-    from pretrain.tokenize import ENGINES
 
     problems = Problems()
     choices = {"documents": UNITS, "on_error": ("stop", "skip"), "engine": ENGINES, "format": ("shards", "megatron")}

@@ -1,15 +1,14 @@
 """What a preparation is asked for, and how that differs from what a folder was made from."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from pretrain.manifest import dtype_for
 from pretrain.problems import InputError
 from pretrain.records import Reading
-from pretrain.shards import dtype_for
-from pretrain.sources import Part, Position, Source, expected_bytes, parts_of
+from pretrain.sources import Part, Position, Source, expected_bytes, parts_of, slice_range
 from pretrain.tokenize import LoadedTokenizer
 from pretrain.urls import fingerprint, size_of
 
@@ -67,11 +66,6 @@ class Files:
     def sliced(self, number: int, count: int) -> "Files":
         """Slice `number` of `count`: the parts that begin in that share of the bytes."""
         return replace(self, slice=(number, count))
-
-
-def slice_range(number: int, count: int, total: int) -> range:
-    """The share of slice `number` of `count` in `total` things in order; the last one has what is beyond, too."""
-    return range(total * number // count, total * (number + 1) // count if number + 1 < count else sys.maxsize)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from pretrain.config import RunConfig
 from pretrain.derived import Derived
 from pretrain.flops import FORMULA
 from pretrain.hardware import describe_machine, missing_bf16
+from pretrain.manifest import MANIFEST_FILE, SPLITS
 from pretrain.quantities import count_text
 from pretrain.recipe import as_yaml
 from pretrain.run_folder import read_json
-from pretrain.shards import MANIFEST_FILE, SPLITS, ShardReader
+from pretrain.shards import ShardReader
 from pretrain.strategy import Strategy, device_type
 
 COUNTS = ("tokens", "documents", "text_bytes")

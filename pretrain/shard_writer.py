@@ -12,8 +12,9 @@ import numpy as np
 from pretrain import megatron
 from pretrain.document_index import DOCUMENT, SUFFIX, index_of, tokens_of
 from pretrain.durable_files import sync_folder, write_durably
+from pretrain.manifest import SPLITS, Shard, id_dtype
 from pretrain.problems import InputError
-from pretrain.shards import SPLITS, VERIFY_BLOCK_BYTES, Shard, id_dtype, sha256_of
+from pretrain.shards import VERIFY_BLOCK_BYTES, sha256_of
 
 
 @dataclass

@@ -10,6 +10,7 @@ import glob
 import itertools
 import os
 import posixpath
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -381,3 +382,8 @@ def _record_parts(source: Source, number: int, reading: Reading) -> Iterator[Par
             yield RecordsPart(source, tuple(found), Position(number, part), stream.consumed - before)
             before, found, size = stream.consumed, [], 0
     yield RecordsPart(source, tuple(found), Position(number, part + 1), source.bytes - before)
+
+
+def slice_range(number: int, count: int, total: int) -> range:
+    """The share of slice `number` of `count` in `total` things in order; the last one has what is beyond, too."""
+    return range(total * number // count, total * (number + 1) // count if number + 1 < count else sys.maxsize)

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
+from pretrain.batch_ramp import BatchRamp
 from pretrain.batches import Batches, SkippedRange
-from pretrain.card_facts import read_config
 from pretrain.config import Data
 from pretrain.document_index import read_index
 from pretrain.history import read_history
+from pretrain.manifest import Manifest, id_dtype
 from pretrain.problems import InputError
 from pretrain.run_folder import checkpoint_folders, read_state
-from pretrain.schedule import BatchRamp
-from pretrain.shards import Manifest, id_dtype
+from pretrain.settings import read_config
 from pretrain.sources import place_text
 from pretrain.tokenize import load_decoder
 

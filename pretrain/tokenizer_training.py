@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.durable_files import as_json
+from pretrain.encode import ReferenceEncoder
 from pretrain.part_encoder import is_validation_text
 from pretrain.preparation_plan import Documents, PreparationOptions, source_differences
 from pretrain.problems import InputError
 from pretrain.sources import BEGINNING, records_of_part
-from pretrain.tokenize import USUAL_END_OF_DOCUMENT, ReferenceEncoder, load_tokenizer
+from pretrain.tokenize import USUAL_END_OF_DOCUMENT, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

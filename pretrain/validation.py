@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from pretrain.config import Data
@@ -12,6 +11,7 @@ from pretrain.micro_batch import model_inputs
 from pretrain.problems import Problems
 from pretrain.shards import ShardReader, open_shards, read_manifest
 from pretrain.strategy import Strategy
+from pretrain.windows import read_windows, windows_of
 
 
 def open_validation(data: Data) -> dict[str, ShardReader]:
@@ -44,13 +44,6 @@ def open_validation(data: Data) -> dict[str, ShardReader]:
 def name_of(folder: Path, taken: dict) -> str:
     """The folder's own name, or its whole path where two folders share one."""
     return folder.name if folder.name not in taken else str(folder)
-
-
-def windows_of(reader: ShardReader, sequence_length: int, sequences: int) -> np.ndarray:
-    """First tokens of at most `sequences` windows, spread evenly over the split."""
-    windows = (reader.tokens - 1) // sequence_length
-    count = min(sequences, windows)
-    return np.arange(count) * windows // count * sequence_length
 
 
 @torch.no_grad()
@@ -98,17 +91,6 @@ def validate(
     finally:
         model.train()
     return results
-
-
-def read_windows(reader: ShardReader, starts: np.ndarray, sequence_length: int, rows: int) -> np.ndarray:
-    """Token ids (rows, sequence_length + 1) of the windows; where there are fewer than rows, the split's first window.
-
-    Not zeros: 0 may be the end of a document, and a window of nothing else is compiled anew.
-    """
-    ids = np.empty((rows, sequence_length + 1), dtype=np.int64)
-    for row in range(rows):
-        reader.read(int(starts[row]) if row < len(starts) else 0, ids[row])
-    return ids
 
 
 def summary(loss: float, tokens: int, reader: ShardReader) -> dict[str, float]:

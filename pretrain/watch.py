@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pretrain.exit_codes import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from pretrain.lock import is_alive, process_state
 from pretrain.run_folder import heartbeat_path
 from pretrain.state import Request
 
@@ -233,22 +234,3 @@ class Watch:
     def _say(self, text: str) -> None:
         with suppress(OSError, ValueError):  # nobody may be left to read it, and the watch goes on
             print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
-
-
-def process_state(pid: int) -> str | None:
-    """One letter as in ps, Z being dead and T stopped; None if there is no such process or no /proc."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return None
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs; one that has ended and was not fetched by its parent does not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return process_state(pid) not in ("Z", "X")

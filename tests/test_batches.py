@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from pretrain.batch_ramp import batch_ramp
 from pretrain.batches import PATTERN_LENGTH, Batches, Permutation, interleave
 from pretrain.config import Data
 from pretrain.micro_batch import model_inputs
 from pretrain.problems import InputError
-from pretrain.schedule import batch_ramp
 
 LENGTH = 16
 

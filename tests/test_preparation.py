@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 from test_prepare_data import content_of, texts, write_jsonl
 
-from pretrain.lock import folder_lock
+from pretrain.lock import folder_lock, process_state
 from pretrain.preparation import prepare
 from pretrain.preparation_plan import Files, PreparationOptions
 from pretrain.problems import InputError
 from pretrain.shards import verify_shards
 from pretrain.sources import find_sources
 from pretrain.tokenize import load_tokenizer
-from pretrain.watch import process_state
 
 ROOT = Path(__file__).parents[1]
 

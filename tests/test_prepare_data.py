@@ -9,13 +9,14 @@ import pytest
 from conftest import cpu_seconds, run_script
 
 import prepare_data
+from pretrain.encode import FastEncoder, ReferenceEncoder
 from pretrain.hub_dataset import open_dataset
 from pretrain.part_encoder import is_validation_text
 from pretrain.problems import InputError
 from pretrain.records import Reading
 from pretrain.shards import open_shards, read_manifest, verify_shards
 from pretrain.sources import BEGINNING, Position
-from pretrain.tokenize import FastEncoder, ReferenceEncoder, load_tokenizer
+from pretrain.tokenize import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 END = "<|endoftext|>"

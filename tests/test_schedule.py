@@ -5,14 +5,13 @@ from typing import get_args
 import pytest
 
 from pretrain import config
+from pretrain.batch_ramp import BatchRamp, batch_ramp
 from pretrain.problems import InputError
 from pretrain.schedule import (
     DECAY_SHAPES,
     MUON_RATE,
     SCHEDULES,
-    BatchRamp,
     Schedule,
-    batch_ramp,
     cooldown_steps_of_infinite,
     learning_rate_for_batch,
     learning_rate_for_parameters,

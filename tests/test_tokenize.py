@@ -5,18 +5,12 @@ import shutil
 import numpy as np
 import pytest
 
+from pretrain.encode import AGREEMENT_TEXTS, FastEncoder, ReferenceEncoder, make_encoder
 from pretrain.formats import Reading
 from pretrain.preparation_plan import Files, PreparationOptions
 from pretrain.problems import InputError
 from pretrain.sources import find_sources
-from pretrain.tokenize import (
-    AGREEMENT_TEXTS,
-    FastEncoder,
-    LoadedTokenizer,
-    ReferenceEncoder,
-    load_tokenizer,
-    make_encoder,
-)
+from pretrain.tokenize import LoadedTokenizer, load_tokenizer
 from pretrain.tokenizer_training import train_tokenizer
 
 END = "<|endoftext|>"
@@ -139,7 +133,7 @@ def test_long_texts_in_pieces_have_the_ids_of_the_whole(loaded, monkeypatch, ove
     text = "".join(rng.choice(AGREEMENT_TEXTS) for _ in range(60)) + "x" * 3000 + AGREEMENT_TEXTS[3] + END
     reference = ReferenceEncoder(loaded)
     (whole,) = reference.encode([text.encode()])
-    monkeypatch.setattr("pretrain.tokenize.LONG_TEXT_BYTES", 1000)
+    monkeypatch.setattr("pretrain.encode.LONG_TEXT_BYTES", 1000)
     monkeypatch.setattr("pretrain.long_text.PIECE_CHARACTERS", 1000)
     monkeypatch.setattr("pretrain.long_text.OVERLAP_CHARACTERS", overlap)
     pieces = reference.encode([b"short", text.encode(), b"short", text.encode()[:900]])
