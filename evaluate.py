@@ -17,7 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-from pretrain.problems import InputError, did_you_mean, run_script
+from pretrain.errors import InputError, did_you_mean, run_script
 
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 SPLITS = ("validation", "train")

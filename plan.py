@@ -12,7 +12,7 @@ import argparse
 import re
 import sys
 
-from pretrain.problems import Problems, run_script
+from pretrain.errors import Problems, run_script
 
 SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?)\s*(GB|GiB|G|TB|TiB|T|MB|MiB|M)?$", re.IGNORECASE)
 SIZE_UNITS = {"m": 2**20, "g": 2**30, "t": 2**40, None: 2**30}

@@ -19,9 +19,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretrain.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from pretrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, run_script
 from pretrain.preparation_arguments import Request, available_cores, parse_arguments, read_request
-from pretrain.problems import InputError, run_script
 
 if TYPE_CHECKING:
     from pretrain.intake import Tally

@@ -19,8 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretrain.exit_codes import EXIT_INTERRUPTED
-from pretrain.problems import InputError, Problems, did_you_mean, run_script
+from pretrain.errors import EXIT_INTERRUPTED, InputError, Problems, did_you_mean, run_script
 
 if TYPE_CHECKING:
     from pretrain.publishing import Model

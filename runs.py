@@ -18,8 +18,7 @@ import time
 import uuid
 from pathlib import Path
 
-from pretrain.exit_codes import EXIT_INTERRUPTED
-from pretrain.problems import InputError, run_script
+from pretrain.errors import EXIT_INTERRUPTED, InputError, run_script
 
 ROOT_OF_RUNS = Path("runs")
 

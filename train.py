@@ -10,7 +10,7 @@ The same command again continues the run, or says that it is done.
 
 import sys
 
-from pretrain.problems import or_exit, run_script
+from pretrain.errors import or_exit, run_script
 from pretrain.recipe import CommandLine, explain, read_command_line
 
 if __name__ == "__main__":  # before torch is imported: --help and a mistyped setting answer at once
@@ -33,7 +33,7 @@ from pretrain.config import RunConfig
 from pretrain.consensus import Request
 from pretrain.continuation import Continuation
 from pretrain.derived import derive
-from pretrain.exit_codes import EXIT_DONE
+from pretrain.errors import EXIT_DONE
 from pretrain.experts import Experts
 from pretrain.export import describe_model, export_final
 from pretrain.export_check import verify_export

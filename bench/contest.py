@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 
 POLL_SECONDS = 0.02
 START_SECONDS = 600

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from bench.contest import Contestant, hold, table  # noqa: E402
 from bench.peers import command_of  # noqa: E402
 from bench.shapes import CPU_SHAPES, Shape, write_model, write_shards  # noqa: E402
-from pretrain.problems import InputError, did_you_mean, run_script  # noqa: E402
+from pretrain.errors import InputError, did_you_mean, run_script  # noqa: E402
 
 PEERS = {
     "bare_compiled": ("bare", True),

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from bench.contest import Contestant, hold  # noqa: E402
 from bench.cpu import PEERS, contestants_of, flops_per_token  # noqa: E402
 from bench.shapes import GPU_SHAPES, Shape  # noqa: E402
-from pretrain.problems import InputError, did_you_mean, run_script  # noqa: E402
+from pretrain.errors import InputError, did_you_mean, run_script  # noqa: E402
 
 ATTENTIONS = ["auto", "flex_attention", "flash_attention_2", "flash_attention_3"]
 LOSSES = ["chunked_compiled", "chunked", "torch", "logits"]

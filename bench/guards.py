@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench.cpu import SHARD_TOKENS, recipe  # noqa: E402
 from bench.shapes import CPU_SHAPES, Shape, write_model, write_shards  # noqa: E402
-from pretrain.problems import InputError, did_you_mean, run_script  # noqa: E402
+from pretrain.errors import InputError, did_you_mean, run_script  # noqa: E402
 
 REPORT = "GUARDS_REPORT"
 """Environment variable by which a launched process knows that it is to train, and where to write what it measured."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.shapes import Shape
-from pretrain.problems import run_script
+from pretrain.errors import run_script
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

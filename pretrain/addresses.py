@@ -13,10 +13,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from pretrain.errors import InputError, Problems, did_you_mean, is_first_on_machine
+from pretrain.files import MANIFEST_FILE, damage
 from pretrain.history import read_metrics
-from pretrain.problems import InputError, Problems, did_you_mean, is_first_on_machine
 from pretrain.run_folder import METRICS_FILE, best_step, checkpoint_folders, read_state
-from pretrain.sealed_folder import MANIFEST_FILE, damage
 
 HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w./-]+)?")
 # Only what evaluation reads; weights that are pickles stay on the Hub.

@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 
 from pretrain.config import RunConfig
-from pretrain.exit_codes import CRASHED, EXIT_BAD_INPUT, EXIT_CRASH_LOOP, EXIT_INTERRUPTED
+from pretrain.errors import CRASHED, EXIT_BAD_INPUT, EXIT_CRASH_LOOP, EXIT_INTERRUPTED, InputError, end_now
 from pretrain.hardware import memory_bytes
 from pretrain.lock import folder_lock
 from pretrain.memory_advice import ladder
 from pretrain.metrics import Metrics
-from pretrain.problems import InputError, end_now
 from pretrain.run_folder import LOCK_FILE, METRICS_FILE
 from pretrain.state import RunStopped
 from pretrain.strategy import Strategy

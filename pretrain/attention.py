@@ -25,7 +25,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from pretrain import cpu_attention
 from pretrain.cpu_attention import HALF_DTYPES
-from pretrain.problems import InputError, did_you_mean
+from pretrain.errors import InputError, did_you_mean
 
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 TOKENS_PER_SEGMENT = 64

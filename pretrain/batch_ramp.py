@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from pretrain.batch_ramp import BatchRamp
 from pretrain.config import Data, Source
-from pretrain.problems import InputError, Problems
+from pretrain.errors import InputError, Problems
 from pretrain.shards import ShardReader, open_shards
 
 PATTERN_LENGTH = 10_000

@@ -17,6 +17,7 @@ from pretrain.attention import choose_attention
 from pretrain.compilation import checkpoint_activations, compile_model
 from pretrain.config import RunConfig
 from pretrain.derived import derive
+from pretrain.errors import InputError
 from pretrain.hardware import DTYPES
 from pretrain.loss import LanguageModelLoss, choose_loss
 from pretrain.micro_batch import model_inputs
@@ -24,7 +25,6 @@ from pretrain.model import build_meta_model
 from pretrain.model_config import load_model_config
 from pretrain.optim import optimizer_builder, parameter_dtype
 from pretrain.probe import probe
-from pretrain.problems import InputError
 from pretrain.read_ahead import ReadAhead
 from pretrain.strategy import Strategy
 from pretrain.weights import InitialWeights

@@ -27,10 +27,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from pretrain import config
-from pretrain.durable_files import write_durably
-from pretrain.exit_codes import EXIT_NO_VALID_CHECKPOINT
+from pretrain.errors import EXIT_NO_VALID_CHECKPOINT
+from pretrain.files import REMOVED, commit, damage, remove, seal, write_durably
 from pretrain.run_folder import read_state, step_of
-from pretrain.sealed_folder import REMOVED, commit, damage, remove, seal
 from pretrain.state import RunStopped
 from pretrain.strategy import Strategy, TensorGroup
 from pretrain.tensor_files import SavedTensors, bytes_of, index_of, shares

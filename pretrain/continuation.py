@@ -11,11 +11,11 @@ from pretrain.checkpoint import Checkpoints, SavedRun, SaveFailed, load_saved
 from pretrain.companions import publish_beside
 from pretrain.config import RunConfig
 from pretrain.derived import Derived, identity_problems
+from pretrain.errors import InputError
+from pretrain.files import MANIFEST_FILE
 from pretrain.guard import Finding
 from pretrain.metrics import Metrics
-from pretrain.problems import InputError
 from pretrain.run_folder import step_of
-from pretrain.sealed_folder import MANIFEST_FILE
 from pretrain.state import NumericStop, RunState, record_rollbacks, recorded_rollbacks
 from pretrain.strategy import Strategy
 

@@ -17,8 +17,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from pretrain.errors import InputError
 from pretrain.history import last_start, require_run
-from pretrain.problems import InputError
 from pretrain.run_folder import read_json
 from pretrain.run_status import is_alive, read_status, state_text
 

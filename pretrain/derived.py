@@ -16,6 +16,7 @@ from pretrain.attention import choose_attention
 from pretrain.batch_ramp import BatchRamp, batch_ramp
 from pretrain.batches import Batches, SkippedRange, open_sources
 from pretrain.config import Cadence, RunConfig
+from pretrain.errors import InputError, Problems
 from pretrain.experts import RouterLosses, router_losses
 from pretrain.flops import active_parameters, flops_per_token
 from pretrain.hardware import DTYPES
@@ -29,7 +30,6 @@ from pretrain.model import (
 from pretrain.model_config import load_text_model_config
 from pretrain.pretrained import find_weights
 from pretrain.probe import probe
-from pretrain.problems import InputError, Problems
 from pretrain.run_folder import checkpoint_folders, output_problem
 from pretrain.schedule import (
     Annealing,

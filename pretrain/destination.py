@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.durable_files import as_json, write_durably
-from pretrain.problems import InputError
+from pretrain.errors import InputError
+from pretrain.files import as_json, write_durably
 from pretrain.shards import sha256_of
 from pretrain.urls import file_system, shown
 

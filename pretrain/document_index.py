@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 
 SUFFIX = ".documents"
 DOCUMENT = np.dtype([("end", "<u8"), ("place", "<u8"), ("text_bytes", "<u4"), ("source", "<u4")])

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from pretrain.errors import InputError
 from pretrain.long_text import encode_long_text
-from pretrain.problems import InputError
 from pretrain.tokenize import LoadedTokenizer, backend_of, one_line
 
 ENGINES = ("auto", "fast", "reference")

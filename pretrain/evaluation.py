@@ -14,13 +14,13 @@ from transformers.utils import logging as transformers_logging
 
 import pretrain.architectures  # noqa: F401  (registers the local models, which then need no trust_remote_code)
 from pretrain.addresses import ModelAddress, find_models
+from pretrain.errors import InputError, Problems
 from pretrain.generation import Sampling, encode_prompt, generate_text
 from pretrain.hardware import emulation_of_bf16
 from pretrain.harness import TaskSelection, score_tasks, select_tasks
 from pretrain.history import read_end
 from pretrain.model import load_pretrained
 from pretrain.model_config import load_model_config
-from pretrain.problems import InputError, Problems
 from pretrain.run_status import is_alive
 from pretrain.scores import (
     Evaluation,

@@ -22,9 +22,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import pretrain.expert_products  # noqa: F401  (experts compute in the precision of the run)
 from pretrain.config import Loss
+from pretrain.errors import InputError, Problems
 from pretrain.launcher import requested_strategy
 from pretrain.model import build_meta_model
-from pretrain.problems import InputError, Problems
 from pretrain.routers import Router, expert_parameters, experts_per_token, follow, routers_of
 from pretrain.strategy import Strategy
 

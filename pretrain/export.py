@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from pretrain.card import CARD_FILE, write_card
 from pretrain.checkpoint import SaveFailed
+from pretrain.files import commit
 from pretrain.hardware import DTYPES
 from pretrain.model import save_model_metadata
-from pretrain.sealed_folder import commit
 from pretrain.strategy import Strategy
 from pretrain.tensor_files import write_group
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 import pretrain.architectures  # noqa: F401  (registers the local models, which then need no trust_remote_code)
+from pretrain.files import damage
 from pretrain.hardware import DTYPES
-from pretrain.sealed_folder import damage
 from pretrain.shards import ShardReader
 from pretrain.windows import read_windows, windows_of
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from pretrain import megatron
+from pretrain.errors import InputError
 from pretrain.manifest import TOKENIZER_FOLDER, Manifest, Shard, dtype_for, id_dtype
-from pretrain.problems import InputError
 
 NANOGPT_FILES = {"train": "train.bin", "validation": "val.bin"}
 VALIDATION_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ cloud providers in 2025: a place to start from, to be overridden with --price_pe
 
 from dataclasses import dataclass, replace
 
-from pretrain.problems import InputError, did_you_mean
+from pretrain.errors import InputError, did_you_mean
 
 GIB = 2**30
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.problems import InputError, did_you_mean
+from pretrain.errors import InputError, did_you_mean
 from pretrain.strategy import Strategy
 from pretrain.task_names import TASK_SETS, task_problems
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.problems import InputError, Problems, did_you_mean
+from pretrain.errors import InputError, Problems, did_you_mean
 from pretrain.run_folder import METRICS_FILE
 
 CURVES = frozenset({"train", "validation", "evaluation", "sample", "skip"})

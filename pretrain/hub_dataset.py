@@ -13,8 +13,8 @@ from typing import Any
 
 from pretrain.byte_stream import DamagedFileError
 from pretrain.containers import table_records
+from pretrain.errors import InputError
 from pretrain.presets import PRESETS, Preset, find_preset
-from pretrain.problems import InputError
 from pretrain.records import Reading, Record
 from pretrain.sources import Part, Position, RecordsPart, Source, slice_range
 

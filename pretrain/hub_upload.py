@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.card import PICTURE_FILE
+from pretrain.errors import InputError, did_you_mean
+from pretrain.files import MANIFEST_FILE
 from pretrain.launcher import environment_alone
 from pretrain.lock import hold_while_open, is_held
-from pretrain.problems import InputError, did_you_mean
 from pretrain.publishing import STAGING, Model, PublishFailed, revision_of
 from pretrain.quantities import count_text
-from pretrain.sealed_folder import MANIFEST_FILE
 
 REPLACED_ON_HUB = (
     "*.safetensors", "*.safetensors.index.json", "*.py", PICTURE_FILE, "trainer_state.json", MANIFEST_FILE,

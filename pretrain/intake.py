@@ -6,9 +6,9 @@ import numpy as np
 
 from pretrain.document_index import tokens_of
 from pretrain.duplicates import SeenDocuments
+from pretrain.errors import InputError
 from pretrain.part_encoder import EncodedPart, Problem
 from pretrain.preparation_plan import PreparationOptions
-from pretrain.problems import InputError
 from pretrain.shard_writer import ShardWriter
 
 PROBLEMS_NAMED_IN_MANIFEST = 20

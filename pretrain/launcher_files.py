@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from pretrain.config import RunConfig
-from pretrain.problems import did_you_mean
+from pretrain.errors import did_you_mean
 
 FROM_RECIPE = {
     "train_batch_size": "batch.tokens_per_step",

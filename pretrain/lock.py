@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 
 LOOK_SECONDS = 0.2
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretrain.problems import InputError, did_you_mean
+from pretrain.errors import InputError, did_you_mean
 from pretrain.reference import projects_hidden_states
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}

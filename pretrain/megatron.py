@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 
 SUFFIX = ".idx"
 MAGIC = b"MMIDIDX\x00\x00"

@@ -17,8 +17,8 @@ from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
 
 from pretrain.attention import implementation_of
+from pretrain.errors import InputError
 from pretrain.model_config import described, load_model_config
-from pretrain.problems import InputError
 
 # Matrix products are fastest, on GPUs above all, when the vocabulary is a multiple of this.
 VOCABULARY_MULTIPLE = 64

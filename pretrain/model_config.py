@@ -18,8 +18,8 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.modeling_rope_utils import RopeParameters
 
 import pretrain.architectures
+from pretrain.errors import InputError, did_you_mean, read_small_file, shortened
 from pretrain.model_values import value_problems
-from pretrain.problems import InputError, did_you_mean, read_small_file, shortened
 
 # Keys outside the dataclass fields that the library reads while it builds a configuration from a file.
 READ_BY_EVERY_CLASS = {"model_type", "auto_map", "torch_dtype", "num_labels", "name_or_path", "_name_or_path"}

@@ -12,7 +12,7 @@ from typing import Any
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pretrain.problems import did_you_mean, shortened
+from pretrain.errors import did_you_mean, shortened
 
 LARGEST = (
     (r"(?:^|_)n?_?layers?$", 1024, "layers"),

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from pretrain import config
+from pretrain.errors import InputError, did_you_mean
 from pretrain.model import embedding_parameter_names
 from pretrain.muon import Muon
-from pretrain.problems import InputError, did_you_mean
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 

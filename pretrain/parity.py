@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.exit_codes import EXIT_BAD_INPUT
-from pretrain.problems import InputError, did_you_mean
+from pretrain.errors import EXIT_BAD_INPUT, InputError, did_you_mean
 from pretrain.recipe import read_run_config
 
 ROOT = Path(__file__).parents[1]

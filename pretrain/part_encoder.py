@@ -19,8 +19,8 @@ import numpy as np
 from pretrain.document_index import document_table, tokens_of
 from pretrain.duplicates import document_hashes
 from pretrain.encode import Encoder, FastEncoder
+from pretrain.errors import InputError
 from pretrain.manifest import dtype_for
-from pretrain.problems import InputError
 from pretrain.records import Reading, Record
 from pretrain.sources import Part, Position, Source, records_of_part
 from pretrain.tokenize import LoadedTokenizer

@@ -16,12 +16,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pretrain.config import RunConfig
+from pretrain.errors import InputError
 from pretrain.launcher import parallel_size
 from pretrain.loss import LanguageModelLoss
 from pretrain.model_config import load_model_config
 from pretrain.model_parallel import ModelParallel
 from pretrain.optim import describe_optimizer, load_optimizer_state, optimizer_state_by_name
-from pretrain.problems import InputError
 from pretrain.replicas import ReplicaGroup
 from pretrain.stages import (
     PipelineMicroBatch,

@@ -9,6 +9,7 @@ from typing import Any
 
 from pretrain.calibration import Measurement, calibrate
 from pretrain.config import RunConfig
+from pretrain.errors import InputError
 from pretrain.flops import FORMULA
 from pretrain.footprint import LAUNCHER_FILES, Layout, footprint
 from pretrain.gpus import Gpu
@@ -25,7 +26,6 @@ from pretrain.planning import (
     storage_of,
     work_of_run,
 )
-from pretrain.problems import InputError
 from pretrain.quantities import bytes_text, count_text, duration_text
 from pretrain.step_time import (
     COMMUNICATION_BYTES,

@@ -14,13 +14,13 @@ from accelerate.utils import patch_environment
 from pretrain.batches import Batches
 from pretrain.config import RunConfig
 from pretrain.derived import ramp_of, sequences_of, too_long
+from pretrain.errors import InputError
 from pretrain.flops import active_parameters, flops_per_token, matrix_parameters
 from pretrain.footprint import LAUNCHER_FILES, Layout, data_ranks, footprint, layout_of
 from pretrain.gpus import Gpu
 from pretrain.manifest import MANIFEST_FILE
 from pretrain.memory import FP32, Memory, optimizer_elements, sizes_of
 from pretrain.pipeline import SCHEDULES
-from pretrain.problems import InputError
 from pretrain.step_time import ALONE, Hardware, RunWork, Speed
 from pretrain.strategy import STRATEGIES
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.duplicates import seen_in_shards
-from pretrain.durable_files import as_json, sync_files, sync_folder, write_durably
 from pretrain.encode import Encoder, ReferenceEncoder, make_encoder
+from pretrain.errors import InputError
+from pretrain.files import as_json, sync_files, sync_folder, write_durably
 from pretrain.intake import DisagreementError, Intake, Tally
 from pretrain.lock import folder_lock
 from pretrain.manifest import FORMAT_NAME, FORMAT_VERSION, MANIFEST_FILE, SPLITS, TOKENIZER_FOLDER, Manifest
 from pretrain.part_encoder import EncodedPart, EncodingSettings, encode_parts
 from pretrain.preparation_plan import Documents, PreparationOptions, plan_of, refuse_differences, source_differences
-from pretrain.problems import InputError
 from pretrain.shard_writer import ShardWriter, shard_files
 from pretrain.shards import read_manifest
 from pretrain.sources import BEGINNING, Position

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.problems import Problems
+from pretrain.errors import Problems
 
 if TYPE_CHECKING:
     from pretrain.destination import Destination

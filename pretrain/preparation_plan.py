@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from pretrain.errors import InputError
 from pretrain.manifest import dtype_for
-from pretrain.problems import InputError
 from pretrain.records import Reading
 from pretrain.sources import Part, Position, Source, expected_bytes, parts_of, slice_range
 from pretrain.tokenize import LoadedTokenizer

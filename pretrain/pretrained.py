@@ -9,9 +9,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from pretrain.errors import InputError
 from pretrain.model import build_meta_model, initialize_module, load_pretrained
 from pretrain.model_config import load_model_config
-from pretrain.problems import InputError
 
 
 class PretrainedTensors:

@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.attention import candidates_of
+from pretrain.errors import InputError
 from pretrain.experts import Experts, RouterLosses
 from pretrain.loss import LanguageModelLoss
 from pretrain.micro_batch import model_inputs
 from pretrain.model import NO_SUCH_ATTENTION, build_model
-from pretrain.problems import InputError
 from pretrain.reference import (
     END_OF_DOCUMENT,
     TOLERANCE,

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from pretrain.card import CARD_FILE, PICTURE_FILE, Publication, write_card
 from pretrain.card_facts import read_events
-from pretrain.problems import InputError
+from pretrain.errors import InputError
+from pretrain.files import MANIFEST_FILE, commit, damage, remove
 from pretrain.quantities import count_text
 from pretrain.run_folder import best_step, checkpoint_folders, read_json, read_state
-from pretrain.sealed_folder import MANIFEST_FILE, commit, damage, remove
 from pretrain.settings import read_config
 
 STAGING = "publish"

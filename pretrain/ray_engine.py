@@ -3,8 +3,8 @@
 import collections
 from collections.abc import Iterable, Iterator
 
+from pretrain.errors import InputError
 from pretrain.part_encoder import PARTS_AHEAD_PER_WORKER, EncodedPart, EncodingSettings, PartEncoder
-from pretrain.problems import InputError
 from pretrain.sources import Part
 
 

@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from pretrain.config import RunConfig, Section
-from pretrain.problems import InputError, did_you_mean, read_small_file, shortened
+from pretrain.errors import InputError, did_you_mean, read_small_file, shortened
 
 brief = reprlib.Repr()
 brief.maxlevel, brief.maxstring, brief.maxother = 3, 200, 200

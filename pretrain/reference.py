@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from pretrain.errors import InputError
 from pretrain.model import build_model
-from pretrain.problems import InputError
 from pretrain.small_copy import in_a_line, small_copies
 
 DOCUMENT_LENGTHS = ((9, 1, 14), (16, 8))

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 
 OWN: list[TCPStore] = []
 """The store that this process hosts, kept for as long as it lives."""

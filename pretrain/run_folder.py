@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from pretrain.problems import shortened
+from pretrain.errors import shortened
 
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"

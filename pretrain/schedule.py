@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pretrain.problems import InputError, did_you_mean
+from pretrain.errors import InputError, did_you_mean
 
 DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.addresses import ModelAddress
+from pretrain.errors import InputError
 from pretrain.harness import TaskScore
 from pretrain.history import append_events
 from pretrain.metrics import finite
-from pretrain.problems import InputError
 from pretrain.quantities import count_text
 from pretrain.record import PACKAGES, commit_of
 

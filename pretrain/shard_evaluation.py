@@ -16,11 +16,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from pretrain.addresses import ModelAddress
 from pretrain.attention import choose_attention
 from pretrain.config import RunConfig
+from pretrain.errors import InputError
 from pretrain.loss import LanguageModelLoss, choose_loss
 from pretrain.manifest import Manifest
 from pretrain.model import use_attention
 from pretrain.probe import probe
-from pretrain.problems import InputError
 from pretrain.recipe import read_run_config
 from pretrain.shards import ShardReader, open_shards
 from pretrain.strategy import Strategy, device_type, resolve_precision

@@ -11,9 +11,9 @@ import numpy as np
 
 from pretrain import megatron
 from pretrain.document_index import DOCUMENT, SUFFIX, index_of, tokens_of
-from pretrain.durable_files import sync_folder, write_durably
+from pretrain.errors import InputError
+from pretrain.files import sync_folder, write_durably
 from pretrain.manifest import SPLITS, Shard, id_dtype
-from pretrain.problems import InputError
 from pretrain.shards import VERIFY_BLOCK_BYTES, sha256_of
 
 

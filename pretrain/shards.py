@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from pretrain.errors import InputError
 from pretrain.manifest import FORMAT_NAME, FORMAT_VERSION, MANIFEST_FILE, Manifest, Shard, id_dtype
-from pretrain.problems import InputError
 
 VERIFY_BLOCK_BYTES = 1 << 24
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from pretrain.document_index import document_table, read_index, tokens_of
 from pretrain.duplicates import document_hashes
+from pretrain.errors import InputError, Problems
 from pretrain.manifest import MANIFEST_FILE, SPLITS, Manifest, Shard, id_dtype
 from pretrain.part_encoder import EncodedPart, Problem
 from pretrain.preparation_plan import Documents, PreparationOptions, plan_of, refuse_differences
-from pretrain.problems import InputError, Problems
 from pretrain.shards import ShardReader, read_manifest
 from pretrain.sources import Position
 from pretrain.tokenize import LoadedTokenizer

@@ -14,10 +14,10 @@ from pretrain.calibration import measure_peak
 from pretrain.config import RunConfig
 from pretrain.derived import derive
 from pretrain.export_check import no_loading_bars
+from pretrain.files import damage
 from pretrain.footprint import footprint, layout_of
 from pretrain.history import read_metrics
 from pretrain.model_config import load_model_config
-from pretrain.sealed_folder import damage
 from pretrain.strategy import Strategy
 
 STEPS = 100

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from pretrain import containers, formats
 from pretrain.byte_stream import ByteStream, DamagedFileError
+from pretrain.errors import InputError, did_you_mean
 from pretrain.formats import PART_BYTES
-from pretrain.problems import InputError, did_you_mean
 from pretrain.records import Reading, Record
 from pretrain.urls import find_urls, is_url, open_file, shown, size_of
 

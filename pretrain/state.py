@@ -7,8 +7,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from pretrain.durable_files import write_durably
-from pretrain.exit_codes import CRASHED, EXIT_NUMERIC
+from pretrain.errors import CRASHED, EXIT_NUMERIC
+from pretrain.files import write_durably
 
 ROLLBACKS = "rollbacks.json"
 

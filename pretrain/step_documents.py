@@ -9,9 +9,9 @@ from pretrain.batch_ramp import BatchRamp
 from pretrain.batches import Batches, SkippedRange
 from pretrain.config import Data
 from pretrain.document_index import read_index
+from pretrain.errors import InputError
 from pretrain.history import read_history
 from pretrain.manifest import Manifest, id_dtype
-from pretrain.problems import InputError
 from pretrain.run_folder import checkpoint_folders, read_state
 from pretrain.settings import read_config
 from pretrain.sources import place_text

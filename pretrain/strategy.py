@@ -22,13 +22,13 @@ from accelerate.utils import DistributedDataParallelKwargs
 from safetensors import SafetensorError
 
 from pretrain.config import RunConfig
+from pretrain.errors import InputError, end_now
 from pretrain.fp8 import fp8_problem, use_fp8
 from pretrain.gradients import total_norm
 from pretrain.hardware import keep_freed_memory, missing_bf16, unusable_gpu, use_all_cores
 from pretrain.launcher import PRECISIONS, launcher_problems, processes_launched, requested_strategy
 from pretrain.loss import LanguageModelLoss
 from pretrain.optim import OPTIMIZERS, describe_optimizer, load_optimizer_state, optimizer_state_by_name
-from pretrain.problems import InputError, end_now
 from pretrain.rendezvous import choose_interface, meet_afresh
 from pretrain.replicas import ReplicaGroup
 from pretrain.weights import InitialWeights

@@ -13,7 +13,7 @@ from pretrain.config import RunConfig
 from pretrain.consensus import Consensus, Request, StepReport
 from pretrain.control import Control
 from pretrain.derived import Derived
-from pretrain.exit_codes import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from pretrain.errors import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from pretrain.guard import Finding, Guard
 from pretrain.metrics import Metrics
 from pretrain.replicas import differences

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pretrain.problems import did_you_mean
+from pretrain.errors import did_you_mean
 
 BASE_TASKS = (
     "hellaswag",

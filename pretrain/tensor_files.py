@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from pretrain.sealed_folder import seal
+from pretrain.files import seal
 from pretrain.strategy import TensorGroup
 
 MAX_FILE_BYTES = 4 * 1024**3

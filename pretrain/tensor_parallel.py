@@ -17,13 +17,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import PreTrainedModel
 
 from pretrain.config import RunConfig
+from pretrain.errors import InputError
 from pretrain.fully_sharded import ShardedGroup, ShardedState, load_parts
 from pretrain.launcher import parallel_size
 from pretrain.loss import LanguageModelLoss
 from pretrain.model_config import load_model_config
 from pretrain.model_parallel import ModelParallel
 from pretrain.optim import describe_optimizer, load_optimizer_state, optimizer_state_by_name
-from pretrain.problems import InputError
 from pretrain.replicas import ReplicaGroup
 from pretrain.strategy import OptimizerBuilder, TensorGroup, group_of
 from pretrain.weights import InitialWeights, units_of

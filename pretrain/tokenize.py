@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.durable_files import as_json
 from pretrain.encode import ReferenceEncoder
+from pretrain.errors import InputError
+from pretrain.files import as_json
 from pretrain.part_encoder import is_validation_text
 from pretrain.preparation_plan import Documents, PreparationOptions, source_differences
-from pretrain.problems import InputError
 from pretrain.sources import BEGINNING, records_of_part
 from pretrain.tokenize import USUAL_END_OF_DOCUMENT, load_tokenizer
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from pretrain.config import Data
+from pretrain.errors import Problems
 from pretrain.micro_batch import model_inputs
-from pretrain.problems import Problems
 from pretrain.shards import ShardReader, open_shards, read_manifest
 from pretrain.strategy import Strategy
 from pretrain.windows import read_windows, windows_of

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from pretrain.exit_codes import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from pretrain.errors import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from pretrain.lock import is_alive, process_state
 from pretrain.run_folder import heartbeat_path
 from pretrain.state import Request

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from pretrain.compilation import layers_of
 from pretrain.config import RunConfig
+from pretrain.errors import InputError
 from pretrain.extensions import prepare_extensions_folder
 from pretrain.launcher import PRECISIONS, deepspeed_file, processes_launched
 from pretrain.loss import LanguageModelLoss
 from pretrain.model import build_meta_model
 from pretrain.optim import describe_optimizer
 from pretrain.partitions import Partitions
-from pretrain.problems import InputError
 from pretrain.replicas import ReplicaGroup
 from pretrain.strategy import OptimizerBuilder, Strategy, TensorGroup, device_type
 from pretrain.weights import InitialWeights, units_of

@@ -26,8 +26,8 @@ import torch.distributed as dist
 import pretrain.checkpoint
 from pretrain.checkpoint import Checkpoints, load_saved
 from pretrain.config import Checkpoint
+from pretrain.files import damage
 from pretrain.run_folder import step_of
-from pretrain.sealed_folder import damage
 from pretrain.strategy import Strategy, group_of
 from pretrain.tensor_files import plan_files
 

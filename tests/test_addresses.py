@@ -5,8 +5,8 @@ import json
 import pytest
 
 from pretrain.addresses import find_models
-from pretrain.problems import InputError
-from pretrain.sealed_folder import commit
+from pretrain.errors import InputError
+from pretrain.files import commit
 
 
 def problems_of(call, *words) -> str:

@@ -18,7 +18,7 @@ from pretrain.attempts import (
     refuse_crash_loop,
     sole_use,
 )
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 from pretrain.recipe import read_run_config
 
 

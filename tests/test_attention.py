@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import pretrain.architectures  # noqa: F401, registers the local ones
 from pretrain import cpu_attention
 from pretrain.attention import attention_arguments, choose_attention, document_layout, eager, sdpa
+from pretrain.errors import InputError
 from pretrain.loss import LanguageModelLoss
-from pretrain.problems import InputError
 
 EOD = 0
 MODELS = ["llama", "qwen3", "gpt2", "deepone"]

@@ -11,8 +11,8 @@ import torch
 from pretrain.batch_ramp import batch_ramp
 from pretrain.batches import PATTERN_LENGTH, Batches, Permutation, interleave
 from pretrain.config import Data
+from pretrain.errors import InputError
 from pretrain.micro_batch import model_inputs
-from pretrain.problems import InputError
 
 LENGTH = 16
 

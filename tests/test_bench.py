@@ -15,7 +15,7 @@ from bench import contest, cpu, gpu, peers
 from bench.contest import Contestant
 from bench.plain_gpt import PlainGPT
 from bench.shapes import CPU_SHAPES, GPU_SHAPES, LLAMA_14M, write_shards
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 from pretrain.recipe import read_run_config
 from pretrain.shards import open_shards, verify_shards
 

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.guards import GuardCost, parse_arguments, table
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 
 
 def test_the_share_is_of_all_that_watches():

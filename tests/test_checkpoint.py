@@ -11,8 +11,7 @@ from save_and_die import strategy_of
 
 from pretrain import config
 from pretrain.checkpoint import Checkpoints, load_saved, require_space, steps_to_keep
-from pretrain.durable_files import write_durably
-from pretrain.sealed_folder import FORMAT, commit, damage
+from pretrain.files import FORMAT, commit, damage, write_durably
 from pretrain.strategy import group_of
 from pretrain.tensor_files import SavedTensors, plan_files, write_group
 

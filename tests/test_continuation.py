@@ -6,7 +6,7 @@ import os
 import pytest
 
 from pretrain.derived import identity_problems
-from pretrain.durable_files import write_durably
+from pretrain.files import write_durably
 from pretrain.state import RunState, record_rollbacks, recorded_rollbacks
 
 SAVED = {

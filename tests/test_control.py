@@ -25,8 +25,8 @@ from pretrain.control import (
     withdraw,
     write_replacing,
 )
+from pretrain.errors import InputError
 from pretrain.lock import folder_lock
-from pretrain.problems import InputError
 from pretrain.run_status import read_json, read_status
 
 START = "start-1"

@@ -16,11 +16,11 @@ from conftest import ROOT, TINY_LLAMA, cpu_seconds, events, free_port, run_scrip
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import pretrain.architectures  # noqa: F401
+from pretrain.errors import InputError
 from pretrain.evaluation import evaluate_models
+from pretrain.files import commit
 from pretrain.harness import evaluate_package_importable, match_names, select_tasks
 from pretrain.model import build_model, save_model_metadata, set_end_of_document
-from pretrain.problems import InputError
-from pretrain.sealed_folder import commit
 from pretrain.shards import read_manifest
 
 SENTENCES = (

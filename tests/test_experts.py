@@ -16,11 +16,11 @@ import pretrain.expert_products
 from pretrain import experts as experts_module
 from pretrain.compilation import checkpoint_activations, compile_model
 from pretrain.config import Loss
+from pretrain.errors import InputError
 from pretrain.experts import Experts, RouterLosses, router_losses
 from pretrain.flops import active_parameters, flops_per_token
 from pretrain.loss import LanguageModelLoss
 from pretrain.model import count_parameters
-from pretrain.problems import InputError
 from pretrain.routers import inactive_parameters, routers_of
 
 COMMON = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}

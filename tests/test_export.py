@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from pretrain.export import describe_training
 from pretrain.export_check import losses_of, verify_export
+from pretrain.files import commit
 from pretrain.manifest import Manifest, Shard
 from pretrain.model_config import load_model_config
-from pretrain.sealed_folder import commit
 from pretrain.shards import ShardReader
 
 TINY_GPT2 = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}

@@ -4,7 +4,7 @@ import pytest
 from conftest import events, losses
 from faults import EVERYTHING, end_of, launch_with_faults, tell
 
-from pretrain.sealed_folder import damage
+from pretrain.files import damage
 
 TOLERANT = ["--guard.distance", 0, "--validation.every_steps", 50]
 

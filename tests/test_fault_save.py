@@ -16,7 +16,7 @@ from save_and_die import save, strategy_of, tensors_of
 
 from pretrain.checkpoint import Checkpoints, NoValidCheckpoint, load_saved
 from pretrain.config import Checkpoint
-from pretrain.sealed_folder import damage, seal
+from pretrain.files import damage, seal
 
 FILES = ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "MANIFEST.json"]
 """What a continuation reads; a checkpoint has the model's config.json as well."""

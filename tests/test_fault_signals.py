@@ -10,7 +10,7 @@ from conftest import ROOT, events, losses, run_script
 from faults import EVERYTHING, end_of, launch_with_faults, reached, tell, wait_until
 from faults import notes as rank_notes
 
-from pretrain.sealed_folder import damage
+from pretrain.files import damage
 
 SECRETS = {
     "HF_TOKEN": "hf_canaryCANARYcanary1",

@@ -10,7 +10,7 @@ from conftest import events, run_script
 from test_prepare_data import run, stream_of, texts, write_jsonl  # noqa: F401 run is a fixture
 
 from pretrain import megatron
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 from pretrain.shards import open_shards, read_manifest, verify_shards
 
 # Documents of 3, 1 and 4 ids in uint16: magic, version 1, type 8, 3 sequences, 4 boundaries; then the three lengths as

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
 
+from pretrain.errors import InputError
 from pretrain.history import (
     append_events,
     count_hours,
@@ -20,7 +21,6 @@ from pretrain.history import (
     require_runs,
     scores_of,
 )
-from pretrain.problems import InputError
 from pretrain.run_folder import METRICS_FILE
 
 

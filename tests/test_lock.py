@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from pretrain.errors import InputError
 from pretrain.lock import folder_lock
-from pretrain.problems import InputError
 
 
 def hold_in_a_child(path) -> int:

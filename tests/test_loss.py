@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import pretrain.architectures  # noqa: F401, registers the local ones
+from pretrain.errors import InputError
 from pretrain.loss import LOSS_BACKENDS, LanguageModelLoss, choose_loss, next_token_loss
-from pretrain.problems import InputError
 
 B, T, D, V = 2, 25, 16, 53
 PROJECTING = (

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from pretrain.errors import InputError
 from pretrain.model import (
     build_meta_model,
     build_model,
@@ -22,7 +23,6 @@ from pretrain.model import (
     set_end_of_document,
 )
 from pretrain.model_config import load_model_config
-from pretrain.problems import InputError
 
 LLAMA = {
     "model_type": "llama",

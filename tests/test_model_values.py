@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from conftest import TINY_LLAMA
 
+from pretrain.errors import InputError
 from pretrain.model import build_meta_model, count_parameters
 from pretrain.model_config import load_model_config
-from pretrain.problems import InputError
 
 
 def load(folder: Path, **changes):

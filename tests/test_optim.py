@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from pretrain.errors import InputError
 from pretrain.optim import (
     build_optimizer,
     describe_optimizer,
@@ -14,7 +15,6 @@ from pretrain.optim import (
     optimizer_state_by_name,
     round_stochastically,
 )
-from pretrain.problems import InputError
 from pretrain.strategy import Strategy
 
 

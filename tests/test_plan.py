@@ -8,11 +8,11 @@ import pytest
 import yaml
 from conftest import ROOT, TINY_LLAMA, run_script
 
+from pretrain.errors import InputError
 from pretrain.gpus import GPUS, find_gpu
 from pretrain.hardware import PEAK_FLOPS_BF16
 from pretrain.plan_report import build_plan, comment_of, plan_json, remarks
 from pretrain.planning import command_of, largest, micro_batches, storage_of, work_of_run
-from pretrain.problems import InputError
 from pretrain.recipe import read_run_config
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from test_prepare_data import content_of, texts, write_jsonl
 
+from pretrain.errors import InputError
 from pretrain.lock import folder_lock, process_state
 from pretrain.preparation import prepare
 from pretrain.preparation_plan import Files, PreparationOptions
-from pretrain.problems import InputError
 from pretrain.shards import verify_shards
 from pretrain.sources import find_sources
 from pretrain.tokenize import load_tokenizer
@@ -100,7 +100,7 @@ def fsync(descriptor):
         os.kill(os.getpid(), signal.SIGKILL)
 os.fsync = fsync
 import prepare_data
-from pretrain.problems import run_script
+from pretrain.errors import run_script
 run_script(prepare_data.main)
 """
 

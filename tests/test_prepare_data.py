@@ -10,9 +10,9 @@ from conftest import cpu_seconds, run_script
 
 import prepare_data
 from pretrain.encode import FastEncoder, ReferenceEncoder
+from pretrain.errors import InputError
 from pretrain.hub_dataset import open_dataset
 from pretrain.part_encoder import is_validation_text
-from pretrain.problems import InputError
 from pretrain.records import Reading
 from pretrain.shards import open_shards, read_manifest, verify_shards
 from pretrain.sources import BEGINNING, Position

@@ -6,9 +6,9 @@ from test_model import TINY
 from transformers import AutoConfig, PreTrainedModel
 
 import pretrain.architectures  # noqa: F401  (registers the local models)
+from pretrain.errors import InputError
 from pretrain.model import build_meta_model, build_model, load_pretrained
 from pretrain.pretrained import PretrainedTensors, find_weights, open_pretrained
-from pretrain.problems import InputError
 from pretrain.weights import InitialWeights, units_of
 
 

@@ -13,9 +13,9 @@ from transformers.models.llama import modeling_llama
 
 from pretrain import attention as attention_module
 from pretrain import probe as probe_module
+from pretrain.errors import InputError
 from pretrain.experts import Experts, RouterLosses
 from pretrain.probe import probe
-from pretrain.problems import InputError
 from pretrain.reference import KeyedConfig, projects_hidden_states, reference_of
 from pretrain.small_copy import kinds_of_layers
 

@@ -6,7 +6,7 @@ import os
 import pytest
 from conftest import ROOT, run_script
 
-from pretrain.problems import InputError, or_exit
+from pretrain.errors import InputError, or_exit
 
 
 def status_of(error: Exception) -> int:
@@ -49,7 +49,7 @@ def test_a_process_of_a_group_leaves_without_the_interpreters_destructors(tmp_pa
     script.write_text(
         "import atexit, sys\n"
         "atexit.register(lambda: print('the interpreter ends'))\n"
-        "from pretrain.problems import InputError, run_script\n"
+        "from pretrain.errors import InputError, run_script\n"
         "def main():\n"
         "    if 'group' in sys.argv:\n"
         "        from torch.distributed import init_process_group\n"

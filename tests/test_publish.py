@@ -27,13 +27,13 @@ import publish
 from pretrain.card import Publication
 from pretrain.companions import publish_cut_short
 from pretrain.derived import derive
+from pretrain.errors import InputError
+from pretrain.files import commit, damage
 from pretrain.history import append_events
 from pretrain.hub_upload import login_problems, offer_problems, publish_in_background, set_tag
 from pretrain.lock import hold_while_open
-from pretrain.problems import InputError
 from pretrain.publishing import Model, checkpoint_model, find_models, stage
 from pretrain.recipe import read_run_config
-from pretrain.sealed_folder import commit, damage
 
 SOON = 300
 """Seconds that no machine, however busy, needs for what is waited for here."""

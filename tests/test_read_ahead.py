@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from pretrain.errors import InputError
 from pretrain.micro_batch import IGNORED, host_batch, model_inputs
-from pretrain.problems import InputError
 from pretrain.read_ahead import ReadAhead
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 from pretrain.recipe import as_yaml, list_fields, read_command_line, read_run_config
 
 RECIPE = """

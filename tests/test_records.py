@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from test_prepare_data import run, stream_of, write_jsonl  # noqa: F401 run is a fixture
 
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 from pretrain.records import Reading, template_problem
 from pretrain.shards import read_manifest
 from pretrain.sources import find_sources, records_of

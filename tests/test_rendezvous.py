@@ -6,7 +6,7 @@ import socket
 import pytest
 from torch.distributed import TCPStore
 
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 from pretrain.rendezvous import (
     choose_interface,
     interfaces_by_address,

@@ -6,7 +6,7 @@ import pytest
 
 from pretrain import config
 from pretrain.batch_ramp import BatchRamp, batch_ramp
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 from pretrain.schedule import (
     DECAY_SHAPES,
     MUON_RATE,

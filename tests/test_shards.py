@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pretrain.document_index import document_table, read_index
+from pretrain.errors import InputError
 from pretrain.manifest import Shard, dtype_for
-from pretrain.problems import InputError
 from pretrain.shard_writer import ShardWriter
 from pretrain.shards import open_shards, read_manifest, verify_shards
 

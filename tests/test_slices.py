@@ -15,8 +15,8 @@ import zstandard
 from conftest import ROOT
 from test_prepare_data import content_of, run, texts, write_jsonl  # noqa: F401 run is a fixture
 
+from pretrain.errors import InputError
 from pretrain.preparation_plan import Files
-from pretrain.problems import InputError
 from pretrain.records import Reading
 from pretrain.shards import read_manifest
 from pretrain.slices import parse_slice

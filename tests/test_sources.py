@@ -10,8 +10,8 @@ import pytest
 import zstandard
 
 from pretrain import formats
+from pretrain.errors import InputError
 from pretrain.formats import Reading
-from pretrain.problems import InputError
 from pretrain.sources import BEGINNING, find_sources, parts_of
 
 TEXTS = ["One day, a girl.\nShe sang.", 'zwei, "drei"\tvier', "\u0000 NUL, \u2028, é, 漢字, 👍", "  spaces  ", "last"]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pretrain.encode import AGREEMENT_TEXTS, FastEncoder, ReferenceEncoder, make_encoder
+from pretrain.errors import InputError
 from pretrain.formats import Reading
 from pretrain.preparation_plan import Files, PreparationOptions
-from pretrain.problems import InputError
 from pretrain.sources import find_sources
 from pretrain.tokenize import LoadedTokenizer, load_tokenizer
 from pretrain.tokenizer_training import train_tokenizer

@@ -16,7 +16,7 @@ from test_batches import write_shards
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from pretrain.derived import derive
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 from pretrain.recipe import read_run_config
 
 GOLDEN = {1: 6.24694, 4: 6.21027, 8: 6.16098, 12: 6.13158}

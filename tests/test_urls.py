@@ -15,7 +15,7 @@ from test_prepare_data import content_of, run, texts, write_jsonl  # noqa: F401 
 from test_slices import WRITERS
 
 from pretrain import urls
-from pretrain.problems import InputError
+from pretrain.errors import InputError
 from pretrain.sources import find_sources
 
 

@@ -1,4 +1,7 @@
-"""What is wrong with a user's input: said all at once, in full, and with the remedy."""
+"""What is wrong with a user's input, said all at once, in full and with the remedy; and how scripts end.
+
+docs/failures.md says what each exit status means to whoever started a script.
+"""
 
 import difflib
 import errno
@@ -8,7 +11,12 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
-from pretrain.exit_codes import EXIT_BAD_INPUT
+EXIT_DONE = 0
+CRASHED = 1
+"""Of an end that nobody wanted."""
+EXIT_BAD_INPUT = 2
+EXIT_NUMERIC, EXIT_NO_VALID_CHECKPOINT, EXIT_CRASH_LOOP = 16, 17, 18
+EXIT_PREEMPTED, EXIT_INTERRUPTED = 75, 130
 
 Value = TypeVar("Value")
 
