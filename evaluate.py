@@ -132,7 +132,7 @@ def main(argv: list[str]) -> None:
 
     if not sys.stderr.isatty():  # in a log file, a line now and then; tqdm reads this when it is imported
         os.environ.setdefault("TQDM_MININTERVAL", "10")
-    from pretrain.evaluation import evaluate_models
+    from pretrain.evaluation.evaluate import evaluate_models
 
     _, strategy = evaluate_models(arguments)
     strategy.exit(0)

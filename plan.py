@@ -51,7 +51,7 @@ def plan(arguments: argparse.Namespace, rest: list[str]) -> int:
     gpu = problems.attempt(gpu_of, arguments, memory)
     config, overrides = problems.attempt(read, arguments, rest) or (None, [])
     problems.stop_if_any()
-    from pretrain.plan_report import build_plan, comment_of, plan_json, print_plan
+    from pretrain.planning.report import build_plan, comment_of, plan_json, print_plan
 
     machines = arguments.machines or -(-arguments.gpus // 8)
     report = build_plan(

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, run_script
-from pretrain.preparation_arguments import Request, available_cores, parse_arguments, read_request
+from pretrain.preparation.arguments import Request, available_cores, parse_arguments, read_request
 
 if TYPE_CHECKING:
-    from pretrain.intake import Tally
-    from pretrain.preparation import Encode, Outcome
-    from pretrain.preparation_plan import Documents
+    from pretrain.preparation.collector import Tally
+    from pretrain.preparation.plan import Documents
+    from pretrain.preparation.prepare import Encode, Outcome
 
 
 def main() -> int:
@@ -46,7 +46,7 @@ def main() -> int:
 
 def verify(folder: str) -> int:
     """Rechecks a prepared folder and tells what is wrong with it."""
-    from pretrain.shards import read_manifest, verify_shards
+    from pretrain.data.shards import read_manifest, verify_shards
 
     problems = verify_shards(folder)
     if problems:
@@ -58,7 +58,7 @@ def verify(folder: str) -> int:
 
 def inspect(folder: str) -> int:
     """Prints what is in a prepared folder."""
-    from pretrain.inspection import inspection_text
+    from pretrain.preparation.inspect import inspection_text
 
     print(inspection_text(Path(folder)))
     return 0
@@ -66,7 +66,7 @@ def inspect(folder: str) -> int:
 
 def train(request: Request) -> int:
     """Trains a tokenizer on the documents."""
-    from pretrain.tokenizer_training import train_tokenizer
+    from pretrain.preparation.tokenizer_training import train_tokenizer
 
     os.environ.setdefault("RAYON_NUM_THREADS", str(request.workers or available_cores()))
     train_tokenizer(request.documents, request.output, request.vocabulary_size, request.sample_bytes, request.options)
@@ -76,9 +76,9 @@ def train(request: Request) -> int:
 
 def prepare_shards(request: Request) -> int:
     """Makes the folder of shards, or one slice of it."""
-    from pretrain.preparation import StoppedError, prepare
-    from pretrain.progress import DocumentProgress
-    from pretrain.slices import slice_folder, slice_of
+    from pretrain.preparation.prepare import StoppedError, prepare
+    from pretrain.preparation.progress import DocumentProgress
+    from pretrain.preparation.slices import slice_folder, slice_of
 
     started = time.monotonic()
     documents, options, output = request.documents, request.options, request.output
@@ -113,12 +113,12 @@ def prepare_shards(request: Request) -> int:
 def encoder_of(request: Request, documents: "Documents") -> "Encode | None":
     """Where encoded parts come from: slices to merge, a Ray cluster, or (None) processes of this machine."""
     if request.merge_slices:
-        from pretrain.slices import merged_parts, require_slices
+        from pretrain.preparation.slices import merged_parts, require_slices
 
         folders = require_slices(request.output, documents, request.tokenizer, request.options, request.merge_slices)
         return lambda start, settings: merged_parts(folders, start, documents.total_bytes or 0, settings.deduplicate)
     if request.on_ray:
-        from pretrain.ray_engine import encode_parts_on_ray
+        from pretrain.preparation.ray_workers import encode_parts_on_ray
 
         return lambda start, settings: encode_parts_on_ray(
             documents.parts(settings.reading, start), settings, request.workers, request.ray_address

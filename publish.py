@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from pretrain.errors import EXIT_INTERRUPTED, InputError, Problems, did_you_mean, run_script
 
 if TYPE_CHECKING:
-    from pretrain.publishing import Model
+    from pretrain.runs.publishing.publish import Model
 
 EXIT_NOT_PUBLISHED = 1
 LONGEST_WAIT_SECONDS = 3600
@@ -77,7 +77,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def add_recipe(arguments: argparse.Namespace) -> list[str]:
     """Fills from the run's recipe what the command line leaves open; returns what is missing or wrong then."""
-    from pretrain.settings import read_config
+    from pretrain.runs.settings import read_config
 
     if arguments.run is None:
         return ["--run is missing: give the folder of a run, such as runs/x"]
@@ -104,9 +104,9 @@ def output_problems(output: Path, revisions: list[str]) -> list[str]:
 
 def publish_all(arguments: argparse.Namespace, models: list["Model"]) -> None:
     """Stages and uploads one model after the other. Raises PublishFailed."""
-    from pretrain.hub_upload import open_repository
-    from pretrain.lock import is_held, wait_until_free
-    from pretrain.publishing import STAGING, evaluation_log, writing_to
+    from pretrain.processes import is_held, wait_until_free
+    from pretrain.runs.publishing.hub_upload import open_repository
+    from pretrain.runs.publishing.publish import STAGING, evaluation_log, writing_to
 
     staging, url = arguments.output or arguments.run / STAGING, ""
     with writing_to(staging):
@@ -125,11 +125,11 @@ def publish_all(arguments: argparse.Namespace, models: list["Model"]) -> None:
 
 def publish_one(arguments: argparse.Namespace, model: "Model", staging: Path, url: str) -> None:
     """Stages one model and, unless this is a dry run, makes its revision hold that. Raises PublishFailed."""
-    from pretrain.card import Publication
-    from pretrain.hub_upload import upload, waiting_mark
-    from pretrain.lock import folder_lock
-    from pretrain.publishing import stage, writing_to
-    from pretrain.settings import read_config
+    from pretrain.processes import folder_lock
+    from pretrain.runs.publishing.card import Publication
+    from pretrain.runs.publishing.hub_upload import upload, waiting_mark
+    from pretrain.runs.publishing.publish import stage, writing_to
+    from pretrain.runs.settings import read_config
 
     publication = Publication(
         repository=arguments.repo,
@@ -156,7 +156,7 @@ def publish_one(arguments: argparse.Namespace, model: "Model", staging: Path, ur
 
 def note(arguments: argparse.Namespace, **facts: object) -> None:
     """An event in the run's metrics.jsonl, of an upload beside the training alone: nobody looks at its output."""
-    from pretrain.history import append_events
+    from pretrain.runs.history import append_events
 
     if arguments.beside_training and arguments.run:
         event = {"event": "publish", **facts, "repository": arguments.repo, "time": round(time.time(), 3)}
@@ -168,7 +168,7 @@ def note(arguments: argparse.Namespace, **facts: object) -> None:
 
 def insist(arguments: argparse.Namespace, act: Callable[[], str]) -> str:
     """What `act` returns, tried as often as the command line says. Raises the last PublishFailed."""
-    from pretrain.publishing import PublishFailed
+    from pretrain.runs.publishing.publish import PublishFailed
 
     for attempt in range(1, arguments.attempts):
         try:
@@ -194,8 +194,8 @@ def say_contents(folder: Path, model: "Model", *, whole: bool) -> None:
 
 def find_all(arguments: argparse.Namespace, problems: list[str]) -> list["Model"]:
     """What is to be published. Raises InputError with the problems given and all others that show without the Hub."""
-    from pretrain.hub_upload import login_problems, offer_problems
-    from pretrain.publishing import find_models
+    from pretrain.runs.publishing.hub_upload import login_problems, offer_problems
+    from pretrain.runs.publishing.publish import find_models
 
     problems = Problems(problems)
     unusable = add_recipe(arguments)
@@ -221,7 +221,7 @@ def find_all(arguments: argparse.Namespace, problems: list[str]) -> list["Model"
 
 def main(argv: list[str]) -> int:
     arguments, problems = read_arguments(argv)  # before torch is imported: --help and a mistyped flag answer at once
-    from pretrain.publishing import PublishFailed
+    from pretrain.runs.publishing.publish import PublishFailed
 
     try:
         publish_all(arguments, find_all(arguments, problems))

@@ -25,9 +25,9 @@ ROOT_OF_RUNS = Path("runs")
 
 def list_runs(arguments: argparse.Namespace) -> int:
     """One line per run under a folder."""
-    from pretrain.history import find_runs
-    from pretrain.run_folder import METRICS_FILE
-    from pretrain.run_status import list_text, read_status
+    from pretrain.runs.history import find_runs
+    from pretrain.runs.run_folder import METRICS_FILE
+    from pretrain.runs.status import list_text, read_status
 
     folder = arguments.folder
     if not folder.is_dir():
@@ -42,9 +42,9 @@ def list_runs(arguments: argparse.Namespace) -> int:
 
 def status(arguments: argparse.Namespace) -> int:
     """How one run is doing; of a folder of runs, their list."""
-    from pretrain.history import find_runs, require_run
-    from pretrain.run_folder import METRICS_FILE
-    from pretrain.run_status import read_status, status_text
+    from pretrain.runs.history import find_runs, require_run
+    from pretrain.runs.run_folder import METRICS_FILE
+    from pretrain.runs.status import read_status, status_text
 
     folder = arguments.run_folder
     if folder.is_dir() and not (folder / METRICS_FILE).is_file() and find_runs(folder):
@@ -68,11 +68,11 @@ def status(arguments: argparse.Namespace) -> int:
 
 def plot(arguments: argparse.Namespace) -> int:
     """Writes the PNG and the page."""
-    from pretrain.comparison import names_of
-    from pretrain.curves import curves_of
-    from pretrain.history import read_history, require_runs
-    from pretrain.plots import write_page, write_png
-    from pretrain.run_status import read_status
+    from pretrain.runs.comparison import names_of
+    from pretrain.runs.curves import curves_of
+    from pretrain.runs.history import read_history, require_runs
+    from pretrain.runs.plots import write_page, write_png
+    from pretrain.runs.status import read_status
 
     runs = require_runs(arguments.runs)
     base = arguments.output or (runs[0] if len(runs) == 1 else common_folder(runs)) / "plot"
@@ -109,9 +109,9 @@ def require_writable(path: Path) -> None:
 
 def compare(arguments: argparse.Namespace) -> int:
     """Prints settings that differ and results."""
-    from pretrain.comparison import comparison_text
-    from pretrain.history import read_history, require_runs
-    from pretrain.run_status import read_status
+    from pretrain.runs.comparison import comparison_text
+    from pretrain.runs.history import read_history, require_runs
+    from pretrain.runs.status import read_status
 
     if len(arguments.runs) < 2:
         raise InputError(f"compare {arguments.runs[0]}: one run alone; give two or more, or use summary")
@@ -121,9 +121,9 @@ def compare(arguments: argparse.Namespace) -> int:
 
 def summary(arguments: argparse.Namespace) -> int:
     """Prints a run on one page."""
-    from pretrain.comparison import summary_text
-    from pretrain.history import read_history
-    from pretrain.run_status import read_status
+    from pretrain.runs.comparison import summary_text
+    from pretrain.runs.history import read_history
+    from pretrain.runs.status import read_status
 
     history = read_history(arguments.run_folder)
     print(summary_text(history, read_status(arguments.run_folder)))
@@ -132,8 +132,8 @@ def summary(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     """Writes every logged line as CSV."""
-    from pretrain.comparison import write_csv
-    from pretrain.history import read_history, require_runs
+    from pretrain.runs.comparison import write_csv
+    from pretrain.runs.history import read_history, require_runs
 
     runs = require_runs(arguments.runs)
     require_writable(arguments.output)
@@ -144,8 +144,8 @@ def export(arguments: argparse.Namespace) -> int:
 
 def documents(arguments: argparse.Namespace) -> int:
     """Prints what was in a step."""
-    from pretrain.history import require_run
-    from pretrain.step_documents import documents_text
+    from pretrain.runs.history import require_run
+    from pretrain.runs.step_documents import documents_text
 
     text = documents_text(
         require_run(arguments.run_folder), arguments.step, limit=arguments.limit, characters=arguments.characters
@@ -156,7 +156,7 @@ def documents(arguments: argparse.Namespace) -> int:
 
 def steer(arguments: argparse.Namespace) -> int:
     """Sends a command to a live run and waits until it is done."""
-    from pretrain.control import send, wait_for_answer, withdraw
+    from pretrain.runs.control import send, wait_for_answer, withdraw
 
     command, run = arguments.command, arguments.run_folder
     request = {"id": uuid.uuid4().hex}  # known before it is sent: Ctrl-C may come while it is being written
@@ -184,7 +184,7 @@ def steer(arguments: argparse.Namespace) -> int:
 
 def parity(arguments: argparse.Namespace) -> int:
     """Trains the recipe for a few steps under each strategy and compares; exit status 1 if one differs."""
-    from pretrain.parity import measure_parity, strategy_names
+    from pretrain.runs.parity import measure_parity, strategy_names
 
     return measure_parity(
         arguments.config,

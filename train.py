@@ -23,35 +23,35 @@ from functools import partial
 
 import torch
 
-import pretrain.architectures  # noqa: F401  (registers the local models)
-from pretrain.attempts import attempt
-from pretrain.batches import key_of
-from pretrain.cautions import cautions
-from pretrain.companions import Companions, evaluate_beside, publish_beside, publish_cut_short
-from pretrain.compilation import checkpoint_activations, compile_model
+import pretrain.model.architectures  # noqa: F401  (registers the local models)
+from pretrain.checkpoint.export import describe_model, export_final
+from pretrain.checkpoint.export_check import verify_export
 from pretrain.config import RunConfig
-from pretrain.consensus import Request
-from pretrain.continuation import Continuation
-from pretrain.derived import derive
+from pretrain.data.batches import key_of
 from pretrain.errors import EXIT_DONE
-from pretrain.experts import Experts
-from pretrain.export import describe_model, export_final
-from pretrain.export_check import verify_export
-from pretrain.guard import SpeedGuard
 from pretrain.hardware import peak_flops
-from pretrain.loss import LanguageModelLoss, choose_loss
-from pretrain.metrics import Metrics, Throughput, peak_memory_bytes
-from pretrain.model import build_meta_model
-from pretrain.optim import optimizer_builder, parameter_dtype
-from pretrain.pretrained import open_pretrained
-from pretrain.read_ahead import ReadAhead
-from pretrain.record import banner, schedule_record, write_record
-from pretrain.samples import sample_texts
-from pretrain.smoke import smoke_test
-from pretrain.strategy import Strategy, device_type, make_strategy
-from pretrain.supervision import Supervisor
-from pretrain.validation import open_validation, validate
-from pretrain.weights import InitialWeights
+from pretrain.model.build import build_meta_model
+from pretrain.model.compile import checkpoint_activations, compile_model
+from pretrain.model.initial_weights import InitialWeights
+from pretrain.model.loss import LanguageModelLoss, choose_loss
+from pretrain.model.pretrained import open_pretrained
+from pretrain.optim.optimizers import optimizer_builder, parameter_dtype
+from pretrain.parallel.strategy import Strategy, device_type, make_strategy
+from pretrain.planning.smoke import smoke_test
+from pretrain.training.attempt import attempt
+from pretrain.training.background_jobs import Companions, evaluate_beside, publish_beside, publish_cut_short
+from pretrain.training.cautions import cautions
+from pretrain.training.experts import Experts
+from pretrain.training.guard import SpeedGuard
+from pretrain.training.metrics import Metrics, Throughput, peak_memory_bytes
+from pretrain.training.prefetch import ReadAhead
+from pretrain.training.resume import Continuation
+from pretrain.training.run_plan import derive
+from pretrain.training.run_records import banner, schedule_record, write_record
+from pretrain.training.samples import sample_texts
+from pretrain.training.step_reports import Request
+from pretrain.training.supervisor import Supervisor
+from pretrain.training.validation import open_validation, validate
 
 
 def main(

@@ -58,7 +58,7 @@ def _wait() -> None:
 
 def loss_step(backend: str, shape: tuple[int, int, int], device: str, *, compiled: bool) -> Callable[[], object]:
     """Head and loss with their gradients, for random hidden states and targets."""
-    from pretrain.loss import next_token_loss
+    from pretrain.model.loss import next_token_loss
 
     tokens, width, vocabulary = shape
     generator = torch.Generator().manual_seed(0)
@@ -78,7 +78,7 @@ def loss_step(backend: str, shape: tuple[int, int, int], device: str, *, compile
 
 def peak_megabytes(make: Callable[[], Callable[[], object]], device: str) -> float:
     """Peak of the tensors that are alive in the second step."""
-    from pretrain.calibration import PeakBytes
+    from pretrain.planning.calibration import PeakBytes
 
     peak = PeakBytes(device)
     with peak.counting():
@@ -109,7 +109,7 @@ def loss_rows(device: str, repeat: int) -> list[str]:
 
 def attention_steps(windows: int, length: int, document_tokens: int | None, device: str) -> dict[str, Callable]:
     """{name: forward and backward of one layer's attention} of what can compute this."""
-    from pretrain.attention import document_layout, eager, sdpa
+    from pretrain.model.attention import document_layout, eager, sdpa
 
     generator = torch.Generator().manual_seed(0)
     query, key, value = (

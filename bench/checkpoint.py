@@ -38,8 +38,8 @@ def main() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from pretrain import config
-    from pretrain.checkpoint import Checkpoints
-    from pretrain.strategy import Strategy, group_of
+    from pretrain.checkpoint.checkpoints import Checkpoints
+    from pretrain.parallel.strategy import Strategy, group_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)

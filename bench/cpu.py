@@ -113,7 +113,7 @@ def flops_per_token(shape: Shape) -> float:
     """(6 N + 12 L d T) of the shape; N without what is only looked up, as in Groundwork's own MFU."""
     from transformers import AutoConfig
 
-    from pretrain.model import count_non_embedding_parameters
+    from pretrain.model.build import count_non_embedding_parameters
 
     values = shape.model_json()
     config = AutoConfig.for_model(values.pop("model_type"), **values)

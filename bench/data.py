@@ -201,8 +201,8 @@ def with_parquet(files: list[str], folder: str) -> Iterator[str]:
     import pyarrow as pa
     from pyarrow import parquet
 
-    from pretrain.records import Reading
-    from pretrain.sources import find_sources, records_of
+    from pretrain.preparation.documents.records import Reading
+    from pretrain.preparation.documents.sources import find_sources, records_of
 
     for file in files:
         yield file
@@ -230,9 +230,9 @@ def bench_long_line(tokenizer: str) -> list[str]:
 
 def bench_loader(file: str, tokenizer: str) -> None:
     """Prints the rate of the loader in one process, from cached shards, and the time to any step."""
-    from pretrain.batch_ramp import BatchRamp
-    from pretrain.batches import Batches
     from pretrain.config import Data
+    from pretrain.data.batches import Batches
+    from pretrain.optim.batch_ramp import BatchRamp
 
     with tempfile.TemporaryDirectory() as folder:
         output = f"{folder}/out"
@@ -274,7 +274,7 @@ def trained_tokenizer(file: str, folder: str) -> str:
 
 def tokenizer_folder(given: str, folder: str) -> str:
     """A folder with the tokenizer.json that every contestant reads."""
-    from pretrain.tokenize import load_tokenizer
+    from pretrain.data.tokenizer import load_tokenizer
 
     load_tokenizer(given).save(Path(folder, "tokenizer"))
     return str(Path(folder, "tokenizer"))

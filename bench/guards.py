@@ -93,7 +93,7 @@ def measure(shape: Shape, processes: int, steps: int) -> GuardCost:
 
 def train_and_time(report: Path, steps: int) -> None:
     """In a launched process: runs train.py, whose loop ends after so many steps."""
-    from pretrain.supervision import Supervisor
+    from pretrain.training.supervisor import Supervisor
 
     after_step = Supervisor.after_step
     begun: list[float] = []

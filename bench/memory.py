@@ -4,8 +4,8 @@
     python bench/memory.py --only fsdp2       # the cases whose name contains this
     python bench/memory.py --markdown         # as the table of docs/planning.md
 
-On a CPU every allocation of the process is counted (pretrain/calibration.py); on a GPU torch's allocator says.
-Processes of the strategies that need two talk over gloo where there are not two GPUs.
+On a CPU every allocation of the process is counted (pretrain/planning/calibration.py); on a GPU torch's allocator
+says. Processes of the strategies that need two talk over gloo where there are not two GPUs.
 """
 
 import argparse
@@ -154,11 +154,11 @@ def launcher_file(strategy: str, folder: Path) -> Path:
 
 def measure_here(case: Case, folder: Path) -> int:
     """In each process: measures, predicts, prints both."""
-    from pretrain.calibration import measure_peak
     from pretrain.config import RunConfig
-    from pretrain.footprint import footprint, layout_of
-    from pretrain.model_config import load_model_config
-    from pretrain.strategy import make_strategy
+    from pretrain.memory.footprint import footprint, layout_of
+    from pretrain.model.model_config import load_model_config
+    from pretrain.parallel.strategy import make_strategy
+    from pretrain.planning.calibration import measure_peak
 
     config: RunConfig = config_of(case, folder)
     strategy = make_strategy(config)

@@ -55,7 +55,7 @@ class Windows:
     """Windows of the training tokens: a map-style data set for the Trainer, random batches for the others."""
 
     def __init__(self, shards: Path, shape: Shape):
-        from pretrain.shards import open_shards
+        from pretrain.data.shards import open_shards
 
         self.shape = shape
         self.reader = open_shards(shards, "train")

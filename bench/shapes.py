@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.manifest import FORMAT_NAME, FORMAT_VERSION, dtype_for, id_dtype
+from pretrain.data.manifest import FORMAT_NAME, FORMAT_VERSION, dtype_for, id_dtype
 
 END_OF_DOCUMENT_ID = 0
 MEAN_DOCUMENT_TOKENS = 800

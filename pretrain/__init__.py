@@ -1,7 +1,14 @@
-"""Imported before torch by every script."""
+"""Groundwork: pretraining of base language models on the Hugging Face stack.
 
-import os
+The scripts at the root use it; nothing in it imports a script. A room imports only from those named before it
+(tests/test_structure.py holds the order): these files, model, optim, data, parallel, memory,
+preparation/documents, preparation, runs, runs/publishing, checkpoint, training, planning, evaluation. The files
+beside this one know no room and may be used by all:
 
-# On a CPU that does other work too, OpenMP's threads spend their time waiting for each other's turn: 0.3 s of spinning
-# at every barrier, by default. Shorter costs nothing where the cores are free, and is ten times as fast where not.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    config, recipe: every setting of a run; reading it from YAML and the command line
+    hardware, gpus: what this machine can do; the GPUs that plan.py knows
+    errors: input errors and exit statuses
+    files: files and folders that are whole or absent
+    processes: locks, and which processes live
+    units: counts, bytes and durations in words
+"""

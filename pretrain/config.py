@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from pretrain.quantities import parse_count
+from pretrain.units import parse_count
 
 
 def parse_fraction(value: Any) -> Any:
@@ -167,7 +167,7 @@ class Batch(Section):
 
 class Optim(Section):
     name: Literal["adamw", "adafactor", "muon", "adamw_8bit"] = "adamw"
-    """The optimizer; see docs/schedules.md and pretrain/optim.py."""
+    """The optimizer; see docs/schedules.md and pretrain/optim/optimizers.py."""
     learning_rate: PositiveFloat | Literal["auto"] | None = None
     """Peak learning rate, or auto: chosen from the number of parameters and the optimizer."""
     base_learning_rate: PositiveFloat | None = None
@@ -181,7 +181,7 @@ class Optim(Section):
     stochastic_rounding: bool = False
     """adafactor only: parameters are kept in bf16 and updates are rounded up or down at random, without bias."""
     schedule: Literal["cosine", "linear", "constant", "wsd", "infinite"] = "cosine"
-    """Learning rate over the run; see pretrain/schedule.py."""
+    """Learning rate over the run; see pretrain/optim/learning_rate.py."""
     warmup_steps: CountFromZero = 500
     """Steps of linear warmup to the peak."""
     final_ratio: Fraction = 0.1
@@ -222,7 +222,7 @@ class Pipeline(Section):
 
 class Loss(Section):
     backend: Literal["auto", "chunked", "chunked_compiled", "torch", "logits"] = "auto"
-    """How the loss is computed from the last hidden states; see pretrain/loss.py."""
+    """How the loss is computed from the last hidden states; see pretrain/model/loss.py."""
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of mean(logsumexp(logits)^2), which keeps logits from drifting (arXiv 2204.02311); 0: off."""
     router_balance: NonNegativeFloat | None = None

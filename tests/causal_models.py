@@ -37,8 +37,8 @@ def config_of(model_type: str) -> PreTrainedConfig:
 def outcome(model_type: str, document_mask: bool) -> str:
     """One word on how the model trains, or 'refused: ' and why."""
     from pretrain.errors import InputError
-    from pretrain.model_config import refuse_composites
-    from pretrain.probe import probe
+    from pretrain.model.model_config import refuse_composites
+    from pretrain.training.probe import probe
 
     try:
         config = config_of(model_type)

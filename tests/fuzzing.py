@@ -24,9 +24,11 @@ MOST_CPU_SECONDS, MOST_SECONDS = 20, 120
 """Of one case. The second is for one that waits: other processes may keep the machine busy."""
 MOST_BYTES = 16 << 30
 IMPORTS = (
-    "pretrain.evaluation", "pretrain.plan_report", "pretrain.preparation", "pretrain.publishing", "pretrain.history",
-    "pretrain.run_status", "pretrain.comparison", "pretrain.curves", "pretrain.step_documents", "pretrain.hub_upload",
-    "pretrain.tokenize", "pretrain.sources", "pretrain.slices", "pretrain.shards", "pretrain.inspection",
+    "pretrain.evaluation.evaluate", "pretrain.planning.report", "pretrain.preparation.prepare",
+    "pretrain.runs.publishing.publish", "pretrain.runs.history", "pretrain.runs.status", "pretrain.runs.comparison",
+    "pretrain.runs.curves", "pretrain.runs.step_documents", "pretrain.runs.publishing.hub_upload",
+    "pretrain.data.tokenizer", "pretrain.preparation.documents.sources", "pretrain.preparation.slices",
+    "pretrain.data.shards", "pretrain.preparation.inspect",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 from fuzzing import Case
 
-from pretrain.preparation_arguments import OPTIONS
+from pretrain.preparation.arguments import OPTIONS
 from pretrain.recipe import list_fields
 
 SEED = int(os.environ.get("FUZZ_SEED", "13"))
@@ -188,7 +188,7 @@ def keys_of(model_type: str) -> list[str]:
     """The keys that describe a model of this type."""
     from transformers import CONFIG_MAPPING
 
-    from pretrain.model_config import _own_fields
+    from pretrain.model.model_config import _own_fields
 
     config_class = CONFIG_MAPPING[model_type]
     return sorted(_own_fields(config_class) | set(config_class.attribute_map))

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pretrain.export import describe_model
+from pretrain.checkpoint.export import describe_model
 from pretrain.files import commit
-from pretrain.model import build_model, set_end_of_document
-from pretrain.model_config import load_model_config
+from pretrain.model.build import build_model, set_end_of_document
+from pretrain.model.model_config import load_model_config
 
 TEXT = "def read(self, size=None):\n    return self.file.read(size)\n" * 20
 TOKENS_PER_STEP = 1000

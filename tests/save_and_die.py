@@ -23,13 +23,13 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-import pretrain.checkpoint
-from pretrain.checkpoint import Checkpoints, load_saved
+import pretrain.checkpoint.checkpoints
+from pretrain.checkpoint.checkpoints import Checkpoints, load_saved
+from pretrain.checkpoint.tensor_files import plan_files
 from pretrain.config import Checkpoint
 from pretrain.files import damage
-from pretrain.run_folder import step_of
-from pretrain.strategy import Strategy, group_of
-from pretrain.tensor_files import plan_files
+from pretrain.parallel.strategy import Strategy, group_of
+from pretrain.runs.run_folder import step_of
 
 OLD, NEW = 3, 4
 WATCHED = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
@@ -83,7 +83,7 @@ class Executioner:
             self.moment_passes()
             path.write_bytes(content)
 
-        os.fsync, pretrain.checkpoint.save_file = fsync_between_two_moments, save_file_in_two_parts
+        os.fsync, pretrain.checkpoint.checkpoints.save_file = fsync_between_two_moments, save_file_in_two_parts
         sys.addaudithook(self.see)
 
     def see(self, event: str, arguments: tuple) -> None:

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from pretrain.addresses import find_models
 from pretrain.errors import InputError
 from pretrain.files import commit
+from pretrain.runs.addresses import find_models
 
 
 def problems_of(call, *words) -> str:

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import pretrain.architectures
-from pretrain.architectures.deepone import DeepOneConfig, DeepOneForCausalLM, DeepOneModel
-from pretrain.model import build_model, save_model_metadata
+import pretrain.model.architectures
+from pretrain.model.architectures.deepone import DeepOneConfig, DeepOneForCausalLM, DeepOneModel
+from pretrain.model.build import build_model, save_model_metadata
 
 
 def tiny(**changes) -> DeepOneConfig:
@@ -42,7 +42,7 @@ def ids() -> torch.Tensor:
 
 
 def test_local_architectures_are_registered():
-    assert "deepone" in pretrain.architectures.MODEL_TYPES
+    assert "deepone" in pretrain.model.architectures.MODEL_TYPES
     config = AutoConfig.for_model("deepone", hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
     with torch.device("meta"):
         assert type(AutoModelForCausalLM.from_config(config)) is DeepOneForCausalLM
@@ -50,7 +50,7 @@ def test_local_architectures_are_registered():
 
 
 def test_every_architecture_file_imports_only_torch_and_transformers():
-    for path in Path(pretrain.architectures.__file__).parent.glob("*.py"):
+    for path in Path(pretrain.model.architectures.__file__).parent.glob("*.py"):
         if path.name != "__init__.py":
             lines = [line.split() for line in path.read_text().splitlines()]
             imported = {words[1].split(".")[0] for words in lines if words[:1] in (["import"], ["from"])}
@@ -84,7 +84,7 @@ def test_a_layer_is_the_formula(model, ids):
     layer = model.model.layers[0]
     x_BTD = model.model.embed_tokens(ids)
     after_attention = model.model(ids, output_hidden_states=True).hidden_states[1]
-    cos_sin = pretrain.architectures.deepone.rotary_cos_sin(torch.arange(12)[None], 8, 10000.0, torch.float32)
+    cos_sin = pretrain.model.architectures.deepone.rotary_cos_sin(torch.arange(12)[None], 8, 10000.0, torch.float32)
     attended, _ = layer.self_attn(x_BTD, position_embeddings=cos_sin)
     y = torch.nn.functional.layer_norm(6**0.25 * x_BTD + attended, (32,))
     fed = layer.mlp.down_proj(torch.nn.functional.silu(layer.mlp.gate_proj(y)) * layer.mlp.up_proj(y))

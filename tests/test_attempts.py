@@ -9,7 +9,9 @@ import yaml
 from conftest import TINY_LLAMA
 from save_and_die import strategy_of
 
-from pretrain.attempts import (
+from pretrain.errors import InputError
+from pretrain.recipe import read_run_config
+from pretrain.training.attempt import (
     CrashLoop,
     advice_on_memory,
     crashes_without_progress,
@@ -18,8 +20,6 @@ from pretrain.attempts import (
     refuse_crash_loop,
     sole_use,
 )
-from pretrain.errors import InputError
-from pretrain.recipe import read_run_config
 
 
 def write(run, *lines):
@@ -122,7 +122,7 @@ def test_advice_when_memory_runs_out_names_numbers_and_the_next_strategy(tmp_pat
     path.write_text(yaml.safe_dump(recipe))
     strategy = strategy_of()
     strategy.name, strategy.ranks, strategy.precision, strategy.device = "ddp", 2, "fp32", torch.device("cpu")
-    monkeypatch.setattr("pretrain.attempts.memory_bytes", lambda device: 2**20)
+    monkeypatch.setattr("pretrain.training.attempt.memory_bytes", lambda device: 2**20)
     rungs = advice_on_memory(read_run_config(path), strategy).splitlines()[1:-1]
     assert "--activation_checkpointing full" in rungs[0] and "--batch.sequences_per_micro_batch 2: needs" in rungs[1]
     assert any("accelerate_configs/zero1.yaml: needs" in rung for rung in rungs)

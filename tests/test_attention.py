@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import pretrain.architectures  # noqa: F401, registers the local ones
-from pretrain import cpu_attention
-from pretrain.attention import attention_arguments, choose_attention, document_layout, eager, sdpa
+import pretrain.model.architectures  # noqa: F401, registers the local ones
 from pretrain.errors import InputError
-from pretrain.loss import LanguageModelLoss
+from pretrain.model import cpu_attention
+from pretrain.model.attention import attention_arguments, choose_attention, document_layout, eager, sdpa
+from pretrain.model.loss import LanguageModelLoss
 
 EOD = 0
 MODELS = ["llama", "qwen3", "gpt2", "deepone"]

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.batch_ramp import batch_ramp
-from pretrain.batches import PATTERN_LENGTH, Batches, Permutation, interleave
 from pretrain.config import Data
+from pretrain.data.batches import PATTERN_LENGTH, Batches, Permutation, interleave
 from pretrain.errors import InputError
-from pretrain.micro_batch import model_inputs
+from pretrain.model.inputs import model_inputs
+from pretrain.optim.batch_ramp import batch_ramp
 
 LENGTH = 16
 

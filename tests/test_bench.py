@@ -15,9 +15,9 @@ from bench import contest, cpu, gpu, peers
 from bench.contest import Contestant
 from bench.plain_gpt import PlainGPT
 from bench.shapes import CPU_SHAPES, GPU_SHAPES, LLAMA_14M, write_shards
+from pretrain.data.shards import open_shards, verify_shards
 from pretrain.errors import InputError
 from pretrain.recipe import read_run_config
-from pretrain.shards import open_shards, verify_shards
 
 TINY = replace(LLAMA_14M, layers=1, hidden_size=32, heads=2, vocabulary_size=256, sequence_length=16, sequences=2)
 WRITES_LINES = """

@@ -7,8 +7,8 @@ import yaml
 from huggingface_hub import ModelCard
 from run_folder import recipe_values, write_metrics, write_run
 
-from pretrain.card import Publication, model_card, plot_losses, write_card
-from pretrain.card_facts import Score, batch_text, read_card_facts, read_scores
+from pretrain.runs.publishing.card import Publication, model_card, plot_losses, write_card
+from pretrain.runs.publishing.card_facts import Score, batch_text, read_card_facts, read_scores
 
 OFFER = Publication("me/tiny", "main", "apache-2.0", ("en", "de"), "bf16")
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from conftest import events, run_script
 
-from pretrain import cautions as cautions_module
-from pretrain.cautions import cautions
-from pretrain.derived import derive
 from pretrain.recipe import read_run_config
-from pretrain.record import banner
+from pretrain.training import cautions as cautions_module
+from pretrain.training.cautions import cautions
+from pretrain.training.run_plan import derive
+from pretrain.training.run_records import banner
 
 CPU = torch.device("cpu")
 OLD_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
@@ -60,8 +60,12 @@ def test_an_emulated_precision_is_said_where_it_was_asked_for(recipe, monkeypatc
 
 
 def test_the_banner_says_why_auto_is_fp32(recipe, monkeypatch):
-    monkeypatch.setattr("pretrain.record.missing_bf16", lambda device_type: "this CPU has no bf16 instructions")
-    monkeypatch.setattr("pretrain.strategy.missing_bf16", lambda device_type: "this CPU has no bf16 instructions")
+    monkeypatch.setattr(
+        "pretrain.training.run_records.missing_bf16", lambda device_type: "this CPU has no bf16 instructions"
+    )
+    monkeypatch.setattr(
+        "pretrain.parallel.strategy.missing_bf16", lambda device_type: "this CPU has no bf16 instructions"
+    )
 
     def row(precision):
         config = read_run_config(recipe, [("precision", precision)])

@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 from save_and_die import strategy_of
 
 from pretrain import config
-from pretrain.checkpoint import Checkpoints, load_saved, require_space, steps_to_keep
+from pretrain.checkpoint.checkpoints import Checkpoints, load_saved, require_space, steps_to_keep
+from pretrain.checkpoint.tensor_files import SavedTensors, plan_files, write_group
 from pretrain.files import FORMAT, commit, damage, write_durably
-from pretrain.strategy import group_of
-from pretrain.tensor_files import SavedTensors, plan_files, write_group
+from pretrain.parallel.strategy import group_of
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.ones(3), "b.weight": torch.zeros(4, 4)}
 
@@ -99,7 +99,7 @@ def test_large_groups_are_split_by_tensor_with_an_index(tmp_path, monkeypatch):
         "model-00001-of-00002.safetensors": ["a.weight", "a.bias"],
         "model-00002-of-00002.safetensors": ["b.weight"],
     }
-    monkeypatch.setattr("pretrain.tensor_files.plan_files", lambda group, prefix: plan)
+    monkeypatch.setattr("pretrain.checkpoint.tensor_files.plan_files", lambda group, prefix: plan)
     shares = [write_group(tmp_path, "model", group, rank, 2) for rank in range(2)]
     assert [list(share) for share in shares] == [[name] for name in plan], "each rank wrote its own file"
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -142,7 +142,7 @@ def test_a_save_in_the_background_keeps_what_was_there_when_it_began(tmp_path, m
         places.append({name: tensor.data_ptr() for name, tensor in tensors.items()})
         save_file(tensors, path, **named)
 
-    monkeypatch.setattr("pretrain.checkpoint.save_file", write_late)
+    monkeypatch.setattr("pretrain.checkpoint.checkpoints.save_file", write_late)
     checkpoints = Checkpoints(tmp_path, strategy_of(), config.Checkpoint(in_background=True))
     transposed = torch.arange(6.0, device=device).view(2, 3).t()
     tensors = {"a.weight": transposed, "a.bias": torch.ones(3, device=device)}

@@ -6,7 +6,7 @@ from conftest import events, launch, run_script
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
-from pretrain.compilation import compile_model, gelu_by_sigmoid
+from pretrain.model.compile import compile_model, gelu_by_sigmoid
 
 
 def compilations(path) -> list[float]:

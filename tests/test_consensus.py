@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from save_and_die import strategy_of
 
-from pretrain.consensus import Consensus, Request
-from pretrain.strategy import Strategy
+from pretrain.parallel.strategy import Strategy
+from pretrain.training.step_reports import Consensus, Request
 
 
 def consensus_of(rank: int = 0, ranks: int = 1, meeting_point: Path | None = None) -> Consensus:

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from pretrain.derived import identity_problems
+from pretrain.checkpoint.run_state import RunState, record_rollbacks, recorded_rollbacks
 from pretrain.files import write_durably
-from pretrain.state import RunState, record_rollbacks, recorded_rollbacks
+from pretrain.training.run_plan import identity_problems
 
 SAVED = {
     "model": "1234",

@@ -15,7 +15,9 @@ import pytest
 from conftest import ROOT, events, free_port, run_script
 from run_logs import end_line, finished_run, start_line, train_line, write_run
 
-from pretrain.control import (
+from pretrain.errors import InputError
+from pretrain.processes import folder_lock
+from pretrain.runs.control import (
     ANSWER_FILE,
     COMMANDS,
     REQUEST_FILE,
@@ -25,9 +27,7 @@ from pretrain.control import (
     withdraw,
     write_replacing,
 )
-from pretrain.errors import InputError
-from pretrain.lock import folder_lock
-from pretrain.run_status import read_json, read_status
+from pretrain.runs.status import read_json, read_status
 
 START = "start-1"
 SOON = 120.0

@@ -7,9 +7,9 @@ import pytest
 from test_preparation import run_killed
 from test_prepare_data import content_of, run, texts, write_jsonl  # noqa: F401 run is a fixture
 
-from pretrain.document_index import read_index
-from pretrain.duplicates import SeenDocuments, document_hashes
-from pretrain.shards import read_manifest
+from pretrain.data.document_index import read_index
+from pretrain.data.shards import read_manifest
+from pretrain.preparation.deduplicate import SeenDocuments, document_hashes
 
 
 def test_the_first_of_each_kind_is_new():
@@ -31,7 +31,11 @@ def test_documents_have_equal_hashes_when_they_are_equal():
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    for name in ("formats.PART_BYTES", "sources.PART_BYTES", "byte_stream.READ_BYTES"):
+    for name in (
+        "preparation.documents.formats.PART_BYTES",
+        "preparation.documents.sources.PART_BYTES",
+        "preparation.documents.byte_stream.READ_BYTES",
+    ):
         monkeypatch.setattr(f"pretrain.{name}", 1000)
 
 

@@ -15,13 +15,13 @@ import yaml
 from conftest import ROOT, TINY_LLAMA, cpu_seconds, events, free_port, run_script
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import pretrain.architectures  # noqa: F401
+import pretrain.model.architectures  # noqa: F401
+from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
-from pretrain.evaluation import evaluate_models
+from pretrain.evaluation.evaluate import evaluate_models
+from pretrain.evaluation.lm_harness import evaluate_package_importable, match_names, select_tasks
 from pretrain.files import commit
-from pretrain.harness import evaluate_package_importable, match_names, select_tasks
-from pretrain.model import build_model, save_model_metadata, set_end_of_document
-from pretrain.shards import read_manifest
+from pretrain.model.build import build_model, save_model_metadata, set_end_of_document
 
 SENTENCES = (
     "def f(x):",

@@ -12,16 +12,16 @@ from conftest import run_script
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-import pretrain.expert_products
-from pretrain import experts as experts_module
-from pretrain.compilation import checkpoint_activations, compile_model
+import pretrain.model.expert_products
 from pretrain.config import Loss
 from pretrain.errors import InputError
-from pretrain.experts import Experts, RouterLosses, router_losses
-from pretrain.flops import active_parameters, flops_per_token
-from pretrain.loss import LanguageModelLoss
-from pretrain.model import count_parameters
-from pretrain.routers import inactive_parameters, routers_of
+from pretrain.model.build import count_parameters
+from pretrain.model.compile import checkpoint_activations, compile_model
+from pretrain.model.flops import active_parameters, flops_per_token
+from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.routers import inactive_parameters, routers_of
+from pretrain.training import experts as experts_module
+from pretrain.training.experts import Experts, RouterLosses, router_losses
 
 COMMON = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
 COMMON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None}
@@ -298,8 +298,8 @@ def test_experts_multiply_in_the_precision_of_the_run(monkeypatch):
         seen.append((experts.gate_up_proj.dtype, experts.down_proj.dtype, hidden_states.dtype))
         return original(experts, hidden_states, *arguments)
 
-    original = pretrain.expert_products.grouped_mm_experts_forward
-    monkeypatch.setattr(pretrain.expert_products, "grouped_mm_experts_forward", spied)
+    original = pretrain.model.expert_products.grouped_mm_experts_forward
+    monkeypatch.setattr(pretrain.model.expert_products, "grouped_mm_experts_forward", spied)
     model = tiny_model("mixtral")
     exact = model(*batch()[:1]).logits
     with torch.autocast("cpu", torch.bfloat16):

@@ -14,12 +14,12 @@ from run_folder import write_model, write_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from pretrain.export import describe_training
-from pretrain.export_check import losses_of, verify_export
+from pretrain.checkpoint.export import describe_training
+from pretrain.checkpoint.export_check import losses_of, verify_export
+from pretrain.data.manifest import Manifest, Shard
+from pretrain.data.shards import ShardReader
 from pretrain.files import commit
-from pretrain.manifest import Manifest, Shard
-from pretrain.model_config import load_model_config
-from pretrain.shards import ShardReader
+from pretrain.model.model_config import load_model_config
 
 TINY_GPT2 = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 TINY_QWEN3 = {**TINY_LLAMA, "model_type": "qwen3", "head_dim": 16}
@@ -157,7 +157,7 @@ def test_a_checkpoint_that_is_gone_is_said_to_be(exported):
 
 
 def test_too_little_memory_is_said_and_harms_nothing(exported, monkeypatch):
-    monkeypatch.setattr("pretrain.export_check.free_memory_bytes", lambda: 1000)
+    monkeypatch.setattr("pretrain.checkpoint.export_check.free_memory_bytes", lambda: 1000)
     assert "of memory in fp32" in check(exported).in_words()
 
 

@@ -8,8 +8,8 @@ import pytest
 from conftest import run_script
 from faults import end_of, launch_with_faults, tell
 
-from pretrain.derived import derive
 from pretrain.recipe import read_run_config
+from pretrain.training.run_plan import derive
 
 
 @pytest.fixture

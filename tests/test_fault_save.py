@@ -14,7 +14,7 @@ from conftest import events, losses, run_script
 from faults import EVERYTHING, end_of, kill_everything, launch_with_faults, tell, wait_until
 from save_and_die import save, strategy_of, tensors_of
 
-from pretrain.checkpoint import Checkpoints, NoValidCheckpoint, load_saved
+from pretrain.checkpoint.checkpoints import Checkpoints, NoValidCheckpoint, load_saved
 from pretrain.config import Checkpoint
 from pretrain.files import damage, seal
 
@@ -201,7 +201,7 @@ def test_a_writer_that_fails_in_any_way_is_a_failed_save(run, monkeypatch, error
     def refuse(*arguments, **named):
         raise error
 
-    monkeypatch.setattr("pretrain.checkpoint.save_file", refuse)
+    monkeypatch.setattr("pretrain.checkpoint.checkpoints.save_file", refuse)
     checkpoints = Checkpoints(run, strategy_of(), Checkpoint())
     checkpoints.newest_valid(print)
     checkpoints.save(3, {}, tensors_of(3), lambda folder: None)

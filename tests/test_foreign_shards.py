@@ -9,9 +9,9 @@ import yaml
 from conftest import events, run_script
 from test_prepare_data import run, stream_of, texts, write_jsonl  # noqa: F401 run is a fixture
 
-from pretrain import megatron
+from pretrain.data import megatron
+from pretrain.data.shards import open_shards, read_manifest, verify_shards
 from pretrain.errors import InputError
-from pretrain.shards import open_shards, read_manifest, verify_shards
 
 # Documents of 3, 1 and 4 ids in uint16: magic, version 1, type 8, 3 sequences, 4 boundaries; then the three lengths as
 # int32, their byte offsets 0, 6, 8 as int64, and the boundaries 0 to 3 as int64.

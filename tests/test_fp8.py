@@ -7,10 +7,10 @@ import torch
 from conftest import TINY_LLAMA
 from transformers import AutoConfig
 
-from pretrain.fp8 import fp8_problem, use_fp8
-from pretrain.loss import LanguageModelLoss
-from pretrain.model import build_meta_model, build_model
-from pretrain.weights import InitialWeights
+from pretrain.model.build import build_meta_model, build_model
+from pretrain.model.fp8 import fp8_problem, use_fp8
+from pretrain.model.initial_weights import InitialWeights
+from pretrain.model.loss import LanguageModelLoss
 
 # Not among the requirements of the tests: where torchao is installed, accelerate imports it in every process.
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="pip install torchao")

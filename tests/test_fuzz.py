@@ -17,8 +17,8 @@ from fuzzing import Case, Result, run_cases
 from mutations import ARCHITECTURES, SCRIPT_OPTIONS, Material, base_of, model_case, model_of, recipe_case, script_case
 from run_folder import write_run
 
-from pretrain.model import count_parameters
-from pretrain.model_config import load_model_config
+from pretrain.model.build import count_parameters
+from pretrain.model.model_config import load_model_config
 
 KINDS = {"recipe": recipe_case, "model": model_case, "script": script_case}
 NUMBERS = {"recipe": 500, "model": 200, "script": 200}

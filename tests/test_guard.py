@@ -7,8 +7,8 @@ import random
 import pytest
 
 from pretrain import config
-from pretrain.consensus import Request, StepReport
-from pretrain.guard import FEWEST_FOR_DEVIATION, FEWEST_FOR_MEAN, Guard, SpeedGuard
+from pretrain.training.guard import FEWEST_FOR_DEVIATION, FEWEST_FOR_MEAN, Guard, SpeedGuard
+from pretrain.training.step_reports import Request, StepReport
 
 
 def report(step, loss=2.0, grad_norm=1.0, skipped=False) -> StepReport:

@@ -7,10 +7,11 @@ import pytest
 import torch
 from conftest import ROOT
 
-from pretrain import hardware, strategy
+from pretrain import hardware
 from pretrain.errors import InputError
 from pretrain.hardware import ONEDNN_ISAS_WITHOUT_BF16, emulation_of_bf16, missing_bf16, peak_flops
-from pretrain.strategy import device_type, resolve_precision
+from pretrain.parallel import strategy
+from pretrain.parallel.strategy import device_type, resolve_precision
 
 OLD_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 CPU = torch.device("cpu")
@@ -95,9 +96,9 @@ def test_the_variables_make_an_old_cpu_of_this_one():
     code = """
 import torch
 from pretrain.hardware import emulation_of_bf16, missing_bf16
-from pretrain.muon import product_dtype
+from pretrain.optim.muon import product_dtype
 from pretrain.errors import InputError
-from pretrain.strategy import device_type, resolve_precision
+from pretrain.parallel.strategy import device_type, resolve_precision
 print(missing_bf16("cpu"), resolve_precision("auto"), product_dtype(torch.device("cpu")), sep="|")
 print(emulation_of_bf16(torch.device("cpu")))
 """

@@ -7,8 +7,8 @@ import pytest
 from conftest import ROOT
 from faults import EVERYTHING
 
-from pretrain.harness import evaluate_package_importable, only_main_speaks
-from pretrain.task_names import BASE_TASKS, harness_folder, names_in, task_problems
+from pretrain.evaluation.lm_harness import evaluate_package_importable, only_main_speaks
+from pretrain.training.task_names import BASE_TASKS, harness_folder, names_in, task_problems
 
 
 @pytest.mark.parametrize("entry", ["", str(ROOT), f"{ROOT}/tests/.."])
@@ -24,7 +24,7 @@ def test_the_evaluate_library_is_found_behind_the_script(monkeypatch, entry):
         import evaluate
 
         assert evaluate.load
-        import pretrain.schedule  # noqa: F401  (the project's own modules are still found)
+        import pretrain.optim.learning_rate  # noqa: F401  (the project's own modules are still found)
     assert sys.path == before
 
 

@@ -8,7 +8,7 @@ import pytest
 from run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
 
 from pretrain.errors import InputError
-from pretrain.history import (
+from pretrain.runs.history import (
     append_events,
     count_hours,
     current_events,
@@ -21,7 +21,7 @@ from pretrain.history import (
     require_runs,
     scores_of,
 )
-from pretrain.run_folder import METRICS_FILE
+from pretrain.runs.run_folder import METRICS_FILE
 
 
 def steps_of(events, name="train"):

@@ -3,8 +3,8 @@
 import numpy as np
 from test_prepare_data import run, stream_of, write_jsonl  # noqa: F401 run is a fixture
 
-from pretrain.inspection import document_lengths, histogram_lines
-from pretrain.shards import read_manifest
+from pretrain.data.shards import read_manifest
+from pretrain.preparation.inspect import document_lengths, histogram_lines
 
 
 def test_the_page_tells_counts_tokens_and_text(tmp_path, run):  # noqa: F811

@@ -12,9 +12,9 @@ from conftest import ROOT, free_port, run_script
 from launcher_environment import launcher_environment
 
 from pretrain.config import RunConfig
-from pretrain.launcher import launcher_problems, requested_strategy
-from pretrain.launcher_files import deepspeed_problems, launcher_file_problems, option
-from pretrain.strategy import STRATEGIES
+from pretrain.parallel.launcher import launcher_problems, requested_strategy
+from pretrain.parallel.launcher_files import deepspeed_problems, launcher_file_problems, option
+from pretrain.parallel.strategy import STRATEGIES
 
 LAUNCHER_FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 DEEPSPEED_FILES = sorted((ROOT / "ds_configs").glob("*.json"))

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from pretrain.errors import InputError
-from pretrain.lock import folder_lock
+from pretrain.processes import folder_lock
 
 
 def hold_in_a_child(path) -> int:

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import pretrain.architectures  # noqa: F401, registers the local ones
+import pretrain.model.architectures  # noqa: F401, registers the local ones
 from pretrain.errors import InputError
-from pretrain.loss import LOSS_BACKENDS, LanguageModelLoss, choose_loss, next_token_loss
+from pretrain.model.loss import LOSS_BACKENDS, LanguageModelLoss, choose_loss, next_token_loss
 
 B, T, D, V = 2, 25, 16, 53
 PROJECTING = (
@@ -194,7 +194,7 @@ def test_z_loss_of_the_torch_backend_is_refused():
 
 PEAK_MEMORY_SCRIPT = """
 import torch
-from pretrain.loss import next_token_loss
+from pretrain.model.loss import next_token_loss
 def kilobytes(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
 for backend in ("chunked", "logits"):

@@ -8,14 +8,14 @@ import pytest
 import torch
 from conftest import ROOT, TINY_LLAMA
 
-from pretrain.activations import Line, trace_activations
 from pretrain.config import RunConfig
-from pretrain.footprint import LAUNCHER_FILES, footprint, layout_of
-from pretrain.memory import optimizer_elements, sizes_of
-from pretrain.memory_advice import ladder
-from pretrain.model import build_model
-from pretrain.model_config import load_model_config
-from pretrain.optim import optimizer_builder
+from pretrain.memory.activations import Line, trace_activations
+from pretrain.memory.advice import ladder
+from pretrain.memory.footprint import LAUNCHER_FILES, footprint, layout_of
+from pretrain.memory.parts import optimizer_elements, sizes_of
+from pretrain.model.build import build_model
+from pretrain.model.model_config import load_model_config
+from pretrain.optim.optimizers import optimizer_builder
 
 SHAPE = {**TINY_LLAMA, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
 

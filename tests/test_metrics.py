@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from pretrain.metrics import Metrics, Throughput, finite
-from pretrain.quantities import count_text, duration_text
-from pretrain.trackers import flatten, tracker_problems
+from pretrain.training.metrics import Metrics, Throughput, finite
+from pretrain.training.trackers import flatten, tracker_problems
+from pretrain.units import count_text, duration_text
 
 
 def test_speed_is_tokens_over_the_time_that_was_not_paused(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("pretrain.metrics.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("pretrain.training.metrics.time.perf_counter", lambda: now[0])
     throughput = Throughput()
     for _ in range(2):
         with throughput.loading_data():
@@ -42,7 +42,7 @@ def test_words():
 
 
 def test_a_tracker_that_is_not_installed_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr("pretrain.trackers.PACKAGES", {"wandb": "wandb", "trackio": "no_such_package"})
+    monkeypatch.setattr("pretrain.training.trackers.PACKAGES", {"wandb": "wandb", "trackio": "no_such_package"})
     assert tracker_problems(["wandb"]) == []
     assert tracker_problems(["wandb", "trackio"]) == [
         "trackers: trackio is not installed: pip install no_such_package, or leave it out"

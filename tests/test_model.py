@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from pretrain.errors import InputError
-from pretrain.model import (
+from pretrain.model.build import (
     build_meta_model,
     build_model,
     check_vocabulary,
@@ -22,7 +22,7 @@ from pretrain.model import (
     save_model_metadata,
     set_end_of_document,
 )
-from pretrain.model_config import load_model_config
+from pretrain.model.model_config import load_model_config
 
 LLAMA = {
     "model_type": "llama",

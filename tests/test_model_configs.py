@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pretrain.model_config import load_model_config
+from pretrain.model.model_config import load_model_config
 
 CONFIGS = sorted((Path(__file__).parent.parent / "model_configs").glob("*.json"))
 # Exact counts. Where one moves, the shape of a published or compared model has changed: give the new shape a new name.

@@ -11,7 +11,7 @@ import yaml
 from conftest import TINY_LLAMA, events, launch, losses
 from safetensors.torch import load_file
 
-from pretrain.pipeline import SCHEDULES
+from pretrain.parallel.pipeline import SCHEDULES
 
 LLAMA = TINY_LLAMA | {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64}
 MODELS = {

@@ -7,8 +7,8 @@ import pytest
 from conftest import TINY_LLAMA
 
 from pretrain.errors import InputError
-from pretrain.model import build_meta_model, count_parameters
-from pretrain.model_config import load_model_config
+from pretrain.model.build import build_meta_model, count_parameters
+from pretrain.model.model_config import load_model_config
 
 
 def load(folder: Path, **changes):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pretrain import muon
-from pretrain.muon import Muon, batches_of_one_shape, orthogonalized
+from pretrain.optim import muon
+from pretrain.optim.muon import Muon, batches_of_one_shape, orthogonalized
 
 SHAPES = [(12, 12), (20, 8), (8, 20), (12, 12), (6, 20)]
 SETTINGS = {"weight_decay": 0.3, "momentum": 0.9}

@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT, TINY_LLAMA, events, launch, losses
 from safetensors.torch import load_file
 
-from pretrain.zero import can_use_nvme
+from pretrain.parallel.zero import can_use_nvme
 
 # A process's part of the state goes to the disk from one megabyte on.
 WIDE = TINY_LLAMA | {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": False}

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from pretrain.errors import InputError
-from pretrain.optim import (
+from pretrain.optim.optimizers import (
     build_optimizer,
     describe_optimizer,
     load_optimizer_state,
     optimizer_state_by_name,
     round_stochastically,
 )
-from pretrain.strategy import Strategy
+from pretrain.parallel.strategy import Strategy
 
 
 def tiny_model(dtype=torch.float32):

@@ -6,8 +6,8 @@ import math
 import pytest
 from conftest import ROOT, run_script
 
-from pretrain import parity
-from pretrain.parity import (
+from pretrain.runs import parity
+from pretrain.runs.parity import (
     Curve,
     Outcome,
     distance,

@@ -7,7 +7,7 @@ import pytest
 from conftest import TINY_LLAMA
 
 from pretrain.config import Pipeline
-from pretrain.pipeline import SCHEDULES, PipelineParallel
+from pretrain.parallel.pipeline import SCHEDULES, PipelineParallel
 from pretrain.recipe import read_run_config
 
 

@@ -11,8 +11,8 @@ from conftest import ROOT, TINY_LLAMA, run_script
 from pretrain.errors import InputError
 from pretrain.gpus import GPUS, find_gpu
 from pretrain.hardware import PEAK_FLOPS_BF16
-from pretrain.plan_report import build_plan, comment_of, plan_json, remarks
-from pretrain.planning import command_of, largest, micro_batches, storage_of, work_of_run
+from pretrain.planning.candidates import command_of, largest, micro_batches, storage_of, work_of_run
+from pretrain.planning.report import build_plan, comment_of, plan_json, remarks
 from pretrain.recipe import read_run_config
 
 
@@ -137,7 +137,7 @@ def test_nothing_fits_is_said(recipe):
 
 def test_disk_counts_what_is_kept(recipe):
     config = read_run_config(recipe)
-    from pretrain.model_config import load_model_config
+    from pretrain.model.model_config import load_model_config
 
     work = work_of_run(config, load_model_config(config.model))
     storage, total = storage_of(config, work), work.sizes.total

@@ -7,10 +7,10 @@ import re
 import pytest
 from run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
 
-from pretrain.curves import MEASURES, POSITIONS, Places, curves_of, differing_settings, thin
-from pretrain.history import read_history
-from pretrain.plots import PAGE, axis_text, picture_panels, smoothed, write_page, write_png
-from pretrain.run_status import read_status
+from pretrain.runs.curves import MEASURES, POSITIONS, Places, curves_of, differing_settings, thin
+from pretrain.runs.history import read_history
+from pretrain.runs.plots import PAGE, axis_text, picture_panels, smoothed, write_page, write_png
+from pretrain.runs.status import read_status
 
 
 def curves(run, name="run"):

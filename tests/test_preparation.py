@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from test_prepare_data import content_of, texts, write_jsonl
 
+from pretrain.data.shards import verify_shards
+from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import InputError
-from pretrain.lock import folder_lock, process_state
-from pretrain.preparation import prepare
-from pretrain.preparation_plan import Files, PreparationOptions
-from pretrain.shards import verify_shards
-from pretrain.sources import find_sources
-from pretrain.tokenize import load_tokenizer
+from pretrain.preparation.documents.sources import find_sources
+from pretrain.preparation.plan import Files, PreparationOptions
+from pretrain.preparation.prepare import prepare
+from pretrain.processes import folder_lock, process_state
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,7 +70,11 @@ def test_input_that_changes_while_it_is_read_is_noticed(tmp_path, tokenizer):
 
 
 def test_after_a_bad_record_what_came_before_is_kept_and_skip_goes_on(tmp_path, tokenizer, monkeypatch, capsys):
-    for name in ("formats.PART_BYTES", "sources.PART_BYTES", "byte_stream.READ_BYTES"):
+    for name in (
+        "preparation.documents.formats.PART_BYTES",
+        "preparation.documents.sources.PART_BYTES",
+        "preparation.documents.byte_stream.READ_BYTES",
+    ):
         monkeypatch.setattr(f"pretrain.{name}", 500)
     write_jsonl(tmp_path / "a.jsonl", texts(50), [b"bad"])
     with pytest.raises(InputError, match=r"a\.jsonl, line 51: broken JSON"):
@@ -87,7 +91,10 @@ def test_after_a_bad_record_what_came_before_is_kept_and_skip_goes_on(tmp_path, 
 # Runs prepare_data.py with tiny parts, a commit after each, and SIGKILL at the given call of fsync.
 KILLED = """
 import os, signal, sys
-from pretrain import byte_stream, formats, preparation, sources
+from pretrain.preparation.documents import byte_stream
+from pretrain.preparation.documents import formats
+from pretrain.preparation import prepare as preparation
+from pretrain.preparation.documents import sources
 byte_stream.READ_BYTES, formats.PART_BYTES, sources.PART_BYTES, preparation.COMMIT_SECONDS = 500, 1000, 1000, 0.0
 remaining, sync = int(sys.argv.pop(1)), os.fsync
 def fsync(descriptor):

@@ -9,14 +9,14 @@ import pytest
 from conftest import cpu_seconds, run_script
 
 import prepare_data
-from pretrain.encode import FastEncoder, ReferenceEncoder
+from pretrain.data.shards import open_shards, read_manifest, verify_shards
+from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import InputError
-from pretrain.hub_dataset import open_dataset
-from pretrain.part_encoder import is_validation_text
-from pretrain.records import Reading
-from pretrain.shards import open_shards, read_manifest, verify_shards
-from pretrain.sources import BEGINNING, Position
-from pretrain.tokenize import load_tokenizer
+from pretrain.preparation.documents.hub_dataset import open_dataset
+from pretrain.preparation.documents.records import Reading
+from pretrain.preparation.documents.sources import BEGINNING, Position
+from pretrain.preparation.encode import FastEncoder, ReferenceEncoder
+from pretrain.preparation.worker import is_validation_text
 
 ROOT = Path(__file__).parents[1]
 END = "<|endoftext|>"
@@ -87,9 +87,9 @@ def test_the_tokenizer_travels_with_the_shards(tmp_path, run, tokenizer):
 
 
 def test_workers_engines_and_order_of_options_change_no_byte(tmp_path, run, monkeypatch):
-    monkeypatch.setattr("pretrain.formats.PART_BYTES", 2000)
-    monkeypatch.setattr("pretrain.sources.PART_BYTES", 2000)
-    monkeypatch.setattr("pretrain.byte_stream.READ_BYTES", 1000)
+    monkeypatch.setattr("pretrain.preparation.documents.formats.PART_BYTES", 2000)
+    monkeypatch.setattr("pretrain.preparation.documents.sources.PART_BYTES", 2000)
+    monkeypatch.setattr("pretrain.preparation.documents.byte_stream.READ_BYTES", 1000)
     write_jsonl(tmp_path / "a.jsonl", texts())
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     folders = []
@@ -253,9 +253,9 @@ def test_what_to_read_and_what_to_make_must_be_said_once(tmp_path, run):
 def test_a_wrong_fast_path_is_noticed_and_everything_is_made_anew(
     tmp_path, run, monkeypatch, tokenizer, capsys, wrong
 ):
-    monkeypatch.setattr("pretrain.formats.PART_BYTES", 2000)
-    monkeypatch.setattr("pretrain.sources.PART_BYTES", 2000)
-    monkeypatch.setattr("pretrain.byte_stream.READ_BYTES", 1000)
+    monkeypatch.setattr("pretrain.preparation.documents.formats.PART_BYTES", 2000)
+    monkeypatch.setattr("pretrain.preparation.documents.sources.PART_BYTES", 2000)
+    monkeypatch.setattr("pretrain.preparation.documents.byte_stream.READ_BYTES", 1000)
     documents = [text.replace(END, "") for text in texts()]
     write_jsonl(tmp_path / "a.jsonl", documents)
     arguments = ("--input", tmp_path / "a.jsonl", "--workers", 1)
@@ -281,7 +281,7 @@ def test_a_wrong_fast_path_is_noticed_and_everything_is_made_anew(
 
 def test_datasets_by_folder_with_a_number_of_examples(tmp_path, run, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("pretrain.hub_dataset.ROWS_PER_PART", 8)
+    monkeypatch.setattr("pretrain.preparation.documents.hub_dataset.ROWS_PER_PART", 8)
     (tmp_path / "set").mkdir()
     write_jsonl(tmp_path / "set" / "train.jsonl", texts(50))
     same = ("--validation_fraction", 0)
@@ -300,7 +300,7 @@ def test_datasets_by_folder_with_a_number_of_examples(tmp_path, run, monkeypatch
 
 def test_a_stream_goes_on_from_any_part_without_the_files_before(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("pretrain.hub_dataset.ROWS_PER_PART", 8)
+    monkeypatch.setattr("pretrain.preparation.documents.hub_dataset.ROWS_PER_PART", 8)
     (tmp_path / "set").mkdir()
     for number in range(3):
         write_jsonl(tmp_path / f"set/train-{number}.jsonl", [f"{number} {row}" for row in range(20)])

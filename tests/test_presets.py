@@ -11,10 +11,10 @@ from conftest import run_script
 from hub_server import running_hub
 from run_folder import TEXT, write_tokenizer
 
-from pretrain.hub_dataset import joined_documents
-from pretrain.presets import ARTICLE_HEADING, PRESETS, find_preset
-from pretrain.records import Record
-from pretrain.shards import open_shards
+from pretrain.data.shards import open_shards
+from pretrain.preparation.documents.hub_dataset import joined_documents
+from pretrain.preparation.documents.presets import ARTICLE_HEADING, PRESETS, find_preset
+from pretrain.preparation.documents.records import Record
 
 STORIES = [f"{TEXT[:200]} story {number}" for number in range(20)]
 WIKITEXT = [
@@ -90,10 +90,10 @@ def hub(tmp_path_factory):
 # Opens and reads every preset in one process; importing datasets anew for each would take minutes.
 READ = """
 import json, sys
-from pretrain.hub_dataset import open_dataset
-from pretrain.presets import PRESETS
-from pretrain.records import Reading
-from pretrain.sources import BEGINNING
+from pretrain.preparation.documents.hub_dataset import open_dataset
+from pretrain.preparation.documents.presets import PRESETS
+from pretrain.preparation.documents.records import Reading
+from pretrain.preparation.documents.sources import BEGINNING
 found = {}
 for name in PRESETS:
     dataset = open_dataset(name + ":7", None, "train", None)

@@ -5,11 +5,11 @@ import torch
 from test_model import TINY
 from transformers import AutoConfig, PreTrainedModel
 
-import pretrain.architectures  # noqa: F401  (registers the local models)
+import pretrain.model.architectures  # noqa: F401  (registers the local models)
 from pretrain.errors import InputError
-from pretrain.model import build_meta_model, build_model, load_pretrained
-from pretrain.pretrained import PretrainedTensors, find_weights, open_pretrained
-from pretrain.weights import InitialWeights, units_of
+from pretrain.model.build import build_meta_model, build_model, load_pretrained
+from pretrain.model.initial_weights import InitialWeights, units_of
+from pretrain.model.pretrained import PretrainedTensors, find_weights, open_pretrained
 
 
 def save(kind: str, folder, dtype=torch.float32, **options) -> str:

@@ -11,13 +11,13 @@ from conftest import run_script
 from transformers import AttentionInterface, AutoConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from pretrain import attention as attention_module
-from pretrain import probe as probe_module
 from pretrain.errors import InputError
-from pretrain.experts import Experts, RouterLosses
-from pretrain.probe import probe
-from pretrain.reference import KeyedConfig, projects_hidden_states, reference_of
-from pretrain.small_copy import kinds_of_layers
+from pretrain.model import attention as attention_module
+from pretrain.model.reference import KeyedConfig, projects_hidden_states, reference_of
+from pretrain.model.small_copy import kinds_of_layers
+from pretrain.training import probe as probe_module
+from pretrain.training.experts import Experts, RouterLosses
+from pretrain.training.probe import probe
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 NO_LOSSES = RouterLosses(2, balance=0.0)

@@ -24,16 +24,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import publish
-from pretrain.card import Publication
-from pretrain.companions import publish_cut_short
-from pretrain.derived import derive
 from pretrain.errors import InputError
 from pretrain.files import commit, damage
-from pretrain.history import append_events
-from pretrain.hub_upload import login_problems, offer_problems, publish_in_background, set_tag
-from pretrain.lock import hold_while_open
-from pretrain.publishing import Model, checkpoint_model, find_models, stage
+from pretrain.processes import hold_while_open
 from pretrain.recipe import read_run_config
+from pretrain.runs.history import append_events
+from pretrain.runs.publishing.card import Publication
+from pretrain.runs.publishing.hub_upload import login_problems, offer_problems, publish_in_background, set_tag
+from pretrain.runs.publishing.publish import Model, checkpoint_model, find_models, stage
+from pretrain.training.background_jobs import publish_cut_short
+from pretrain.training.run_plan import derive
 
 SOON = 300
 """Seconds that no machine, however busy, needs for what is waited for here."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pretrain.errors import InputError
-from pretrain.micro_batch import IGNORED, host_batch, model_inputs
-from pretrain.read_ahead import ReadAhead
+from pretrain.model.inputs import IGNORED, host_batch, model_inputs
+from pretrain.training.prefetch import ReadAhead
 
 CPU = torch.device("cpu")
 WAIT_SECONDS = 120

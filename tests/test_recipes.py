@@ -5,12 +5,12 @@ import re
 import pytest
 from conftest import ROOT, run_script
 
-from pretrain.derived import derive
-from pretrain.metrics import count_text
-from pretrain.model_config import load_model_config
-from pretrain.planning import work_of_run
+from pretrain.model.model_config import load_model_config
+from pretrain.planning.candidates import work_of_run
 from pretrain.recipe import read_run_config
-from pretrain.validation import open_validation
+from pretrain.training.metrics import count_text
+from pretrain.training.run_plan import derive
+from pretrain.training.validation import open_validation
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 WANTED = {"demo", "llama_125m", "llama_1b", "qwen3_0.6b", "deepone_162m", "gpt2_124m", "tiny_curriculum"}

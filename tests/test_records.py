@@ -12,10 +12,10 @@ import pyarrow.parquet
 import pytest
 from test_prepare_data import run, stream_of, write_jsonl  # noqa: F401 run is a fixture
 
+from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
-from pretrain.records import Reading, template_problem
-from pretrain.shards import read_manifest
-from pretrain.sources import find_sources, records_of
+from pretrain.preparation.documents.records import Reading, template_problem
+from pretrain.preparation.documents.sources import find_sources, records_of
 
 ROWS = [
     {"title": "One", "text": "first é", "language": "en", "score": 3},

@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from pretrain.errors import InputError
-from pretrain.rendezvous import (
+from pretrain.parallel.rendezvous import (
     choose_interface,
     interfaces_by_address,
     is_loopback,
@@ -57,9 +57,9 @@ def machine(monkeypatch):
         answers = own if host == socket.gethostname() else [host]
         return [entry for answer in answers for entry in real(answer, *rest, **named)]
 
-    monkeypatch.setattr("pretrain.rendezvous.socket.getaddrinfo", resolve)
-    monkeypatch.setattr("pretrain.rendezvous.interfaces_by_address", lambda: ADDRESSES)
-    monkeypatch.setattr("pretrain.rendezvous.local_address_towards", routes.get)
+    monkeypatch.setattr("pretrain.parallel.rendezvous.socket.getaddrinfo", resolve)
+    monkeypatch.setattr("pretrain.parallel.rendezvous.interfaces_by_address", lambda: ADDRESSES)
+    monkeypatch.setattr("pretrain.parallel.rendezvous.local_address_towards", routes.get)
     yield own
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
@@ -89,7 +89,9 @@ def test_several_interfaces_and_no_route_are_the_users_choice(machine, monkeypat
     monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")  # the main machine's own name
     with pytest.raises(InputError, match=r"set GLOO_SOCKET_IFNAME .* one of eth0, ib0"):
         choose_interface()
-    monkeypatch.setattr("pretrain.rendezvous.interfaces_by_address", lambda: {"127.0.0.1": "lo", "10.0.0.3": "eth0"})
+    monkeypatch.setattr(
+        "pretrain.parallel.rendezvous.interfaces_by_address", lambda: {"127.0.0.1": "lo", "10.0.0.3": "eth0"}
+    )
     choose_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0", "the only one"
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from pretrain.replicas import CHUNK, compare, differences, digest_tensors
+from pretrain.parallel.replicas import CHUNK, compare, differences, digest_tensors
 
 CPU = torch.device("cpu")
 

@@ -14,14 +14,14 @@ import yaml
 from conftest import cpu_seconds, run_script
 from run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
 
-from pretrain.comparison import comparison_text, differences, flatten, results_of, settings_of
+from pretrain.data.shards import open_shards, verify_shards
+from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
-from pretrain.history import read_history
-from pretrain.lock import folder_lock
-from pretrain.run_status import is_alive, list_text, read_status, sparkline, state_text, status_text
-from pretrain.shards import open_shards, verify_shards
-from pretrain.step_documents import documents_text, open_step, read_sequence
-from pretrain.tokenize import load_decoder
+from pretrain.processes import folder_lock
+from pretrain.runs.comparison import comparison_text, differences, flatten, results_of, settings_of
+from pretrain.runs.history import read_history
+from pretrain.runs.status import is_alive, list_text, read_status, sparkline, state_text, status_text
+from pretrain.runs.step_documents import documents_text, open_step, read_sequence
 
 COMMANDS = ("list", "status", "plot", "compare", "summary", "export", "documents", "save", "stop", "abort", "anneal")
 DEAD = {"pid": 2**22 + 1, "host": socket.gethostname()}

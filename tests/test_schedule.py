@@ -5,9 +5,9 @@ from typing import get_args
 import pytest
 
 from pretrain import config
-from pretrain.batch_ramp import BatchRamp, batch_ramp
 from pretrain.errors import InputError
-from pretrain.schedule import (
+from pretrain.optim.batch_ramp import BatchRamp, batch_ramp
+from pretrain.optim.learning_rate import (
     DECAY_SHAPES,
     MUON_RATE,
     SCHEDULES,

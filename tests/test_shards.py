@@ -5,11 +5,11 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from pretrain.document_index import document_table, read_index
+from pretrain.data.document_index import document_table, read_index
+from pretrain.data.manifest import Shard, dtype_for
+from pretrain.data.shards import open_shards, read_manifest, verify_shards
 from pretrain.errors import InputError
-from pretrain.manifest import Shard, dtype_for
-from pretrain.shard_writer import ShardWriter
-from pretrain.shards import open_shards, read_manifest, verify_shards
+from pretrain.preparation.shard_writer import ShardWriter
 
 END = 9
 VOCABULARY = 10

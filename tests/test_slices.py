@@ -15,12 +15,12 @@ import zstandard
 from conftest import ROOT
 from test_prepare_data import content_of, run, texts, write_jsonl  # noqa: F401 run is a fixture
 
+from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
-from pretrain.preparation_plan import Files
-from pretrain.records import Reading
-from pretrain.shards import read_manifest
-from pretrain.slices import parse_slice
-from pretrain.sources import BEGINNING, find_sources
+from pretrain.preparation.documents.records import Reading
+from pretrain.preparation.documents.sources import BEGINNING, find_sources
+from pretrain.preparation.plan import Files
+from pretrain.preparation.slices import parse_slice
 
 
 def as_jsonl_zst(documents):
@@ -45,7 +45,12 @@ WRITERS = {"jsonl.zst": as_jsonl_zst, "parquet": as_parquet, "csv": as_csv}
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    for name in ("formats.PART_BYTES", "sources.PART_BYTES", "byte_stream.READ_BYTES", "slices.TOKENS_PER_PART"):
+    for name in (
+        "preparation.documents.formats.PART_BYTES",
+        "preparation.documents.sources.PART_BYTES",
+        "preparation.documents.byte_stream.READ_BYTES",
+        "preparation.slices.TOKENS_PER_PART",
+    ):
         monkeypatch.setattr(f"pretrain.{name}", 1000)
 
 
@@ -136,7 +141,7 @@ def test_one_large_file_is_divided_too(tmp_path, run, small_parts, name):  # noq
 @pytest.mark.parametrize("streaming", ["--no-streaming", "--streaming"])
 def test_a_dataset_is_divided_too(tmp_path, run, monkeypatch, small_parts, streaming):  # noqa: F811
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("pretrain.hub_dataset.ROWS_PER_PART", 8)
+    monkeypatch.setattr("pretrain.preparation.documents.hub_dataset.ROWS_PER_PART", 8)
     for number in range(4):
         (tmp_path / "set").mkdir(exist_ok=True)
         write_jsonl(tmp_path / f"set/train-{number}.jsonl", texts(100)[number * 20 : number * 30 + 20])

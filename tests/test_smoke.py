@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import launch, run_script
 
-from pretrain.smoke import memory_problem
+from pretrain.planning.smoke import memory_problem
 
 PARTS = ("the loss falls", "gradient norms", "learning rate", "resumed exactly", "checkpoint", "model folder")
 PARTS += ("memory as planned",)

@@ -7,12 +7,19 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-import pretrain.architectures  # noqa: F401  (registers the local models)
-from pretrain.attention import attention_arguments, document_layout
-from pretrain.loss import LanguageModelLoss
-from pretrain.model import build_meta_model, build_model
-from pretrain.stages import Stage, cut_problem, fill_stages, split_layers, split_micro_batch, stage_parameters
-from pretrain.weights import InitialWeights
+import pretrain.model.architectures  # noqa: F401  (registers the local models)
+from pretrain.model.attention import attention_arguments, document_layout
+from pretrain.model.build import build_meta_model, build_model
+from pretrain.model.initial_weights import InitialWeights
+from pretrain.model.loss import LanguageModelLoss
+from pretrain.parallel.pipeline_stages import (
+    Stage,
+    cut_problem,
+    fill_stages,
+    split_layers,
+    split_micro_batch,
+    stage_parameters,
+)
 
 END = 3
 CUTTABLE = "deepone gpt2 gpt_neox llama mistral olmo olmo2 olmo3 phi3 qwen2 qwen3 smollm3 stablelm starcoder2".split()  # noqa: SIM905

@@ -9,10 +9,10 @@ import pytest
 import torch
 from save_and_die import strategy_of
 
+from pretrain.checkpoint.run_state import Request
 from pretrain.config import Guard
-from pretrain.metrics import Metrics
-from pretrain.state import Request
-from pretrain.supervision import CutShort, Supervisor
+from pretrain.training.metrics import Metrics
+from pretrain.training.supervisor import CutShort, Supervisor
 
 START = "start-1"
 

@@ -6,10 +6,10 @@ import pytest
 from conftest import TINY_LLAMA
 from transformers import AutoConfig
 
-import pretrain.architectures  # noqa: F401  (registers the local models)
-from pretrain.model import build_meta_model
+import pretrain.model.architectures  # noqa: F401  (registers the local models)
+from pretrain.model.build import build_meta_model
+from pretrain.parallel.tensor_parallel import SUMMED, TensorParallel, plan_of, plan_problem, style_of
 from pretrain.recipe import read_run_config
-from pretrain.tensor_parallel import SUMMED, TensorParallel, plan_of, plan_problem, style_of
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from test_batches import write_shards
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from pretrain.derived import derive
 from pretrain.errors import InputError
 from pretrain.recipe import read_run_config
+from pretrain.training.run_plan import derive
 
 GOLDEN = {1: 6.24694, 4: 6.21027, 8: 6.16098, 12: 6.13158}
 """{step: loss} on made-up shards, which no version of Python changes. If these move, then so does what every user

@@ -14,9 +14,9 @@ import pytest
 from test_prepare_data import content_of, run, texts, write_jsonl  # noqa: F401 run is a fixture
 from test_slices import WRITERS
 
-from pretrain import urls
 from pretrain.errors import InputError
-from pretrain.sources import find_sources
+from pretrain.preparation.documents import urls
+from pretrain.preparation.documents.sources import find_sources
 
 
 @pytest.fixture
@@ -81,7 +81,11 @@ def ids_and_documents(folder):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_documents_in_memory_are_prepared_as_those_in_files(tmp_path, run, memory, monkeypatch, workers):  # noqa: F811
-    for name in ("formats.PART_BYTES", "sources.PART_BYTES", "byte_stream.READ_BYTES"):
+    for name in (
+        "preparation.documents.formats.PART_BYTES",
+        "preparation.documents.sources.PART_BYTES",
+        "preparation.documents.byte_stream.READ_BYTES",
+    ):
         monkeypatch.setattr(f"pretrain.{name}", 500)
     write_documents(tmp_path / "docs")
     memory.put(str(tmp_path / "docs"), "/bucket/docs", recursive=True)

@@ -14,7 +14,7 @@ from conftest import ROOT
 PROGRAM = """
 import os, sys, threading, time
 from pathlib import Path
-from pretrain.watch import Watch
+from pretrain.training.watchdog import Watch
 
 run, step_timeout, neighbour = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 def on_end(reason, code):
@@ -34,7 +34,7 @@ BEATS_ON = "while True:\n    watch.beat()\n    time.sleep(0.01)"
 HANGS = "threading.Event().wait()"
 CLOCK_OF_SIGNALS = """
 # Between two signals 0.6 s pass for the watch, however long they take here.
-import pretrain.watch
+import pretrain.training.watchdog
 from types import SimpleNamespace
 now, take = [time.monotonic()], watch._take
 def taken(number):
@@ -42,7 +42,7 @@ def taken(number):
     now[0] += 0.6
     print("taken", flush=True)
 watch._take = taken
-pretrain.watch.time = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
+pretrain.training.watchdog.time = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
 """
 SOON = 120
 """Seconds that no machine, however busy, needs for what takes one or two."""

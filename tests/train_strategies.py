@@ -34,9 +34,9 @@ from accelerate.state import AcceleratorState
 from launcher_environment import LAUNCHER_VARIABLES, launcher_environment
 
 import train
+from pretrain.parallel.replicas import differences
+from pretrain.parallel.strategy import Strategy
 from pretrain.recipe import read_command_line
-from pretrain.replicas import differences
-from pretrain.strategy import Strategy
 
 
 def check_load(load):
@@ -136,14 +136,14 @@ def all_strategies(base: type = Strategy) -> list[type]:
 
 
 if __name__ == "__main__":
-    import pretrain.fully_sharded
-    import pretrain.pipeline
-    import pretrain.tensor_parallel
-    import pretrain.zero
+    import pretrain.parallel.fully_sharded
+    import pretrain.parallel.pipeline
+    import pretrain.parallel.tensor_parallel
+    import pretrain.parallel.zero
 
     run: dict = {}
     # Tests that run side by side share the cores: threads that wait for each other there make a step take seconds.
-    pretrain.strategy.use_all_cores = lambda: torch.set_num_threads(1)
+    pretrain.parallel.strategy.use_all_cores = lambda: torch.set_num_threads(1)
     for strategy_class in all_strategies():
         if "load" in vars(strategy_class):
             strategy_class.load = check_load(strategy_class.load)

@@ -29,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import psutil
 import torch
 
-import pretrain.checkpoint
-import pretrain.export_check
-import pretrain.samples
-from pretrain.loss import LanguageModelLoss
-from pretrain.read_ahead import ReadAhead
-from pretrain.strategy import Strategy
+import pretrain.checkpoint.checkpoints
+import pretrain.checkpoint.export_check
+import pretrain.training.samples
+from pretrain.model.loss import LanguageModelLoss
+from pretrain.parallel.strategy import Strategy
+from pretrain.training.prefetch import ReadAhead
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 SETTINGS = json.loads(os.environ["FAULTS_TO_INJECT"])
@@ -126,7 +126,10 @@ def strike_around_a_step(faults: Faults) -> None:
 
 def strike_between_steps(faults: Faults) -> None:
     """Patches what the main rank does in a thread while the others wait."""
-    continue_prompts, verify_export = pretrain.samples._continue_prompts, pretrain.export_check.verify_export
+    continue_prompts, verify_export = (
+        pretrain.training.samples._continue_prompts,
+        pretrain.checkpoint.export_check.verify_export,
+    )
 
     def continue_prompts_with_faults(*arguments):
         faults.at("sample")
@@ -136,13 +139,13 @@ def strike_between_steps(faults: Faults) -> None:
         faults.at("check")
         return verify_export(*arguments, **named)
 
-    pretrain.samples._continue_prompts = continue_prompts_with_faults
-    pretrain.export_check.verify_export = verify_export_with_faults
+    pretrain.training.samples._continue_prompts = continue_prompts_with_faults
+    pretrain.checkpoint.export_check.verify_export = verify_export_with_faults
 
 
 def strike_in_a_save(faults: Faults) -> None:
     """Patches what a checkpoint's writer calls."""
-    save_file, fsync, mkdir = pretrain.checkpoint.save_file, os.fsync, Path.mkdir
+    save_file, fsync, mkdir = pretrain.checkpoint.checkpoints.save_file, os.fsync, Path.mkdir
 
     def save_file_with_faults(tensors, path, **named):
         faults.at("write")
@@ -157,7 +160,11 @@ def strike_in_a_save(faults: Faults) -> None:
             faults.at("mkdir")
         return mkdir(path, *arguments, **named)
 
-    pretrain.checkpoint.save_file, os.fsync, Path.mkdir = save_file_with_faults, fsync_with_faults, mkdir_with_faults
+    pretrain.checkpoint.checkpoints.save_file, os.fsync, Path.mkdir = (
+        save_file_with_faults,
+        fsync_with_faults,
+        mkdir_with_faults,
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,9 @@
+"""Saved state: whole or absent, by Hugging Face parameter name, without pickle.
+
+The format is a promise: what was saved yesterday continues tomorrow (docs/checkpoints.md).
+
+    checkpoints: saving, verifying, pruning
+    tensor_files: named tensors on disk
+    run_state: where a run stands
+    export, export_check: the finished model; is it the trained one
+"""

@@ -1,0 +1,339 @@
+"""Checkpoints: one format for every strategy and number of ranks, each one a HF model folder, none with a pickle.
+
+    checkpoints/step-00000500/
+      config.json, tokenizer files, model*.safetensors    a model that from_pretrained loads
+      optimizer*.safetensors                              optimizer state as '<parameter>.<state>', whole tensors
+      trainer_state.json                                  step, tokens, what was skipped, what data and model were
+      MANIFEST.json                                       size and sha256 of every file, written last
+
+The step waits for the copy to host memory only; a thread writes to a hidden folder, syncs and hashes every file,
+writes the manifest, renames, syncs the parent, and then prunes: at every instant the newest folder with a valid
+manifest is a whole checkpoint. Resume checks hashes before it reads; a damaged checkpoint is set aside under the name
+damaged-step-00000500.
+"""
+
+import json
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from pretrain import config
+from pretrain.checkpoint.run_state import RunStopped
+from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, index_of, shares
+from pretrain.errors import EXIT_NO_VALID_CHECKPOINT
+from pretrain.files import REMOVED, commit, damage, remove, seal, write_durably
+from pretrain.parallel.strategy import Strategy, TensorGroup
+from pretrain.runs.run_folder import read_state, step_of
+
+UNFINISHED, DAMAGED = ".saving-", "damaged-"
+SLOWEST_SAVE_SECONDS = 3600.0
+"""A disk may take so long; after that a wait for it counts as a hang."""
+
+
+class NoValidCheckpoint(RunStopped):
+    """There are checkpoints, and none can be trusted: starting from scratch would hide the loss."""
+
+    exit_code = EXIT_NO_VALID_CHECKPOINT
+
+
+class SaveFailed(RunStopped):
+    """The save was given up on every rank; what was there before is untouched."""
+
+
+@dataclass
+class Save:
+    """One save: what is to be written, and what became of it."""
+
+    step: int
+    folder: Path
+    files: dict[str, dict[str, torch.Tensor]]
+    """This rank's share, in host memory: {file: {name: tensor}}."""
+    indices: dict[str, dict]
+    """{file: contents} of the index files."""
+    contents: dict[str, Any]
+    """trainer_state.json."""
+    describe: Callable[[Path], None]
+    started: float = field(default_factory=time.perf_counter)
+    stall_seconds: float = 0.0
+    """How long training waited."""
+    seconds: float = 0.0
+    """From the beginning to the commit."""
+    bytes: int = 0
+    problem: str | None = None
+    """Why it failed, on every rank alike."""
+    thread: threading.Thread | None = None
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every method but `finished` is called by all ranks together."""
+
+    def __init__(self, run: Path, strategy: Strategy, settings: config.Checkpoint):
+        self.folder = run / "checkpoints"
+        self.strategy, self.settings, self.in_background = strategy, settings, settings.in_background
+        self.last_step: int | None = None
+        """The step of the newest checkpoint that was found valid or written."""
+        self.begun_step: int | None = None
+        """The same, or the step of a save that is not over: known to all ranks at the same time."""
+        self._in_flight: Save | None = None
+        self._done: list[Save] = []
+        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+        with strategy.together(SaveFailed):
+            if strategy.is_main:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for litter in [*self.folder.glob(f"{UNFINISHED}*"), *self.folder.glob(f"{REMOVED}*")]:
+                    shutil.rmtree(litter)
+                for litter in self.folder.glob(".*.new"):
+                    litter.unlink()
+
+    def save(
+        self,
+        step: int,
+        contents: dict[str, Any],
+        groups: Mapping[str, TensorGroup],
+        describe: Callable[[Path], None],
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Begins to save the checkpoint of `step`: copies the tensors to host memory and writes them in a thread.
+
+        Args:
+            contents: what goes into trainer_state.json.
+            groups: {"model": ..., "optimizer": ...}; each rank writes its share of the files.
+            describe: writes the rest of a HF model folder (config, tokenizer) into the folder given; main rank only.
+            beat: called now and then while training waits.
+
+        A save that is still being written is waited for. What became of this one is told by `finished` or `wait`.
+        """
+        begun = time.perf_counter()
+        self.wait(beat)
+        self.begun_step = step
+        final = self.folder / f"step-{step:08d}"
+        unfinished = self.folder / f"{UNFINISHED}{final.name}"
+        save = Save(step, final, {}, {}, contents, describe, started=begun)
+        try:
+            with self.strategy.together(SaveFailed):
+                if self.strategy.is_main:
+                    require_space(self.folder, sum(bytes_of(group) for group in groups.values()))
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                    unfinished.mkdir()
+        except SaveFailed as error:
+            save.problem = str(error)
+            self._done.append(save)
+            return
+        for prefix, group in groups.items():
+            save.files |= self._staged(prefix, group, beat)
+            save.indices |= index_of(group, prefix)
+        save.thread = threading.Thread(target=self._write, args=(save, unfinished), name="checkpoint", daemon=True)
+        self._in_flight = save
+        save.thread.start()
+        if not self.in_background:
+            wait_for(save, beat)
+        save.stall_seconds = time.perf_counter() - begun
+
+    def finished(self) -> Save | None:
+        """A save that was written or has failed since the last call; the ranks need not ask in the same step."""
+        if self._in_flight is not None and not self._in_flight.thread.is_alive():
+            self.wait()
+        return self._done.pop(0) if self._done else None
+
+    def wait(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Returns when nothing is being written; calls `beat` now and then."""
+        if (save := self._in_flight) is None:
+            return
+        wait_for(save, beat)
+        self._in_flight = None
+        self._done.append(save)
+        if save.problem is None:
+            self.last_step = save.step
+
+    def _staged(self, prefix: str, group: TensorGroup, beat: Callable[[], None]) -> dict[str, dict[str, torch.Tensor]]:
+        """This rank's share in memory that nothing else writes to; the same memory in every save.
+
+        New memory costs more than the copy: the kernel clears every page of it.
+        """
+        staged: dict[str, dict[str, torch.Tensor]] = {}
+        rank, ranks, on_gpu = self.strategy.rank, self.strategy.ranks, False
+        for file, name, tensor in shares(prefix, group, rank, ranks, beat, on_host=not self.in_background):
+            on_gpu = on_gpu or tensor.is_cuda
+            if not self.in_background:
+                staged.setdefault(file, {})[name] = tensor.contiguous()
+                continue
+            buffer = self._buffers.get((prefix, name))
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = self._buffers[prefix, name] = host_memory_for(tensor)
+            # On a GPU in the stream of the steps: after the last one, before the next, and gathered tensors are not
+            # reused too early. Nobody waits for a single tensor.
+            staged.setdefault(file, {})[name] = buffer.copy_(tensor, non_blocking=True)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return staged
+
+    def _write(self, save: Save, unfinished: Path) -> None:
+        """In the thread: writes this rank's files, waits for the other ranks', commits."""
+        save.problem = "not finished"
+        try:
+            save.problem = self._written(save, unfinished)
+        except Exception as error:  # a thread that dies without a word would leave a save that seems to have worked
+            save.problem = f"{type(error).__name__}: {error}"
+        save.files = {}
+        save.seconds = time.perf_counter() - save.started
+
+    def _written(self, save: Save, unfinished: Path) -> str | None:
+        """Returns what went wrong, the same on all ranks; raises if the others can no longer be asked."""
+        problem, written = None, {}
+        try:
+            for file, tensors in save.files.items():
+                save_file(tensors, unfinished / file, metadata={"format": "pt"})
+                written[file] = seal(unfinished / file)
+        except Exception as error:  # whatever it is, the other ranks wait for the answer
+            problem = f"{type(error).__name__}: {error}"
+        answers = self.strategy.gather((problem, written), in_background=True)
+        problems = [problem for problem, _ in answers if problem]
+        if not problems and self.strategy.is_main:
+            try:
+                self._commit(save, unfinished, {n: entry for _, share in answers for n, entry in share.items()})
+            except Exception as error:  # as above: describing the model may fail in any way
+                problems = [f"{type(error).__name__}: {error}"]
+        # Nobody goes on before the commit: the next save must find it done, and all must know how it went.
+        problems = self.strategy.gather(problems, in_background=True)[0]
+        if problems and self.strategy.is_main:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        save.bytes = sum(entry["bytes"] for _, share in answers for entry in share.values())
+        return "; ".join(problems) or None
+
+    def _commit(self, save: Save, unfinished: Path, files: Mapping[str, dict]) -> None:
+        for name, index in save.indices.items():
+            (unfinished / name).write_text(json.dumps(index, indent=1))
+        save.describe(unfinished)
+        (unfinished / "trainer_state.json").write_text(json.dumps(save.contents, indent=1))
+        commit(unfinished, save.folder, files)
+        write_durably(self.folder / "LATEST", save.folder.name)
+        try:
+            self._prune()
+        except OSError as error:  # this checkpoint is good; the old ones go with the next prune
+            print(f"checkpoints: an old one could not be removed ({error})", file=sys.stderr, flush=True)
+
+    def valid(self, folder: Path) -> Path:
+        """A checkpoint of any run, once its files are found to be as they were written. Raises NoValidCheckpoint."""
+        share = damage(folder, self.strategy.rank, self.strategy.ranks)
+        if problems := [problem for found in self.strategy.gather(share) for problem in found]:
+            raise NoValidCheckpoint(f"{folder} cannot be used: {'; '.join(problems)}")
+        return folder
+
+    def newest_valid(
+        self, log: Callable[[str], None], at_most: int | None = None, beat: Callable[[], None] = lambda: None
+    ) -> Path | None:
+        """The newest checkpoint, of step `at_most` or before, whose files are all as they were written, or None.
+
+        What is wrong with those passed over goes to `log`, and they are set aside. Raises NoValidCheckpoint if there
+        are only damaged ones.
+        """
+        self.wait(beat)
+        # The main rank's list: on a network disk the others may still see an older one.
+        present = self.strategy.gather(sorted(path.name for path in self.folder.glob("step-*")))[0]
+        for folder in [self.folder / name for name in reversed(present)]:
+            if at_most is not None and step_of(folder) > at_most:
+                continue
+            share = damage(folder, self.strategy.rank, self.strategy.ranks, beat)
+            problems = [problem for found in self.strategy.gather(share) for problem in found]
+            if not problems:
+                self.last_step = self.begun_step = step_of(folder)
+                return folder
+            aside = folder.with_name(f"{DAMAGED}{folder.name}")
+            log(f"checkpoint {folder.name} cannot be used: {'; '.join(problems)}; it is now {aside.name}")
+            with self.strategy.together(SaveFailed):
+                if self.strategy.is_main:
+                    shutil.rmtree(aside, ignore_errors=True)
+                    folder.rename(aside)
+        if at_most is None and (lost := self.strategy.gather(self._lost())[0]):
+            raise NoValidCheckpoint(
+                f"none of the checkpoints in {self.folder} is intact ({lost}); restore one from a copy as step-..., "
+                "or start again with another --output"
+            )
+        return None
+
+    def _lost(self) -> str:
+        """What speaks for checkpoints that were here and are not, in words; '' if there never was one."""
+        if damaged := len(list(self.folder.glob(f"{DAMAGED}*"))):
+            return f"{damaged} damaged"
+        latest = self.folder / "LATEST"
+        return f"LATEST names {latest.read_text()}, which is gone" if latest.exists() else ""
+
+    def discard_after(self, step: int) -> None:
+        """Removes the checkpoints of later steps: training goes back to `step` and takes another way."""
+        self.wait()
+        with self.strategy.together(SaveFailed):
+            if self.strategy.is_main:
+                write_durably(self.folder / "LATEST", f"step-{step:08d}")
+                for folder in self.folder.glob("step-*"):
+                    if step_of(folder) > step:
+                        remove(folder)
+
+    def _prune(self) -> None:
+        losses = {
+            step_of(folder): (read_state(folder) or {}).get("validation_loss") for folder in self.folder.glob("step-*")
+        }
+        for step in set(losses) - steps_to_keep(self.settings, losses):
+            remove(self.folder / f"step-{step:08d}")
+
+
+def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
+    """As much memory on the host, page-locked for one on a GPU: to that it copies several times as fast."""
+    if tensor.is_cuda:
+        try:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        except RuntimeError:  # a limit on locked pages, or too little of them
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def steps_to_keep(settings: config.Checkpoint, losses: Mapping[int, float | None]) -> set[int]:
+    """The steps whose checkpoints stay, of {step: validation loss or None}: the newest, the best, the milestones."""
+    newest = sorted(losses)[-settings.keep_last :]
+    measured = sorted((loss, step) for step, loss in losses.items() if loss is not None)
+    best = [step for _, step in measured[: settings.keep_best]]
+    milestones = [step for step in losses if settings.milestones_every and step % settings.milestones_every == 0]
+    return {*newest, *best, *milestones}
+
+
+def wait_for(save: Save, beat: Callable[[], None]) -> None:
+    """Until it is written. Beats in between: a slow disk is no hang, one that never answers is."""
+    while save.thread.is_alive():
+        save.thread.join(timeout=1.0)
+        if time.perf_counter() - save.started < SLOWEST_SAVE_SECONDS:
+            beat()
+
+
+def require_space(folder: Path, needed_bytes: int) -> None:
+    """Raises OSError if the disk has no room for a checkpoint: better before than in the middle of it."""
+    free = shutil.disk_usage(folder).free
+    if free < 1.05 * needed_bytes:
+        raise OSError(f"a checkpoint needs {needed_bytes / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free")
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint's contents; tensors are read when they are asked for."""
+
+    model: SavedTensors
+    optimizer: SavedTensors
+    contents: dict[str, Any]
+    """trainer_state.json: state, identity, strategy, guard, validation_loss."""
+
+
+def load_saved(folder: Path) -> SavedRun:
+    """The contents of a checkpoint that was found valid."""
+    if (contents := read_state(folder)) is None:
+        raise NoValidCheckpoint(f"{folder}: its trainer_state.json cannot be read")
+    try:
+        return SavedRun(SavedTensors(folder, "model"), SavedTensors(folder, "optimizer"), contents)
+    except (OSError, SafetensorError) as error:
+        raise NoValidCheckpoint(f"{folder}: {error}") from error

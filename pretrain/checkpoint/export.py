@@ -1,0 +1,71 @@
+"""final/: the trained model as a Hugging Face folder, in the export dtype, with tokenizer and model card."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from pretrain.checkpoint.checkpoints import SaveFailed
+from pretrain.checkpoint.tensor_files import write_group
+from pretrain.files import commit
+from pretrain.hardware import DTYPES
+from pretrain.model.build import save_model_metadata
+from pretrain.parallel.strategy import Strategy
+from pretrain.runs.publishing.card import CARD_FILE, write_card
+
+
+def describe_model(model: PreTrainedModel, tokenizer: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Everything of a HF model folder but the weights: configs, code of local architectures, tokenizer.
+
+    dtype: of the weights in the folder; from_pretrained loads in it.
+    """
+    model.config.dtype = dtype
+    save_model_metadata(model, folder)
+    add_converters_keys(folder / "config.json")
+    for path in tokenizer.iterdir():
+        shutil.copyfile(path, folder / path.name)
+
+
+def add_converters_keys(path: Path) -> None:
+    """Adds to config.json what llama.cpp's converter reads and transformers no longer writes: GPT-2's n_ctx."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if config["model_type"] == "gpt2":
+        config["n_ctx"] = config["n_positions"]
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def export_final(
+    run: Path, strategy: Strategy, dtype: str, describe: Callable[..., None], beat: Callable[[], None]
+) -> Path:
+    """Writes run/final, whole or not at all; all ranks together. Raises SaveFailed if one cannot write."""
+    final, unfinished = run / "final", run / ".saving-final"
+    with strategy.together(SaveFailed):
+        if strategy.is_main:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+    with strategy.together(SaveFailed):
+        written = write_group(
+            unfinished, "model", strategy.model_tensors(), strategy.rank, strategy.ranks, DTYPES[dtype], beat
+        )
+    files = {name: entry for share in strategy.gather(written) for name, entry in share.items()}
+    with strategy.together(SaveFailed):
+        if strategy.is_main:
+            describe(unfinished, dtype=DTYPES[dtype])
+            if problem := describe_training(run, unfinished):
+                strategy.print(f"warning: {problem}")
+            commit(unfinished, final, files)
+    return final
+
+
+def describe_training(run: Path, folder: Path) -> str | None:
+    """Writes the model card into the folder; returns what went wrong, if it did: no card is worth losing a model."""
+    try:
+        write_card(run, folder)
+    except Exception as error:  # whatever the card's sources hold, the model beside it must be kept
+        text = f"the model card could not be written ({type(error).__name__}: {error})"
+        (folder / CARD_FILE).write_text(f"# {run.resolve().name}\n\n{text}\n", encoding="utf-8")
+        return text
+    return None

@@ -1,0 +1,233 @@
+"""Is the exported model the one that was trained? Reloaded by from_pretrained, and compared number by number."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+import pretrain.model.architectures  # noqa: F401  (registers the local models, which then need no trust_remote_code)
+from pretrain.data.shards import ShardReader
+from pretrain.data.windows import read_windows, windows_of
+from pretrain.files import damage
+from pretrain.hardware import DTYPES
+
+LOSS_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 2e-2, "fp8": 2e-1}
+"""Nats per token between the model as it trains and its export, by the coarser of their precisions: many times what
+rounding does (in bf16 some 1e-3), a small part of what one tensor in the wrong place does."""
+PROBE_SEQUENCES, PROBE_TOKENS = 2, 32
+
+
+@dataclass
+class ExportCheck:
+    """What was compared, and how it came out."""
+
+    folder: Path
+    problems: list[str] = field(default_factory=list)
+    """What differs; [] is a faithful export."""
+    left_out: list[str] = field(default_factory=list)
+    """What could not be compared, and why."""
+    logit_difference: float | None = None
+    """Largest difference of a logit that rounding the weights makes, relative to the largest logit."""
+    loss_difference: float | None = None
+    """Nats per token between the model as it trained and the export, on the same text; the largest of the sources."""
+
+    def in_words(self) -> str:
+        """One line for the log."""
+        if self.problems:
+            return f"{self.folder} is NOT the model that was trained: {'; '.join(self.problems)}"
+        said = []
+        if self.logit_difference is not None:
+            said.append(
+                "logits equal to the last checkpoint's in the same dtype, "
+                f"{self.logit_difference:.1e} of the largest from those in fp32"
+            )
+        if self.loss_difference is not None:
+            said.append(
+                f"its loss by the library's own forward, each document alone, {self.loss_difference:.1e} from the "
+                "training model's"
+            )
+        said += [f"not compared: {reason}" for reason in self.left_out]
+        return f"{self.folder} verified: {'; '.join(said)}"
+
+
+def verify_export(
+    folder: Path,
+    checkpoint: Path,
+    *,
+    dtype: str,
+    precision: str,
+    training_losses: dict[str, float] | None = None,
+    readers: dict[str, ShardReader] | None = None,
+    sequence_length: int | None = None,
+    document_mask: bool = True,
+) -> ExportCheck:
+    """Compares an exported folder with the checkpoint of the same step and with the model that trained. One process.
+
+    The logits of the folder must equal those of the checkpoint's fp32 masters rounded to the folder's dtype, to the
+    last bit. The loss must be the training model's own within LOSS_TOLERANCE, which also finds what the checkpoint
+    and the export have in common: tensors that were gathered wrongly.
+
+    Args:
+        dtype: of the folder, as the recipe's export.dtype.
+        precision: of the training, as resolved.
+        training_losses: {source: mean loss of the training model over the first window}, from all ranks together.
+        readers: the sources of training_losses.
+        sequence_length, document_mask: of that measurement.
+    """
+    check = ExportCheck(folder)
+    check.problems += [f"damaged: {problem}" for problem in damage(folder)]
+    if check.problems:
+        return check
+    parameters = sum(path.stat().st_size for path in folder.glob("model*.safetensors")) // DTYPES[dtype].itemsize
+    if (needed := 5 * parameters) > (free := free_memory_bytes()):
+        check.left_out.append(f"it takes {needed / 1e9:.1f} GB of memory in fp32, and {free / 1e9:.1f} GB are free")
+        return check
+    with no_loading_bars():
+        exported = load_whole(folder, check)
+        if exported is None:
+            return check
+        check.problems += tokenizer_problems(folder, exported)
+        ids_BT = probe_ids(exported.config.vocab_size)
+        if training_losses and readers:
+            losses = losses_of(exported, readers, sequence_length, document_mask)
+            tolerance = max(LOSS_TOLERANCE[dtype], LOSS_TOLERANCE[precision])
+            compare_losses(check, losses, training_losses, tolerance)
+        else:
+            check.left_out.append("the loss, for want of validation data")
+        logits_BTV = logits_of(exported, ids_BT)
+        del exported  # one model in memory at a time: each may be half of what there is
+        compare_logits(check, logits_BTV, checkpoint, ids_BT, DTYPES[dtype])
+    return check
+
+
+@contextmanager
+def no_loading_bars() -> Iterator[None]:
+    """Loading takes seconds and its bars would stand in the run's log."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:
+    """The model in fp32 by from_pretrained; None, with the problem noted, unless every weight has its place."""
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, use_safetensors=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        check.problems.append(f"from_pretrained cannot load {folder} ({str(error).strip().splitlines()[0]})")
+        return None
+    misplaced = {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in ("missing", "unexpected", "mismatched")}
+    check.problems += [
+        f"{folder} has {len(names)} {kind} weights, the first is {names[0]}"
+        for kind, names in misplaced.items()
+        if names
+    ]
+    return None if any(misplaced.values()) else model.eval()
+
+
+def tokenizer_problems(folder: Path, model: PreTrainedModel) -> list[str]:
+    """Where the folder's tokenizer and model disagree about their ids."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        return [f"its tokenizer cannot be loaded ({str(error).strip().splitlines()[0]})"]
+    problems = []
+    if len(tokenizer) > model.config.vocab_size:
+        problems.append(f"the tokenizer has {len(tokenizer):,} ids, the model {model.config.vocab_size:,}")
+    ends = {tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id}
+    if len(ends) > 1:
+        problems.append(f"tokenizer, config and generation_config have different end-of-text ids: {ends}")
+    return problems
+
+
+def probe_ids(vocabulary_size: int) -> torch.Tensor:
+    """Token ids (PROBE_SEQUENCES, PROBE_TOKENS), always the same, spread over the vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary_size, (PROBE_SEQUENCES, PROBE_TOKENS), generator=generator)
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tensor:
+    """(B, T, V), in the model's own arithmetic."""
+    return model(input_ids=ids_BT, use_cache=False).logits
+
+
+def compare_logits(
+    check: ExportCheck, logits_BTV: torch.Tensor, checkpoint: Path, ids_BT: torch.Tensor, dtype: torch.dtype
+) -> None:
+    """The export's fp32 logits against the checkpoint's, with its weights rounded and as they are."""
+    if not (checkpoint / "config.json").is_file():
+        check.left_out.append(f"there is no {checkpoint}")
+        return
+    masters = load_whole(checkpoint, check)
+    if masters is None:
+        return
+    exact_BTV = logits_of(masters, ids_BT)
+    for parameter in masters.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    rounded_BTV = logits_of(masters, ids_BT)
+    if rounded_BTV.shape != logits_BTV.shape:
+        check.problems.append(f"its logits have the shape {tuple(logits_BTV.shape)}, not {tuple(rounded_BTV.shape)}")
+    elif not torch.equal(rounded_BTV, logits_BTV):
+        largest = (rounded_BTV - logits_BTV).abs().max().item()
+        check.problems.append(f"its logits are up to {largest:.3g} from those of {checkpoint.name}")
+    else:
+        check.logit_difference = ((exact_BTV - logits_BTV).abs().max() / exact_BTV.abs().max()).item()
+
+
+@torch.no_grad()
+def losses_of(
+    model: PreTrainedModel, readers: dict[str, ShardReader], sequence_length: int, document_mask: bool
+) -> dict[str, float]:
+    """{source: mean loss per token in nats over its first window}, in fp32 on the CPU.
+
+    By the library's own eager forward pass and logits, each document of the window alone: on no path that the training
+    took, so that what went wrong there shows here.
+    """
+    losses = {}
+    for name, reader in readers.items():
+        ids = read_windows(reader, windows_of(reader, sequence_length, 1), sequence_length, rows=1)
+        ids_T = torch.from_numpy(ids[0].astype(np.int64))
+        starts = {0}
+        if document_mask:
+            starts |= set((ids_T[:-1] == reader.manifest.end_of_document_id).nonzero()[:, 0].tolist())
+        bounds = [*sorted(starts), sequence_length]
+        total = 0.0
+        for start, end in itertools.pairwise(bounds):
+            logits_TV = logits_of(model, ids_T[None, start:end])[0]
+            total += F.cross_entropy(logits_TV.float(), ids_T[start + 1 : end + 1], reduction="sum").item()
+        losses[name] = total / sequence_length
+    return losses
+
+
+def compare_losses(
+    check: ExportCheck, exported: dict[str, float], trained: dict[str, float], tolerance: float
+) -> None:
+    """A difference above `tolerance` nats, or one that is no number, is a problem."""
+    for name, loss in trained.items():
+        difference = abs(exported[name] - loss)
+        if not difference <= tolerance:
+            check.problems.append(
+                f"on {name} its loss is {exported[name]:.4f}, the training model's {loss:.4f}; rounding explains "
+                f"{tolerance:g} at most"
+            )
+        check.loss_difference = max(check.loss_difference or 0.0, difference)
+
+
+def free_memory_bytes() -> int:
+    """What can be had without swapping."""
+    import psutil
+
+    return psutil.virtual_memory().available

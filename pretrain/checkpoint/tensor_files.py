@@ -1,0 +1,125 @@
+"""Named tensors as safetensors files: which tensor is in which file, who writes it, and how it is read again."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from pretrain.files import seal
+from pretrain.parallel.strategy import TensorGroup
+
+MAX_FILE_BYTES = 4 * 1024**3
+
+
+class SavedTensors(Mapping[str, torch.Tensor]):
+    """The tensors of `<prefix>*.safetensors` in a folder, by name, read one at a time when asked for."""
+
+    def __init__(self, folder: Path, prefix: str):
+        self._file_of: dict[str, Path] = {}
+        for path in sorted(folder.glob(f"{prefix}*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                self._file_of |= dict.fromkeys(file.keys(), path)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        with safe_open(self._file_of[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+def plan_files(group: TensorGroup, prefix: str, max_file_bytes: int = MAX_FILE_BYTES) -> dict[str, list[str]]:
+    """{file name: names of its tensors}: HF's naming, one file where everything fits."""
+    bundles: list[list[str]] = [[]]
+    room = max_file_bytes
+    for name, shape in group.shapes.items():
+        size = tensor_bytes(shape, group.dtypes[name])
+        if bundles[-1] and size > room:
+            bundles.append([])
+            room = max_file_bytes
+        bundles[-1].append(name)
+        room -= size
+    if len(bundles) == 1:
+        return {f"{prefix}.safetensors": bundles[0]}
+    return {f"{prefix}-{i:05d}-of-{len(bundles):05d}.safetensors": names for i, names in enumerate(bundles, start=1)}
+
+
+def index_of(group: TensorGroup, prefix: str, dtype: torch.dtype | None = None) -> dict[str, dict]:
+    """{file name: contents} of HF's index of which tensor is in which file; {} where there is one file."""
+    files = plan_files(group, prefix)
+    if len(files) == 1:
+        return {}
+    weight_map = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": bytes_of(group, dtype)}, "weight_map": weight_map}
+    return {f"{prefix}.safetensors.index.json": index}
+
+
+def shares(
+    prefix: str,
+    group: TensorGroup,
+    rank: int,
+    ranks: int,
+    beat: Callable[[], None] = lambda: None,
+    *,
+    on_host: bool = True,
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(file, name, tensor) of what this rank writes; calls `beat` for every tensor of any rank.
+
+    on_host: tensors are brought there; else each is where it was put together, perhaps the one that trains.
+
+    All ranks walk through all tensors in the same order, since fetching one may need everybody; rank i keeps those of
+    every i-th file. The optimizer starts with the last rank, so that with several ranks the two large files have
+    different writers.
+    """
+    first = 0 if prefix == "model" else ranks - 1
+    for number, (file, names) in enumerate(plan_files(group, prefix).items()):
+        mine = (first + number) % ranks == rank
+        for name in names:
+            beat()
+            tensor = group.fetch(name, mine) if on_host else group.whole(name, mine)
+            if tensor is not None:
+                yield file, name, tensor
+
+
+def write_group(
+    folder: Path,
+    prefix: str,
+    group: TensorGroup,
+    rank: int,
+    ranks: int,
+    dtype: torch.dtype | None = None,
+    beat: Callable[[], None] = lambda: None,
+) -> dict[str, dict]:
+    """Writes this rank's share of the files at once; returns {file: {bytes, sha256}} of what it wrote.
+
+    dtype: cast floating-point tensors on the way.
+    beat: called for every tensor: a large model on a slow disk takes longer than a step may.
+    """
+    written = {}
+    for file, entries in itertools.groupby(shares(prefix, group, rank, ranks, beat), key=lambda entry: entry[0]):
+        tensors = {}
+        for _, name, tensor in entries:
+            cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            tensors[name] = cast.contiguous()
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        written[file] = seal(folder / file)
+    if rank == 0:
+        for file, index in index_of(group, prefix, dtype).items():
+            (folder / file).write_text(json.dumps(index, indent=1))
+    return written
+
+
+def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def bytes_of(group: TensorGroup, dtype: torch.dtype | None = None) -> int:
+    """Bytes of a group's tensors on disk."""
+    return sum(tensor_bytes(shape, dtype or group.dtypes[name]) for name, shape in group.shapes.items())

@@ -1,0 +1,12 @@
+"""Prepared tokens: from shards on disk to the windows of a step.
+
+Which window is read is a pure function of (seed, step, micro-step, rank): whoever touches batches changes every
+run that continues. The on-disk format is manifest and shards (docs/data.md).
+
+    manifest, shards: prepared folders
+    foreign_shards, megatron: the formats of others
+    document_index: which documents are in a shard
+    tokenizer: tokenizers, read from wherever they are
+    batches: which windows a step takes
+    windows: the windows of validation
+"""

@@ -1,0 +1,162 @@
+"""Ids that others prepared: nanoGPT's .bin and Megatron's .bin with .idx, read where they lie.
+
+A nanoGPT .bin (karpathy/nanoGPT, data/openwebtext/prepare.py) is raw uint16 ids, each document followed by the
+end-of-text id; its folder holds train.bin and val.bin. A Megatron .bin is raw ids too, and its .idx tells their type.
+Neither says which tokenizer made it.
+"""
+
+import hashlib
+import json
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.data import megatron
+from pretrain.data.manifest import TOKENIZER_FOLDER, Manifest, Shard, dtype_for, id_dtype
+from pretrain.errors import InputError
+
+NANOGPT_FILES = {"train": "train.bin", "validation": "val.bin"}
+VALIDATION_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")
+LLM_C_MAGIC = (20240520, 20240801)
+"""First int32 of a llm.c .bin, which has a header of 1,024 bytes."""
+COUNTED_IDS = 1 << 20
+LARGEST_COUNTED_WHOLE = 100 << 20
+FINGERPRINT_BYTES = 1 << 16
+
+
+def foreign_files(path: Path) -> dict[str, Path] | None:
+    """{split: .bin} of a .bin, of what stands before Megatron's suffixes, or of nanoGPT's folder; None for no such."""
+    if path.suffix == ".bin" and path.is_file():
+        return {_split_of(path): path}
+    beside = path.parent / f"{path.name}.bin"
+    if beside.is_file() and beside.with_suffix(megatron.SUFFIX).is_file():
+        return {_split_of(beside): beside}
+    found = {split: path / name for split, name in NANOGPT_FILES.items() if (path / name).is_file()}
+    return found or None
+
+
+def _split_of(path: Path) -> str:
+    return "validation" if VALIDATION_NAME.search(path.stem) else "train"
+
+
+@lru_cache(maxsize=64)
+def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
+    """The manifest that such files would have.
+
+    tokenizer: folder or Hub id; None takes the folder `tokenizer` beside the files. Documents and bytes of text are
+    counted, and in files of more than 100M ids estimated from 64 pieces of 1M. Raises InputError for files that are
+    damaged, no tokenizer, or ids of a larger vocabulary.
+    """
+    from pretrain.data.tokenizer import load_tokenizer
+
+    files = foreign_files(path)
+    folder = next(iter(files.values())).parent
+    if tokenizer is None and not (folder / TOKENIZER_FOLDER).is_dir():
+        raise InputError(
+            f"{path}: ids without a word on their tokenizer; name it in the recipe, such as "
+            f"{{shards: {path}, tokenizer: gpt2}}, give evaluate.py --tokenizer gpt2, or for every command put or "
+            f"link its folder beside the file: ln -s TOKENIZER_FOLDER {folder / TOKENIZER_FOLDER}"
+        )
+    loaded = load_tokenizer(tokenizer or folder / TOKENIZER_FOLDER)
+    tokenizer_folder = _tokenizer_folder(tokenizer or str(folder / TOKENIZER_FOLDER))
+    dtypes = {_dtype_of(file, loaded.vocabulary_size) for file in files.values()}
+    if len(dtypes) > 1:
+        raise InputError(f"{path}: its files hold ids of different types ({', '.join(sorted(dtypes))})")
+    (dtype,) = dtypes
+    sizes = _token_bytes(loaded.json, loaded.vocabulary_size, loaded.end_of_document_id)
+    digest = hashlib.sha256(loaded.sha256.encode())
+    shards = []
+    for split, file in files.items():
+        tokens = file.stat().st_size // id_dtype(dtype).itemsize
+        documents, text_bytes = _counts(file, dtype, sizes, loaded.end_of_document_id)
+        shards.append(Shard(file.name, split, tokens, documents, text_bytes, sha256=""))
+        digest.update(_fingerprint(file))
+    return Manifest(
+        folder=folder,
+        tokenizer_name=loaded.name,
+        tokenizer_sha256=loaded.sha256,
+        vocabulary_size=loaded.vocabulary_size,
+        end_of_document_id=loaded.end_of_document_id,
+        dtype=dtype,
+        shards=tuple(shards),
+        sha256=digest.hexdigest(),
+        tokenizer_path=tokenizer_folder,
+    )
+
+
+def _tokenizer_folder(name_or_path: str) -> Path:
+    """A folder with the tokenizer's own files, which checkpoints are given."""
+    from pretrain.data.tokenizer import download_tokenizer
+
+    folder = Path(name_or_path)
+    if folder.is_file():
+        folder = folder.parent
+    elif not folder.is_dir():
+        folder = download_tokenizer(name_or_path)
+    if not (folder / "tokenizer.json").is_file():
+        raise InputError(f"{name_or_path}: has no tokenizer.json; give the tokenizer in that form")
+    return folder
+
+
+def _dtype_of(file: Path, vocabulary_size: int) -> str:
+    index = file.with_suffix(megatron.SUFFIX)
+    dtype, tokens = dtype_for(vocabulary_size), None
+    if index.is_file():
+        dtype, tokens, _ = megatron.read_index(index)
+    with file.open("rb") as content:
+        first = int.from_bytes(content.read(4), "little")
+    if first in LLM_C_MAGIC:
+        raise InputError(f"{file}: begins with llm.c's header of 1,024 bytes; give the ids without it: tail -c +1025")
+    size, item = file.stat().st_size, id_dtype(dtype).itemsize
+    if size % item or (tokens is not None and size != tokens * item):
+        expected = f"{tokens * item:,} bytes, as its .idx says" if tokens is not None else f"{dtype} ids"
+        raise InputError(f"{file}: has {size:,} bytes, must hold {expected}; restore the file or name its tokenizer")
+    return dtype
+
+
+def _token_bytes(tokenizer_json: bytes, vocabulary_size: int, end: int) -> np.ndarray:
+    """(vocabulary,) UTF-8 bytes that each id stands for."""
+    from tokenizers import Tokenizer
+
+    vocabulary = Tokenizer.from_buffer(tokenizer_json).get_vocab(with_added_tokens=True)
+    # Byte-level tokenizers write each byte as one character; others mark spaces with U+2581.
+    is_byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer_json).get("decoder"))
+    sizes = np.zeros(vocabulary_size, np.int64)
+    for token, number in vocabulary.items():
+        sizes[number] = len(token) if is_byte_level else len(token.replace("\u2581", " ").encode())
+    sizes[end] = 0
+    return sizes
+
+
+def _counts(file: Path, dtype: str, sizes: np.ndarray, end: int) -> tuple[int, int]:
+    """(documents, bytes of text) of a file. Raises InputError for ids beyond the vocabulary."""
+    if not file.stat().st_size:
+        return 0, 0
+    ids = np.memmap(file, id_dtype(dtype), mode="r").view(np.ndarray)
+    pieces = range(0, len(ids), COUNTED_IDS)
+    if len(ids) > LARGEST_COUNTED_WHOLE:
+        pieces = range(0, len(ids) - COUNTED_IDS, (len(ids) - COUNTED_IDS) // 64)
+    documents = text_bytes = counted = 0
+    for first in pieces:
+        piece = ids[first : first + COUNTED_IDS]
+        if int(piece.max()) >= len(sizes):
+            raise InputError(
+                f"{file}: holds id {int(piece.max()):,}, the tokenizer has 0 to {len(sizes) - 1:,}; "
+                "name the one that made it"
+            )
+        documents += int(np.count_nonzero(piece == end))
+        text_bytes += int(sizes[piece].sum())
+        counted += len(piece)
+    return round(documents * len(ids) / counted), round(text_bytes * len(ids) / counted)
+
+
+def _fingerprint(file: Path) -> bytes:
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as content:
+        for start in sorted({0, size // 2, max(0, size - FINGERPRINT_BYTES)}):
+            content.seek(start)
+            digest.update(content.read(FINGERPRINT_BYTES))
+    return digest.digest()

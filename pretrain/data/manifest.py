@@ -1,0 +1,83 @@
+"""What a folder of prepared shards says of itself: its manifest, and the types of its ids."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+FORMAT_NAME = "groundwork-shards"
+FORMAT_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+TOKENIZER_FOLDER = "tokenizer"
+SPLITS = ("train", "validation")
+LARGEST_UINT16_VOCABULARY = 65_536
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard file. `tokens` counts the end-of-document ids too; `text_bytes` are the documents' UTF-8 bytes.
+
+    `beside` names the files that belong to it (data/document_index.py, data/megatron.py) with the sha256 of each.
+    """
+
+    file: str
+    split: str
+    tokens: int
+    documents: int
+    text_bytes: int
+    sha256: str
+    beside: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a prepared folder says of itself. `sha256` is the hash of the manifest file: the identity of the data."""
+
+    folder: Path
+    tokenizer_name: str
+    tokenizer_sha256: str
+    vocabulary_size: int
+    end_of_document_id: int
+    dtype: str
+    shards: tuple[Shard, ...]
+    sha256: str
+    source_names: tuple[str, ...] = ()
+    """Where the documents came from, by the numbers in the shards' indices."""
+    input_format: str | None = None
+    """The format that was given for all sources; None: by their suffixes."""
+
+    tokenizer_path: Path | None = None
+    """Where the tokenizer is, for shards with which it does not travel."""
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The Hugging Face tokenizer folder of the shards; it travels with them, but for those that others made."""
+        return self.tokenizer_path or self.folder / TOKENIZER_FOLDER
+
+    @property
+    def bytes_per_id(self) -> int:
+        """2 for uint16, 4 for uint32."""
+        return id_dtype(self.dtype).itemsize
+
+    def of_split(self, split: str) -> tuple[Shard, ...]:
+        """The shards of one split in the order of their token stream."""
+        return tuple(shard for shard in self.shards if shard.split == split)
+
+    def totals(self, split: str) -> tuple[int, int, int]:
+        """(tokens, documents, text_bytes) of one split; zeros for a split that has no shards."""
+        shards = self.of_split(split)
+        return (
+            sum(shard.tokens for shard in shards),
+            sum(shard.documents for shard in shards),
+            sum(shard.text_bytes for shard in shards),
+        )
+
+
+def dtype_for(vocabulary_size: int) -> str:
+    """The name of the narrowest id type that holds ids 0 to vocabulary_size - 1."""
+    return "uint16" if vocabulary_size <= LARGEST_UINT16_VOCABULARY else "uint32"
+
+
+def id_dtype(name: str) -> np.dtype:
+    """The little-endian numpy dtype of a manifest's `dtype`, whatever the machine's own byte order."""
+    return np.dtype({"uint16": "<u2", "uint32": "<u4"}[name])

@@ -1,0 +1,245 @@
+"""The on-disk token format: a manifest, a tokenizer, and raw little-endian ids in shard files; its readers and checks.
+
+    folder/manifest.json  tokenizer/  train-00000.bin ...  validation-00000.bin ...
+
+A shard is a plain array of uint16 (vocabulary up to 65,536) or uint32 ids without a header, every document followed by
+the end-of-document id, so that `np.memmap(file, dtype)` opens it.
+"""
+
+import bisect
+import hashlib
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.data.manifest import FORMAT_NAME, FORMAT_VERSION, MANIFEST_FILE, Manifest, Shard, id_dtype
+from pretrain.errors import InputError
+
+VERIFY_BLOCK_BYTES = 1 << 24
+
+
+def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
+    """Reads and checks folder/manifest.json; for files that others prepared, makes one (data/foreign_shards.py).
+
+    tokenizer: of such files; a folder of prepare_data.py has its own.
+    Raises InputError naming everything that is wrong: no such folder, an unfinished or foreign folder, broken JSON,
+    another format version, missing or mistyped keys.
+    """
+    folder = Path(folder)
+    if not (folder / MANIFEST_FILE).is_file():
+        from pretrain.data.foreign_shards import foreign_files, foreign_manifest
+
+        if foreign_files(folder):
+            return foreign_manifest(folder, tokenizer)
+    if not folder.is_dir():
+        raise InputError(
+            f"{folder}: no such folder of prepared shards; prepare it with "
+            f"python prepare_data.py --input 'FILES' --tokenizer TOKENIZER --output {folder}"
+        )
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
+        raise InputError(
+            f"{folder}: has no {MANIFEST_FILE}, so it is not a finished folder of shards; "
+            f"run the prepare_data.py command that makes it (again): an unfinished one is continued"
+        )
+    content = path.read_bytes()
+    try:
+        fields = json.loads(content)
+    except ValueError as error:
+        raise InputError(f"{path}: is not valid JSON ({error}); restore it or prepare the folder again") from None
+    return _manifest_from(folder, path, fields, hashlib.sha256(content).hexdigest())
+
+
+def _manifest_from(folder: Path, path: Path, fields: object, sha256: str) -> Manifest:
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT_NAME:
+        given = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
+        raise InputError(
+            f"{path}: format is {given!r}, must be {FORMAT_NAME!r}; give a folder made by prepare_data.py"
+        )
+    if fields.get("version") != FORMAT_VERSION:
+        raise InputError(
+            f"{path}: format version {fields.get('version')!r}, this program reads version {FORMAT_VERSION}; "
+            "prepare the folder again with this program's prepare_data.py"
+        )
+    problems: list[str] = []
+
+    def take(mapping: object, key: str, kind: type, where: str = "") -> object:
+        value = mapping.get(key) if isinstance(mapping, dict) else None
+        if not isinstance(value, kind) or isinstance(value, bool):
+            shown = "is missing" if value is None else f"is {value!r}"
+            problems.append(f"{path}: {where}{key} {shown}, must be {kind.__name__}; restore it or prepare it again")
+            return kind()
+        return value
+
+    tokenizer = take(fields, "tokenizer", dict)
+    shards = []
+    for number, entry in enumerate(take(fields, "shards", list)):
+        where = f"shards[{number}]."
+        names = ("file", "split", "tokens", "documents", "text_bytes", "sha256")
+        kinds = (str, str, int, int, int, str)
+        values = [take(entry, name, kind, where) for name, kind in zip(names, kinds, strict=True)]
+        # Folders of earlier versions have nothing beside their shards.
+        shards.append(Shard(*values, take({"beside": {}} | dict(entry or {}), "beside", dict, where)))
+    manifest = Manifest(
+        folder=folder,
+        tokenizer_name=take(tokenizer, "name", str, "tokenizer."),
+        tokenizer_sha256=take(tokenizer, "sha256", str, "tokenizer."),
+        vocabulary_size=take(fields, "vocabulary_size", int),
+        end_of_document_id=take(fields, "end_of_document_id", int),
+        dtype=take(fields, "dtype", str),
+        shards=tuple(shards),
+        sha256=sha256,
+        source_names=tuple(str(source.get("path")) for source in fields.get("sources") or [] if source),
+        input_format=(fields.get("options") or {}).get("format"),
+    )
+    if manifest.dtype not in ("uint16", "uint32", ""):
+        problems.append(f"{path}: dtype is {manifest.dtype!r}, must be uint16 or uint32; restore it")
+    if problems:
+        raise InputError(*problems)
+    return manifest
+
+
+class ShardReader:
+    """The ids of one split as one long stream over its shard files.
+
+    Files are memory-mapped when first touched and stay mapped; a read costs one slice copy per file it touches.
+    Ids are not checked against the vocabulary here: `verify_shards` does, and so must whoever feeds a device.
+    """
+
+    def __init__(self, manifest: Manifest, split: str):
+        self.manifest = manifest
+        self.split = split
+        self._shards = [shard for shard in manifest.of_split(split) if shard.tokens]
+        self._ends = list(itertools.accumulate(shard.tokens for shard in self._shards))
+        self._maps: list[np.ndarray | None] = [None] * len(self._shards)
+        self.tokens = self._ends[-1] if self._shards else 0
+
+    def _ids(self, number: int) -> np.ndarray:
+        ids = self._maps[number]
+        if ids is None:
+            path = self.manifest.folder / self._shards[number].file
+            # A view as a plain array: np.memmap's own slicing costs several times more per read.
+            ids = np.memmap(path, dtype=id_dtype(self.manifest.dtype), mode="r").view(np.ndarray)
+            if len(ids) != self._shards[number].tokens:
+                raise InputError(_size_problem(self.manifest, self._shards[number], path.stat().st_size))
+            self._maps[number] = ids
+        return ids
+
+    def read(self, start: int, out: np.ndarray) -> None:
+        """Copies len(out) ids from position `start` of the stream into the 1-d integer array `out`.
+
+        Raises IndexError outside of [0, tokens].
+        """
+        stop = start + len(out)
+        if start < 0 or stop > self.tokens:
+            raise IndexError(f"tokens {start} to {stop} asked, {self.split} has 0 to {self.tokens}")
+        # A list and bisect: numpy's own search costs ten times as much for one number.
+        number = bisect.bisect_right(self._ends, start)
+        filled = 0
+        while filled < len(out):
+            ids = self._ids(number)
+            offset = start + filled - (self._ends[number] - len(ids))
+            taken = min(len(out) - filled, len(ids) - offset)
+            out[filled : filled + taken] = ids[offset : offset + taken]
+            filled += taken
+            number += 1
+
+
+def _size_problem(manifest: Manifest, shard: Shard, actual_bytes: int | None) -> str:
+    expected = shard.tokens * manifest.bytes_per_id
+    given = "is missing" if actual_bytes is None else f"has {actual_bytes:,} bytes"
+    return (
+        f"{manifest.folder / shard.file}: {given}, must have {expected:,} bytes ({shard.tokens:,} {manifest.dtype} "
+        f"ids); restore the file, or remove {manifest.folder} and run prepare_data.py again"
+    )
+
+
+def _size_problems(manifest: Manifest, shards: tuple[Shard, ...]) -> list[str]:
+    problems = []
+    for shard in shards:
+        path = manifest.folder / shard.file
+        actual_bytes = path.stat().st_size if path.is_file() else None
+        if actual_bytes != shard.tokens * manifest.bytes_per_id:
+            problems.append(_size_problem(manifest, shard, actual_bytes))
+    return problems
+
+
+def open_shards(folder: str | Path, split: str, tokenizer: str | None = None) -> ShardReader:
+    """A reader over one split, after checking that every file of it is there in its full size.
+
+    Raises InputError naming each bad shard, or the splits that exist when this one holds no tokens.
+    """
+    manifest = read_manifest(folder, tokenizer)
+    if manifest.totals(split)[0] == 0:
+        existing = [name for name in dict.fromkeys(s.split for s in manifest.shards) if manifest.totals(name)[0]]
+        raise InputError(
+            f"{folder}: has no tokens in split {split!r}; splits that exist: {', '.join(existing) or 'none'}; "
+            f"prepare it with a larger --validation_fraction or more documents, or use another split"
+        )
+    problems = _size_problems(manifest, manifest.of_split(split))
+    if problems:
+        raise InputError(*problems)
+    return ShardReader(manifest, split)
+
+
+def verify_shards(folder: str | Path) -> list[str]:
+    """Everything wrong with a prepared folder, as text; an empty list when all is well.
+
+    Rereads and rehashes every shard, and checks the tokenizer's hash, ids against the vocabulary, and the number of
+    end-of-document ids against the number of documents.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except InputError as error:
+        return error.problems
+    problems = _size_problems(manifest, manifest.shards)
+    tokenizer_file = manifest.tokenizer_folder / "tokenizer.json"
+    if not tokenizer_file.is_file():
+        problems.append(f"{tokenizer_file}: is missing; restore it, or remove {folder} and prepare it again")
+    elif hashlib.sha256(tokenizer_file.read_bytes()).hexdigest() != manifest.tokenizer_sha256:
+        problems.append(f"{tokenizer_file}: is not the tokenizer that made the shards (sha256 differs); restore it")
+    for shard in manifest.shards:
+        if (manifest.folder / shard.file).is_file():
+            problems.extend(_content_problems(manifest, shard))
+        problems.extend(_beside_problems(manifest, shard))
+    return problems
+
+
+def _beside_problems(manifest: Manifest, shard: Shard) -> list[str]:
+    problems = []
+    for name, sha256 in shard.beside.items():
+        path = manifest.folder / name
+        if not path.is_file():
+            problems.append(f"{path}: is missing; restore it, or remove {manifest.folder} and prepare it again")
+        elif sha256_of(path) != sha256:
+            problems.append(f"{path}: its content has changed (sha256 differs from the manifest's); restore it")
+    return problems
+
+
+def sha256_of(path: Path) -> str:
+    """The hash of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _content_problems(manifest: Manifest, shard: Shard) -> list[str]:
+    path = manifest.folder / shard.file
+    sha256 = hashlib.sha256()
+    largest_id, ends = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(VERIFY_BLOCK_BYTES):
+            sha256.update(block)
+            whole = len(block) // manifest.bytes_per_id
+            ids = np.frombuffer(block, id_dtype(manifest.dtype), count=whole)
+            largest_id = max(largest_id, int(ids.max(initial=0)))
+            ends += int(np.count_nonzero(ids == manifest.end_of_document_id))
+    problems = []
+    if sha256.hexdigest() != shard.sha256:
+        problems.append(f"{path}: its content has changed (sha256 differs from the manifest's); restore it")
+    if largest_id >= manifest.vocabulary_size:
+        problems.append(f"{path}: holds id {largest_id}, the vocabulary has 0 to {manifest.vocabulary_size - 1}")
+    if ends != shard.documents:
+        problems.append(f"{path}: holds {ends:,} end-of-document ids, the manifest says {shard.documents:,} documents")
+    return problems

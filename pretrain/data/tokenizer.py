@@ -1,0 +1,191 @@
+"""Tokenizers, read from a folder, a file or the Hub, as the shards need them."""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pretrain.errors import InputError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+USUAL_END_OF_DOCUMENT = "<|endoftext|>"
+TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True)
+class LoadedTokenizer:
+    """A tokenizer read from a folder, a file or the Hub, with what the shards need to know about it.
+
+    `json` is the content of its tokenizer.json, `files` the other files of its folder that travel with the shards.
+    """
+
+    name: str
+    json: bytes
+    vocabulary_size: int
+    end_of_document: str
+    end_of_document_id: int
+    special_tokens: tuple[str, ...]
+    files: dict[str, bytes] = field(repr=False)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of tokenizer.json."""
+        return hashlib.sha256(self.json).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Writes a Hugging Face tokenizer folder that `AutoTokenizer.from_pretrained` loads without anything else."""
+        folder.mkdir(parents=True, exist_ok=True)
+        config = json.loads(self.files.get("tokenizer_config.json", b"{}"))
+        files = dict(self.files)
+        if not _content(config.get("eos_token")):
+            config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+            config["eos_token"] = self.end_of_document
+            files["tokenizer_config.json"] = (json.dumps(config, ensure_ascii=False, indent=2) + "\n").encode()
+        for name, content in {"tokenizer.json": self.json, **files}.items():
+            (folder / name).write_bytes(content)
+
+
+def load_tokenizer(name_or_path: str | Path, end_of_document: str | None = None) -> LoadedTokenizer:
+    """Loads a tokenizer folder, a tokenizer.json file, or a Hub repository's tokenizer.
+
+    The end-of-document token is `end_of_document`, else the tokenizer's eos_token, else <|endoftext|>.
+    Raises InputError when it is not there, cannot be loaded, or has no such token.
+    """
+    try:
+        name, content, files = _read(str(name_or_path))
+    except OSError as error:
+        raise InputError(f"{name_or_path}: cannot be read: {error.strerror}; give a readable tokenizer") from None
+    backend = backend_of(content, str(name_or_path))
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    token = end_of_document or _eos_token(files) or USUAL_END_OF_DOCUMENT
+    if token not in vocabulary:
+        given = f"{token!r} is not in its vocabulary" if end_of_document else "has no eos_token and no <|endoftext|>"
+        specials = sorted(t.content for t in backend.get_added_tokens_decoder().values() if t.special)[:20]
+        raise InputError(
+            f"{name_or_path}: the tokenizer {given}; name the token that ends a document with "
+            f"--end_of_document TOKEN (its special tokens: {', '.join(specials) or 'none'})"
+        )
+    added = backend.get_added_tokens_decoder().values()
+    return LoadedTokenizer(
+        name=name,
+        json=content,
+        vocabulary_size=max(vocabulary.values()) + 1,
+        end_of_document=token,
+        end_of_document_id=vocabulary[token],
+        special_tokens=tuple(sorted({t.content for t in added if t.special} | {token})),
+        files=files,
+    )
+
+
+def load_decoder(folder: Path) -> "Tokenizer":
+    """The tokenizer that travels with shards, to turn ids into text. Raises InputError where it cannot be read."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise InputError(f"{path}: cannot be read ({error}); restore it or prepare the folder again") from None
+
+
+def _read(name_or_path: str) -> tuple[str, bytes, dict[str, bytes]]:
+    """(name, tokenizer.json, other files) of a folder, file or Hub id."""
+    path = Path(name_or_path)
+    if path.is_file():
+        name = path.parent.resolve().name if path.name == "tokenizer.json" else path.stem
+        return name, path.read_bytes(), {}
+    if path.is_dir():
+        return path.resolve().name, *_read_folder(path, name_or_path)
+    return name_or_path, *_read_folder(download_tokenizer(name_or_path), name_or_path)
+
+
+def _read_folder(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
+    if (folder / "tokenizer.json").is_file():
+        files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+        return (folder / "tokenizer.json").read_bytes(), files
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise InputError(f"{given}: has no tokenizer.json and no other tokenizer files; give a tokenizer's folder")
+    return _convert(folder, given)
+
+
+def _convert(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
+    """Tokenizers that come without tokenizer.json (vocabulary and merges, sentencepiece) through transformers."""
+    import tempfile
+
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise InputError(f"{given}: transformers cannot load this tokenizer: {one_line(error)}") from None
+    with tempfile.TemporaryDirectory() as temporary:
+        tokenizer.save_pretrained(temporary)
+        if not (Path(temporary) / "tokenizer.json").is_file():
+            raise InputError(f"{given}: has no fast (tokenizer.json) form; give a tokenizer that has one")
+        return _read_folder(Path(temporary), given)
+
+
+def download_tokenizer(hub_id: str) -> Path:
+    """The folder of a Hub repository's tokenizer files in the cache. Raises InputError when it cannot be had."""
+    missing = f"{hub_id}: no such tokenizer folder or file"
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or hub_id.startswith("."):
+        raise InputError(f"{missing}; give a tokenizer's folder, its tokenizer.json, or a Hub id (name or owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=["tokenizer.json", *TOKENIZER_FILES]))
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        raise InputError(f"{missing}, and as a Hub id it could not be fetched: {one_line(error)}") from None
+
+
+def one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _content(token: object) -> str | None:
+    """tokenizer_config.json writes a token either as text or as {"content": text, ...}."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) and value else None
+
+
+def _eos_token(files: dict[str, bytes]) -> str | None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            token = _content(json.loads(files.get(name, b"{}")).get("eos_token"))
+        except ValueError as error:
+            raise InputError(f"{name} of the tokenizer is not valid JSON ({error}); restore it") from None
+        if token:
+            return token
+    return None
+
+
+def backend_of(content: bytes, given: str) -> "Tokenizer":
+    try:
+        return _parsed(content)
+    except Exception as error:  # tokenizers raises plain Exception for whatever its parser meets
+        raise InputError(f"{given}: is not a tokenizer.json that tokenizers can load: {one_line(error)}") from None
+
+
+@lru_cache(maxsize=2)
+def _parsed(content: bytes) -> "Tokenizer":
+    """Shared by all who ask for it: its vocabulary is for everyone, its settings are the reference encoder's."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_buffer(content)

@@ -1,0 +1,9 @@
+"""evaluate.py: from an address to a table (docs/evaluation.md).
+
+Nothing here trains.
+
+    evaluate: one or many models
+    shard_loss: loss on prepared shards
+    lm_harness: lm-eval's tasks
+    results: tables, JSON, pictures
+"""

@@ -1,0 +1,237 @@
+"""Evaluates the models of a command line: finds everything first, then measures one model after the other."""
+
+import argparse
+import gc
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+import pretrain.model.architectures  # noqa: F401  (registers the local models, which then need no trust_remote_code)
+from pretrain.data.shards import ShardReader, read_manifest
+from pretrain.errors import InputError, Problems
+from pretrain.evaluation.lm_harness import TaskSelection, score_tasks, select_tasks
+from pretrain.evaluation.results import (
+    Evaluation,
+    append_to_run,
+    output_problems,
+    plot_problems,
+    plot_scores,
+    print_table,
+    write_json,
+)
+from pretrain.evaluation.shard_loss import (
+    ShardSettings,
+    Wishes,
+    measure_shards,
+    open_sources,
+    run_config_of,
+    settings_for,
+    tokenizer_problems,
+)
+from pretrain.hardware import emulation_of_bf16
+from pretrain.model.build import load_pretrained
+from pretrain.model.model_config import load_model_config
+from pretrain.parallel.strategy import Strategy
+from pretrain.runs.addresses import ModelAddress, find_models
+from pretrain.runs.history import read_end
+from pretrain.runs.status import is_alive
+from pretrain.training.generation import Sampling, encode_prompt, generate_text
+from pretrain.training.trackers import Trackers
+
+
+@dataclass
+class Job:
+    """One model, and what is needed to measure it."""
+
+    address: ModelAddress
+    config: PreTrainedConfig
+    settings: ShardSettings | None = None
+    readers: dict[str, ShardReader] = field(default_factory=dict)
+    tokenizer: Any = None
+    prompt_ids_BT: torch.Tensor | None = None
+
+
+def evaluate_models(arguments: argparse.Namespace) -> tuple[list[Evaluation], Strategy]:
+    """Does what evaluate.py's command line says; every rank returns the same, and the strategy, which ends a script.
+
+    Raises InputError, before anything is measured, with all that cannot work.
+    """
+    jobs, tasks = prepare(arguments)
+    strategy = Strategy("fp32")  # precision is each model's own; see measure_shards
+    if not strategy.is_main or not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    in_bf16 = strategy.is_main and measures_in_bf16(jobs, tasks, arguments.precision)
+    if in_bf16 and (problem := emulation_of_bf16(strategy.device)):
+        print(f"warning: {problem}; give --precision fp32", file=sys.stderr, flush=True)
+    evaluations = []
+    for job in jobs:
+        evaluation = measure(job, tasks, arguments, strategy)
+        evaluations.append(evaluation)
+        if strategy.is_main:
+            append_to_run(evaluation)
+            track(evaluation)
+            if arguments.output:
+                write_json(arguments.output, evaluations, settings_of(arguments))
+            if evaluation.sample is not None:
+                print(f"--- {job.address.name}\n{evaluation.sample}\n---", flush=True)
+    if strategy.is_main:
+        report(evaluations, arguments)
+    return evaluations, strategy
+
+
+def measures_in_bf16(jobs: list[Job], tasks: TaskSelection | None, precision: str) -> bool:
+    """Whether any model's loss or scores are computed in bf16; without a precision asked for, tasks are as saved."""
+    on_shards = any(job.settings is not None and job.settings.precision == "bf16" for job in jobs)
+    saved = any(getattr(job.config, "dtype", None) == torch.bfloat16 for job in jobs)
+    return on_shards or (tasks is not None and (precision == "bf16" or (precision == "auto" and saved)))
+
+
+def track(evaluation: Evaluation) -> None:
+    """Sends the scores to the trackers of the model's run, unless it trains now and so fetches them itself."""
+    run = evaluation.address.run
+    if run is None or is_alive(run):
+        return
+    try:
+        config = run_config_of(evaluation.address)
+    except InputError:
+        return  # a recipe of another version: its scores are in metrics.jsonl
+    if not config.trackers:
+        return
+    trackers = Trackers(run, config, lambda text: print(f"warning: {text}", file=sys.stderr), is_late=True)
+    last = max((event.get("step") or 0 for event in read_end(run, lines=100)), default=0)
+    # At the run's last step, since wandb takes no earlier one; `evaluation/step` tells which was evaluated.
+    trackers.log({"evaluation/step": evaluation.address.step, **evaluation.numbers()}, step=last)
+    trackers.finish()
+
+
+def report(evaluations: list[Evaluation], arguments: argparse.Namespace) -> None:
+    """The table, and where the rest is."""
+    if arguments.data or arguments.tasks:
+        print_table(evaluations)
+    if arguments.plot:
+        plot_scores(arguments.plot, evaluations)
+        print(f"The plot is in {arguments.plot}.")
+    if arguments.output:
+        print(f"Everything is in {arguments.output}.")
+
+
+def prepare(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelection | None]:
+    """Finds models, shards and tasks. Raises InputError with every problem of all of them."""
+    problems = Problems(output_problems("--output", arguments.output))
+    addresses = [address for text in arguments.model for address in problems.attempt(find_models, [text]) or []]
+    for folder in arguments.data:
+        problems.attempt(read_manifest, folder, arguments.tokenizer)
+    jobs = []
+    for address in addresses:
+        config = problems.attempt(
+            load_model_config, str(address.folder), trust_remote_code=arguments.trust_remote_code
+        )
+        if config is None:
+            continue
+        job = Job(address, config)
+        jobs.append(job)
+        if arguments.data:
+            problems.attempt(add_sources, job, arguments)
+        if arguments.tasks or arguments.prompt is not None:
+            problems.attempt(add_tokenizer, job, arguments)
+        if arguments.prompt is not None and job.tokenizer is not None:
+            problems.attempt(add_prompt, job, arguments)
+    if addresses:
+        problems.extend(plot_problems(arguments.plot, addresses))
+    # Last, and not at all where something else is wrong already: it takes seconds and may download.
+    tasks = None
+    if arguments.tasks and not problems:
+        tasks = problems.attempt(select_tasks, arguments.tasks, arguments.include_path)
+    if problems:
+        raise InputError(*dict.fromkeys(problems))  # of several models each may have the same
+    return jobs, tasks
+
+
+def add_sources(job: Job, arguments: argparse.Namespace) -> None:
+    """The job's shards and how to measure them. Raises InputError."""
+    wishes = Wishes(
+        sequence_length=arguments.sequence_length,
+        sequences=arguments.sequences,
+        document_mask=None if arguments.document_mask is None else arguments.document_mask == "on",
+        precision=arguments.precision,
+        sequences_per_micro_batch=None if arguments.batch_size == "auto" else arguments.batch_size,
+    )
+    job.settings = settings_for(job.address, job.config, wishes)
+    job.readers = open_sources(arguments.data, arguments.split, job.settings.sequence_length, arguments.tokenizer)
+    manifests = [reader.manifest for reader in job.readers.values()]
+    problems = [p for manifest in manifests for p in tokenizer_problems(job.address, job.config, manifest)]
+    if problems:
+        raise InputError(*problems)
+
+
+def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
+    """Raises InputError for a folder without one."""
+    try:
+        job.tokenizer = AutoTokenizer.from_pretrained(
+            str(job.address.folder), trust_remote_code=arguments.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(
+            f"--model {job.address.name}: its tokenizer cannot be loaded, which --tasks and --prompt need ({reason}); "
+            "put the tokenizer's files into the model folder"
+        ) from error
+
+
+def add_prompt(job: Job, arguments: argparse.Namespace) -> None:
+    job.prompt_ids_BT = encode_prompt(
+        job.tokenizer,
+        arguments.prompt,
+        max_new_tokens=arguments.max_new_tokens,
+        max_positions=getattr(job.config, "max_position_embeddings", None),
+    )
+
+
+def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy) -> Evaluation:
+    """Everything asked for of one model."""
+    started = time.perf_counter()
+    model = load_pretrained(str(job.address.folder), trust_remote_code=arguments.trust_remote_code)
+    model.eval()
+    result = Evaluation(job.address, parameters=sum(parameter.numel() for parameter in model.parameters()))
+    if job.prompt_ids_BT is not None and strategy.is_main:
+        sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.seed)
+        result.sample = generate_text(model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling)
+    if job.readers:
+        result.sources = measure_shards(model, job.readers, strategy, job.settings)
+        result.source_settings = {"split": arguments.split, **asdict(job.settings)}
+    # The harness loads the model itself, in the dtype that it is saved in.
+    del model
+    gc.collect()
+    if strategy.device.type == "cuda":
+        torch.cuda.empty_cache()
+    if tasks is not None:
+        result.limit = arguments.limit
+        result.tasks = score_tasks(
+            job.address.folder,
+            tasks,
+            strategy,
+            few_shots=arguments.num_fewshot,
+            limit=arguments.limit,
+            batch_size=None if arguments.batch_size is None else str(arguments.batch_size),
+            precision=arguments.precision,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The command line, for the record."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return {name: plain(value) for name, value in vars(arguments).items()}

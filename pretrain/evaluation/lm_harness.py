@@ -1,0 +1,298 @@
+"""lm-evaluation-harness on a model folder: the scores of the `lm_eval` command, on any number of processes.
+
+The harness's own way to several processes draws other few-shot examples than one process does and sums in another
+order. Here every process builds all requests, answers its share, and all see all answers: the numbers do not depend on
+how many there are.
+"""
+
+import contextlib
+import io
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import InputError, did_you_mean
+from pretrain.parallel.strategy import Strategy
+from pretrain.training.task_names import TASK_SETS, task_problems
+
+DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+PROJECT = Path(__file__).resolve().parents[2]
+BOOKKEEPING = ("alias", "name", "sample_len", "sample_count")
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """The metrics of one task or group by the harness's names, "acc" or "exact_match,strict-match"."""
+
+    task: str
+    metrics: dict[str, float]
+    standard_errors: dict[str, float | None]
+    few_shots: int | None
+    samples: int | None
+    version: str | None
+    is_part: bool = False
+    """One of a group that has a score of its own, and not asked for by name."""
+
+
+@dataclass(frozen=True)
+class TaskSelection:
+    """Tasks that exist and whose data is there, ready to be scored."""
+
+    names: list[str]
+    loaded: list[Any] = field(repr=False)
+    """lm_eval Task and Group objects."""
+    manager: Any = field(repr=False)
+    """The lm_eval TaskManager that knows them."""
+
+
+@contextlib.contextmanager
+def evaluate_package_importable() -> Iterator[None]:
+    """Inside, `import evaluate` finds the library of that name and not this project's script, which shadows it.
+
+    Some tasks of the harness import the library. pretrain's own modules stay importable: a package's modules are found
+    through the package, not through sys.path.
+    """
+    path, shadow = list(sys.path), sys.modules.get("evaluate")
+    sys.path[:] = [entry for entry in path if Path(entry or ".").resolve() != PROJECT]
+    if shadow is not None and Path(getattr(shadow, "__file__", None) or "/").resolve().parent == PROJECT:
+        del sys.modules["evaluate"]
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+
+
+@contextlib.contextmanager
+def only_main_speaks(is_main: bool) -> Iterator[None]:
+    """Silences everything on the other ranks: the harness reports from each."""
+    if is_main:
+        yield
+        return
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def select_tasks(names: list[str], include_path: Path | None = None) -> TaskSelection:
+    """Finds the tasks, groups, tags, sets (base), patterns (blimp_*) and .yaml files, and loads their data.
+
+    Raises InputError with every name that is unknown, every task whose data cannot be had, and every task that would
+    run code written by the model.
+    """
+    if problems := task_problems(names, include_path, ("--tasks", "--include_path")):
+        raise InputError(*problems)  # a name may be found to be wrong here long before the harness has read its files
+    wanted = list(dict.fromkeys(member for name in names for member in TASK_SETS.get(name, (name,))))
+    with evaluate_package_importable():
+        manager = _task_manager(wanted, include_path)
+        specs, problems = match_names(manager, wanted)
+        if problems:
+            raise InputError(*problems)
+        loaded = []
+        for spec in dict.fromkeys(specs):
+            try:
+                loaded += _load(manager, spec)
+            except InputError as error:
+                problems += error.problems
+    loaded, repeated = _without_repeats(loaded)
+    if problems or repeated:
+        raise InputError(*problems, *repeated)
+    return TaskSelection(names, loaded, manager)
+
+
+def _task_manager(wanted: list[str], include_path: Path | None):
+    """Knows the local tasks alone where they are enough: reading the harness's own 14,000 takes many seconds."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None:
+        local = TaskManager(include_path=str(include_path), include_defaults=False)
+        entries = [entry for name in wanted if (entry := local.task_index.get(name))]
+        if len(entries) == len(wanted) and all(_is_complete(entry, local.task_index) for entry in entries):
+            return local
+    return TaskManager(include_path=None if include_path is None else str(include_path))
+
+
+def _is_complete(entry, index: dict[str, Any]) -> bool:
+    """Whether a task, or a group with all its tasks, is in the index. A tag may hold more elsewhere."""
+    from lm_eval.tasks._index import Kind
+
+    if entry.kind is not Kind.GROUP:
+        return entry.kind is not Kind.TAG
+    parts = (entry.cfg or {}).get("task", [])
+    names = [part for part in parts if isinstance(part, str)] if isinstance(parts, list) else []
+    return (
+        bool(names)
+        and len(names) == len(parts)
+        and all(name in index and _is_complete(index[name], index) for name in names)
+    )
+
+
+def match_names(manager, wanted: list[str]) -> tuple[list[str], list[str]]:
+    """(what the task manager can load, problems) of names, patterns and paths."""
+    specs, problems = [], []
+    for name in wanted:
+        if name.endswith((".yaml", ".yml")):
+            matches = [str(Path(name).absolute())] if Path(name).is_file() else []
+        else:
+            matches = manager.match_tasks([name])
+        specs += matches
+        if not matches:
+            near = _near(name, [*manager.all_tasks, *TASK_SETS])
+            problems.append(f"--tasks {name}: no such task, group, set or .yaml file{near}")
+    return specs, problems
+
+
+def _near(name: str, known: list[str]) -> str:
+    """did_you_mean without the list of all 14,000 names."""
+    hint = did_you_mean(name, known)
+    return hint if hint.startswith("; did") else "; `lm_eval ls tasks` lists all, --include_path FOLDER adds your own"
+
+
+def _load(manager, spec: str) -> list[Any]:
+    try:
+        found = manager.load([spec])
+    except Exception as error:  # whatever a task's file, its code, the datasets library or the network raises
+        reason = str(error).strip().split("\n")[0][:300] or "no reason given"
+        raise InputError(
+            f"--tasks {spec}: its data or its definition cannot be loaded ({type(error).__name__}: {reason}); data "
+            "paths in a task file are relative to the current folder, other data comes from the Hub"
+        ) from error
+    unsafe = [name for name, task in found["tasks"].items() if getattr(task, "UNSAFE_CODE", False)]
+    if unsafe:
+        raise InputError(
+            f"--tasks {spec}: {', '.join(unsafe)} runs code that the model writes; use the lm_eval command with "
+            "--confirm_run_unsafe_code in a sandbox"
+        )
+    groups = found.get("groups", {})
+    return [groups[spec]] if spec in groups else list(found["tasks"].values())
+
+
+def _without_repeats(loaded: list[Any]) -> tuple[list[Any], list[str]]:
+    """(each task once, problems): a task beside a group that holds it goes, one in two groups is refused."""
+    holders: dict[str, list[str]] = {}
+    for item in loaded:
+        for task in item.get_all_tasks() if hasattr(item, "get_all_tasks") else ():
+            holders.setdefault(task.task_name, []).append(item.name)
+    problems = [
+        f"--tasks: {task} is in {' and '.join(groups)}; give one of them, or the tasks by name"
+        for task, groups in holders.items()
+        if len(groups) > 1
+    ]
+    tasks = {item.task_name: item for item in loaded if not hasattr(item, "get_all_tasks")}
+    groups = [item for item in loaded if hasattr(item, "get_all_tasks")]
+    return groups + [task for name, task in tasks.items() if name not in holders], problems
+
+
+def score_tasks(
+    folder: Path,
+    tasks: TaskSelection,
+    strategy: Strategy,
+    *,
+    few_shots: int | None = None,
+    limit: float | None = None,
+    batch_size: str | None = None,
+    precision: str = "auto",
+    trust_remote_code: bool = False,
+) -> list[TaskScore]:
+    """Scores a model folder; all ranks together, each returns all scores.
+
+    Args:
+        few_shots: examples in the prompt; None: the task's own number.
+        limit: documents per task, or a fraction below 1; for trying out.
+        batch_size: a number, "auto" (largest that fits) or None: auto on a GPU, 1 on a CPU.
+        precision: of the weights: auto (as saved), bf16, fp16 or fp32.
+    """
+    from lm_eval import simple_evaluate
+
+    if batch_size is None:
+        batch_size = "auto" if strategy.device.type == "cuda" else "1"
+    with evaluate_package_importable(), only_main_speaks(strategy.is_main):
+        model = _shared_model(strategy)(
+            pretrained=str(folder),
+            device=str(strategy.device),
+            dtype=DTYPES[precision],
+            batch_size=batch_size,
+            max_batch_size=64,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+        )
+        model.answer_alone()
+        results = simple_evaluate(
+            model=model,
+            tasks=list(tasks.loaded),
+            task_manager=tasks.manager,
+            num_fewshot=few_shots,
+            limit=limit,
+            batch_size=batch_size,
+            log_samples=False,
+        )
+        # The harness hands out results where LOCAL_RANK is 0 alone.
+        gathered = strategy.gather(None if results is None else _scores(results, tasks.names))
+    return next(scores for scores in gathered if scores is not None)
+
+
+def _shared_model(strategy: Strategy) -> type:
+    """The harness's model class, answering the requests of each document on one rank."""
+    from lm_eval.models.huggingface import HFLM
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+    class SharedModel(HFLM):
+        def answer_alone(self) -> None:
+            """Lets the harness believe in one process: it then builds all requests, in one order, on every rank."""
+            self._rank, self._world_size = 0, 1
+
+        def loglikelihood(self, requests, disable_tqdm=False):
+            return self._answer(super().loglikelihood, requests, disable_tqdm)
+
+        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            return self._answer(super().loglikelihood_rolling, requests, disable_tqdm)
+
+        def generate_until(self, requests, disable_tqdm=False):
+            return self._answer(super().generate_until, requests, disable_tqdm)
+
+        def _answer(self, method, requests, disable_tqdm):
+            # By document: its choices share a context, which the harness computes once.
+            owners = [request.doc_id % strategy.ranks for request in requests]
+            mine = [request for request, owner in zip(requests, owners, strict=True) if owner == strategy.rank]
+            answers = method(mine, disable_tqdm) if mine else []
+            parts = [iter(part) for part in strategy.gather(list(answers))]
+            return [next(parts[owner]) for owner in owners]
+
+    return SharedModel
+
+
+def _scores(results: dict[str, Any], named: list[str]) -> list[TaskScore]:
+    grouped = {
+        part
+        for group, parts in results["group_subtasks"].items()
+        if group in results.get("groups", {})
+        for part in parts
+    }
+    rows = {**results["results"], **results.get("groups", {})}
+    return [
+        TaskScore(
+            task=task,
+            metrics={_plain(key): value for key, value in row.items() if _is_metric(key, value)},
+            standard_errors={
+                _plain(key.replace("_stderr", "", 1)): value if isinstance(value, int | float) else None
+                for key, value in row.items()
+                if "_stderr" in key
+            },
+            few_shots=results["n-shot"].get(task),
+            samples=results["n-samples"].get(task, {}).get("effective"),
+            version=None if results["versions"].get(task) is None else str(results["versions"][task]),
+            is_part=task in grouped and task not in named,
+        )
+        for task, row in rows.items()
+    ]
+
+
+def _is_metric(key: str, value: Any) -> bool:
+    return key not in BOOKKEEPING and "_stderr" not in key and isinstance(value, int | float)
+
+
+def _plain(key: str) -> str:
+    """'acc,none' -> 'acc'; another filter stays, since it makes another metric."""
+    return key.removesuffix(",none")

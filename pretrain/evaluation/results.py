@@ -1,0 +1,253 @@
+"""What an evaluation found: a table on screen, JSON on disk, lines in the run's metrics.jsonl, a plot over a run."""
+
+import importlib.metadata
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import InputError
+from pretrain.evaluation.lm_harness import TaskScore
+from pretrain.runs.addresses import ModelAddress
+from pretrain.runs.history import append_events
+from pretrain.training.metrics import finite
+from pretrain.training.run_records import PACKAGES, commit_of
+from pretrain.units import count_text
+
+PLOT_ENDINGS = (".png", ".svg", ".pdf")
+SOURCE_MEASURES = {"loss": "{:.4f}", "perplexity": "{:.2f}", "bits_per_byte": "{:.4f}"}
+
+
+@dataclass
+class Evaluation:
+    """Everything measured of one model."""
+
+    address: ModelAddress
+    parameters: int
+    sources: dict[str, dict[str, float]] = field(default_factory=dict)
+    """{source: {loss, perplexity, bits_per_byte, tokens}}"""
+    source_settings: dict[str, Any] | None = None
+    tasks: list[TaskScore] = field(default_factory=list)
+    limit: float | None = None
+    """Documents per task, where not all were scored."""
+    sample: str | None = None
+    seconds: float = 0.0
+
+    def lines(self) -> list[dict[str, Any]]:
+        """One event per source and task, as metrics.jsonl holds them."""
+        about = {"event": "evaluation", "step": self.address.step, "tokens": self.address.tokens}
+        about["model"] = self.address.name
+        lines = []
+        for source, measures in self.sources.items():
+            measured = {("evaluated_tokens" if name == "tokens" else name): value for name, value in measures.items()}
+            split = (self.source_settings or {}).get("split")
+            lines.append({**about, "source": source, "split": split, **measured})
+        for score in self.tasks:
+            how = {"few_shots": score.few_shots, "limit": self.limit, "is_part": score.is_part}
+            lines.append({**about, "task": score.task, **_flat(score), **how})
+        return [finite({**line, "time": round(time.time(), 3)}) for line in lines]
+
+    def numbers(self) -> dict[str, float]:
+        """{'evaluation/acc/arc_easy': 0.31, ...}, as trackers take them, without the parts of groups."""
+        measured = self.sources | {score.task: _flat(score) for score in self.tasks if not score.is_part}
+        return {
+            f"evaluation/{metric}/{name}": value
+            for name, measures in measured.items()
+            for metric, value in measures.items()
+            if isinstance(value, float) and math.isfinite(value)
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the JSON file says of this model."""
+        address = asdict(self.address)
+        return {
+            **{key: str(value) if isinstance(value, Path) else value for key, value in address.items()},
+            "parameters": self.parameters,
+            "sources": {source: finite(measures) for source, measures in self.sources.items()},
+            "source_settings": self.source_settings,
+            "tasks": {
+                score.task: {
+                    **finite(_flat(score)),
+                    "few_shots": score.few_shots,
+                    "samples": score.samples,
+                    "version": score.version,
+                    "is_part": score.is_part,
+                }
+                for score in self.tasks
+            },
+            "sample": self.sample,
+            "seconds": round(self.seconds, 1),
+        }
+
+
+def _flat(score: TaskScore) -> dict[str, float | None]:
+    """{"acc": 0.31, "acc_stderr": 0.02, ...}"""
+    errors = {_with_stderr(metric): error for metric, error in score.standard_errors.items()}
+    return {**score.metrics, **errors}
+
+
+def _with_stderr(metric: str) -> str:
+    name, comma, chosen_by = metric.partition(",")
+    return f"{name}_stderr{comma}{chosen_by}"
+
+
+def append_to_run(evaluation: Evaluation) -> None:
+    """Adds the lines to the metrics.jsonl of the model's run, if it has one; nothing that stands there changes."""
+    run, lines = evaluation.address.run, evaluation.lines()
+    if run is None or not lines:
+        return
+    try:
+        append_events(run, lines)
+    except OSError as error:  # hours of evaluation are not to be lost to a full disk: the table is still to come
+        print(f"warning: {run}/metrics.jsonl does not have the scores ({error})", file=sys.stderr)
+
+
+def output_problems(flag: str, path: Path | None) -> list[str]:
+    """Why nothing can be written there; [] if it can. Found before hours of evaluation, not after."""
+    if path is None:
+        return []
+    if path.is_dir():
+        return [f"{flag} {path}: is a folder; give a file"]
+    existing = next(parent for parent in [path.parent, *path.parent.parents] if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return [f"{flag} {path}: nothing can be written in {existing}; give another place"]
+    return []
+
+
+def write_json(path: Path, evaluations: list[Evaluation], settings: dict[str, Any]) -> None:
+    """Replaces the file whole: also when called after every model, it is never half a file."""
+    contents = {
+        "format": "groundwork-evaluation",
+        "version": 1,
+        "settings": settings,
+        "versions": {**_versions(), "commit": commit_of(Path(__file__).parent)},
+        "models": [evaluation.as_dict() for evaluation in evaluations],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text(json.dumps(contents, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    fresh.rename(path)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in (*PACKAGES, "lm_eval"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def print_table(evaluations: list[Evaluation]) -> None:
+    """Measures down, models across. Parts of a group that has its own score are left to the JSON."""
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = {row: None for evaluation in evaluations for row in _cells(evaluation)}
+    table = Table("source or task", "measure")
+    for evaluation in evaluations:
+        table.add_column(_heading(evaluation), justify="right", overflow="fold")
+    previous = None
+    for name, measure in rows:
+        cells = [_cells(evaluation).get((name, measure), "") for evaluation in evaluations]
+        table.add_row(name if name != previous else "", measure, *cells)
+        previous = name
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(120, 40 + 30 * len(evaluations)))
+    console.print(table)
+    if parts := sum(score.is_part for score in evaluations[0].tasks):
+        console.print(f"{parts} parts of groups are not shown; --output FILE.json has them.")
+
+
+def _heading(evaluation: Evaluation) -> str:
+    address = evaluation.address
+    details = [f"{count_text(evaluation.parameters)} parameters"]
+    if address.step is not None:
+        details.append(f"step {address.step:,}")
+    if address.tokens is not None:
+        details.append(f"{count_text(address.tokens)} tokens")
+    return f"{address.name}\n{', '.join(details)}"
+
+
+def _cells(evaluation: Evaluation) -> dict[tuple[str, str], str]:
+    """{(source or task, measure): value ± standard error}"""
+    cells = {}
+    for source, measures in evaluation.sources.items():
+        for measure, pattern in SOURCE_MEASURES.items():
+            cells[source, measure.replace("_", " ")] = pattern.format(measures[measure])
+    for score in evaluation.tasks:
+        if score.is_part:
+            continue
+        shots = f" ({score.few_shots}-shot)" if score.few_shots else ""
+        for metric, value in score.metrics.items():
+            error = score.standard_errors.get(metric)
+            shown = f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
+            cells[score.task + shots, metric] = shown
+    return cells
+
+
+def plot_problems(path: Path | None, addresses: list[ModelAddress]) -> list[str]:
+    """Why there can be no plot of these models; [] if there can."""
+    if path is None:
+        return []
+    problems = output_problems("--plot", path)
+    if path.suffix not in PLOT_ENDINGS:
+        problems.append(f"--plot {path}: ends in {path.suffix or 'nothing'}; allowed: {', '.join(PLOT_ENDINGS)}")
+    if sum(address.tokens is not None for address in addresses) < 2:
+        problems.append(
+            "--plot: draws scores against training tokens, and fewer than two of the models are checkpoints of a run; "
+            "give --model RUN@all"
+        )
+    return problems
+
+
+def plot_scores(path: Path, evaluations: list[Evaluation]) -> None:
+    """One panel per source and task: its first measure against training tokens, a line per run, with error bars."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    points = [evaluation for evaluation in evaluations if evaluation.address.tokens is not None]
+    panels = list(dict.fromkeys(panel for evaluation in points for panel in _panel_values(evaluation)))
+    if not panels:
+        raise InputError("--plot: nothing was measured that could be drawn; give --tasks or --data")
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(4.5 * columns, 3.2 * rows), squeeze=False, layout="constrained"
+    )
+    for axis, (name, measure) in zip(axes.flat, panels, strict=False):
+        for run in dict.fromkeys(evaluation.address.run for evaluation in points):
+            found = [
+                (evaluation.address.tokens, *_panel_values(evaluation)[name, measure])
+                for evaluation in points
+                if evaluation.address.run == run and (name, measure) in _panel_values(evaluation)
+            ]
+            tokens, values, errors = zip(*sorted(found), strict=True)
+            axis.errorbar(tokens, values, yerr=errors, marker="o", capsize=2, label=str(run))
+        axis.set(title=name, xlabel="training tokens", ylabel=measure)
+        axis.xaxis.set_major_formatter(lambda value, _: count_text(value))
+        axis.grid(alpha=0.3)
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.remove()
+    axes.flat[0].legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _panel_values(evaluation: Evaluation) -> dict[tuple[str, str], tuple[float, float]]:
+    """{(source or task, measure): (value, standard error)}: the loss of a source, the first metric of a task."""
+    values = {(source, "loss"): (measures["loss"], 0.0) for source, measures in evaluation.sources.items()}
+    for score in evaluation.tasks:
+        if not score.is_part and score.metrics:
+            metric, value = next(iter(score.metrics.items()))
+            values[score.task, metric] = (value, score.standard_errors.get(metric) or 0.0)
+    return values

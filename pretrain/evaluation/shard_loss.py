@@ -1,0 +1,257 @@
+"""Loss, perplexity and bits per byte of any model on prepared shards, measured as a training run measures them."""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from pretrain.config import RunConfig
+from pretrain.data.manifest import Manifest
+from pretrain.data.shards import ShardReader, open_shards
+from pretrain.errors import InputError
+from pretrain.model.attention import choose_attention
+from pretrain.model.build import use_attention
+from pretrain.model.loss import LanguageModelLoss, choose_loss
+from pretrain.parallel.strategy import Strategy, device_type, resolve_precision
+from pretrain.recipe import read_run_config
+from pretrain.runs.addresses import ModelAddress
+from pretrain.training.probe import probe
+from pretrain.training.validation import name_of, validate
+
+LONGEST_DEFAULT_SEQUENCE = 2048
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ShardSettings:
+    """How a model is measured. For a model of a run they are the run's own, so that the numbers agree."""
+
+    sequence_length: int
+    document_mask: bool
+    precision: str
+    """Arithmetic over fp32 weights: fp32, bf16 or fp16."""
+    attention: str
+    """The model's attn_implementation; see pretrain/model/attention.py."""
+    loss_backend: str
+    sequences_per_micro_batch: int
+    sequences: int | None
+    """Windows per source; None: all."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line says of it; None: the run's value, or the default."""
+
+    sequence_length: int | None = None
+    sequences: int | None = None
+    document_mask: bool | None = None
+    precision: str = "auto"
+    sequences_per_micro_batch: int | None = None
+
+
+class CheckedReader(ShardReader):
+    """Refuses an id outside the vocabulary: on a GPU it would end in a device-side assert that names nothing."""
+
+    def read(self, start: int, out: np.ndarray) -> None:
+        super().read(start, out)
+        if (largest := int(out.max())) >= self.manifest.vocabulary_size:
+            raise InputError(
+                f"{self.manifest.folder}: split {self.split} holds id {largest:,} between tokens {start:,} and "
+                f"{start + len(out):,}, its vocabulary has 0 to {self.manifest.vocabulary_size - 1:,}; the shards are "
+                "damaged: restore or prepare them again"
+            )
+
+
+def settings_for(address: ModelAddress, config: PreTrainedConfig, wishes: Wishes) -> ShardSettings:
+    """The command line's settings, else those of the model's run, else the defaults.
+
+    Raises InputError for a run whose config.yaml cannot be read, and for sequences longer than the model's positions.
+    """
+    run = run_config_of(address)
+    positions = getattr(config, "max_position_embeddings", None)
+    length = wishes.sequence_length or (run.data.sequence_length if run else None)
+    if length is None:
+        length = min(LONGEST_DEFAULT_SEQUENCE, positions or LONGEST_DEFAULT_SEQUENCE)
+    if positions is not None and length > positions:
+        raise InputError(
+            f"--sequence_length {length:,}: {address.name} has {positions:,} positions; at most "
+            f"--sequence_length {positions}"
+        )
+    precision = wishes.precision if wishes.precision != "auto" or run is None else run.precision
+    if precision == "fp16" and wishes.precision == "auto" and device_type() == "cpu":
+        precision = "fp32"  # the run was trained on a GPU; fp16 has no arithmetic here
+    if precision == "fp8":
+        precision = "bf16"  # fp8 is for training: the exported weights are measured
+    document_mask = wishes.document_mask
+    if document_mask is None and run:
+        document_mask = run.data.document_mask
+    precision = resolve_precision(precision)
+    attention, document_mask = _attention(config, run.attention if run else "auto", precision, document_mask)
+    return ShardSettings(
+        sequence_length=length,
+        document_mask=document_mask,
+        precision=precision,
+        attention=attention,
+        loss_backend=choose_loss(run.loss.backend if run else "auto", device_type=device_type(), compile_mode="none"),
+        sequences_per_micro_batch=wishes.sequences_per_micro_batch
+        or (run.batch.sequences_per_micro_batch if run else 8),
+        sequences=wishes.sequences,
+    )
+
+
+def _attention(
+    config: PreTrainedConfig, requested: str, precision: str, document_mask: bool | None
+) -> tuple[str, bool]:
+    """(attention, document_mask): the run's own kernel, or where this machine has none the one that computes the same.
+
+    document_mask None: on where the architecture can keep documents apart. A model with its own code is not judged.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "eager", False
+    try:
+        here = {"device_type": device_type(), "dtype": AUTOCAST_DTYPES.get(precision, torch.float32)}
+        choose_attention(requested, **here)
+    except InputError:
+        requested = "auto"
+    try:
+        wanted = document_mask is not False
+        return probe(config, attention=requested, document_mask=wanted).attention, wanted
+    except InputError:
+        if document_mask is not None:
+            raise
+        return probe(config, attention=requested, document_mask=False).attention, False
+
+
+def run_config_of(address: ModelAddress) -> RunConfig | None:
+    """The resolved recipe of the run that a model belongs to; None for a model of no run."""
+    if address.run is None:
+        return None
+    try:
+        return read_run_config(address.run / "config.yaml", [])
+    except InputError as error:
+        raise InputError(
+            *error.problems, f"{address.name}: copy the model folder out of its run to evaluate it without the above"
+        ) from error
+
+
+def open_sources(
+    folders: list[Path], split: str, sequence_length: int, tokenizer: str | None = None
+) -> dict[str, ShardReader]:
+    """{name: reader}; tokenizer: of files that others prepared. Raises InputError with every unusable folder."""
+    readers: dict[str, ShardReader] = {}
+    problems = []
+    for folder in folders:
+        try:
+            reader = CheckedReader(open_shards(folder, split, tokenizer).manifest, split)
+        except InputError as error:
+            problems += error.problems
+            continue
+        if reader.tokens <= sequence_length:
+            problems.append(
+                f"--data {folder}: {reader.tokens:,} {split} tokens are fewer than one sequence of "
+                f"{sequence_length:,} + 1; at most --sequence_length {reader.tokens - 1}"
+            )
+        readers[name_of(Path(folder), readers)] = reader
+    if problems:
+        raise InputError(*problems)
+    return readers
+
+
+def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest: Manifest) -> list[str]:
+    """Why these shards mean something else to this model than to their tokenizer; [] if they do not."""
+    own_file = address.folder / "tokenizer.json"
+    shards_file = manifest.tokenizer_folder / "tokenizer.json"
+    shards_text = f"{manifest.folder} was prepared with {manifest.tokenizer_name} ({manifest.vocabulary_size:,} ids)"
+    if config.vocab_size < manifest.vocabulary_size:
+        return [
+            f"--data {shards_text}, {address.name} has a vocabulary of {config.vocab_size:,}: prepare the data with "
+            "the model's own tokenizer"
+        ]
+    if not own_file.is_file():
+        return []
+    from pretrain.data.tokenizer import load_tokenizer
+
+    own_json = own_file.read_bytes()
+    if hashlib.sha256(own_json).hexdigest() == manifest.tokenizer_sha256:
+        return []
+    if shards_file.is_file() and _ids_of(own_json) == _ids_of(shards_file.read_bytes()):
+        return []
+    own = load_tokenizer(address.folder)
+    return [
+        f"--data {shards_text}, sha256 {manifest.tokenizer_sha256[:12]}; {address.name} has another tokenizer "
+        f"({own.vocabulary_size:,} ids, sha256 {own.sha256[:12]}): prepare the data with --tokenizer {address.folder}"
+    ]
+
+
+def _ids_of(tokenizer_json: bytes) -> dict[str, Any]:
+    """What decides the ids of plain text, in one spelling: libraries write the same tokenizer in several."""
+    from tokenizers import Tokenizer
+
+    parts = json.loads(Tokenizer.from_buffer(tokenizer_json).to_str())
+    return {name: parts.get(name) for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
+
+
+def measure_shards(
+    causal_lm: PreTrainedModel, readers: dict[str, ShardReader], strategy: Strategy, settings: ShardSettings
+) -> dict[str, dict[str, float]]:
+    """{source: {loss, perplexity, bits_per_byte, tokens}}, mean loss per token in nats over the windows.
+
+    All ranks together, each with the whole model in fp32; arithmetic in settings.precision as in training.
+    """
+    use_attention(causal_lm, settings.attention)
+    model = LanguageModelLoss(causal_lm, backend=settings.loss_backend).to(strategy.device)
+    results = {}
+    for name, reader in readers.items():
+        windows = (reader.tokens - 1) // settings.sequence_length
+        sequences = min(settings.sequences or windows, windows)
+        with _progress(model, name, sequences, strategy, settings), _autocast(strategy, settings.precision):
+            results |= validate(
+                model,
+                {name: reader},
+                strategy,
+                sequence_length=settings.sequence_length,
+                sequences=sequences,
+                sequences_per_micro_batch=settings.sequences_per_micro_batch,
+                document_mask=settings.document_mask,
+                attention=settings.attention,
+            )
+    return results
+
+
+def _autocast(strategy: Strategy, precision: str) -> torch.autocast:
+    dtype = AUTOCAST_DTYPES.get(precision)
+    return torch.autocast(strategy.device.type, dtype=dtype, enabled=dtype is not None)
+
+
+@contextlib.contextmanager
+def _progress(
+    model: torch.nn.Module, name: str, sequences: int, strategy: Strategy, settings: ShardSettings
+) -> Iterator[None]:
+    """A bar in tokens, moved by the model's own forward passes."""
+    tokens_per_pass = settings.sequences_per_micro_batch * strategy.ranks * settings.sequence_length
+    bar = tqdm(
+        total=sequences * settings.sequence_length,
+        desc=name,
+        unit="tok",
+        unit_scale=True,
+        dynamic_ncols=True,
+        disable=not strategy.is_main,
+    )
+
+    def advance(*_: Any) -> None:  # a hook that returned something would replace the model's output
+        bar.update(min(tokens_per_pass, bar.total - bar.n))
+
+    hook = model.register_forward_hook(advance)
+    try:
+        yield
+    finally:
+        hook.remove()
+        bar.close()

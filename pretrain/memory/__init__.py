@@ -1,0 +1,10 @@
+"""The memory model: what a process will hold, before it holds it.
+
+Formulas for what has shapes, a trace of the model's own code for activations; nothing here touches a GPU
+(docs/planning.md). tests/memory compares it with real tensors.
+
+    parts: weights, gradients, optimizer, loss
+    footprint: what each strategy makes of them
+    activations, compiled: traced activations; those of compiled layers
+    advice: what to change when memory runs out
+"""

@@ -1,0 +1,314 @@
+"""What a forward pass leaves in memory for its backward pass, found by running one: with shapes, without numbers.
+
+The model's own code runs on fake tensors, which have sizes but no storage, with one layer and with two, and every
+tensor that is alive is counted. So no formula has to be kept for each architecture, and a model of 13B parameters is
+traced in a second on a laptop. A compiled layer keeps less than its Python code: there the graph that torch.compile's
+partitioner makes of it is counted (minimum cut between forward and backward, arXiv 2111.13257 and the same by torch).
+
+Sizes are in bytes. Everything is linear in the number of sequences but for what belongs to weights: `Line` says so.
+"""
+
+import copy
+import functools
+import json
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AutoConfig, PreTrainedModel
+
+from pretrain.memory.compiled import LayerGraphs, graph_backend
+from pretrain.model.attention import TOKENS_PER_SEGMENT
+from pretrain.model.build import build_meta_model
+from pretrain.model.compile import checkpoint_activations, layers_of
+
+
+@dataclass(frozen=True)
+class Line:
+    """fixed + per_sequence x sequences, in bytes."""
+
+    fixed: float
+    per_sequence: float
+
+    def __call__(self, sequences: int) -> float:
+        return self.fixed + self.per_sequence * sequences
+
+    @classmethod
+    def through(cls, at_one: float, at_two: float) -> "Line":
+        return cls(2 * at_one - at_two, at_two - at_one)
+
+    def __add__(self, other: "Line") -> "Line":
+        return Line(self.fixed + other.fixed, self.per_sequence + other.per_sequence)
+
+    def __sub__(self, other: "Line") -> "Line":
+        return Line(self.fixed - other.fixed, self.per_sequence - other.per_sequence)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a process holds besides weights, gradients and optimizer, from the embedding to the last hidden state."""
+
+    outside: Line
+    """Alive after the forward pass, layers apart: the embedding's output, the last norm, rotary tables."""
+    per_layer: Line
+    """Alive after the forward pass for each layer: what its backward pass needs."""
+    backward: Line
+    """More than that while the last layer's gradients are computed, the gradient of the hidden states included."""
+    hidden: Line
+    """The last hidden states."""
+
+    def kept(self, layers: int, sequences: int) -> float:
+        """Bytes alive between forward and backward."""
+        return self.outside(sequences) + layers * self.per_layer(sequences)
+
+
+@torch.library.custom_op("groundwork::flash_shapes", mutates_args=())
+def _flash_shapes(query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> tuple[Tensor, Tensor]:
+    """What every flash kernel of a GPU keeps, whichever it is: query, key, value, output and logsumexp."""
+    raise RuntimeError("this attention has shapes only: it is for plans, and is never computed")
+
+
+@torch.library.custom_op("groundwork::flash_shapes_backward", mutates_args=())
+def _flash_shapes_backward(
+    grad_BHTE: Tensor, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, out_BHTE: Tensor, lse_BHT: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    raise RuntimeError("this attention has shapes only: it is for plans, and is never computed")
+
+
+@_flash_shapes.register_fake
+def _(query_BHTE, key_BGTE, value_BGTE):
+    batch, heads, length, _ = query_BHTE.shape
+    return _heads_last(query_BHTE), query_BHTE.new_empty(batch, heads, length, dtype=torch.float32)
+
+
+@_flash_shapes_backward.register_fake
+def _(grad_BHTE, query_BHTE, key_BGTE, value_BGTE, out_BHTE, lse_BHT):
+    return tuple(_heads_last(x) for x in (query_BHTE, key_BGTE, value_BGTE))
+
+
+def _heads_last(x_BHTE: Tensor) -> Tensor:
+    batch, heads, length, width = x_BHTE.shape
+    return x_BHTE.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
+def _save_for_backward(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _gradients(ctx, grad_BHTE, _):
+    return torch.ops.groundwork.flash_shapes_backward(grad_BHTE, *ctx.saved_tensors)
+
+
+_flash_shapes.register_autograd(_gradients, setup_context=_save_for_backward)
+
+
+def _planned_attention(module, query_BHTE, key_BGTE, value_BGTE, attention_mask, **kwargs) -> tuple[Tensor, None]:
+    """In the place of an attention function of transformers: the products' dtype, and what a flash kernel keeps."""
+    half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else value_BGTE.dtype
+    out_BHTE, _ = torch.ops.groundwork.flash_shapes(*(x.to(half) for x in (query_BHTE, key_BGTE, value_BGTE)))
+    return out_BHTE.transpose(1, 2), None
+
+
+FLASH = "groundwork_planned"
+AttentionInterface.register(FLASH, _planned_attention)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that are alive, now and at most, from the calls that it sees and what `add` is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for value in _pytree.tree_leaves(result):
+            if isinstance(value, Tensor):
+                self.add(value)
+        return result
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+
+        def freed(_: Any) -> None:
+            self.now -= size
+            self._seen.pop(key, None)
+
+        self._seen[key] = weakref.ref(storage, freed)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+class _GradientOfHidden(torch.autograd.Function):
+    """In the place of the loss: makes the gradient of the hidden states in the forward pass, as the loss does."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.empty_like(hidden))
+        return hidden.new_empty(())
+
+    @staticmethod
+    def backward(ctx, _: Tensor) -> Tensor:
+        return ctx.saved_tensors[0]
+
+
+def trace_activations(
+    model_config: Any,
+    *,
+    sequence_length: int,
+    weights: torch.dtype,
+    autocast: bool,
+    attention: str = FLASH,
+    document_mask: bool = True,
+    activation_checkpointing: str = "none",
+    compiled: bool = False,
+) -> Activations:
+    """Activations of one process.
+
+    Args:
+        weights: dtype of the weights in the forward pass.
+        autocast: whether it runs under autocast to bf16 (weights in fp32).
+        attention: FLASH for the kernels of a GPU that keep query, key, value, output and logsumexp (sdpa in half
+            precision, varlen, flash attention 2 and 3, flex attention); groundwork_sdpa as it is on a CPU;
+            groundwork_eager.
+        compiled: whether layers are compiled.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return _trace(
+            model_config.to_json_string(use_diff=False),
+            sequence_length,
+            weights,
+            autocast,
+            attention,
+            document_mask,
+            activation_checkpointing,
+            compiled,
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _trace(config_json, sequence_length, weights, autocast, attention, document_mask, checkpointing, compiled):
+    model_config = AutoConfig.for_model(**json.loads(config_json))
+    measured = {
+        (layers, sequences): _measure(
+            model_config,
+            layers,
+            sequences,
+            sequence_length,
+            weights,
+            autocast,
+            attention,
+            document_mask,
+            checkpointing,
+        )
+        for layers in (1, 2)
+        for sequences in (1, 2)
+    }
+
+    def line(key: str, layers: int) -> Line:
+        return Line.through(measured[layers, 1][key], measured[layers, 2][key])
+
+    per_layer = line("kept", 2) - line("kept", 1)
+    outside, backward = line("kept", 1) - per_layer, line("peak", 1) - line("kept", 1)
+    hidden = line("hidden", 1)
+    if compiled:
+        graphs = [
+            _compiled_layer(model_config, sequences, sequence_length, weights, autocast, attention, document_mask)
+            for sequences in (1, 2)
+        ]
+        kept = Line.through(*(graph.kept for graph in graphs))
+        # The gradient of the layer's output is alive beside what its backward pass needs.
+        backward = Line.through(*(graph.backward for graph in graphs)) + hidden
+        if checkpointing == "none":
+            per_layer = kept
+        else:
+            backward = backward + kept
+    return Activations(outside, per_layer, backward, hidden)
+
+
+def _measure(model_config, layers, sequences, length, weights, autocast, attention, document_mask, checkpointing):
+    """Bytes beyond weights and gradients: kept after the forward pass, and at the peak of the backward pass."""
+    model = _meta_model(model_config, layers, attention)
+    checkpoint_activations(model, checkpointing)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _give_sizes(model, weights)
+        model.train()
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        inputs = _inputs(model_config, sequences, length, weights, document_mask)
+        with LiveBytes() as live:
+            for tensor in [*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers()]:
+                live.add(tensor)
+            resident = live.now
+            live.add(inputs["inputs_embeds"])
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                hidden = model.base_model(use_cache=False, **inputs).last_hidden_state
+            size = hidden.untyped_storage().nbytes()
+            loss = _GradientOfHidden.apply(hidden)
+            del hidden
+            inputs.clear()
+            kept = live.now - size  # without the gradient that the loss makes: `hidden` counts it
+            live.peak = live.now
+            loss.backward()
+            return {"kept": kept - resident, "peak": live.peak - resident, "hidden": size}
+
+
+def _compiled_layer(model_config, sequences, length, weights, autocast, attention, document_mask) -> "LayerGraphs":
+    model = _meta_model(model_config, 1, attention)
+    torch._dynamo.reset()
+    graphs = LayerGraphs()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _give_sizes(model, weights)
+        model.train()
+        hidden_shape = (sequences, length, model_config.hidden_size)
+        for layer in layers_of(model):
+            layer.compile(dynamic=False, backend=graph_backend(graphs, hidden_shape))
+        inputs = _inputs(model_config, sequences, length, weights, document_mask)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            hidden = model.base_model(use_cache=False, **inputs).last_hidden_state
+        _GradientOfHidden.apply(hidden).backward()
+    torch._dynamo.reset()
+    return graphs
+
+
+def _meta_model(model_config: Any, layers: int, attention: str) -> PreTrainedModel:
+    """The model with so many of its layers, on the meta device."""
+    config = copy.deepcopy(model_config)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = (config.layer_types * layers)[:layers]
+    return build_meta_model(config, attention=attention)
+
+
+def _give_sizes(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replaces meta parameters and buffers by tensors of the fake mode that is on; buffers keep their dtype."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    model.tie_weights()
+
+
+def _inputs(model_config, sequences: int, length: int, dtype: torch.dtype, document_mask: bool) -> dict[str, Any]:
+    """What the base model is called with, its first layer's input in the place of the token ids."""
+    width = model_config.hidden_size
+    inputs = {"inputs_embeds": torch.empty(sequences, length, width, dtype=dtype, requires_grad=True)}
+    if not document_mask:
+        return inputs
+    segments = torch.empty(sequences * max(8, length // TOKENS_PER_SEGMENT) + 1, dtype=torch.int32)
+    layout = {"cu_seq_lens_q": segments, "cu_seq_lens_k": segments, "max_length_q": length, "max_length_k": length}
+    return {**inputs, "position_ids": torch.empty(sequences, length, dtype=torch.long), **layout}

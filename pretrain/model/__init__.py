@@ -1,0 +1,15 @@
+"""What has parameters, and how its forward pass runs, on one process.
+
+Knows nothing of distribution, optimizers or data. A new model is a JSON in model_configs/; a new architecture is a
+file in architectures/ (docs/models.md).
+
+    architectures/: local architectures
+    model_config, build: from JSON to model
+    initial_weights, pretrained: initial weights unit by unit, from the seed or from files
+    inputs: token ids to what the model takes
+    attention, cpu_attention: kernels, document mask
+    loss: the loss without whole logits
+    compile, fp8: how layers are compiled; fp8 layers
+    routers, flops: routers of mixtures of experts; what a token costs
+    model_values: values that no model has
+"""

@@ -1,0 +1,339 @@
+"""Attention within documents: sequences are packed windows of a token stream, and no token sees another document.
+
+Every document in the stream is followed by the end-of-document id, which opens the next document's segment as its
+first token, as a BOS would. A segment begins at position 0 of a window and at every end-of-document token of the
+input. So every position keeps a target (that of the opening token is the document's first), none is masked, and a
+step always holds the same number of them.
+
+Models of transformers call the function registered under config._attn_implementation and hand it the keyword
+arguments that they were called with. Names registered here have no mask function, so that no (B, 1, T, T) mask is
+built from position_ids that restart; the segments arrive as cumulative lengths instead, padded to a fixed size, which
+neither recompiles nor waits for the device.
+
+Shapes: B windows, T positions, H query heads, G key heads, E width of a head, S segments.
+"""
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedConfig
+
+from pretrain.errors import InputError, did_you_mean
+from pretrain.model import cpu_attention
+from pretrain.model.cpu_attention import HALF_DTYPES
+
+UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
+TOKENS_PER_SEGMENT = 64
+"""Space for segments is made for documents of this mean length (and at least 8 in a window); where they are shorter it
+doubles, which recompiles compiled code once. Space for the worst case would cost a GPU kernel an idle block each."""
+
+
+def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[str, Tensor]:
+    """Segments of a batch of windows, on the host.
+
+    Returns position_ids (B, T) int64, which restart at each segment, and cu_seq_lens_q and cu_seq_lens_k, the same
+    int32 (S + 1,) cumulative lengths over the flattened batch, padded with B x T to a size that depends on B and T
+    (and doubles where the documents are too many for it).
+    """
+    batch, length = input_ids_BT.shape
+    starts_BT = input_ids_BT == end_of_document_id
+    starts_BT[:, 0] = True
+    starts_S = np.flatnonzero(starts_BT)
+    tokens = batch * length
+    capacity = batch * max(8, length // TOKENS_PER_SEGMENT)
+    while capacity < len(starts_S):
+        capacity *= 2
+    cu_seq_lens = np.full(capacity + 1, tokens, dtype=np.int32)
+    cu_seq_lens[: len(starts_S)] = starts_S
+    lengths_S = np.diff(starts_S, append=tokens)
+    position_ids = np.arange(tokens, dtype=np.int64) - np.repeat(starts_S, lengths_S)
+    cu_seq_lens = torch.from_numpy(cu_seq_lens)
+    return {
+        "position_ids": torch.from_numpy(position_ids).view(batch, length),
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+    }
+
+
+def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: torch.device | str) -> dict[str, Any]:
+    """Keyword arguments for a model on `device` whose attn_implementation is `attention` (see `choose_attention`).
+
+    layout: see `document_layout`; from pinned memory it is copied to a GPU without waiting. For flex_attention the
+    block mask is made here, once for all layers.
+    """
+    position_ids = layout["position_ids"].to(device, non_blocking=True)
+    cu_seq_lens = layout["cu_seq_lens_q"].to(device, non_blocking=True)
+    batch, length = position_ids.shape
+    if attention == "flex_attention":
+        return {"position_ids": position_ids, "attention_mask": _flex_block_mask(cu_seq_lens, batch, length)}
+    if attention in ("sdpa", "eager"):
+        return {"position_ids": position_ids}
+    if "+mask" in attention:
+        return {"position_ids": position_ids, "attention_mask": _library_masks(cu_seq_lens, batch, length, attention)}
+    # The window's length bounds every segment's: the true maximum would change from step to step and recompile.
+    return {
+        "position_ids": position_ids,
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+        "max_length_q": length,
+        "max_length_k": length,
+    }
+
+
+def candidates_of(requested: str, config: PreTrainedConfig) -> list[str]:
+    """The ways to compute what a recipe's `attention` names, the fastest first; each is an `attention` of this module.
+
+    Which of them an architecture computes right under is for training/probe.py to find: those of this module do not
+    know soft caps, sinks or biases of positions, and some models do not hand them the documents. Then the library's
+    own serve: `sdpa` and `eager` make a dense mask of position_ids that restart; `+mask` is given that mask, for
+    models that do not look at the positions, and `+masks(...)` one for each kind of layer, with its window.
+    """
+    own = {"auto": ["groundwork_sdpa"], "sdpa": ["groundwork_sdpa"], "eager": ["groundwork_eager"]}
+    library = {"auto": ["sdpa", "eager"], "sdpa": ["sdpa"], "eager": ["eager"]}
+    if requested not in own:
+        return [ATTENTION_NAMES[requested]]
+    forms = ["", "+mask"]
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+    if kinds and set(kinds) <= {"full_attention", "sliding_attention"}:
+        windows = [f"sliding_attention={config.sliding_window}" if "sliding" in kind else kind for kind in kinds]
+        forms.append(f"+masks({','.join(windows)})")
+    return own[requested] + [name + form for name in library[requested] for form in forms]
+
+
+def implementation_of(attention: str) -> str:
+    """The attn_implementation of transformers behind one of `candidates_of`."""
+    return attention.partition("+")[0]
+
+
+def choose_attention(
+    requested: str, *, device_type: str, dtype: torch.dtype, document_mask: bool = True, training: bool = True
+) -> str:
+    """The attn_implementation to give to a model of transformers for the attention that a run asks for.
+
+    auto is sdpa: on a CPU the operator of model/cpu_attention.py, on a GPU in half precision torch's varlen
+    flash attention, on a GPU in fp32 a dense mask. Raises InputError, naming what works, where the device, the dtype
+    or a package is missing for what was asked.
+    """
+    half_on_gpu = device_type == "cuda" and dtype in HALF_DTYPES
+    works = ["auto", "eager", "sdpa"]
+    works += ["flex_attention"] if device_type == "cuda" or not training else []
+    works += ["varlen"] if half_on_gpu and document_mask else []
+    works += [name for name, package in FLASH_PACKAGES.items() if half_on_gpu and importlib.util.find_spec(package)]
+    if requested not in ATTENTION_NAMES:
+        raise InputError(f"attention {requested!r} is unknown{did_you_mean(requested, ATTENTION_NAMES)}")
+    if requested not in works:
+        reason = _why_not(requested, device_type, dtype)
+        raise InputError(f"attention {requested} {reason}; here work: {', '.join(works)}")
+    return ATTENTION_NAMES[requested]
+
+
+ATTENTION_NAMES = {
+    "auto": "groundwork_sdpa",
+    "eager": "groundwork_eager",
+    "sdpa": "groundwork_sdpa",
+    "varlen": "groundwork_sdpa",
+    "flex_attention": "flex_attention",
+    "flash_attention_2": "flash_attention_2",
+    "flash_attention_3": "flash_attention_3",
+}
+FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+
+
+def _why_not(requested: str, device_type: str, dtype: torch.dtype) -> str:
+    if requested == "flex_attention":
+        return f"has no backward pass on {device_type}"
+    if device_type != "cuda":
+        return f"does not run on {device_type}"
+    if dtype not in HALF_DTYPES:
+        return f"computes in bf16 or fp16 only, not in {str(dtype).removeprefix('torch.')}"
+    if requested == "varlen":
+        return "has no documents to keep apart without document_mask"
+    return f"needs the package {FLASH_PACKAGES[requested]}, which is not installed"
+
+
+def sdpa(
+    module: torch.nn.Module,
+    query_BHTE: Tensor,
+    key_BGTE: Tensor,
+    value_BGTE: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Causal attention within segments; causal over the whole window if there is no cu_seq_lens_q.
+
+    For training, and for generation without padding: attention_mask arrives only if it is already (B, 1, T, T). The
+    signature and the (B, T, H, E) result are those of transformers' attention interface.
+    """
+    _refuse_unsupported(kwargs)
+    query_BHTE, key_BGTE, value_BGTE = _in_one_dtype(query_BHTE, key_BGTE, value_BGTE)
+    length, keys = query_BHTE.shape[2], key_BGTE.shape[2]
+    window = None if sliding_window is None or sliding_window >= keys else sliding_window
+    device_type = query_BHTE.device.type
+    if attention_mask is None and not dropout and value_BGTE.shape[-1] == query_BHTE.shape[-1]:
+        if device_type == "cpu" and window is None and (cu_seq_lens_q is not None or _in_blocks(length, keys)):
+            segments = _whole_windows(query_BHTE) if cu_seq_lens_q is None else cu_seq_lens_q
+            out_BHTE = cpu_attention.attend(query_BHTE, key_BGTE, value_BGTE, segments, scaling)
+            return out_BHTE.transpose(1, 2), None
+        if device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES and cu_seq_lens_q is not None:
+            return _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling, window), None
+    mask = attention_mask
+    # A single query is the newest token of a generation and sees every key; sdpa's own causal mask fits square only.
+    if mask is None and (cu_seq_lens_q is not None or window is not None or 1 < length < keys):
+        mask = _dense_mask(query_BHTE, key_BGTE, cu_seq_lens_q, window)
+    out_BHTE = F.scaled_dot_product_attention(
+        query_BHTE,
+        key_BGTE,
+        value_BGTE,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None and length > 1,
+        scale=scaling,
+        enable_gqa=query_BHTE.shape[1] != key_BGTE.shape[1],
+    )
+    return out_BHTE.transpose(1, 2), None
+
+
+def eager(
+    module: torch.nn.Module,
+    query_BHTE: Tensor,
+    key_BGTE: Tensor,
+    value_BGTE: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor]:
+    """`sdpa` spelt out, with the (T, T) weights in memory: for debugging, and to compare others with."""
+    _refuse_unsupported(kwargs)
+    query_BHTE, key_BGTE, value_BGTE = _in_one_dtype(query_BHTE, key_BGTE, value_BGTE)
+    group = query_BHTE.shape[1] // key_BGTE.shape[1]
+    key_BHTE, value_BHTE = (x.repeat_interleave(group, dim=1) for x in (key_BGTE, value_BGTE))
+    scale = query_BHTE.shape[-1] ** -0.5 if scaling is None else scaling
+    mask = attention_mask
+    if mask is None:
+        mask = _dense_mask(query_BHTE, key_BGTE, cu_seq_lens_q, sliding_window)
+    scores_BHTT = (query_BHTE @ key_BHTE.transpose(2, 3)).float() * scale
+    scores_BHTT = scores_BHTT.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores_BHTT + mask
+    weights_BHTT = scores_BHTT.softmax(dim=-1).to(value_BHTE.dtype)
+    weights_BHTT = F.dropout(weights_BHTT, p=dropout, training=module.training)
+    return (weights_BHTT @ value_BHTE).transpose(1, 2), weights_BHTT
+
+
+AttentionInterface.register("groundwork_sdpa", sdpa)
+AttentionInterface.register("groundwork_eager", eager)
+
+
+def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
+    given = [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]
+    if given:
+        raise InputError(
+            f"this model's attention uses {', '.join(given)}, which eager and sdpa here do not compute: use "
+            "flex_attention or flash_attention_2 (on a GPU), or another architecture"
+        )
+
+
+def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
+    """Autocast stops at registered operators, and query and key can leave a normalisation in fp32."""
+    device_type = tensors[0].device.type
+    dtype = tensors[-1].dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def _dense_mask(query_BHTE: Tensor, key_BGTE: Tensor, cu_seq_lens: Tensor | None, window: int | None) -> Tensor:
+    """Boolean mask (B or 1, 1, T, keys), true where a query may look; queries are the last of the keys."""
+    batch, _, length, _ = query_BHTE.shape
+    keys = key_BGTE.shape[2]
+    key_position = torch.arange(keys, device=query_BHTE.device)
+    distance_TT = key_position[keys - length :, None] - key_position[None, :]
+    mask_TT = distance_TT >= 0
+    if window is not None:
+        mask_TT = mask_TT & (distance_TT < window)
+    if cu_seq_lens is None:
+        return mask_TT[None, None]
+    segment_BT = _segment_ids(cu_seq_lens, batch, length)
+    return (mask_TT & (segment_BT[:, :, None] == segment_BT[:, None, :]))[:, None]
+
+
+def _segment_ids(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
+    tokens = torch.arange(batch * length, dtype=cu_seq_lens.dtype, device=cu_seq_lens.device)
+    return torch.searchsorted(cu_seq_lens, tokens, right=True).view(batch, length)
+
+
+def _library_masks(cu_seq_lens: Tensor, batch: int, length: int, attention: str) -> Tensor | dict[str, Tensor]:
+    """(B, 1, T, T) as the library's own functions take it: true where sdpa may look, the number that eager adds.
+
+    One for all layers, or {kind of layer: mask} as the name of the attention lists them (see `candidates_of`).
+    """
+    implementation, _, form = attention.partition("+")
+    segment_BT = _segment_ids(cu_seq_lens, batch, length)
+    position = torch.arange(length, device=cu_seq_lens.device)
+    distance_TT = position[:, None] - position[None, :]
+    may_look = ((segment_BT[:, :, None] == segment_BT[:, None, :]) & (distance_TT >= 0))[:, None]
+
+    def as_taken(window: str) -> Tensor:
+        allowed = may_look & (distance_TT < int(window)) if window else may_look
+        if implementation == "sdpa":
+            return allowed
+        lowest = torch.finfo(torch.float32).min
+        return torch.zeros(allowed.shape, device=allowed.device).masked_fill(~allowed, lowest)
+
+    if form == "mask":
+        return as_taken("")
+    kinds = [kind.partition("=") for kind in form.removeprefix("masks(").removesuffix(")").split(",")]
+    return {kind: as_taken(window) for kind, _, window in kinds}
+
+
+def _in_blocks(length: int, keys: int) -> bool:
+    """Whether causal attention over the whole window is faster in blocks of queries than in torch's kernel."""
+    return length == keys and cpu_attention.SHORTEST_IN_BLOCKS <= length <= cpu_attention.LONGEST_IN_BLOCKS
+
+
+def _whole_windows(query_BHTE: Tensor) -> Tensor:
+    """Cumulative lengths (B + 1,) of segments that are whole windows."""
+    batch, _, length, _ = query_BHTE.shape
+    return torch.arange(batch + 1, dtype=torch.int32) * length
+
+
+def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch, heads, length, _ = query_BHTE.shape
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTE, key_BGTE, value_BGTE))
+    grouped = {"enable_gqa": True} if heads != key_BGTE.shape[1] else {}
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        cu_seq_lens,
+        cu_seq_lens,
+        length,
+        length,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **grouped,
+    )
+    return out.unflatten(0, (batch, length))
+
+
+def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    segment_BT = _segment_ids(cu_seq_lens, batch, length)
+
+    def same_segment_and_causal(b, h, query, key):
+        return (segment_BT[b, query] == segment_BT[b, key]) & (query >= key)
+
+    return create_block_mask(same_segment_and_causal, batch, None, length, length, device=cu_seq_lens.device)

@@ -1,0 +1,319 @@
+"""From a model's JSON, folder or Hub id to a checked configuration, exact counts and a model.
+
+Initial weights are a function of (configuration, seed) alone: every module draws its own from a seed of its own, so
+that any part of a model can be made without the rest and is the same under every strategy (see `initialize_module`).
+"""
+
+import copy
+import hashlib
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.dynamic_module_utils import custom_object_save
+
+from pretrain.errors import InputError
+from pretrain.model.attention import implementation_of
+from pretrain.model.model_config import described, load_model_config
+
+# Matrix products are fastest, on GPUs above all, when the vocabulary is a multiple of this.
+VOCABULARY_MULTIPLE = 64
+NO_SUCH_ATTENTION = "the architecture's own code does not know this attention"
+
+
+def build_meta_model(config: PreTrainedConfig, *, attention: str = "eager") -> PreTrainedModel:
+    """The model without storage: every parameter and buffer on the meta device, in fp32, tied parameters shared.
+
+    No embedding treats a row as padding: packed training data has no padding, and a row so marked would start at zero
+    and never receive a gradient (torch.nn.Embedding), which hits the end-of-document id when it is the padding id too.
+    Raises InputError when the model or the machine does not support the attention asked for.
+    """
+    config = copy.deepcopy(config)
+    try:
+        with torch.device("meta"):
+            implementation = implementation_of(attention)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
+    except (ImportError, ValueError, KeyError) as error:
+        raise InputError(_attention_problem(attention, error)) from error
+    except Exception as error:  # whatever a model's own code raises at values that it did not expect
+        raise InputError(
+            f"model: {type(config).__name__} cannot be built with these values ({described(error)}); compare them "
+            "with a model of this type that works"
+        ) from error
+    _clear_padding(model)
+    _count_positions_in_the_window(model, attention)
+    return model
+
+
+def library_attention(config: PreTrainedConfig) -> str:
+    """sdpa where the architecture's own code has it, else eager."""
+    try:
+        build_meta_model(config, attention="sdpa")
+    except InputError:
+        return "eager"
+    return "sdpa"
+
+
+def use_attention(model: PreTrainedModel, attention: str) -> None:
+    """Makes a model that is built compute by another attention (see `attention.candidates_of`)."""
+    model.set_attn_implementation(implementation_of(attention))
+    _count_positions_in_the_window(model, attention)
+
+
+def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Full shape of every parameter by its Hugging Face name; a tied pair appears once, under the embedding's name."""
+    return {name: tuple(parameter.shape) for name, parameter in build_meta_model(config).named_parameters()}
+
+
+def count_parameters(config: PreTrainedConfig) -> int:
+    """Number of parameters; a tied pair counts once."""
+    return sum(parameter.numel() for parameter in build_meta_model(config).parameters())
+
+
+def count_non_embedding_parameters(config: PreTrainedConfig) -> int:
+    """N of the 6N floating-point operations per token: the parameters that take part in a matrix product.
+
+    An embedding is a look-up, not a product, so it does not count unless the output head shares it (PaLM, arXiv
+    2204.02311, appendix B, counts so). Learned positions, as in GPT-2, are a look-up too.
+    """
+    model = build_meta_model(config)
+    head = model.get_output_embeddings()
+    head_weight = head.weight if head is not None else None
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    looked_up = sum(weight.numel() for weight in embeddings if weight is not head_weight)
+    return sum(parameter.numel() for parameter in model.parameters()) - looked_up
+
+
+def embedding_parameter_names(model: nn.Module) -> set[str]:
+    """Names of all parameters that an nn.Embedding owns, with every name of a tied one (the head's included).
+
+    Works on meta, whole and partitioned models alike, since it asks for the owner and not for the shape.
+    """
+    owned = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in owned}
+
+
+def build_model(config: PreTrainedConfig, *, seed: int, attention: str = "eager") -> PreTrainedModel:
+    """A model with fresh fp32 weights on the CPU, which depend on (config, seed) and on nothing else.
+
+    The global random state is neither read nor changed. Raises InputError as `build_meta_model` does.
+    """
+    model = build_meta_model(config, attention=attention)
+    initialize_module(model, "", seed=seed)
+    model.tie_weights()
+    return model
+
+
+def initialize_module(model: PreTrainedModel, name: str, *, seed: int) -> None:
+    """Gives the module called `name` inside `model` ("" is the whole) its initial weights, and touches nothing else.
+
+    What is on the meta device is created on the CPU; what exists already is written in place. Modules are initialised
+    children first by the model's own `_init_weights`, each from the seed (seed, module's name), so the result for a
+    block is the same whether the block is made alone or with the whole model. The unit that can be made alone is any
+    module that no ancestor's `_init_weights` reaches into: a decoder layer, the embedding, the final norm, the head.
+    (GPT-2's attention, for one, sets the weights of its own c_proj: make the attention or its block, not the c_proj.)
+    A parameter that is tied to another is left for `model.tie_weights()`.
+
+    For a strategy that shards, none of these ever holds more than one unit beyond its own shard:
+      - FSDP: shard a meta model, `to_empty` it, and for each unit call this on a second meta model, distribute the
+        unit's parameters and buffers over the ranks, and send the unit back with `.to("meta")`.
+      - ZeRO-3: for each unit, call this in `deepspeed.zero.GatheredParameters(unit.parameters(), modifier_rank=0)`.
+      - pipeline: call this on every rank for the units of its own stages, with the names of the whole model.
+
+    The random numbers are always drawn on the CPU: another device would draw others from the same seed. Raises
+    InputError if the architecture leaves a parameter or buffer without a value.
+    """
+    tied_names = set(model.all_tied_weights_keys)
+    root = model.get_submodule(name)
+    # Reversed pre-order has children before parents; a parent may overrule a child (GPT-2's scaled c_proj does).
+    modules = list(reversed(list(root.named_modules(prefix=name))))
+    random_state = torch.get_rng_state()
+    try:
+        with torch.no_grad(), init.guard_torch_init_functions():
+            for module_name, module in modules:
+                _materialize(module, module_name, tied_names)
+                torch.default_generator.manual_seed(_module_seed(seed, module_name))
+                _run_initializer(_initializing_model(model, module_name), module, module_name, tied_names)
+    finally:
+        torch.set_rng_state(random_state)
+    _refuse_missing_values(type(model).__name__, modules)
+
+
+def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A pretrained model from a folder or the Hub, with fp32 master weights whatever the precision they were saved in.
+
+    Only safetensors are read: the older format is a pickle, which executes on load. Raises InputError when there is no
+    such model, when it lacks weights that its configuration asks for, or when the attention is not supported.
+    """
+    if name_or_path.endswith(".json"):
+        raise InputError(
+            f"{name_or_path}: a JSON describes a model but holds no weights; to continue a pretrained model give its "
+            "folder or Hub id, or train from scratch with init: scratch"
+        )
+    load_model_config(name_or_path, trust_remote_code=trust_remote_code)
+    try:
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
+            name_or_path,
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (ImportError, ValueError) as error:
+        raise InputError(f"{name_or_path}: the library cannot build this model: {_first_line(error)}") from error
+    except SafetensorError as error:
+        raise InputError(f"{name_or_path}: its weights are damaged ({_first_line(error)}); restore them") from error
+    except OSError as error:
+        raise InputError(
+            f"{name_or_path}: no safetensors weights could be read ({_first_line(error)}); give a folder or a Hub id "
+            "that has model.safetensors"
+        ) from error
+    missing = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
+    if missing:
+        raise InputError(
+            f"{name_or_path}: {len(missing)} weights are missing or have another shape than config.json says, the "
+            f"first is {missing[0]}; the checkpoint is incomplete or belongs to another configuration"
+        )
+    _clear_padding(model)
+    return model
+
+
+def set_end_of_document(config: PreTrainedConfig, end_of_document_id: int) -> None:
+    """Writes the data's end-of-document id into a base model's configuration.
+
+    Every document follows the id that ended the one before, so the id opens a text as well as closing it: bos and eos
+    are the same, as in GPT-2. There is no padding id: as one, the id would never be learnt (see `build_meta_model`).
+    Batched generation finds its padding id in generation_config.json (see `save_model_metadata`).
+    """
+    config.bos_token_id = end_of_document_id
+    config.eos_token_id = end_of_document_id
+    config.pad_token_id = None
+
+
+def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int) -> list[str]:
+    """Problems of training this model on ids 0 to vocabulary_size - 1; an empty list if there is none."""
+    if vocabulary_size <= config.vocab_size:
+        return []
+    roomy = -(-vocabulary_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    return [
+        f"the data's tokenizer has {vocabulary_size:,} ids, but the model's vocab_size is {config.vocab_size:,}: set "
+        f"vocab_size to {roomy} in the model's JSON, or prepare the data with a tokenizer of at most "
+        f"{config.vocab_size:,} ids"
+    ]
+
+
+def save_model_metadata(model_or_config: PreTrainedModel | PreTrainedConfig, folder: str | os.PathLike) -> None:
+    """Writes all of a model folder but the weights and the tokenizer: config.json, generation_config.json, own code.
+
+    A local architecture's file is copied beside config.json, whose auto_map then names its classes. The padding id of
+    generation is the end-of-document id unless one was set.
+    """
+    if isinstance(model_or_config, PreTrainedModel):
+        model = model_or_config
+    else:
+        model = build_meta_model(model_or_config)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    if type(model)._auto_class is not None:
+        custom_object_save(model, folder, config=config)
+    config.save_pretrained(folder)
+    generation = copy.deepcopy(model.generation_config) or GenerationConfig()
+    generation.bos_token_id = config.bos_token_id
+    generation.eos_token_id = config.eos_token_id
+    if generation.pad_token_id is None and isinstance(config.eos_token_id, int):
+        generation.pad_token_id = config.eos_token_id
+    generation.save_pretrained(folder)
+
+
+def _clear_padding(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
+
+
+def _count_positions_in_the_window(model: PreTrainedModel, attention: str) -> None:
+    """BLOOM's ALiBi with a mask of documents: it counts positions in a mask of padding, and there is no padding.
+
+    The biases grow with the position of the key, and softmax ignores where they begin, so documents may share them.
+    """
+    if "+mask" not in attention or not hasattr(model.base_model, "build_alibi_tensor"):
+        return
+    build = type(model.base_model).build_alibi_tensor
+
+    def without_padding(mask: torch.Tensor, *arguments, **keywords) -> torch.Tensor:
+        return build(model.base_model, mask.new_ones((mask.shape[0], mask.shape[-1])), *arguments, **keywords)
+
+    model.base_model.build_alibi_tensor = without_padding
+
+
+def _attention_problem(attention: str, error: Exception) -> str:
+    if isinstance(error, KeyError) or "does not support an attention implementation" in str(error):
+        return NO_SUCH_ATTENTION
+    return f"attention {attention} cannot be used with this model here: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def _module_seed(seed: int, module_name: str) -> int:
+    """A 63-bit seed for one module. Hashed, because neighbouring seeds of one generator may be correlated."""
+    digest = hashlib.sha256(f"{seed}:{module_name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _initializing_model(model: PreTrainedModel, module_name: str) -> PreTrainedModel:
+    """The innermost PreTrainedModel that contains the module: its `_init_weights` is the one that knows it."""
+    innermost = current = model
+    for part in module_name.split(".") if module_name else ():
+        current = getattr(current, part)
+        if isinstance(current, PreTrainedModel):
+            innermost = current
+    return innermost
+
+
+def _materialize(module: nn.Module, module_name: str, tied_names: set[str]) -> None:
+    """Moves a module's own meta tensors to the CPU, filled with NaN so that a value never written cannot pass."""
+    prefix = f"{module_name}." if module_name else ""
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.is_meta and prefix + name not in tied_names:
+            values = torch.full_like(parameter, float("nan"), device="cpu")
+            setattr(module, name, nn.Parameter(values, requires_grad=parameter.requires_grad))
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.is_meta:
+            fill = float("nan") if buffer.is_floating_point() else 0
+            module._buffers[name] = torch.full_like(buffer, fill, device="cpu")
+
+
+def _run_initializer(
+    initializing_model: PreTrainedModel, module: nn.Module, module_name: str, tied_names: set[str]
+) -> None:
+    """Runs `_init_weights` on one module, guarding its tied parameters, which the other module of the pair made."""
+    prefix = f"{module_name}." if module_name else ""
+    own = module.named_parameters(recurse=False)
+    tied = [parameter for name, parameter in own if prefix + name in tied_names]
+    for parameter in tied:
+        parameter._is_hf_initialized = True
+    initializing_model._init_weights(module)
+    for parameter in tied:
+        del parameter._is_hf_initialized
+
+
+def _refuse_missing_values(model_class: str, modules: list[tuple[str, nn.Module]]) -> None:
+    forgotten = []
+    for module_name, module in modules:
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        forgotten += [
+            f"{module_name}.{name}"
+            for name, tensor in tensors
+            if tensor.is_floating_point() and not tensor.is_meta and torch.isnan(tensor.sum())
+        ]
+    if forgotten:
+        raise InputError(
+            f"{model_class} gives no initial values to {', '.join(sorted(forgotten))}: set them in its _init_weights"
+        )

@@ -1,0 +1,336 @@
+"""Next-token loss from hidden states, without the logits ever being whole in memory.
+
+Shapes: B sequences, T positions, N = B x T tokens, D hidden width, V vocabulary, C tokens of one chunk.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pretrain.errors import InputError, did_you_mean
+from pretrain.model.reference import projects_hidden_states
+
+CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+"""fp32 logits of one chunk, by device type: small beside the head's own gradient."""
+CPU_PIECE_BYTES = 2 * 2**20
+"""fp32 logits that a CPU turns into probabilities at a time, so that they stay in its cache."""
+CPU_PRODUCT_BYTES = 16 * 2**20
+"""fp32 rows of the head's gradient that a CPU adds to at a time."""
+MIN_CHUNK_TOKENS = 256
+"""Every chunk reads and writes the head's whole gradient; with fewer rows that traffic outweighs the products."""
+
+
+def next_token_loss(
+    hidden_BTD: Tensor,
+    head_weight_VD: Tensor,
+    targets_BT: Tensor,
+    *,
+    head_bias: Tensor | None = None,
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    chunk_tokens: int | None = None,
+    backend: str = "chunked",
+) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy in nats over the targets that are not ignore_index; 0 if there are none.
+
+    Matrix products run in autocast's dtype where autocast is on, softmax and sums in fp32 always. Returns (loss,
+    cross_entropy): the loss, to be differentiated, has z_loss x mean(logsumexp^2) added (PaLM, arXiv 2204.02311); the
+    cross-entropy is detached and has not. Both are fp32 scalars. `backend` is a key of LOSS_BACKENDS.
+    """
+    if backend not in LOSS_BACKENDS:
+        raise InputError(f"loss backend {backend!r} is unknown{did_you_mean(backend, LOSS_BACKENDS)}")
+    hidden_ND, targets_N = hidden_BTD.flatten(0, -2), targets_BT.flatten()
+    compute = LOSS_BACKENDS[backend]
+    return compute(hidden_ND, head_weight_VD, head_bias, targets_N, z_loss, ignore_index, chunk_tokens)
+
+
+def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, *, compiled=False):
+    if chunk_tokens is None:
+        chunk_bytes = CHUNK_BYTES.get(hidden_ND.device.type, CHUNK_BYTES["cuda"])
+        chunk_tokens = max(MIN_CHUNK_TOKENS, chunk_bytes // (4 * weight_VD.shape[0]) // 64 * 64)
+    dtype = _compute_dtype(hidden_ND, weight_VD)
+    grad_enabled = torch.is_grad_enabled()
+    return _ChunkedLoss.apply(
+        hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, dtype, compiled, grad_enabled
+    )
+
+
+def _torch(hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens):
+    if z_loss:
+        raise InputError("loss backend torch has no z-loss: use chunked or logits, or z_loss 0")
+    dtype = _compute_dtype(hidden_ND, weight_VD)
+    options = nn.LinearCrossEntropyOptions(
+        batch_chunk_size=chunk_tokens, chunking_method=None if chunk_tokens else "auto"
+    )
+    loss = F.linear_cross_entropy(
+        hidden_ND.to(dtype),
+        weight_VD.to(dtype),
+        targets_N,
+        linear_bias=None if bias_V is None else bias_V.to(dtype),
+        ignore_index=ignore_index,
+        options=options,
+    ).float()
+    return loss, loss.detach()
+
+
+def _logits(hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens):
+    return loss_of_logits(F.linear(hidden_ND, weight_VD, bias_V), targets_N, z_loss=z_loss, ignore_index=ignore_index)
+
+
+LOSS_BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "chunked": _chunked,
+    "chunked_compiled": functools.partial(_chunked, compiled=True),
+    "torch": _torch,
+    "logits": _logits,
+}
+"""Ways to the same number: this module's, as it is and with a chunk's softmax compiled, torch's own chunked function,
+and plain logits (large, for comparison)."""
+
+
+def choose_loss(requested: str, *, device_type: str, compile_mode: str) -> str:
+    """The key of LOSS_BACKENDS for the recipe's loss.backend.
+
+    auto is chunked; on a GPU chunked_compiled, unless nothing is to be compiled. There a chunk's logits are read and
+    written by every kernel: 26 bytes per logit in bf16, for torch's softmax first copies bf16 to fp32, and 6 compiled.
+    A CPU's caches hold a piece, so it gains nothing (docs/performance.md).
+    """
+    if requested != "auto":
+        return requested
+    return "chunked_compiled" if device_type == "cuda" and compile_mode != "none" else "chunked"
+
+
+def loss_of_logits(
+    logits_BTV: Tensor, targets_BT: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """(loss, cross_entropy) as in `next_token_loss`, from logits that are already there."""
+    logits_NV, targets_N = logits_BTV.flatten(0, -2).float(), targets_BT.flatten()
+    is_target_N = targets_N != ignore_index
+    count = is_target_N.sum().clamp(min=1)
+    cross_entropy = F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="sum") / count
+    loss = cross_entropy
+    if z_loss:
+        loss = loss + z_loss * (logits_NV.logsumexp(-1).square() * is_target_N).sum() / count
+    return loss, cross_entropy.detach()
+
+
+def _compute_dtype(hidden_ND: Tensor, weight_VD: Tensor) -> torch.dtype:
+    device_type = hidden_ND.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The forward pass leaves the gradients behind, so that no chunk's logits are computed twice."""
+
+    @staticmethod
+    def forward(
+        ctx, hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, dtype, compiled, grad_enabled
+    ):
+        needs = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
+        sums, count, *gradients = torch.ops.groundwork.chunked_loss(
+            hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, dtype, compiled, needs
+        )
+        cross_entropy, z_term = sums / count
+        ctx.save_for_backward(count, *gradients)
+        ctx.mark_non_differentiable(cross_entropy)
+        ctx.needs = needs
+        return cross_entropy + z_loss * z_term, cross_entropy
+
+    @staticmethod
+    def backward(ctx, grad_loss, _):
+        # In place outside of compiled code: the head's gradient is too large to hold twice. Not where the graph is
+        # kept for a second backward, which zero-bubble pipelines run: it would find the gradients scaled already.
+        in_place = not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
+        count, *gradients = ctx.saved_tensors
+        scale = grad_loss / count
+        scaled = [
+            (gradient.mul_(scale) if in_place else (gradient * scale).to(gradient.dtype)) if needed else None
+            for gradient, needed in zip(gradients, ctx.needs, strict=True)
+        ]
+        return *scaled, *[None] * 7
+
+
+@torch.library.custom_op("groundwork::chunked_loss", mutates_args=())
+def _chunked_loss(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    z_loss: float,
+    ignore_index: int,
+    chunk_tokens: int,
+    dtype: torch.dtype,
+    compiled: bool,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Sums of cross-entropy and logsumexp^2, number of targets, and the summed loss's gradient by the three inputs.
+
+    Gradients not in `needs` are empty. They belong to the sum, not to the mean: divided before the half-precision
+    products, they could underflow.
+    """
+    grad_hidden_ND, grad_weight_VD, grad_bias_V = _empty_gradients(hidden_ND, weight_VD, bias_V, needs)
+    is_target_N = targets_N != ignore_index
+    sums = torch.zeros(2, dtype=torch.float32, device=hidden_ND.device)
+    with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):
+        head_VD = weight_VD.to(dtype)
+        bias = None if bias_V is None else bias_V.to(dtype)
+        for start in range(0, hidden_ND.shape[0], chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            hidden_CD, weights_C1 = hidden_ND[rows].to(dtype), is_target_N[rows, None].float()
+            block_CV = F.linear(hidden_CD, head_VD, bias)
+            target_C1 = targets_N[rows].where(is_target_N[rows], 0)[:, None]
+            if compiled:
+                cross_entropy_C1, lse_C1 = _compiled_softmax_less_target_()(block_CV, target_C1, z_loss)
+            else:
+                cross_entropy_C1, lse_C1 = _softmax_less_target_(block_CV, target_C1, z_loss, any(needs))
+            sums += torch.cat([cross_entropy_C1 * weights_C1, lse_C1.square() * weights_C1], dim=1).sum(dim=0)
+            weights_C1 *= 1.0 + 2.0 * z_loss * lse_C1
+            if needs[0]:
+                grad_hidden_ND[rows] = (block_CV @ head_VD) * weights_C1
+            if needs[1]:
+                _add_product(grad_weight_VD, block_CV.T, hidden_CD * weights_C1.to(dtype))
+            if needs[2]:
+                grad_bias_V += (block_CV.T @ weights_C1.to(dtype))[:, 0]
+    count = is_target_N.sum().clamp(min=1)
+    return sums, count, grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), grad_bias_V
+
+
+@_chunked_loss.register_fake
+def _(hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, dtype, compiled, needs):
+    sums = torch.empty(2, dtype=torch.float32, device=hidden_ND.device)
+    count = torch.empty((), dtype=torch.int64, device=hidden_ND.device)
+    grad_hidden_ND, grad_weight_VD, grad_bias_V = _empty_gradients(hidden_ND, weight_VD, bias_V, needs)
+    return sums, count, grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), grad_bias_V
+
+
+def _softmax_less_target_(
+    block_CV: Tensor, target_C1: Tensor, z_loss: float, needs_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """(cross-entropy, logsumexp) of each row of logits; overwrites them with softmax - onehot / (1 + 2 z_loss lse).
+
+    Times (1 + 2 z_loss lse) that is d loss / d logits. The factor is left to the (C, D) side of the matrix products:
+    a pass over the block less. A CPU takes the block in pieces that its cache holds.
+    """
+    piece_rows = block_CV.shape[0]
+    if block_CV.device.type == "cpu":
+        piece_rows = max(1, CPU_PIECE_BYTES // (4 * block_CV.shape[1]))
+    results = []
+    for start in range(0, block_CV.shape[0], piece_rows):
+        logits_RV, target_R1 = block_CV[start : start + piece_rows], target_C1[start : start + piece_rows]
+        softmax_RV, lse_R1 = _softmax(logits_RV)
+        results.append(torch.cat([lse_R1 - logits_RV.gather(1, target_R1), lse_R1], dim=1))
+        if needs_gradient:
+            logits_RV.copy_(softmax_RV.scatter_add_(1, target_R1, -1.0 / (1.0 + 2.0 * z_loss * lse_R1)))
+    cross_entropy_C1, lse_C1 = torch.cat(results).split(1, dim=1)
+    return cross_entropy_C1, lse_C1
+
+
+@functools.cache
+def _compiled_softmax_less_target_() -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+    """`_softmax_less_target_` as one kernel, which reads the block twice and writes it once.
+
+    It overwrites the block where no gradient is needed too, lest validation compile another in the midst of a run.
+    """
+
+    def softmax_less_target_(logits_CV: Tensor, target_C1: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+        fp32_CV = logits_CV.float()
+        lse_C1 = fp32_CV.logsumexp(-1, keepdim=True)
+        cross_entropy_C1 = lse_C1 - fp32_CV.gather(1, target_C1)
+        is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == target_C1
+        less_C1 = 1.0 / (1.0 + 2.0 * z_loss * lse_C1)
+        logits_CV.copy_((fp32_CV - lse_C1).exp() - torch.where(is_target_CV, less_C1, 0.0))
+        return cross_entropy_C1, lse_C1
+
+    return torch.compile(softmax_less_target_, dynamic=False)
+
+
+def _softmax(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """(softmax, logsumexp) of each row, in fp32. The largest probability is exp(0) / sum, so the sum need not be kept.
+
+    A CPU takes twice as long for a softmax or a maximum of rows in half precision.
+    """
+    if logits_RV.device.type == "cpu":
+        logits_RV = logits_RV.float()
+    softmax_RV = F.softmax(logits_RV, dim=-1, dtype=torch.float32)
+    return softmax_RV, logits_RV.amax(-1, keepdim=True) - softmax_RV.amax(-1, keepdim=True).log()
+
+
+def _empty_gradients(hidden_ND, weight_VD, bias_V, needs):
+    grad_hidden_ND = torch.empty_like(hidden_ND) if needs[0] else hidden_ND.new_empty(0)
+    grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs[1] else weight_VD.new_empty(0)
+    grad_bias_V = torch.zeros_like(bias_V) if needs[2] else hidden_ND.new_empty(0)
+    return grad_hidden_ND, grad_weight_VD, grad_bias_V
+
+
+def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
+    """total += left @ right, with the sum over chunks in the total's fp32 even where the product is in bf16."""
+    if left_VC.dtype == total_VD.dtype:
+        total_VD.addmm_(left_VC, right_CD)
+        return
+    rows = total_VD.shape[0]
+    if total_VD.device.type == "cpu":  # where a sum of two dtypes first copies one of them
+        rows = max(1, CPU_PRODUCT_BYTES // (4 * total_VD.shape[1]))
+    for start in range(0, total_VD.shape[0], rows):
+        total_VD[start : start + rows] += left_VC[start : start + rows] @ right_CD
+
+
+class LanguageModelLoss(nn.Module):
+    """A causal language model of transformers with its loss: what the strategies wrap and the loop calls.
+
+    Parameter names are those of the model behind "causal_lm.".
+
+    Args:
+        from_hidden_states: the logits are head(last hidden state) and nothing else, so that they need not be whole in
+            memory. None: found out by running a small copy. Models that scale or cap their logits (gemma2, cohere,
+            granite) compute them in their own forward pass, and the memory is paid.
+    """
+
+    def __init__(
+        self,
+        causal_lm: nn.Module,
+        *,
+        z_loss: float = 0.0,
+        backend: str = "chunked",
+        from_hidden_states: bool | None = None,
+    ):
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.z_loss = z_loss
+        self.backend = backend
+        if from_hidden_states is None:
+            from_hidden_states = projects_hidden_states(causal_lm.config)
+        self.from_hidden_states = from_hidden_states
+
+    @property
+    def config(self):
+        """The model's config; DeepSpeed reads hidden_size from it."""
+        return self.causal_lm.config
+
+    @property
+    def _no_split_modules(self):
+        """Names of the block classes; Accelerate wraps by them."""
+        return self.causal_lm._no_split_modules
+
+    def forward(self, input_ids_BT: Tensor, targets_BT: Tensor, **attention_kwargs) -> tuple[Tensor, Tensor]:
+        """(loss, cross_entropy) as in `next_token_loss`; attention_kwargs (position_ids ...) reach the model."""
+        if not self.from_hidden_states:
+            outputs = self.causal_lm(input_ids=input_ids_BT, use_cache=False, **attention_kwargs)
+            return loss_of_logits(outputs.logits, targets_BT, z_loss=self.z_loss)
+        outputs = self.causal_lm.base_model(input_ids=input_ids_BT, use_cache=False, **attention_kwargs)
+        return self.loss_of_hidden(outputs.last_hidden_state, targets_BT)
+
+    def loss_of_hidden(self, hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss, cross_entropy) from the base model's last hidden states."""
+        head = self.causal_lm.get_output_embeddings()
+        return next_token_loss(
+            hidden_BTD,
+            head.weight,
+            targets_BT,
+            head_bias=getattr(head, "bias", None),
+            z_loss=self.z_loss,
+            backend=self.backend,
+        )

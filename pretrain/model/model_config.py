@@ -1,0 +1,301 @@
+"""Reads and verifies a model's configuration: transformers ignores every key that it does not know.
+
+`{"model_type": "llama", "hiden_size": 512}` gives a model 4,096 wide without a word. Here it is refused, with all
+other problems of the file.
+"""
+
+import dataclasses
+import functools
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.dataclasses
+import huggingface_hub.errors
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
+
+import pretrain.model.architectures
+from pretrain.errors import InputError, did_you_mean, read_small_file, shortened
+from pretrain.model.model_values import value_problems
+
+# Keys outside the dataclass fields that the library reads while it builds a configuration from a file.
+READ_BY_EVERY_CLASS = {"model_type", "auto_map", "torch_dtype", "num_labels", "name_or_path", "_name_or_path"}
+# Flat spellings that a class with rope_parameters takes over into them.
+READ_INTO_ROPE_PARAMETERS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+# The rest of the many known types are one typo away from these or are listed on the Hub.
+COMMON_MODEL_TYPES = ("llama", "qwen3", "gpt2", *pretrain.model.architectures.MODEL_TYPES)
+SHIPPED_CONFIGS = Path(__file__).parents[2] / "model_configs"
+COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+
+
+def load_model_config(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of a model given as a .json file, as a folder with config.json, or as a Hub id.
+
+    A .json file is verified key by key. Special-token ids that it does not state are None, not the class's defaults,
+    which belong to another tokenizer. A folder or Hub id was written by a library, often an older one with keys of its
+    own, and is read as it is. No weights are read. Raises InputError with every problem found.
+    """
+    path = Path(name_or_path)
+    if name_or_path.endswith(".json"):
+        return _config_from_json(path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"{name_or_path}: this folder has no config.json, so it is not a model folder")
+    elif name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1:
+        raise InputError(f"{name_or_path}: no such folder; give a model's .json file, a model folder or a Hub id")
+    elif (SHIPPED_CONFIGS / f"{name_or_path}.json").is_file():
+        raise InputError(f"{name_or_path}: no such folder; did you mean {SHIPPED_CONFIGS.name}/{name_or_path}.json?")
+    try:
+        return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, huggingface_hub.errors.StrictDataclassError) as error:
+        raise InputError(_unreadable(name_or_path, path.is_dir(), error)) from error
+
+
+def load_text_model_config(name_or_path: str) -> PreTrainedConfig:
+    """`load_model_config` of what can be pretrained on text alone. Raises InputError for the rest."""
+    config = load_model_config(name_or_path)
+    refuse_composites(name_or_path, config)
+    return config
+
+
+def refuse_composites(name: str, config: PreTrainedConfig) -> None:
+    """Raises InputError for a model of text and images or the like, naming its part for text."""
+    try:
+        text = config.get_text_config()
+    except ValueError:  # it has several
+        text = None
+    if text is not config:
+        advice = (
+            f"its part for text is {text.model_type}: write a JSON with that model_type"
+            if text
+            else (f"take a language model, for example {', '.join(COMMON_MODEL_TYPES)}")
+        )
+        raise InputError(f"{name}: model_type {config.model_type} is a model of text and of something else; {advice}")
+
+
+def _unreadable(name_or_path: str, is_folder: bool, error: Exception) -> str:
+    reason = str(error).strip().split("\n")[0]
+    if "trust_remote_code" in str(error):
+        return (
+            f"{name_or_path}: this model carries its own code, which runs with your rights; allow it with "
+            "trust_remote_code on the command line if you trust its author"
+        )
+    if is_folder:
+        return f"{name_or_path}/config.json cannot be used: {reason}"
+    return (
+        f"{name_or_path}: not a file or folder here, and it cannot be read from the Hugging Face Hub ({reason}); give "
+        "a model's .json file, a model folder or a Hub id"
+    )
+
+
+def _config_from_json(path: Path) -> PreTrainedConfig:
+    keys = _read_json(path)
+    config_class = _config_class(path, keys)
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    problems = value_problems(
+        keys, {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in keys}
+    )
+    if any("within each other" in problem for problem in problems):
+        raise InputError(*[f"{path}: {problem}" for problem in problems])
+    # The library accepts a standard name for a class's own (hidden_size for GPT-2's n_embd): check under its own.
+    names = {key: config_class.attribute_map.get(key, key) for key in keys}
+    problems += _unknown_keys(config_class, fields, keys)
+    wrong_types = {key: problem for key in keys if (problem := _type_problem(names[key], keys[key], fields))}
+    problems += [f"{key}: {problem}" for key, problem in wrong_types.items()]
+    problems += _rope_problems(fields, keys)
+    values = {name: field.default for name, field in fields.items()}
+    wrong = {*wrong_types, *(problem.partition(":")[0] for problem in problems)}
+    values |= {names[key]: keys[key] for key in keys if key not in wrong}
+    problems += _shape_problems(config_class, values)
+    if problems:
+        raise InputError(*[f"{path}: {problem}" for problem in dict.fromkeys(problems)])
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        keys.setdefault(token, None)
+    try:
+        config = config_class.from_dict(keys)
+    except Exception as error:  # whatever a class's own code raises at values that it did not expect
+        reason = error.__cause__ or error
+        raise InputError(f"{path}: {config_class.__name__} refuses it: {described(reason)}") from error
+    # Some classes' models read it without the usual default.
+    if "head_dim" in fields and config.head_dim is None and reads_plainly(config_class, "head_dim"):
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        neighbours = [str(path.parent / name.name) for name in path.parent.glob("*.json")]
+        raise InputError(f"{path}: no such file{did_you_mean(str(path), neighbours)}")
+    try:
+        keys = json.loads(read_small_file(path), object_pairs_hook=_without_repeats)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    except RecursionError:
+        raise InputError(f"{path}: is nested too deeply for a model's JSON: is a bracket repeated?") from None
+    except (ValueError, _RepeatedKeyError) as error:
+        raise InputError(f"{path}: not a valid JSON file: {error}") from error
+    if not isinstance(keys, dict):
+        raise InputError(f"{path}: a model's JSON is an object of keys and values, this is a {type(keys).__name__}")
+    return keys
+
+
+class _RepeatedKeyError(Exception):
+    """A key stands twice in one JSON object; the last would win silently."""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    repeated = sorted({key for key in keys if keys.count(key) > 1})
+    if repeated:
+        raise _RepeatedKeyError(f"{', '.join(repeated)} stands there more than once; keep one")
+    return dict(pairs)
+
+
+def _config_class(path: Path, keys: dict[str, Any]) -> type[PreTrainedConfig]:
+    model_type = keys.get("model_type")
+    if model_type is None:
+        raise InputError(f"{path}: model_type is missing; state it, for example {', '.join(COMMON_MODEL_TYPES)}")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        hint = did_you_mean(str(model_type), CONFIG_MAPPING)
+        if hint.startswith("; allowed"):
+            hint = f"; for example {', '.join(COMMON_MODEL_TYPES)}"
+        raise InputError(f"{path}: unknown model_type {shortened(repr(model_type))}{hint}")
+    config_class = CONFIG_MAPPING[model_type]
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(
+            f"{path}: model_type {model_type!r} has no causal language model; for example "
+            f"{', '.join(COMMON_MODEL_TYPES)} have"
+        )
+    return config_class
+
+
+def _unknown_keys(config_class: type[PreTrainedConfig], fields: dict, keys: dict[str, Any]) -> list[str]:
+    own_keys = {*_own_fields(config_class), *config_class.attribute_map}
+    allowed = {*fields, *config_class.attribute_map, *READ_BY_EVERY_CLASS}
+    if "rope_parameters" in fields:
+        allowed |= READ_INTO_ROPE_PARAMETERS
+    if keys.keys() - allowed:
+        allowed |= keys_read_by_model(config_class)
+    return [
+        f"{key} is not a key of {config_class.__name__}{did_you_mean(key, own_keys)}"
+        for key in keys
+        if key not in allowed
+    ]
+
+
+@functools.cache
+def model_source(config_class: type[PreTrainedConfig]) -> str:
+    """The source of the module that holds the class's causal language model; empty where it cannot be read."""
+    try:
+        return inspect.getsource(inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[config_class]))
+    except (ImportError, OSError, TypeError, ValueError, KeyError):
+        return ""
+
+
+def keys_read_by_model(config_class: type[PreTrainedConfig]) -> set[str]:
+    """Keys that the model asks for although the class does not declare them: Qwen3-MoE's head_dim, for one."""
+    source = model_source(config_class)
+    by_name = re.findall(r"""getattr\(\s*(?:self\.)?config\s*,\s*["'](\w+)["']""", source)
+    return {*by_name, *re.findall(r"\bconfig\.([a-z]\w*)\b(?!\()", source)}
+
+
+def reads_plainly(config_class: type[PreTrainedConfig], key: str) -> bool:
+    """Whether the model reads the key as it is, with no other value in place of a null that is stated."""
+    plain = rf"""= (?:config\.{key}|getattr\(config, "{key}", (?!None)[^\n]*\))$"""
+    return re.search(plain, model_source(config_class), re.MULTILINE) is not None
+
+
+def described(error: BaseException) -> str:
+    """An error of the library in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return shortened(f"{type(error).__name__}: {' '.join(lines)}", 300)
+
+
+def _own_fields(config_class: type[PreTrainedConfig]) -> set[str]:
+    """The keys that a class adds to those of every configuration: the ones that describe the model."""
+    return {field.name for field in dataclasses.fields(config_class)} - {
+        field.name for field in dataclasses.fields(PreTrainedConfig)
+    }
+
+
+def _type_problem(name: str, value: Any, fields: dict) -> str | None:
+    """What is wrong with a value's type by the class's annotations, or None."""
+    if name not in fields:
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        return None if name not in COUNTS or is_count else f"{shortened(repr(value))} is no whole number"
+    expected = fields[name].type
+    try:
+        huggingface_hub.dataclasses.type_validator(name, value, expected)
+    except (TypeError, ValueError):
+        shown = expected.__name__ if isinstance(expected, type) else str(expected)
+        return f"{shortened(repr(value))} is a {type(value).__name__}; allowed: {shown}"
+    if isinstance(value, bool) and "bool" not in str(expected):
+        return f"{str(value).lower()} is no number; allowed: {expected}"
+    return None
+
+
+def _rope_problems(fields: dict, keys: dict[str, Any]) -> list[str]:
+    if "rope_parameters" not in fields:
+        return []
+    problems = []
+    for outer in ("rope_parameters", "rope_scaling"):
+        given = keys.get(outer)
+        # Some classes nest one dict per kind of layer; those are left to the library's own check.
+        if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+            continue
+        allowed = {*RopeParameters.__annotations__, "type"}
+        problems += [
+            f"{outer}.{key} is not a key of rotary positions{did_you_mean(key, allowed)}"
+            for key in given
+            if key not in allowed
+        ]
+        problems += _theta_problems(f"{outer}.rope_theta", given.get("rope_theta"))
+    return problems + _theta_problems("rope_theta", keys.get("rope_theta"))
+
+
+def _theta_problems(key: str, theta: Any) -> list[str]:
+    if theta is None or (isinstance(theta, (int, float)) and not isinstance(theta, bool) and theta > 0):
+        return []
+    return [f"{key}: {shortened(repr(theta))} is not a positive number; for example 10000.0"]
+
+
+def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]) -> list[str]:
+    """Impossible shapes among the values of right type, by the library's standard names for them."""
+    own_name = {name: config_class.attribute_map.get(name, name) for name in COUNTS}
+    count = {name: values.get(own_name[name]) for name in COUNTS}
+    count = {name: value for name, value in count.items() if isinstance(value, int)}
+    problems = [f"{own_name[name]} is {value}; it must be at least 1" for name, value in count.items() if value < 1]
+    if problems:
+        return problems
+    width, heads = count.get("hidden_size"), count.get("num_attention_heads")
+    key_heads, head_width = count.get("num_key_value_heads"), count.get("head_dim")
+    if width and heads and head_width is None:
+        if width % heads:
+            below = width - width % heads
+            problems.append(
+                f"{own_name['hidden_size']} {width} is not a multiple of {own_name['num_attention_heads']} {heads}; "
+                f"nearest: {below or heads} or {below + heads}"
+            )
+        head_width = width // heads
+    if heads and key_heads and heads % key_heads:
+        divisors = [str(number) for number in range(1, heads + 1) if heads % number == 0]
+        problems.append(
+            f"num_key_value_heads {key_heads} does not divide num_attention_heads {heads}; allowed: "
+            f"{', '.join(divisors)}"
+        )
+    has_rope = "rope_parameters" in values or "rope_theta" in values
+    if has_rope and head_width and head_width % 2 and not problems:
+        problems.append(f"head_dim is {head_width}; rotary positions turn pairs, so it must be even")
+    return problems

@@ -1,0 +1,194 @@
+"""A small copy of any architecture: its own classes, every kind of its layers, narrow enough to run in a moment.
+
+What an architecture does with documents, with the future and with its loss does not depend on its size, so the copy
+answers for the model (see training/probe.py). Sizes are found by their standard names. Where the library's checks
+refuse the narrow copy, the layers keep their width and only their number falls.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+VOCABULARY = 96
+SMALL_PARAMETERS = 8_000_000
+"""A copy of at most this many parameters keeps its widths."""
+NARROW_PARAMETERS = 64_000_000
+LARGEST_PARAMETERS = 700_000_000
+"""The largest copy that is made, where no narrow one works: two layers of a 13B model, 3 GB in fp32, half a minute."""
+MOST_LAYERS = 24
+HEADS, HEAD_WIDTH = 4, 16
+WIDTHS = {
+    ("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim", "ffn_embed_dim"): HEADS * HEAD_WIDTH,
+    ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads"): HEADS,
+    (
+        "head_dim",
+        "kv_channels",
+        "v_head_dim",
+        "global_head_dim",
+        "swa_head_dim",
+        "swa_v_head_dim",
+        "rotary_dim",
+    ): HEAD_WIDTH,
+    ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank", "q_lora_rank", "index_head_dim"): HEAD_WIDTH,
+    ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size"): 128,
+    ("dense_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"): 64,
+    ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"): 32,
+    ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "zero_expert_num"): 8,
+    ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "num_experts_per_token"): 2,
+    ("n_group", "topk_group"): 1,
+    ("hidden_size_per_layer_input",): 16,
+    ("n_groups", "mamba_n_groups", "mamba_ngroups"): 2,
+    ("mamba_chunk_size", "chunk_size"): 16,
+}
+"""{names of a size: its value in the narrow copy, if the model's is larger}."""
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
+STATE_SPACE_HEADS = (
+    ("mamba_expand", "mamba_n_heads", "mamba_d_head"),
+    ("mamba_expand", "n_mamba_heads", "mamba_headdim"),
+    ("expand", "num_heads", "head_dim"),
+    ("expand", "mamba_num_heads", "mamba_head_dim"),
+)
+"""(expansion, heads, width of a head) of state-space layers: heads x width = expansion x hidden size."""
+WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size", "local_attention")
+SHORT_WINDOW = 6
+"""Sliding windows and chunks of the copy, so that they act within a short sequence."""
+
+
+def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreTrainedConfig]:
+    """Configurations of small copies that the library can build, the most telling one first; perhaps none.
+
+    failures: takes what the library said of those that it cannot build, the model's own configuration last.
+    """
+    layers = kinds_of_layers(config)
+    seen = set()
+    for narrow, shorter, windows, limit in (
+        (False, True, True, SMALL_PARAMETERS),
+        (False, True, False, SMALL_PARAMETERS),
+        (False, False, False, SMALL_PARAMETERS),
+        (True, True, True, NARROW_PARAMETERS),
+        (True, True, False, NARROW_PARAMETERS),
+        (True, False, True, NARROW_PARAMETERS),
+        (True, False, False, NARROW_PARAMETERS),
+        (False, True, True, LARGEST_PARAMETERS),
+    ):
+        values = config.to_dict()
+        _shrink_vocabulary(values)
+        if windows:
+            values |= {name: SHORT_WINDOW for name in WINDOWS if _is_above(values.get(name), SHORT_WINDOW)}
+        if narrow:
+            _narrow(values)
+        if shorter and layers is not None:
+            _cut_layers(values, config, *layers)
+        if (key := repr((values, limit > NARROW_PARAMETERS))) in seen:
+            continue
+        seen.add(key)
+        try:
+            small = type(config).from_dict(values)
+            if _parameters(small) <= limit:
+                yield small
+        except Exception as error:  # the library's own checks of what it does not have
+            failures.append(in_a_line(error))
+
+
+def kinds_of_layers(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """(layers of the model, how many of its first layers contain every kind of them); None where it has no list.
+
+    Each kind is there twice, where that takes at most twice the layers.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(_eager(config), dtype=torch.float32)
+    except Exception:  # whatever a library's own class raises; building the model itself will tell
+        return None
+    total = getattr(config.get_text_config(), "num_hidden_layers", None)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == total]
+    if not lists:
+        return None
+    types = getattr(config, "layer_types", None) or [None] * total
+    kinds = [(types[i], *(_kind(layers[i]) for layers in lists)) for i in range(total)]
+    once, twice = (max(_position(kinds, kind, times) for kind in set(kinds)) + 1 for times in (1, 2))
+    return total, min(total, max(2, twice if twice <= 2 * once else once))
+
+
+def _position(kinds: list[Any], kind: Any, times: int) -> int:
+    """Index at which `kind` is met for the `times`-th time, or the last time if it is rarer."""
+    found = [index for index, other in enumerate(kinds) if other == kind]
+    return found[min(times, len(found)) - 1]
+
+
+def _kind(layer: nn.Module) -> tuple:
+    """What tells layers of one kind from those of another: classes, shapes and switches, not their number."""
+    modules = [
+        (
+            name,
+            type(module).__name__,
+            tuple((key, value) for key, value in sorted(vars(module).items()) if isinstance(value, (bool, str))),
+            getattr(module, "sliding_window", None) is not None,
+        )
+        for name, module in layer.named_modules()
+    ]
+    return (*modules, *((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()))
+
+
+def _shrink_vocabulary(values: dict[str, Any]) -> None:
+    sizes = {name for name in values if name.startswith("vocab_size")}
+    values |= {name: VOCABULARY for name in sizes if _is_above(values[name], VOCABULARY)}
+    for name, value in values.items():
+        if name.endswith("_token_id") and (isinstance(value, list) or _is_above(value, VOCABULARY - 1)):
+            values[name] = 0
+
+
+def _narrow(values: dict[str, Any]) -> None:
+    widths = {name: width for names, width in WIDTHS.items() for name in names}
+    heads = next((values[name] for name in ("num_attention_heads", "n_head", "n_heads") if values.get(name)), None)
+    for name, width in widths.items():
+        value = values.get(name)
+        if _is_above(value, width):
+            values[name] = width
+        elif isinstance(value, list):  # one for each layer
+            values[name] = [width if _is_above(size, width) else size for size in value]
+    for name in KEY_HEADS:
+        if _is_above(values.get(name), 1) and heads:
+            values[name] = HEADS if values[name] == heads else HEADS // 2
+    for expand, heads, width in STATE_SPACE_HEADS:
+        if all(values.get(name) for name in (expand, heads, width)):
+            values[width] = HEAD_WIDTH
+            values[heads] = values[expand] * HEADS
+            values |= {name: values[heads] * HEAD_WIDTH for name in ("mamba_d_ssm",) if values.get(name)}
+
+
+def _cut_layers(values: dict[str, Any], config: PreTrainedConfig, total: int, layers: int) -> None:
+    """Keeps the first `layers` of `total`, in the counts and in every list that has an entry for each layer."""
+    own_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    values[own_name] = layers
+    for name, value in values.items():
+        if isinstance(value, (list, str)) and len(value) == total:
+            values[name] = value[:layers]
+        elif isinstance(value, list) and any(part in name for part in ("layer", "idx", "indices")):
+            values[name] = [index for index in value if not isinstance(index, int) or index < layers]
+
+
+def _parameters(config: PreTrainedConfig) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(_eager(config), dtype=torch.float32)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def in_a_line(error: Exception) -> str:
+    """The error's class and the last line of its text, where the library's checks have the reason."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
+
+
+def _eager(config: PreTrainedConfig) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"
+    return config
+
+
+def _is_above(value: Any, limit: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > limit

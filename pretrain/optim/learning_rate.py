@@ -1,0 +1,236 @@
+"""The learning rate as a pure function of progress: no state, so a resumed run needs none.
+
+Steps count from 0. Warmup gives step s the factor (s + 1) / warmup_steps: the first step already moves, and the last
+step of the warmup is at the peak. A decay reaches its floor at step == total_steps, the first step that is no longer
+taken (nanoGPT's get_lr with lr_decay_iters == max_iters): the last step of a run is one step above the floor. Past
+total_steps the factor stays where the decay ended.
+
+A schedule is a function (schedule, step) -> factor of the peak, entered in SCHEDULES under the name by which a recipe
+calls it (`Optim.schedule` in config.py lists the names too); docs/schedules.md shows them.
+"""
+
+import bisect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pretrain.errors import InputError, did_you_mean
+
+DECAY_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+"""Progress 0..1 of a decay to the share 1..0 that is left; sqrt is Hägele et al. 2024, arXiv 2405.18392."""
+
+LEARNING_RATE_BY_PARAMETERS = ((10e6, 1e-3), (124e6, 6e-4), (1e9, 3e-4), (7e9, 1.5e-4), (13e9, 1e-4), (175e9, 6e-5))
+"""(parameters, peak learning rate) for AdamW. 10M: nanoGPT's character model; 124M, 13B and 175B: GPT-3, Brown et al.
+2020, table 2.1; 1B and 7B: common practice between GPT-3 and LLaMA (arXiv 2302.13971)."""
+MUON_RATE = 3.0
+"""Muon's peak learning rate relative to AdamW's: docs/schedules.md has what was measured."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One run's learning rate; raises InputError with every setting that cannot be."""
+
+    name: str
+    """Key of SCHEDULES."""
+    total_steps: int
+    """Optimizer steps of the run."""
+    warmup_steps: int = 0
+    """Steps of linear warmup, at most total_steps."""
+    final_ratio: float = 0.1
+    """Floor of the decay, as a share of the peak."""
+    decay_steps: int | None = None
+    """wsd: length of the decay that ends the run; None is a fifth of the run."""
+    decay_shape: str = "linear"
+    """wsd: key of DECAY_SHAPES."""
+    cooldown_steps: int | None = None
+    """infinite: length of the cosine cooldown after the warmup; None is 0.7 of the run. State it for a run that may be
+    extended: a default that grows with total_steps would change rates already used."""
+    constant_ratio: float = 7.5e-6 / 1.4e-5
+    """infinite: the plateau after the cooldown, as a share of the peak."""
+    anneal_steps: int = 0
+    """infinite: length of the annealing that ends the run; 0 leaves the run on the plateau, ready to be continued."""
+
+    def __post_init__(self):
+        problems = _problems_of_schedule(self)
+        if problems:
+            raise InputError(*problems)
+
+    def factor(self, step: int) -> float:
+        """Share of the peak learning rate at `step` (0 is the first)."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return SCHEDULES[self.name](self, step)
+
+    def learning_rate(self, step: int, peak: float) -> float:
+        """Learning rate at `step` (0 is the first) for the given peak."""
+        return peak * self.factor(step)
+
+    @property
+    def decays_from(self) -> int:
+        """The step at which the decay that ends the run begins; total_steps where none does, or where all is one."""
+        if self.name == "wsd":
+            decay_steps = round(0.2 * self.total_steps) if self.decay_steps is None else self.decay_steps
+            return max(self.warmup_steps, self.total_steps - decay_steps)
+        return self.total_steps - (self.anneal_steps if self.name == "infinite" else 0)
+
+    def extending(self, earlier: Mapping[str, Any]) -> "Schedule":
+        """This schedule of a longer run, with every learning rate that the earlier one (its fields) had until it
+        decayed: a cosine or a line that has an end keeps it, and the run goes on at the floor; an end of its own moves
+        to the end of the longer run."""
+        if self.name in ("cosine", "linear"):
+            return replace(self, total_steps=earlier["total_steps"])
+        if self.name == "infinite":
+            return replace(self, cooldown_steps=earlier["cooldown_steps"])
+        return self
+
+
+@dataclass(frozen=True)
+class Annealing:
+    """A schedule that was asked to end: from `from_step` on the learning rate falls from where it was to the floor."""
+
+    schedule: Schedule
+    from_step: int
+    steps: int
+    """Length of the decay."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.schedule.name}, annealing from step {self.from_step:,}"
+
+    @property
+    def warmup_steps(self) -> int:
+        return self.schedule.warmup_steps
+
+    def learning_rate(self, step: int, peak: float) -> float:
+        """As `Schedule.learning_rate`."""
+        if step < self.from_step:
+            return self.schedule.learning_rate(step, peak)
+        begin = self.schedule.factor(max(self.from_step - 1, 0))
+        floor = min(begin, self.schedule.final_ratio)
+        left = DECAY_SHAPES[self.schedule.decay_shape](_progress(step, self.from_step, self.from_step + self.steps))
+        return peak * (floor + (begin - floor) * left)
+
+
+def cosine(schedule: Schedule, step: int) -> float:
+    """Half a cosine from the peak to the floor (Loshchilov & Hutter 2017, arXiv 1608.03983, without restarts)."""
+    return _decay(schedule, "cosine", step, schedule.warmup_steps)
+
+
+def linear(schedule: Schedule, step: int) -> float:
+    """A straight line from the peak to the floor."""
+    return _decay(schedule, "linear", step, schedule.warmup_steps)
+
+
+def constant(schedule: Schedule, step: int) -> float:
+    """The peak, for ever."""
+    return 1.0
+
+
+def warmup_stable_decay(schedule: Schedule, step: int) -> float:
+    """The peak, then a decay to the floor over the last decay_steps (Hu et al. 2024, arXiv 2404.06395)."""
+    start = schedule.decays_from
+    return 1.0 if step < start else _decay(schedule, schedule.decay_shape, step, start)
+
+
+def infinite(schedule: Schedule, step: int) -> float:
+    """Cosine cooldown to a plateau, the plateau, and an exponential annealing of the last anneal_steps to the floor.
+
+    Ibrahim et al. 2024, arXiv 2403.08763. Annealing starts from the rate it finds: a run shorter than its cooldown
+    anneals from there.
+    """
+    anneal_start = schedule.total_steps - schedule.anneal_steps
+    cooldown_steps = round(0.7 * schedule.total_steps) if schedule.cooldown_steps is None else schedule.cooldown_steps
+    cooling = _progress(min(step, anneal_start), schedule.warmup_steps, schedule.warmup_steps + cooldown_steps)
+    plateau = schedule.constant_ratio
+    factor = plateau + (1.0 - plateau) * DECAY_SHAPES["cosine"](cooling)
+    if not schedule.anneal_steps or step < anneal_start:
+        return factor
+    return factor * (schedule.final_ratio / factor) ** _progress(step, anneal_start, schedule.total_steps)
+
+
+SCHEDULES: dict[str, Callable[[Schedule, int], float]] = {
+    "cosine": cosine,
+    "linear": linear,
+    "constant": constant,
+    "wsd": warmup_stable_decay,
+    "infinite": infinite,
+}
+
+
+def cooldown_steps_of_infinite(
+    total_steps: int, tokens_per_step: int, min_cooldown_tokens: int = 0, cooldown_fraction: float = 0.7
+) -> int:
+    """Length of the infinite schedule's cooldown: max(min_cooldown_tokens, cooldown_fraction of the run), in steps.
+
+    A run shorter than min_cooldown_tokens stays near the peak: half a cosine is flat where it begins.
+    """
+    return max(math.ceil(min_cooldown_tokens / tokens_per_step), round(cooldown_fraction * total_steps))
+
+
+def learning_rate_for_parameters(parameters: int, optimizer: str = "adamw") -> float:
+    """Peak learning rate for a model of that many parameters: log-log interpolation of LEARNING_RATE_BY_PARAMETERS.
+
+    Held at the table's ends: 1e-3 below 10M parameters, 6e-5 above 175B; times MUON_RATE under muon.
+    """
+    sizes = [size for size, _ in LEARNING_RATE_BY_PARAMETERS]
+    above = min(max(bisect.bisect_left(sizes, parameters), 1), len(sizes) - 1)
+    (size_0, rate_0), (size_1, rate_1) = LEARNING_RATE_BY_PARAMETERS[above - 1 : above + 1]
+    position = math.log(min(max(parameters, sizes[0]), sizes[-1]) / size_0) / math.log(size_1 / size_0)
+    return rate_0 * (rate_1 / rate_0) ** position * (MUON_RATE if optimizer == "muon" else 1.0)
+
+
+def learning_rate_for_batch(base_learning_rate: float, sequences_per_step: int) -> float:
+    """base_learning_rate, stated for one sequence per step, times the square root of the global batch in sequences.
+
+    Square-root scaling suits optimizers that divide by the gradient's magnitude (Malladi et al. 2022, arXiv
+    2205.10287).
+    """
+    return base_learning_rate * math.sqrt(sequences_per_step)
+
+
+def _decay(schedule: Schedule, shape: str, step: int, start: int) -> float:
+    left = DECAY_SHAPES[shape](_progress(step, start, schedule.total_steps))
+    return schedule.final_ratio + (1.0 - schedule.final_ratio) * left
+
+
+def _progress(step: int, start: int, end: int) -> float:
+    return min(max((step - start) / max(end - start, 1), 0.0), 1.0)
+
+
+def _problems_of_schedule(schedule: Schedule) -> list[str]:
+    problems = []
+    if schedule.name not in SCHEDULES:
+        problems.append(f"schedule {schedule.name!r} is unknown{did_you_mean(schedule.name, SCHEDULES)}")
+    if schedule.decay_shape not in DECAY_SHAPES:
+        hint = did_you_mean(schedule.decay_shape, DECAY_SHAPES)
+        problems.append(f"decay_shape {schedule.decay_shape!r} is unknown{hint}")
+    if schedule.total_steps < 1:
+        problems.append(f"total_steps {schedule.total_steps:,} is below 1: raise the budget")
+    phases = {"warmup_steps": schedule.warmup_steps}
+    if schedule.name == "wsd":
+        phases["decay_steps"] = schedule.decay_steps or 0
+    if schedule.name == "infinite":
+        phases["anneal_steps"] = schedule.anneal_steps
+    problems += [f"{name} {steps:,} is negative: use 0 or more" for name, steps in phases.items() if steps < 0]
+    if 0 < schedule.total_steps < sum(phases.values()):
+        said = " + ".join(f"{name} {steps:,}" for name, steps in phases.items() if steps)
+        problems.append(
+            f"{said} is longer than the run of {schedule.total_steps:,} steps: shorten it or raise the budget"
+        )
+    if schedule.cooldown_steps is not None and schedule.cooldown_steps < 0:
+        problems.append(f"cooldown_steps {schedule.cooldown_steps:,} is negative: use 0 or more")
+    for name in ("final_ratio", "constant_ratio"):
+        if not 0.0 <= getattr(schedule, name) <= 1.0:
+            problems.append(f"{name} {getattr(schedule, name)} is not between 0 and 1: it is a share of the peak")
+    if (
+        schedule.name == "infinite"
+        and schedule.anneal_steps > 0
+        and not (schedule.final_ratio > 0.0 and schedule.constant_ratio > 0.0)
+    ):
+        problems.append("annealing is exponential: final_ratio and constant_ratio must be above 0, such as 0.01")
+    return problems

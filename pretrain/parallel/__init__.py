@@ -1,0 +1,13 @@
+"""One recipe under any strategy: who holds what, and how the processes meet.
+
+The loop never asks which strategy runs: strategy gives it the verbs. A new one is a subclass and what
+docs/strategies.md lists.
+
+    strategy: one process and DDP, and the choice of the others
+    fully_sharded: FSDP2 and HSDP
+    zero, zero_partitions: DeepSpeed's ZeRO
+    model_parallel, pipeline, pipeline_stages, tensor_parallel: models cut between processes
+    replicas: copies of the weights compared bit by bit
+    launcher, launcher_files: what the launcher asks for; what its files may say
+    rendezvous, deepspeed_build: where restarted processes meet; what DeepSpeed compiles
+"""

@@ -1,0 +1,45 @@
+"""Where DeepSpeed's operators are compiled, and why a killed compilation must not stop the next run.
+
+torch locks a build folder by the mere presence of a file. Killed while it builds, it leaves the file, and every later
+build waits for ever without a word (torch.utils.file_baton).
+"""
+
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+CACHE = Path(__file__).parents[2] / ".cache" / "torch_extensions"
+
+
+def prepare_extensions_folder() -> Path:
+    """Makes torch build in a folder of this machine's own, unless TORCH_EXTENSIONS_DIR says where, and frees it.
+
+    Call before DeepSpeed is imported. Returns the folder.
+    """
+    folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(CACHE / socket.gethostname())))
+    folder.mkdir(parents=True, exist_ok=True)
+    locks = [lock for lock in folder.glob("*/lock") if lock.is_file()]
+    if locks:
+        held = files_open_here()
+        for lock in stale(locks, held):
+            lock.unlink(missing_ok=True)
+    return folder
+
+
+def stale(locks: Iterable[Path], held: set[Path]) -> list[Path]:
+    """The locks that no process holds: a builder keeps its lock open until it is done."""
+    return [lock for lock in locks if lock.resolve() not in held]
+
+
+def files_open_here() -> set[Path]:
+    """Files that processes of this machine, as far as this user may see, have open."""
+    import psutil
+
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            found |= {Path(file.path).resolve() for file in process.open_files()}
+        except psutil.Error:
+            continue
+    return found

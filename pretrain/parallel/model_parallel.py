@@ -1,0 +1,117 @@
+"""What pipeline and tensor parallel have in common: groups of processes that share one model, and copies of the group.
+
+The processes form a mesh, data x model: those along `model` hold one model together and see the same data, those along
+`data` hold the same part of it and see different data.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import patch_environment
+from torch.distributed.device_mesh import init_device_mesh
+
+from pretrain.config import RunConfig
+from pretrain.optim.gradient_norm import total_norm
+from pretrain.parallel.launcher import parallel_size, processes_launched
+from pretrain.parallel.strategy import Strategy
+
+
+class ModelParallel(Strategy, ABC):
+    """Base of the strategies in which a process holds a part of the model. See `Strategy` for the order of calls."""
+
+    precisions = ("fp32", "bf16")
+    compilations = ("none", "regional")
+    size_variable: ClassVar[str]
+    """Environment variable in which the launcher hands on how many processes share a model."""
+    size_setting: ClassVar[str]
+    """What that is called in the launcher's file."""
+    mesh_order: ClassVar[tuple[str, str]]
+    """Dimensions of the mesh, the last being that of neighbouring processes, which talk fastest."""
+
+    def __init__(self, precision: str, config: RunConfig | None = None):
+        super().__init__(precision, config)
+        self.model_ranks = parallel_size(self.size_variable)
+        sizes = {"model": self.model_ranks, "data": self.ranks // self.model_ranks}
+        mesh = init_device_mesh(
+            self.device.type, tuple(sizes[name] for name in self.mesh_order), mesh_dim_names=self.mesh_order
+        )
+        self.model_mesh, self.model_group = mesh["model"], mesh.get_group("model")
+        self.data_group = mesh.get_group("data")
+        self.model_rank: int = mesh.get_local_rank("model")
+        self.data_rank, self.data_ranks = mesh.get_local_rank("data"), sizes["data"]
+        self.ranks_of_mesh: torch.Tensor = mesh.mesh
+        self.micro_steps = 0
+        """Taken since the last update."""
+
+    @classmethod
+    def problems(cls, config: RunConfig) -> list[str]:
+        return super().problems(config) + cls.size_problems()
+
+    @classmethod
+    def size_problems(cls) -> list[str]:
+        """What is wrong with the number of processes that are to share a model."""
+        launched = processes_launched()
+        works = [str(size) for size in range(2, launched + 1) if launched % size == 0]
+        remedy = f"null (all processes) or {', '.join(works)}" if works else "another strategy, or --num_processes 2"
+        try:
+            size = parallel_size(cls.size_variable)
+        except ValueError as error:
+            return [f"launcher: {cls.size_setting}: {error}; use {remedy}"]
+        if launched < 2 or size < 2 or launched % size:
+            return [f"launcher: {cls.size_setting}: {size} of {launched} processes cannot share a model; use {remedy}"]
+        return []
+
+    def make_accelerator(self) -> Accelerator:
+        # To accelerate these are plain processes: the parallelism is not Megatron-LM's nor transformers'.
+        with patch_environment(ACCELERATE_USE_MEGATRON_LM="false", ACCELERATE_USE_PARALLELISM_CONFIG="false"):
+            return super().make_accelerator()
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process is the one of its group whose figures count, so that no data is counted twice."""
+        return self.model_rank == 0
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the groups, each of which sees different data, on all ranks."""
+        return super().sum(tensor if self.speaks else torch.zeros_like(tensor))
+
+    @contextmanager
+    def accumulate(self, is_last: bool) -> Iterator[None]:
+        """Around the forward and backward of a micro-step; gradients are exchanged in `update`."""
+        self.micro_steps += 1
+        yield
+
+    @abstractmethod
+    def combine_gradients(self) -> None:
+        """Makes every gradient that of the whole batch: what is called before they are measured."""
+
+    @abstractmethod
+    def local_gradients(self) -> list[tuple[torch.Tensor, bool]]:
+        """(this process's part of a gradient, whether it counts in the sum over the group) of each parameter."""
+
+    def gradient_norm(self) -> torch.Tensor:
+        self.combine_gradients()
+        self.micro_steps = 0
+        counting = [gradient for gradient, counts in self.local_gradients() if counts]
+        square = total_norm(counting).square().to(self.device)
+        dist.all_reduce(square, group=self.model_group)
+        return square.sqrt()
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [gradient for gradient, _ in self.local_gradients()]
+
+    def average_over_data(self, gradients: list[torch.Tensor], extra_divisor: int = 1) -> None:
+        """Replaces gradients by their mean over the copies of the model, divided by `extra_divisor` too."""
+        if self.data_ranks > 1:
+            for work in [dist.all_reduce(gradient, group=self.data_group, async_op=True) for gradient in gradients]:
+                work.wait()
+        if (divisor := self.data_ranks * extra_divisor) > 1:
+            torch._foreach_div_(gradients, divisor)
+
+    def describe(self) -> dict:
+        return {**super().describe(), self.size_setting: self.model_ranks, "data_parallel_size": self.data_ranks}

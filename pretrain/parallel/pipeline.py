@@ -1,0 +1,385 @@
+"""Pipeline parallel: each process holds some of the layers, and microbatches flow through them.
+
+The schedules are torch.distributed.pipelining's. One call of the model runs a whole schedule, forward and backward;
+the loop stays what it is. See docs/pipeline.md.
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from pretrain.config import RunConfig
+from pretrain.errors import InputError
+from pretrain.model.initial_weights import InitialWeights
+from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.model_config import load_model_config
+from pretrain.optim.optimizers import describe_optimizer, load_optimizer_state, optimizer_state_by_name
+from pretrain.parallel.launcher import parallel_size
+from pretrain.parallel.model_parallel import ModelParallel
+from pretrain.parallel.pipeline_stages import (
+    PipelineMicroBatch,
+    Stage,
+    cut_problem,
+    fill_stages,
+    layer_problem,
+    split_micro_batch,
+    stage_parameters,
+)
+from pretrain.parallel.replicas import ReplicaGroup
+from pretrain.parallel.strategy import OptimizerBuilder, TensorGroup
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a schedule of torch's lays the stages out."""
+
+    stages_per_rank: int
+    is_v: bool = False
+    """The second half of the stages comes back over the ranks in reverse: the first holds the last stage too."""
+    splits_backward: bool = False
+    """Gradients of inputs and of weights are computed apart, which fills the waiting time (arXiv 2401.10241)."""
+
+    def owners(self, ranks: int) -> list[int]:
+        """The rank, within the pipeline, of each stage."""
+        if self.is_v:
+            return [*range(ranks), *reversed(range(ranks))]
+        return [stage % ranks for stage in range(ranks * self.stages_per_rank)]
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "GPipe": Schedule(1),
+    "1F1B": Schedule(1),
+    "Interleaved1F1B": Schedule(2),
+    "LoopedBFS": Schedule(2),
+    "InterleavedZeroBubble": Schedule(2, splits_backward=True),
+    "ZBVZeroBubble": Schedule(2, is_v=True, splits_backward=True),
+}
+
+
+class Pipeline(nn.Module):
+    """This process's stages, to be called like the whole model, by all ranks of the pipeline with the same batch.
+
+    In training a call runs the schedule and leaves the gradient of the micro-batch's mean loss in the parameters;
+    in evaluation it runs forward only. Returns (cross-entropy, cross-entropy), detached, where the last stage is, and
+    zeros elsewhere.
+
+    Args:
+        stages: this process's stages by number.
+        owners: the rank, within the group, of every stage.
+        microbatches: into how many a micro-batch is split.
+        hidden_size: width of the hidden states between stages, which travel in fp32.
+    """
+
+    def __init__(
+        self,
+        stages: dict[int, Stage],
+        owners: list[int],
+        *,
+        schedule: str,
+        microbatches: int,
+        hidden_size: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ):
+        super().__init__()
+        self.stages = nn.ModuleList(stages.values())
+        self.numbered = stages
+        self.owners, self.schedule_name, self.microbatches = owners, schedule, microbatches
+        self.hidden_size, self.group, self.device = hidden_size, group, device
+        self.rank = dist.get_rank(group)
+        self.schedules: dict[tuple[int, ...], Any] = {}
+        """torch's schedule by the shape (B, T) that its buffers are for."""
+
+    @property
+    def last_stage(self) -> Stage | None:
+        """The last stage, where it is here."""
+        return self.numbered.get(len(self.owners) - 1)
+
+    def forward(self, input_ids_BT: Tensor, targets_BT: Tensor, **attention_arguments) -> tuple[Tensor, Tensor]:
+        microbatches = split_micro_batch(targets_BT, attention_arguments, self.microbatches)
+        for stage in self.stages:
+            stage.begin(microbatches)
+        # A compiled layer computes all its gradients at once: taken apart, it would compute them all twice.
+        eager = SCHEDULES[self.schedule_name].splits_backward
+        with torch.compiler.set_stance("force_eager") if eager else nullcontext():
+            return self.run(input_ids_BT, microbatches)
+
+    def run(self, input_ids_BT: Tensor, microbatches: list[PipelineMicroBatch]) -> tuple[Tensor, Tensor]:
+        if self.training:
+            # The loop seeds all ranks of a pipeline alike; stages must not drop the same elements.
+            torch.manual_seed((torch.initial_seed() + self.rank) % 2**63)
+            self.run_schedule(input_ids_BT)
+        else:
+            self.run_forward(input_ids_BT, microbatches)
+        if self.last_stage is None:
+            zero = torch.zeros((), device=self.device)
+            return zero, zero
+        return self.last_stage.cross_entropy, self.last_stage.cross_entropy
+
+    def compile(self, **options) -> None:
+        """Compiles each stage's part of the model, not the schedule."""
+        for stage in self.stages:
+            stage.base.compile(**options)
+
+    def run_schedule(self, input_ids_BT: Tensor) -> None:
+        shape = tuple(input_ids_BT.shape)
+        if shape not in self.schedules:
+            self.schedules[shape] = self.build_schedule(*shape)
+        numbers = torch.arange(self.microbatches)
+        inputs = (input_ids_BT,) if 0 in self.numbered else ()
+        target = numbers if self.last_stage is not None else None
+        self.schedules[shape].step(*inputs, target=target, return_outputs=False, number=numbers)
+
+    def build_schedule(self, batch: int, length: int) -> Any:
+        """torch's schedule for micro-batches of this shape. Shapes are stated, so that none has to be tried out."""
+        rows = batch // self.microbatches
+        ids = torch.empty(rows, length, dtype=torch.long, device="meta")
+        hidden = torch.empty(rows, length, self.hidden_size, device="meta", requires_grad=True)
+        loss = torch.empty((), device="meta", requires_grad=True)
+        stages = [
+            PipelineStage(
+                stage,
+                number,
+                len(self.owners),
+                self.device,
+                input_args=(ids if stage.is_first else hidden,),
+                output_args=(loss if stage.is_last else hidden,),
+                group=self.group,
+            )
+            for number, stage in self.numbered.items()
+        ]
+        schedule_class = get_schedule_class(self.schedule_name)
+        one = SCHEDULES[self.schedule_name].stages_per_rank == 1
+        # scale_grads would divide what earlier micro-steps have accumulated as well; the losses are weighted instead.
+        return schedule_class(
+            stages[0] if one else stages, self.microbatches, loss_fn=output_as_loss, scale_grads=False
+        )
+
+    def run_forward(self, input_ids_BT: Tensor, microbatches: list[PipelineMicroBatch]) -> None:
+        """Every microbatch through every stage; at each tick a stage takes the one after that of its last tick."""
+        ids = input_ids_BT.chunk(self.microbatches)
+        last = len(self.owners) - 1
+        arrived: dict[tuple[int, int], Tensor] = {}
+        for tick in range(last + self.microbatches):
+            transfers = []
+            for number, stage in self.numbered.items():
+                microbatch = tick - number
+                if not 0 <= microbatch < self.microbatches:
+                    continue
+                x = ids[microbatch] if number == 0 else arrived.pop((number, microbatch))
+                y = stage(x, torch.tensor([microbatch]))
+                if number < last and self.owners[number + 1] == self.rank:
+                    arrived[number + 1, microbatch] = y
+                elif number < last:
+                    transfers.append(self.transfer(dist.isend, y.contiguous(), self.owners[number + 1]))
+            for number in self.numbered:
+                microbatch = tick + 1 - number
+                if number > 0 and 0 <= microbatch < self.microbatches and self.owners[number - 1] != self.rank:
+                    buffer = torch.empty(*ids[0].shape, self.hidden_size, device=self.device)
+                    arrived[number, microbatch] = buffer
+                    transfers.append(self.transfer(dist.irecv, buffer, self.owners[number - 1]))
+            # Sends and receives of a tick in one batch: one by one they would wait for each other on a GPU.
+            for work in dist.batch_isend_irecv(transfers) if transfers else []:
+                work.wait()
+
+    def transfer(self, operation, tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
+
+
+def output_as_loss(output: Tensor, target: Tensor) -> Tensor:
+    """The last stage has computed the loss already; torch's schedules want a function that does."""
+    return output
+
+
+@dataclass(frozen=True)
+class StagedTensors(TensorGroup):
+    """Tensors each of which one rank of the pipeline holds, and sends to the others when it is fetched."""
+
+    owners: Mapping[str, int]
+    group: dist.ProcessGroup
+    device: torch.device
+
+    def whole(self, name: str, wanted: bool = True) -> Tensor | None:
+        if self.owners[name] == dist.get_rank(self.group):
+            tensor = self.tensors[name].detach().to(self.device).contiguous()
+        else:
+            tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name], device=self.device)
+        dist.broadcast(tensor, group=self.group, group_src=self.owners[name])
+        return tensor if wanted else None
+
+
+class PipelineParallel(ModelParallel):
+    """Stages of the model on different processes; several pipelines share the data."""
+
+    size_variable = "MEGATRON_LM_PP_DEGREE"
+    size_setting = "megatron_lm_pp_degree"
+    # Stages exchange little, copies of a stage all its gradients: those are neighbours.
+    mesh_order = ("model", "data")
+    optimizers = ("adamw", "muon", "adafactor")
+
+    def __init__(self, precision: str, config: RunConfig):
+        super().__init__(precision, config)
+        self.schedule = SCHEDULES[config.pipeline.schedule]
+        self.owners = self.schedule.owners(self.model_ranks)
+        self.micro_batches_per_call = self.model_ranks
+
+    @classmethod
+    def problems(cls, config: RunConfig) -> list[str]:
+        problems, name = super().problems(config), config.pipeline.schedule
+        schedule, batch = SCHEDULES[name], config.batch.sequences_per_micro_batch
+        parts = schedule.stages_per_rank * config.pipeline.microbatch_scale
+        if batch % parts:
+            below, above = batch // parts * parts, (batch // parts + 1) * parts
+            problems.append(
+                f"batch.sequences_per_micro_batch: {batch} is not a multiple of {schedule.stages_per_rank} stages per "
+                f"process of {name} x pipeline.microbatch_scale {config.pipeline.microbatch_scale} = {parts}; "
+                f"nearest: {f'{below} or ' if below else ''}{above}"
+            )
+        if schedule.splits_backward and config.activation_checkpointing != "none":
+            others = ", ".join(other for other in SCHEDULES if not SCHEDULES[other].splits_backward)
+            problems.append(
+                f"activation_checkpointing: {config.activation_checkpointing} does not run with pipeline.schedule "
+                f"{name}, which computes the gradients of inputs and of weights apart; use none, or one of {others}"
+            )
+        if config.attention == "flex_attention":
+            problems.append("attention: flex_attention does not run under a pipeline; use auto")
+        if config.optim.stochastic_rounding:
+            problems.append("optim.stochastic_rounding: does not run under a pipeline; it does under single and ddp")
+        return problems + cls.model_problems(config)
+
+    @classmethod
+    def model_problems(cls, config: RunConfig) -> list[str]:
+        """What keeps this model from being cut into the stages that the schedule needs."""
+        try:
+            model_config = load_model_config(config.model)
+        except InputError:
+            return []  # `derive` says what is wrong with it
+        try:
+            if problem := cut_problem(model_config):
+                return [problem]
+        except InputError:
+            return []
+        if cls.size_problems():
+            return []
+        ranks, name = parallel_size(cls.size_variable), config.pipeline.schedule
+        problem = layer_problem(model_config, len(SCHEDULES[name].owners(ranks)), ranks, name)
+        return [problem] if problem else []
+
+    @property
+    def speaks(self) -> bool:
+        return self.owners[-1] == self.model_rank
+
+    def prepare(
+        self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
+    ) -> torch.nn.Module:
+        self.causal_lm = model.causal_lm
+        self.parameter_order = {name: place for place, (name, _) in enumerate(self.causal_lm.named_parameters())}
+        ranges, self.parameters_of_stages = stage_parameters(self.causal_lm, len(self.owners))
+        mine = [number for number, owner in enumerate(self.owners) if owner == self.model_rank]
+        stages = {number: Stage(model, ranges[number], self.precision) for number in mine}
+        fill_stages(self.causal_lm, list(stages.values()), weights)
+        self.model = Pipeline(
+            stages,
+            self.owners,
+            schedule=self.config.pipeline.schedule,
+            microbatches=len(self.owners) * self.config.pipeline.microbatch_scale,
+            hidden_size=self.causal_lm.config.hidden_size,
+            group=self.model_group,
+            device=self.device,
+        ).to(self.device)
+        named_parameters = [(n, p) for n, p in self.causal_lm.named_parameters() if not p.is_meta]
+        self.name_of = {parameter: name for name, parameter in named_parameters}
+        optimizer = build_optimizer(named_parameters)
+        self.optimizer_built = f"{describe_optimizer(optimizer)} of this process's stages"
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
+        self.tied_group = self.group_of_tied_head()
+        if self.schedule.splits_backward and self.config.compile != "none":
+            self.print(
+                f"compile: {self.config.compile} has no effect with {self.config.pipeline.schedule}: a compiled layer "
+                "cannot compute the gradients of its inputs and of its weights apart"
+            )
+        return self.model
+
+    def group_of_tied_head(self) -> dist.ProcessGroup | None:
+        """The processes of the first and the last stage, where they hold copies of one matrix; on them alone."""
+        head, embedding = self.causal_lm.get_output_embeddings(), self.causal_lm.get_input_embeddings()
+        first, last = self.owners[0], self.owners[-1]
+        if head.weight is not embedding.weight or first == last:
+            return None
+        # Every process has to take part in making every group.
+        pairs = self.ranks_of_mesh[[first, last]].T.tolist()
+        group, _ = dist.new_subgroups_by_enumeration(pairs)
+        return group if self.model_rank in (first, last) else None
+
+    def backward(self, loss: Tensor) -> None:
+        """Nothing is left to do: the call of the model has left the gradients behind."""
+
+    def combine_gradients(self) -> None:
+        gradients = [parameter.grad for parameter in self.name_of if parameter.grad is not None]
+        if self.tied_group is not None:
+            dist.all_reduce(self.causal_lm.get_input_embeddings().weight.grad, group=self.tied_group)
+        self.average_over_data(gradients, extra_divisor=self.micro_steps)
+
+    def local_gradients(self) -> list[tuple[Tensor, bool]]:
+        copy = None
+        if self.tied_group is not None and self.model_rank == self.owners[-1]:
+            copy = self.causal_lm.get_input_embeddings().weight
+        return [(p.grad, p is not copy) for p in self.name_of if p.grad is not None]
+
+    def model_tensors(self) -> TensorGroup:
+        saved = self.causal_lm.state_dict().keys()
+        buffers = {n: b for n, b in self.causal_lm.named_buffers() if n in saved and not b.is_meta}
+        return self.staged({name: parameter for parameter, name in self.name_of.items()} | buffers)
+
+    def optimizer_tensors(self) -> TensorGroup:
+        return self.staged(optimizer_state_by_name(self.optimizer.optimizer, self.name_of))
+
+    def staged(self, mine: dict[str, Tensor]) -> StagedTensors:
+        """The tensors of all stages, of which this process has these; in the whole model's order on every rank."""
+        facts = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in mine.items()}
+        facts_of_rank: list[dict] = [{} for _ in range(self.model_ranks)]
+        dist.all_gather_object(facts_of_rank, facts, group=self.model_group)
+        owners = {name: rank for rank in reversed(range(self.model_ranks)) for name in facts_of_rank[rank]}
+        names = sorted(owners, key=self.place_of)
+        shapes = {name: facts_of_rank[owners[name]][name][0] for name in names}
+        dtypes = {name: facts_of_rank[owners[name]][name][1] for name in names}
+        return StagedTensors(shapes, dtypes, mine, owners, self.model_group, self.device)
+
+    def place_of(self, name: str) -> tuple[int, str]:
+        """Where a tensor stands: parameters and their optimizer state in the model's order, buffers after them."""
+        parameter = name if name in self.parameter_order else name.rpartition(".")[0]
+        return self.parameter_order.get(parameter, len(self.parameter_order)), name
+
+    def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+        """Reads no tensor but those of this process's stages."""
+        with torch.no_grad():
+            for name, tensor in self.model_tensors().tensors.items():
+                tensor.copy_(model[name])
+        mine = set(self.name_of.values())
+        state = {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine}
+        load_optimizer_state(self.optimizer.optimizer, self.name_of, state)
+
+    def replicas(self) -> list[ReplicaGroup]:
+        """A stage, over the pipelines; a tied embedding, over the first and the last stage."""
+        groups: list[ReplicaGroup] = []
+        if self.data_ranks > 1:
+            groups.append((self.data_group, {name: parameter for parameter, name in self.name_of.items()}))
+        if self.tied_group is not None:
+            tied = self.causal_lm.get_input_embeddings().weight
+            groups.append((self.tied_group, {self.name_of[tied]: tied}))
+        return groups
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            **super().describe(),
+            "schedule": self.config.pipeline.schedule,
+            "pipeline_microbatches": len(self.owners) * self.config.pipeline.microbatch_scale,
+            "parameters_of_stages": self.parameters_of_stages,
+        }

@@ -1,0 +1,246 @@
+"""A model cut into pipeline stages, each of which runs the model's own forward pass over a part of its layers.
+
+Shapes: B sequences, T positions, D hidden width.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from pretrain.model.compile import layers_of
+from pretrain.model.initial_weights import InitialWeights, units_of
+from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.reference import TOLERANCE, KeyedConfig, ReferenceWindow, one_thread, reference_of
+from pretrain.model.small_copy import in_a_line
+
+
+def split_layers(parameters_per_layer: list[int], stages: int, first: int, last: int) -> list[range]:
+    """Consecutive layers for each stage, at least one each, the stages as equal in parameters as they can be.
+
+    `first` and `last` are the parameters that the first stage has beside its layers (the embedding) and the last one
+    (final norm and head). Minimises the sum over the stages of parameters^2, by dynamic programming.
+    """
+    layers = len(parameters_per_layer)
+    before = [0]
+    for count in parameters_per_layer:
+        before.append(before[-1] + count)
+
+    def cost(stage: int, start: int, end: int) -> int:
+        extra = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
+        return (before[end] - before[start] + extra) ** 2
+
+    # best[end]: (sum of squares, ends of the stages so far) with the layers before `end` in the stages so far.
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
+    for stage in range(stages):
+        room_for_the_rest = stages - 1 - stage
+        best = {
+            end: min(
+                (best[start][0] + cost(stage, start, end), [*best[start][1], end]) for start in best if start < end
+            )
+            for end in range(stage + 1, layers - room_for_the_rest + 1)
+        }
+    ends = best[layers][1]
+    return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+@dataclass(frozen=True)
+class PipelineMicroBatch:
+    """What a stage must know of a pipeline microbatch beyond the hidden states that reach it."""
+
+    targets_BT: Tensor
+    weight: Tensor
+    """Part of the micro-batch's targets that are in here: the losses, so weighted, add up to the micro-batch's."""
+    attention_arguments: dict[str, Any]
+
+
+def split_micro_batch(targets_BT: Tensor, arguments: Mapping[str, Any], parts: int) -> list[PipelineMicroBatch]:
+    """Equal parts of a micro-batch, by rows, with the attention's arguments (see `attention_arguments`) for each."""
+    batch, length = targets_BT.shape
+    rows = batch // parts
+    counted_B = (targets_BT >= 0).sum(dim=1)
+    all_counted = counted_B.sum().clamp(min=1)
+    microbatches = []
+    for first in range(0, batch, rows):
+        here = slice(first, first + rows)
+        part = {}
+        for name, value in arguments.items():
+            if name.startswith("cu_seq_lens"):
+                # Segments of other rows shrink to nothing: no kernel minds, and the shape stays the same.
+                part[name] = (value - first * length).clamp(0, rows * length)
+            elif isinstance(value, Tensor):
+                part[name] = value[here]
+            else:
+                part[name] = value
+        microbatches.append(PipelineMicroBatch(targets_BT[here], counted_B[here].sum() / all_counted, part))
+    return microbatches
+
+
+class Stage(nn.Module):
+    """Some layers of a model; in the first stage the embedding before them, in the last all that comes after them.
+
+    The first stage takes token ids (B, T), the others hidden states (B, T, D); the last returns the loss of the
+    pipeline microbatch times its weight, the others hidden states. Its modules are the model's own: on the meta device
+    until they are filled.
+
+    Args:
+        model: the whole model.
+        layers: numbers of this stage's layers.
+        precision: "fp32" or "bf16", the dtype that autocast computes in.
+    """
+
+    def __init__(self, model: LanguageModelLoss, layers: range, precision: str):
+        super().__init__()
+        all_layers = layers_of(model.causal_lm)
+        self.is_first, self.is_last = layers.start == 0, layers.stop == len(all_layers)
+        self.base = cut(model.causal_lm, layers, self.is_first, self.is_last)
+        self.head = model.causal_lm.get_output_embeddings() if self.is_last else None
+        self.precision = precision
+        self.loss_of_hidden = model.loss_of_hidden if self.is_last else None
+        self.microbatches: list[PipelineMicroBatch] = []
+        """Of the micro-batch that runs now."""
+        self.cross_entropy: Tensor | None = None
+        """Last stage: weighted sum over the pipeline microbatches that went through so far."""
+
+    def begin(self, microbatches: list[PipelineMicroBatch]) -> None:
+        """Before the first of these pipeline microbatches arrives."""
+        self.microbatches, self.cross_entropy = microbatches, None
+
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        """`number`, a host tensor of one element, says which pipeline microbatch `x` is."""
+        microbatch = self.microbatches[int(number)]
+        inputs = {"input_ids" if self.is_first else "inputs_embeds": x}
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            hidden_BTD = self.base(**inputs, use_cache=False, **microbatch.attention_arguments).last_hidden_state
+            if not self.is_last:
+                hidden_BTD = hidden_BTD.float()
+                # Zero-bubble schedules detach what a stage returns in place, which torch refuses for a view.
+                return hidden_BTD.clone() if hidden_BTD._is_view() else hidden_BTD
+            loss, cross_entropy = self.loss_of_hidden(hidden_BTD, microbatch.targets_BT)
+        weighted = cross_entropy * microbatch.weight
+        self.cross_entropy = weighted if self.cross_entropy is None else self.cross_entropy + weighted
+        return loss * microbatch.weight
+
+
+def cut(causal_lm: PreTrainedModel, layers: range, is_first: bool, is_last: bool) -> nn.Module:
+    """The base model with these layers alone; embeddings in the first part only, the final norm in the last only.
+
+    Its own forward pass does the rest (masks, rotary tables, the layers' arguments), from `inputs_embeds` in all parts
+    but the first. The modules are shared with the whole model.
+    """
+    whole = causal_lm.base_model
+    all_layers = layers_of(causal_lm)
+    part = copy.copy(whole)
+    part._modules = dict(whole._modules)
+    # Models index these lists by the layer's place in their own list.
+    part.config = copy.copy(whole.config)
+    part.config.num_hidden_layers = len(layers)
+    if getattr(whole.config, "layer_types", None):
+        part.config.layer_types = [whole.config.layer_types[number] for number in layers]
+    for name, child in whole.named_children():
+        if all_layers[0] in child.children():
+            part._modules[name] = nn.ModuleList(all_layers[number] for number in layers)
+        elif isinstance(child, nn.Embedding):
+            if not is_first:
+                part._modules[name] = Nothing()
+        elif isinstance(child, nn.Dropout):
+            if not is_first:
+                part._modules[name] = nn.Identity()
+        elif not is_last and ("Norm" in type(child).__name__ or next(child.parameters(), None) is not None):
+            part._modules[name] = nn.Identity()
+    if not is_first and hasattr(part, "embedding_dropout"):
+        part.embedding_dropout = 0.0
+    return part
+
+
+class Nothing(nn.Module):
+    """Stands for an embedding that an earlier stage has added already."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.zeros((), device=ids.device)
+
+
+@one_thread()
+def cut_problem(model_config: PreTrainedConfig) -> str | None:
+    """Why stages of this architecture do not add up to it; None if they do.
+
+    Found out by cutting a small copy in two. Models that scale their embeddings in the forward pass, or compute
+    something between layers, cannot be cut by `cut`.
+    """
+    reference = reference_of(KeyedConfig.of(model_config))
+    window = ReferenceWindow.of(reference.config)
+    ids_BT, targets_BT = window.inputs_BT, window.ids_BT[:, 1:].contiguous()
+    model = LanguageModelLoss(reference)
+    works = "llama, qwen3, gpt2, gpt_neox, mistral, olmo2, phi3 and others whose layers do all the work can"
+    said = f"model: {model_config.model_type} cannot be cut into pipeline stages"
+    if not model.from_hidden_states:
+        return f"{said}: its logits are more than its output head on its last hidden states; {works}"
+    try:
+        with torch.no_grad():
+            wanted = model(ids_BT, targets_BT)[0]
+            x, layers = ids_BT, len(layers_of(reference))
+            for part in (range(layers // 2), range(layers // 2, layers)):
+                stage = Stage(model, part, "fp32")
+                stage.begin(split_micro_batch(targets_BT, {}, 1))
+                x = stage(x, torch.zeros(1))
+    except Exception as error:  # a base model that is not embeddings, layers and a norm
+        return f"{said} ({in_a_line(error)}); {works}"
+    if not abs(x - wanted) <= TOLERANCE * wanted:
+        return f"{said}: the loss of two stages is {x:.4f}, that of the whole {wanted:.4f}; {works}"
+    return None
+
+
+def layer_problem(model_config: Any, stages: int, ranks: int, schedule: str) -> str | None:
+    """What is wrong with so many stages of this model; None if every stage can have a layer."""
+    layers = model_config.num_hidden_layers
+    if layers >= stages:
+        return None
+    stages_per_rank = stages // ranks
+    works = f"at most {layers // stages_per_rank} processes per pipeline" if layers // stages_per_rank > 1 else ""
+    if stages_per_rank > 1 and layers >= ranks:
+        works = f"pipeline.schedule GPipe or 1F1B, which need {ranks}" + (f", or {works}" if works else "")
+    return (
+        f"model: {layers} layers are fewer than the {stages} stages of pipeline.schedule {schedule} on {ranks} "
+        f"processes ({stages_per_rank} each); use {works or 'another strategy'}"
+    )
+
+
+def fill_stages(causal_lm: PreTrainedModel, stages: list[Stage], weights: InitialWeights) -> None:
+    """Gives the modules of these stages their weights; the rest of the model stays on the meta device."""
+    needed = {module for stage in stages for module in stage.modules()}
+    head = causal_lm.get_output_embeddings()
+    if head in needed and head.weight is causal_lm.get_input_embeddings().weight:
+        needed.add(causal_lm.get_input_embeddings())  # the values of a tied head are the embedding's
+    for unit in units_of(causal_lm):
+        if causal_lm.get_submodule(unit) in needed:
+            weights.fill(causal_lm, unit)
+    causal_lm.tie_weights()
+
+
+def stage_parameters(causal_lm: PreTrainedModel, stages: int) -> tuple[list[range], list[int]]:
+    """(layers, parameters) of each of so many balanced stages. A tied embedding counts in the first and the last."""
+    layers = layers_of(causal_lm)
+    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    embeddings = {
+        id(module.weight): module.weight.numel()
+        for module in causal_lm.base_model.children()
+        if isinstance(module, nn.Embedding)
+    }
+    first = sum(embeddings.values())
+    last = sum(
+        parameter.numel()
+        for parameter in causal_lm.parameters()
+        if id(parameter) not in in_layers and id(parameter) not in embeddings
+    )
+    head = causal_lm.get_output_embeddings()
+    last += head.weight.numel() if id(head.weight) in embeddings else 0
+    ranges = split_layers(sizes, stages, first, last)
+    counts = [sum(sizes[number] for number in part) for part in ranges]
+    counts[0] += first
+    counts[-1] += last
+    return ranges, counts

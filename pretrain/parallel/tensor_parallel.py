@@ -1,0 +1,194 @@
+"""Tensor parallel: each process holds a slice of every large matrix of the layers, and they sum what the slices give.
+
+By the model's own plan (transformers' base_model_tp_plan) and torch's parallelize_module: a matrix that is split by
+columns needs nothing from the other processes, the one by rows after it one sum of its outputs (Shoeybi et al., arXiv
+1909.08053). Embedding, head and norms stay whole on every process: the loss takes the head's weight as it is.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import PreTrainedModel
+
+from pretrain.config import RunConfig
+from pretrain.errors import InputError
+from pretrain.model.initial_weights import InitialWeights, units_of
+from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.model_config import load_model_config
+from pretrain.optim.optimizers import describe_optimizer, load_optimizer_state, optimizer_state_by_name
+from pretrain.parallel.fully_sharded import ShardedGroup, ShardedState, load_parts
+from pretrain.parallel.launcher import parallel_size
+from pretrain.parallel.model_parallel import ModelParallel
+from pretrain.parallel.replicas import ReplicaGroup
+from pretrain.parallel.strategy import OptimizerBuilder, TensorGroup, group_of
+
+STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+SUMMED = "replicated_with_grad_allreduce"
+"""Style of a norm inside a split part: each process has the whole weight and the gradient of its own heads alone."""
+
+
+def plan_of(model_config: Any) -> dict[str, str]:
+    """The model's plan, {pattern of a module's name in the base model: style}; empty where it has none."""
+    return dict(getattr(model_config, "base_model_tp_plan", None) or {})
+
+
+def style_of(name: str, plan: Mapping[str, str]) -> str | None:
+    """The style for the module of this name; `*` in a pattern stands for a layer's number."""
+    return next((style for pattern, style in plan.items() if re.fullmatch(pattern.replace("*", r"\d+"), name)), None)
+
+
+def plan_problem(model_config: Any, size: int) -> str | None:
+    """Why this model cannot be split over `size` processes, with what works; None if it can."""
+    plan = plan_of(model_config)
+    unknown = sorted(set(plan.values()) - {*STYLES, SUMMED})
+    if not plan or unknown:
+        reason = f"has {', '.join(unknown)} in its tensor-parallel plan" if unknown else "has no tensor-parallel plan"
+        return (
+            f"model: {model_config.model_type} {reason}; use pp or fsdp2, or an architecture whose plan is of colwise "
+            "and rowwise alone, such as llama, qwen3, mistral, deepone"
+        )
+    heads, key_value_heads = model_config.num_attention_heads, getattr(model_config, "num_key_value_heads", None)
+    dimensions = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads or heads}
+    dimensions["intermediate_size"] = model_config.intermediate_size
+    if any(value % size for value in dimensions.values()):
+        works = [str(n) for n in range(2, heads + 1) if all(value % n == 0 for value in dimensions.values())]
+        shape = ", ".join(f"{name} {value}" for name, value in dimensions.items())
+        return (
+            f"model: {shape} cannot all be divided by {size} tensor-parallel processes; "
+            f"{', '.join(works) + ' can be used' if works else 'no number can: use another strategy'}"
+        )
+    return None
+
+
+class TensorParallel(ModelParallel):
+    """Every layer on all processes of a group, a slice on each; several groups share the data."""
+
+    size_variable = "PARALLELISM_CONFIG_TP_SIZE"
+    size_setting = "parallelism_config_tp_size"
+    # Slices are summed twice per layer, in both directions: their processes are neighbours.
+    mesh_order = ("data", "model")
+    # The others look at whole matrices.
+    optimizers = ("adamw",)
+
+    @classmethod
+    def problems(cls, config: RunConfig) -> list[str]:
+        problems = super().problems(config)
+        if cls.size_problems():
+            return problems
+        try:
+            model_config = load_model_config(config.model)
+        except InputError:
+            return problems  # `derive` says what is wrong with it
+        problem = plan_problem(model_config, parallel_size(cls.size_variable))
+        return [*problems, problem] if problem else problems
+
+    def prepare(
+        self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
+    ) -> torch.nn.Module:
+        """As in `Strategy`. No process ever holds more whole layers than one."""
+        self.causal_lm = causal_lm = model.causal_lm
+        plan = plan_of(causal_lm.config)
+        for unit in units_of(causal_lm):
+            weights.fill(causal_lm, unit)
+            split(causal_lm, unit, plan, self.model_mesh, self.device)
+        causal_lm.tie_weights()
+        model.to(self.device)
+        named_parameters = list(causal_lm.named_parameters())
+        self.name_of = {parameter: name for name, parameter in named_parameters}
+        prefix = f"{causal_lm.base_model_prefix}."
+        self.summed = {
+            parameter
+            for name, parameter in named_parameters
+            if style_of(name.removeprefix(prefix).rpartition(".")[0], plan) == SUMMED
+        }
+        optimizer = separate_kinds(build_optimizer(named_parameters))
+        self.optimizer_built = describe_optimizer(optimizer)
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
+        self.model = AutocastModel(model, self.precision)
+        return self.model
+
+    def combine_gradients(self) -> None:
+        for parameter in self.name_of:
+            gradient = parameter.grad
+            if gradient is None or (isinstance(gradient, DTensor) and is_split(gradient)):
+                continue
+            whole = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            dist.all_reduce(whole, group=self.model_group)
+            if parameter not in self.summed:
+                # Equal already, but for kernels of a GPU that add in any order: copies must not drift apart.
+                whole /= self.model_ranks
+        self.average_over_data([gradient for gradient, _ in self.local_gradients()])
+
+    def local_gradients(self) -> list[tuple[Tensor, bool]]:
+        gradients = [parameter.grad for parameter in self.name_of if parameter.grad is not None]
+        return [
+            (gradient.to_local(), is_split(gradient) or self.speaks)
+            if isinstance(gradient, DTensor)
+            else (gradient, self.speaks)
+            for gradient in gradients
+        ]
+
+    def model_tensors(self) -> TensorGroup:
+        return ShardedGroup.of(super().model_tensors())
+
+    def optimizer_tensors(self) -> TensorGroup:
+        return ShardedGroup.of(group_of(optimizer_state_by_name(self.optimizer.optimizer, self.name_of)))
+
+    def replicas(self) -> list[ReplicaGroup]:
+        """What is not split, over the processes that share the layers; everything, over the groups of those."""
+        parts = {n: p.to_local() if isinstance(p, DTensor) else p for p, n in self.name_of.items()}
+        split_names = {n for p, n in self.name_of.items() if isinstance(p, DTensor) and is_split(p)}
+        groups = [(self.model_group, {name: part for name, part in parts.items() if name not in split_names})]
+        return [*groups, (self.data_group, parts)] if self.data_ranks > 1 else groups
+
+    def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+        load_parts(super().model_tensors().tensors, model)
+        load_optimizer_state(self.optimizer.optimizer, self.name_of, ShardedState(optimizer, self.name_of))
+
+
+class AutocastModel(torch.nn.Module):
+    """The model under autocast, for processes that accelerate does not wrap."""
+
+    def __init__(self, model: torch.nn.Module, precision: str):
+        super().__init__()
+        self.model, self.precision = model, precision
+
+    def forward(self, input_ids_BT: Tensor, targets_BT: Tensor, **attention_arguments) -> tuple[Tensor, Tensor]:
+        """(loss, cross_entropy) as in `LanguageModelLoss`."""
+        with torch.autocast(input_ids_BT.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            return self.model(input_ids_BT, targets_BT, **attention_arguments)
+
+
+def split(causal_lm: PreTrainedModel, unit: str, plan: Mapping[str, str], mesh: Any, device: torch.device) -> None:
+    """Splits the modules inside `unit` that the plan names; the whole ones are freed."""
+    module = causal_lm.get_submodule(unit)
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return  # a tied head, which is the embedding
+    module.to(device)
+    inside = unit.removeprefix(f"{causal_lm.base_model_prefix}.")
+    styles = {name: style_of(f"{inside}.{name}", plan) for name, _ in module.named_modules() if name}
+    styles = {name: STYLES[style]() for name, style in styles.items() if style in STYLES}
+    if styles:
+        # Every process has made the same whole matrices: none has to be sent.
+        parallelize_module(module, mesh, styles, src_data_rank=None)
+
+
+def is_split(tensor: DTensor) -> bool:
+    return any(placement.is_shard() for placement in tensor.placements)
+
+
+def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Each group of split and whole parameters becomes two: a fused or foreach kernel takes one kind at a time."""
+    groups = list(optimizer.param_groups)
+    optimizer.param_groups.clear()
+    for group in groups:
+        for kind in (True, False):
+            if parameters := [p for p in group["params"] if isinstance(p, DTensor) is kind]:
+                optimizer.param_groups.append({**group, "params": parameters})
+    return optimizer

@@ -1,0 +1,361 @@
+"""ZeRO stages 1, 2 and 3 (Rajbhandari et al., arXiv 1910.02054), with or without offload, by DeepSpeed.
+
+Stage 1 shards the optimizer's state and the fp32 master weights over the processes, stage 2 the gradients too, stage 3
+the weights as well. The file in ds_configs/ says how; what follows from the recipe is written into DeepSpeed's
+configuration here and compared with what DeepSpeed then has in effect.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.utils import InitProcessGroupKwargs
+from transformers import PreTrainedModel
+
+from pretrain.config import RunConfig
+from pretrain.errors import InputError
+from pretrain.model.build import build_meta_model
+from pretrain.model.compile import layers_of
+from pretrain.model.initial_weights import InitialWeights, units_of
+from pretrain.model.loss import LanguageModelLoss
+from pretrain.optim.optimizers import describe_optimizer
+from pretrain.parallel.deepspeed_build import prepare_extensions_folder
+from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, processes_launched
+from pretrain.parallel.replicas import ReplicaGroup
+from pretrain.parallel.strategy import OptimizerBuilder, Strategy, TensorGroup, device_type
+from pretrain.parallel.zero_partitions import Partitions
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state tensors besides `step`."""
+
+
+class Zero(Strategy):
+    """ZeRO-1, 2 and 3."""
+
+    optimizers = ("adamw",)  # the others need whole matrices, and DeepSpeed updates flat pieces of many
+    precisions = ("fp32", "bf16")
+    compilations = ("none", "regional")  # compiled whole, the graph would break at every hook of a layer
+
+    @classmethod
+    def problems(cls, config: RunConfig) -> list[str]:
+        problems = super().problems(config)
+        if uses_nvme() and not can_use_nvme():
+            problems.append(
+                "launcher: offload_optimizer.device: nvme needs libaio (apt install libaio-dev, or conda install "
+                "libaio) and a C++ compiler; accelerate_configs/zero3_offload.yaml uses host memory and needs neither"
+            )
+        return problems
+
+    def make_accelerator(self) -> Accelerator:
+        folder = prepare_extensions_folder()
+        if uses_nvme() and not (folder / "async_io" / "async_io.so").exists() and os.environ.get("RANK", "0") == "0":
+            print("compiling DeepSpeed's operator for files, once on this machine: some minutes ...", flush=True)
+        import deepspeed
+
+        # An operator for all-reduces between processes of one CPU, compiled at the first start: gloo serves as well.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        warnings.filterwarnings(
+            "ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning
+        )
+        self.settings = {**deepspeed_file(), **derived_settings(self.config, self.precision)}
+        self.stage: int = self.settings["zero_optimization"]["stage"]
+        kwargs_handlers = []
+        if device_type() == "cpu":  # without a backend every process would believe that it is alone
+            kwargs_handlers.append(InitProcessGroupKwargs(backend="gloo"))
+        accelerator = Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=self.settings, zero3_init_flag=False),
+            gradient_accumulation_steps=self.settings["gradient_accumulation_steps"],
+            mixed_precision=PRECISIONS[self.precision],
+            step_scheduler_with_optimizer=False,
+            kwargs_handlers=kwargs_handlers,
+        )
+        # transformers would partition every model it builds from here on, with other initial weights.
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+        return accelerator
+
+    def check_started(self) -> None:
+        super().check_started()
+        if self.accelerator.deepspeed_plugin is None:
+            raise RuntimeError(f"DeepSpeed was asked for, but accelerate runs {self.accelerator.distributed_type}")
+
+    def prepare(
+        self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
+    ) -> torch.nn.Module:
+        """As in `Strategy`. In stage 3 no process ever holds more of the whole model than one layer."""
+        self.causal_lm = causal_lm = model.causal_lm
+        self._fill(causal_lm, weights)
+        buffers = {name: buffer.clone() for name, buffer in causal_lm.named_buffers()}
+        named_parameters = list(causal_lm.named_parameters())
+        self.parameter_of = dict(named_parameters)
+        optimizer = build_optimizer(named_parameters)
+        self.optimizer_built = describe_optimizer(optimizer)
+        if self.stage == 3 and (head := causal_lm.get_output_embeddings()) is not None:
+            import deepspeed
+
+            # The loss uses the head's weight outside of the head's own forward, which would have gathered it.
+            deepspeed.zero.register_external_parameter(model, head.weight)
+        if self.stage == 3:
+            from deepspeed.utils import set_z3_leaf_module
+
+            # A layer's weights are gathered together. Hooks on each of its modules would break a compiled layer's
+            # graph at every one of them, until nothing is compiled.
+            for layer in layers_of(causal_lm):
+                set_z3_leaf_module(layer, True)
+        self.model, _ = self.accelerator.prepare(model, optimizer)
+        self.optimizer = self.model.optimizer
+        self.partitions = Partitions(self.optimizer) if self.stage == 3 else None
+        self._check_in_effect()
+        if self.precision != "fp32":
+            self._undo_rounding(buffers, weights)
+        return self.model
+
+    def _fill(self, causal_lm: PreTrainedModel, weights: InitialWeights) -> None:
+        """Gives the model its weights; in stage 3 each unit is partitioned before the next one is made."""
+        if self.stage < 3:
+            weights.fill(causal_lm, "")
+            causal_lm.tie_weights()
+            return
+        import deepspeed
+
+        for unit in units_of(causal_lm):
+            weights.fill(causal_lm, unit)
+            module = causal_lm.get_submodule(unit)
+            if self.precision != "fp32":  # DeepSpeed casts a whole model, and leaves what is partitioned as it is
+                for parameter in module.parameters():
+                    parameter.data = parameter.data.to(torch.bfloat16)
+            if not any(parameter.is_meta for parameter in module.parameters()):  # a tied head has none of its own
+                deepspeed.zero.Init(module=module, config_dict_or_path=self.settings)
+        causal_lm.tie_weights()
+
+    def _undo_rounding(self, buffers: Mapping[str, torch.Tensor], weights: InitialWeights) -> None:
+        """DeepSpeed made its fp32 master weights from rounded ones, and rounded rotary tables: take the originals.
+
+        A second model on the meta device is filled unit by unit, so that again only one is whole at a time.
+        """
+        for name, buffer in buffers.items():
+            module, _, key = name.rpartition(".")
+            self.causal_lm.get_submodule(module)._buffers[key] = buffer.to(self.device)
+        twin = build_meta_model(self.causal_lm.config)
+        for unit in units_of(twin):
+            weights.fill(twin, unit)
+            module = twin.get_submodule(unit)
+            for name, values in module.named_parameters(prefix=unit):
+                if name in self.parameter_of and not values.is_meta:
+                    self._set(name, None, values.detach())
+            module.to("meta")
+
+    def _check_in_effect(self) -> None:
+        """DeepSpeed runs with what was derived: it has defaults, and accelerate writes into its settings too."""
+        engine = self.model
+        in_effect = {
+            "zero_optimization.stage": engine.zero_optimization_stage(),
+            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+            "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
+            "gradient_clipping": engine.gradient_clipping(),
+            "bf16.enabled": engine.bfloat16_enabled(),
+            "fp16.enabled": engine.fp16_enabled(),
+            "communication_data_type": engine.communication_data_type,
+            "data_types.grad_accum_dtype": engine.get_data_types()[1],
+            "dtypes of the weights": {getattr(p, "ds_tensor", p).dtype for p in engine.module.parameters()},
+        }
+        expected = {
+            "zero_optimization.stage": self.stage,
+            "gradient_accumulation_steps": self.settings["gradient_accumulation_steps"],
+            "train_micro_batch_size_per_gpu": self.settings["train_micro_batch_size_per_gpu"],
+            "gradient_clipping": self.settings["gradient_clipping"],
+            "bf16.enabled": self.precision == "bf16",
+            "fp16.enabled": False,
+            "communication_data_type": torch.float32,
+            "data_types.grad_accum_dtype": torch.float32,
+            "dtypes of the weights": {torch.bfloat16 if self.precision == "bf16" else torch.float32},
+        }
+        wrong = [f"{name} is {in_effect[name]} instead of {expected[name]}" for name in expected]
+        wrong = [line for name, line in zip(expected, wrong, strict=True) if in_effect[name] != expected[name]]
+        if wrong:
+            raise RuntimeError(f"DeepSpeed does not run with the recipe's settings: {'; '.join(wrong)}")
+
+    @contextmanager
+    def accumulate(self, is_last: bool) -> Iterator[None]:
+        self._release()
+        # Said aloud, because the number of micro-steps grows with the batch ramp and DeepSpeed's counter is fixed.
+        self.model.set_gradient_accumulation_boundary(is_last)
+        yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.model.backward(loss, scale_wrt_gas=False)
+
+    def update(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in `Strategy`; DeepSpeed clips at the norm it was configured with, and skips what is not finite."""
+        self.model.step()
+        grad_norm = torch.as_tensor(self.model.get_global_grad_norm(), dtype=torch.float32, device=self.device)
+        return grad_norm, torch.tensor(float(self.optimizer.overflow), device=self.device)
+
+    def model_tensors(self) -> TensorGroup:
+        shapes = {name: full_shape(parameter) for name, parameter in self.parameter_of.items()}
+        return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), Gathered(self))
+
+    def optimizer_tensors(self) -> TensorGroup:
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.optimizer.optimizer.state:
+            self._link_state()
+            for name, parameter in self.parameter_of.items():
+                shapes |= {f"{name}.step": (), **{f"{name}.{key}": full_shape(parameter) for key in MOMENTS}}
+        return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), Gathered(self))
+
+    def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
+        for name in self.parameter_of:
+            self._set(name, None, model[name])
+        self._release()
+        if not optimizer:
+            return
+        missing = [name for name in self.parameter_of if f"{name}.exp_avg" not in optimizer]
+        if missing:
+            raise InputError(f"the checkpoint has no AdamW state for {', '.join(missing[:4])} ({len(missing)} in all)")
+        self._create_state(optimizer[f"{next(iter(self.parameter_of))}.step"])
+        for name in self.parameter_of:
+            for key in MOMENTS:
+                self._set(name, key, optimizer[f"{name}.{key}"])
+        self._release()
+
+    def _release(self) -> None:
+        if self.partitions is not None:
+            self.partitions.release()
+
+    def _create_state(self, step: torch.Tensor) -> None:
+        """Zero moments after `step` steps, which AdamW itself makes in its first step only."""
+        if self.partitions is not None:
+            self.partitions.create_state(step, MOMENTS)
+            return
+        inner = self.optimizer.optimizer
+        for flat in flat_masters(self.optimizer):
+            inner.state[flat] = {key: torch.zeros_like(flat) for key in MOMENTS}
+            inner.state[flat]["step"] = step.clone().to(flat.device)
+        self._link_state()
+
+    def _link_state(self) -> None:
+        """Stages 1 and 2: tells each parameter where its moments are. DeepSpeed does so after the first group's first
+        step, when the other groups have no moments yet, and never again."""
+        if self.stage < 3:
+            groups = getattr(self.optimizer, "bit16_groups", None) or self.optimizer.bf16_groups
+            for parameters, flat in zip(groups, flat_masters(self.optimizer), strict=True):
+                for parameter in parameters:
+                    if parameter._hp_mapping is not None:
+                        parameter._hp_mapping.set_optim_state_fragment(flat, self.optimizer.optimizer.state[flat])
+
+    def _set(self, name: str, key: str | None, whole: torch.Tensor) -> None:
+        """Puts a whole fp32 tensor into this process's part of a master weight (key None) or of a moment."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        parameter = self.parameter_of[name]
+        whole = whole.to(self.device)
+        if self.partitions is not None:
+            self.partitions.set(parameter, key, whole)
+        elif key is None:
+            safe_set_full_fp32_param(parameter, whole)
+            parameter.data.copy_(whole)  # the masters alone would leave the weights that compute stale
+        else:
+            safe_set_full_optimizer_state(parameter, whole, key)
+
+    def get(self, name: str) -> torch.Tensor:
+        """A master weight, or '<parameter>.<state>' of the optimizer, whole on every process; all call together."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        parameter, key = name, None
+        if name not in self.parameter_of:
+            parameter, _, key = name.rpartition(".")
+        if key == "step":
+            return next(iter(self.optimizer.optimizer.state.values()))["step"]
+        if self.partitions is not None:
+            return self.partitions.get(self.parameter_of[parameter], key, self.device)
+        if key is None:
+            return safe_get_full_fp32_param(self.parameter_of[name])
+        return safe_get_full_optimizer_state(self.parameter_of[parameter], key)
+
+    def replicas(self) -> list[ReplicaGroup]:
+        """Stages 1 and 2: the weights that compute, gathered after every update. Stage 3 keeps no copies."""
+        return [(None, dict(self.parameter_of))] if self.stage < 3 and self.ranks > 1 else []
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "deepspeed": self.settings}
+
+
+def derived_settings(config: RunConfig, precision: str) -> dict[str, Any]:
+    """What of DeepSpeed's configuration follows from the recipe and the number of processes.
+
+    gradient_clipping 0 is off; left out, DeepSpeed takes 1. Gradients are accumulated and reduced in fp32.
+    """
+    batch = config.batch
+    sequences_per_micro_step = batch.sequences_per_micro_batch * processes_launched()
+    micro_steps = batch.tokens_per_step // (config.data.sequence_length * sequences_per_micro_step)
+    return {
+        "train_micro_batch_size_per_gpu": batch.sequences_per_micro_batch,
+        "gradient_accumulation_steps": max(1, micro_steps),
+        "train_batch_size": sequences_per_micro_step * max(1, micro_steps),
+        "gradient_clipping": config.optim.max_grad_norm or 0.0,
+        "bf16": {"enabled": precision == "bf16"},
+        "fp16": {"enabled": False},
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def uses_nvme() -> bool:
+    """Whether the launcher's DeepSpeed JSON puts the optimizer's state on a disk."""
+    offload = deepspeed_file().get("zero_optimization", {}).get("offload_optimizer") or {}
+    return offload.get("device") == "nvme"
+
+
+def can_use_nvme() -> bool:
+    """Whether DeepSpeed's asynchronous file operator can be built here."""
+    prepare_extensions_folder()
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder().is_compatible()
+
+
+class Gathered(Mapping[str, torch.Tensor]):
+    """Whole tensors by name; looking one up is collective."""
+
+    def __init__(self, strategy: Zero):
+        self._strategy = strategy
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._strategy.get(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._strategy.parameter_of)
+
+    def __len__(self) -> int:
+        return len(self._strategy.parameter_of)
+
+
+class GatheredGroup(TensorGroup):
+    """Tensors of which every process holds a part."""
+
+    def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
+        whole = self.tensors[name]
+        return whole.detach().view(self.shapes[name]) if wanted else None
+
+    def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:
+        whole = self.whole(name, wanted)
+        return whole.to("cpu", copy=True) if wanted else None
+
+
+def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """A parameter's own shape; under stage 3 the parameter itself is empty."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def flat_masters(optimizer: Any) -> list[torch.Tensor]:
+    """The flat fp32 tensors that a DeepSpeed optimizer updates, whichever of its three classes it is."""
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(optimizer, name):
+            return getattr(optimizer, name)
+    raise RuntimeError(f"{type(optimizer).__name__} is not a ZeRO optimizer of the DeepSpeed versions known here")

@@ -1,0 +1,211 @@
+"""A few real steps of a recipe on this machine: how fast they are, and how much memory tensors take at the peak."""
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import pretrain.model.architectures  # noqa: F401  (registers the local models)
+from pretrain.config import RunConfig
+from pretrain.errors import InputError
+from pretrain.hardware import DTYPES
+from pretrain.model.attention import choose_attention
+from pretrain.model.build import build_meta_model
+from pretrain.model.compile import checkpoint_activations, compile_model
+from pretrain.model.initial_weights import InitialWeights
+from pretrain.model.inputs import model_inputs
+from pretrain.model.loss import LanguageModelLoss, choose_loss
+from pretrain.model.model_config import load_model_config
+from pretrain.optim.optimizers import optimizer_builder, parameter_dtype
+from pretrain.parallel.strategy import Strategy
+from pretrain.training.prefetch import ReadAhead
+from pretrain.training.probe import probe
+from pretrain.training.run_plan import derive
+
+TOKENS_PER_DOCUMENT = 600
+"""Of the random text that is used where the recipe's shards are not there."""
+STEPS, MOST_MICRO_STEPS = 20, 4
+FIRST_STEPS = 2
+"""Steps that compile, and create the optimizer's state."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What steps of one process took."""
+
+    micro_step_seconds: float
+    """Median of forward and backward passes."""
+    update_seconds: float
+    """Median."""
+    micro_steps: int
+    """Of each step that was measured."""
+    peak_bytes: float
+    """Tensors alive at the peak of a step."""
+    data: str
+    """'shards' or 'random tokens'."""
+
+    def tokens_per_second(self, tokens_per_micro_step: int, micro_steps: int) -> float:
+        """Of a step with so many micro-steps."""
+        seconds = micro_steps * self.micro_step_seconds + self.update_seconds
+        return micro_steps * tokens_per_micro_step / seconds
+
+
+class Steps:
+    """A model, its optimizer and its batches under the strategy that was launched: steps of train.py without the rest.
+
+    Raises InputError as the start of a run does.
+    """
+
+    def __init__(self, config: RunConfig, strategy: Strategy):
+        self.config, self.strategy = config, strategy
+        model_config = load_model_config(config.model)
+        self.vocabulary_size = model_config.vocab_size
+        choose_attention(
+            config.attention,
+            device_type=strategy.device.type,
+            dtype=DTYPES[strategy.precision],
+            document_mask=config.data.document_mask,
+        )
+        found = probe(model_config, attention=config.attention, document_mask=config.data.document_mask)
+        self.attention = found.attention
+        self.causal_lm = build_meta_model(model_config, attention=self.attention)
+        checkpoint_activations(self.causal_lm, config.activation_checkpointing)
+        backend = choose_loss(config.loss.backend, device_type=strategy.device.type, compile_mode=config.compile)
+        model = LanguageModelLoss(
+            self.causal_lm,
+            z_loss=config.loss.z_loss,
+            backend=backend,
+            from_hidden_states=found.from_hidden_states,
+        )
+        build_optimizer = optimizer_builder(
+            config.optim, self.causal_lm, 1e-4, seed=config.seed, device_type=strategy.device.type
+        )
+        weights = InitialWeights(seed=config.seed, dtype=parameter_dtype(config.optim))
+        self.model = strategy.prepare(model, weights, build_optimizer)
+        compile_model(self.model, self.causal_lm, config.compile)
+        self.model.train()
+        self.read, self.data = self._reader()
+
+    def _reader(self) -> tuple[Callable[[int, int], dict[str, Any]], str]:
+        """(function from step and micro-step to the model's arguments, where they are from)."""
+        ranks = self.strategy.data_ranks * self.strategy.micro_batches_per_call
+        try:
+            run = derive(self.config, ranks)
+            reader = ReadAhead(self.strategy)
+            return lambda step, micro_step: reader.micro_batch(run, step, micro_step % run.micro_steps(step)), "shards"
+        except InputError:
+            return self._random, "random tokens"
+
+    def _random(self, step: int, micro_step: int) -> dict[str, Any]:
+        config = self.config
+        generator = np.random.default_rng((step, micro_step))
+        rows = config.batch.sequences_per_micro_batch * self.strategy.micro_batches_per_call
+        shape = (rows, config.data.sequence_length + 1)
+        ids = generator.integers(1, self.vocabulary_size, shape).astype(np.uint32)
+        ids[generator.random(shape) < 1 / TOKENS_PER_DOCUMENT] = 0
+        end = 0 if config.data.document_mask else None
+        return model_inputs(ids, device=self.strategy.device, attention=self.attention, end_of_document_id=end)
+
+    def step(self, number: int, micro_steps: int) -> tuple[list[float], float]:
+        """One optimizer step; returns (seconds of each micro-step, seconds of the update)."""
+        self.strategy.set_learning_rate(1e-4)
+        seconds = []
+        for micro_step in range(micro_steps):
+            start = time.perf_counter()
+            batch = self.read(number, micro_step)
+            with self.strategy.accumulate(is_last=micro_step == micro_steps - 1):
+                loss, _ = self.model(**batch)
+                self.strategy.backward(loss / micro_steps)
+            del loss, batch, _
+            self._wait()
+            seconds.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        self.strategy.update(self.config.optim.max_grad_norm)
+        self._wait()
+        return seconds, time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.strategy.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+class PeakBytes:
+    """The peak of the tensors that are alive in a process, from before the first of them is made.
+
+    On a GPU torch's allocator counts. On a CPU the profiler reports every allocation, and those of the marked time
+    are added to all before it: resident memory would count the interpreter and what malloc keeps.
+    """
+
+    def __init__(self, device_type: str):
+        self.is_cuda = device_type == "cuda"
+        self.bytes = 0.0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Around everything that makes tensors."""
+        if self.is_cuda:
+            yield
+            return
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler talks on stderr
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            yield
+        events = profiler.profiler.kineto_results.events()
+        begin, end = next((e.start_ns(), e.end_ns()) for e in events if e.name() == "peak_bytes")
+        live = 0.0
+        for when, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+            live += size
+            if begin <= when <= end:
+                self.bytes = max(self.bytes, live)
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Around the step whose peak counts. Garbage in cycles is collected first, as train.py does."""
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            yield
+            self.bytes = float(torch.cuda.max_memory_allocated())
+            return
+        with torch.profiler.record_function("peak_bytes"):
+            yield
+
+
+def measure_peak(config: RunConfig, strategy: Strategy, micro_steps: int) -> float:
+    """Bytes of tensors at the peak of a step, after FIRST_STEPS others."""
+    peak = PeakBytes(strategy.device.type)
+    with peak.counting():
+        run = Steps(config, strategy)
+        for number in range(FIRST_STEPS + 1):
+            with peak.marked() if number == FIRST_STEPS else nullcontext():
+                run.step(number, micro_steps)
+    return peak.bytes
+
+
+def calibrate(config: RunConfig, strategy: Strategy) -> Measurement:
+    """Runs STEPS steps of at most MOST_MICRO_STEPS micro-steps each, and then some more for the memory.
+
+    Raises InputError where the recipe cannot run on this machine.
+    """
+    tokens_per_micro_step = config.batch.sequences_per_micro_batch * config.data.sequence_length
+    micro_steps = max(1, min(MOST_MICRO_STEPS, config.batch.tokens_per_step // tokens_per_micro_step))
+    run = Steps(config, strategy)
+    timed = [run.step(number, micro_steps) for number in range(STEPS)][FIRST_STEPS:]
+    data = run.data
+    del run
+    gc.collect()
+    return Measurement(
+        micro_step_seconds=statistics.median(seconds for all_seconds, _ in timed for seconds in all_seconds),
+        update_seconds=statistics.median(seconds for _, seconds in timed),
+        micro_steps=micro_steps,
+        peak_bytes=measure_peak(config, strategy, min(micro_steps, 2)),
+        data=data,
+    )

@@ -1,0 +1,377 @@
+"""A whole plan, and how it reads: tables on a terminal, JSON for programs, a comment for the top of a recipe."""
+
+import dataclasses
+import json
+import math
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from pretrain.config import RunConfig
+from pretrain.errors import InputError
+from pretrain.gpus import Gpu
+from pretrain.hardware import peak_flops
+from pretrain.memory.footprint import LAUNCHER_FILES, Layout, footprint
+from pretrain.model.flops import FORMULA
+from pretrain.model.model_config import load_model_config
+from pretrain.parallel.strategy import make_strategy
+from pretrain.planning.calibration import Measurement, calibrate
+from pretrain.planning.candidates import (
+    Candidate,
+    Storage,
+    command_of,
+    consider,
+    planned_precision,
+    recommend,
+    sources_of,
+    storage_of,
+    work_of_run,
+)
+from pretrain.planning.step_time import (
+    COMMUNICATION_BYTES,
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    Hardware,
+    RunWork,
+    Speed,
+    default_mfu,
+)
+from pretrain.units import bytes_text, count_text, duration_text
+
+GIB = 2**30
+TABLE_WIDTH = 132
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that plan.py says."""
+
+    config: RunConfig
+    hardware: Hardware
+    precision: str
+    work: RunWork
+    speed: Speed
+    candidates: list[Candidate]
+    recommended: Candidate | None
+    command: str | None
+    storage: Storage
+    sources: list[dict[str, Any]]
+    source_problems: list[str]
+    calibration: dict[str, Any] | None
+
+    @property
+    def hours(self) -> float | None:
+        """Of the recommended strategy; validation, checkpoints and restarts come on top."""
+        return None if self.recommended is None else self.work.steps * self.recommended.step_seconds / 3600
+
+    @property
+    def gpu_hours(self) -> float | None:
+        return None if self.hours is None else self.hours * self.hardware.gpus
+
+    @property
+    def cost(self) -> float | None:
+        """US dollars."""
+        return None if self.gpu_hours is None else self.gpu_hours * self.hardware.gpu.price_per_hour
+
+    @property
+    def kilowatt_hours(self) -> float | None:
+        """Of the GPUs at their rated power; the rest of the machines adds a third or so."""
+        return None if self.gpu_hours is None else self.gpu_hours * self.hardware.gpu.watts / 1000
+
+
+def build_plan(
+    config: RunConfig,
+    config_path: str,
+    overrides: list[tuple[str, str]],
+    gpu: Gpu,
+    *,
+    gpus: int,
+    machines: int,
+    mfu: float | None = None,
+    with_calibration: bool = False,
+) -> Plan:
+    """Raises InputError with what cannot be planned."""
+    model_config = load_model_config(config.model)
+    hardware = Hardware(gpu, gpus, machines)
+    precision = planned_precision(config, gpu)
+    work = work_of_run(config, model_config)
+    calibration = calibrated(config, model_config, work) if with_calibration else None
+    if calibration:
+        rate = calibration["tokens_per_second"]
+        speed = Speed(calibration["mfu"] or 0.0, "measured on this machine", rate)
+    else:
+        source = "stated" if mfu else "the best public codes at this size, on H100s"
+        speed = Speed(mfu or default_mfu(work.active), source)
+    candidates = [consider(name, config, model_config, work, hardware, precision, speed) for name in LAUNCHER_FILES]
+    recommended = recommend(candidates)
+    command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
+    problems: list[str] = []
+    sources: list[dict[str, Any]] = []
+    try:
+        sources = sources_of(config, work)
+    except InputError as error:
+        problems = error.problems
+    return Plan(
+        config, hardware, precision, work, speed, candidates, recommended, command, storage_of(config, work), sources,
+        problems, calibration,
+    )  # fmt: skip
+
+
+def calibrated(config: RunConfig, model_config: Any, work: RunWork) -> dict[str, Any]:
+    """Runs steps of the recipe here, and compares their memory with what would have been predicted."""
+    strategy = make_strategy(config)
+    if strategy.ranks != 1:
+        raise InputError("--calibrate: runs in one process; start it with python, not with accelerate launch")
+    tokens = config.batch.sequences_per_micro_batch * config.data.sequence_length
+    if config.batch.tokens_per_step % tokens:
+        raise InputError(
+            f"--calibrate: batch.tokens_per_step {config.batch.tokens_per_step:,} is not a multiple of one process's "
+            f"micro-batch of {tokens:,} tokens; give another --batch.sequences_per_micro_batch"
+        )
+    found: Measurement = calibrate(config, strategy)
+    micro_steps = max(1, config.batch.tokens_per_step // tokens)
+    rate = found.tokens_per_second(tokens, micro_steps)
+    peak, peak_source = peak_flops(strategy.device, strategy.precision)
+    predicted = footprint(
+        config.model_copy(
+            update={"batch": config.batch.model_copy(update={"tokens_per_step": tokens * min(found.micro_steps, 2)})}
+        ),
+        model_config,
+        "single",
+        Layout(1),
+        precision=strategy.precision,
+        sequences=config.batch.sequences_per_micro_batch,
+        device_type=strategy.device.type,
+    )
+    return {
+        "device": strategy.device.type,
+        "data": found.data,
+        "micro_step_seconds": found.micro_step_seconds,
+        "update_seconds": found.update_seconds,
+        "step_seconds": micro_steps * found.micro_step_seconds + found.update_seconds,
+        "tokens_per_second": rate,
+        "mfu": work.flops_per_token * rate / peak if peak else None,
+        "peak_flops": peak,
+        "peak_source": peak_source,
+        "measured_peak_bytes": found.peak_bytes,
+        "predicted_peak_bytes": predicted.total,
+    }
+
+
+def plan_json(plan: Plan) -> str:
+    """The plan as JSON; bytes, seconds, hours and US dollars."""
+    recommended = plan.recommended
+    values = {
+        "parameters": plan.work.sizes.total,
+        "active_parameters": plan.work.active,
+        "embedding_parameters": plan.work.sizes.embedding,
+        "non_embedding_parameters": plan.work.non_embedding,
+        "tokens": plan.work.tokens,
+        "steps": plan.work.steps,
+        "tokens_per_step": plan.work.tokens_per_step,
+        "flops_per_token": plan.work.flops_per_token,
+        "flops": plan.work.flops,
+        "precision": plan.precision,
+        "gpu": dataclasses.asdict(plan.hardware.gpu),
+        "gpus": plan.hardware.gpus,
+        "machines": plan.hardware.machines,
+        "usable_bytes": plan.hardware.usable_bytes,
+        "mfu": plan.speed.mfu,
+        "mfu_source": plan.speed.source,
+        "strategies": [candidate_values(candidate) for candidate in plan.candidates],
+        "recommended": recommended.name if recommended else None,
+        "sequences_per_micro_batch": recommended.micro_batch if recommended else None,
+        "command": plan.command,
+        "hours": plan.hours,
+        "gpu_hours": plan.gpu_hours,
+        "cost": plan.cost,
+        "kilowatt_hours": plan.kilowatt_hours,
+        "checkpoint_bytes": plan.storage.checkpoint,
+        "checkpoints_kept": plan.storage.kept,
+        "disk_bytes": plan.storage.total,
+        "sources": plan.sources,
+        "source_problems": plan.source_problems,
+        "calibration": plan.calibration,
+    }
+    return json.dumps(values, indent=1)
+
+
+def candidate_values(candidate: Candidate) -> dict[str, Any]:
+    memory = candidate.memory
+    return {
+        "strategy": candidate.name,
+        "problems": candidate.problems,
+        "notes": candidate.notes,
+        "memory": memory and {**dataclasses.asdict(memory), "total": memory.total},
+        "fits": candidate.fits,
+        "largest_micro_batch": candidate.largest_micro_batch,
+        "micro_batch": candidate.micro_batch,
+        "step_seconds": candidate.step_seconds if math.isfinite(candidate.step_seconds) else None,
+        "communication_seconds": candidate.communication_seconds,
+    }
+
+
+def print_plan(plan: Plan) -> None:
+    """Tables with rich, which leaves colours and cursor movements out where nobody looks."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(soft_wrap=True, highlight=False)
+    console.width = max(console.width, TABLE_WIDTH)  # cut columns would be worse than wrapped lines
+    width = max(map(len, facts(plan)))
+    for name, value in facts(plan).items():
+        console.print(f"[bold]{name:<{width}}[/]  {value}", markup=True)
+    heading = (
+        f"Memory of one GPU in GB (2^30 bytes), {plan.config.batch.sequences_per_micro_batch} sequences of "
+        f"{plan.config.data.sequence_length:,} tokens per micro-batch; {plan.hardware.usable_bytes / GIB:.1f} GB of "
+        f"{plan.hardware.gpu.memory_bytes / GIB:.1f} can be used"
+    )
+    table = Table(title=heading, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    columns = ("strategy", "parameters", "gradients", "optimizer", "activations", "buffers", "total", "fits")
+    for column in (*columns, "largest micro-batch", "tokens/s", "hours"):
+        table.add_column(column, justify="left" if column in ("strategy", "fits") else "right", no_wrap=True)
+    for candidate in plan.candidates:
+        if candidate.memory is not None:
+            style = "green" if candidate is plan.recommended else None
+            table.add_row(*memory_row(candidate, plan.work), style=style)
+    console.print()
+    console.print(table)
+    console.print()
+    for line in remarks(plan):
+        console.print(line, markup=False)
+
+
+def memory_row(candidate: Candidate, work: RunWork) -> list[str]:
+    memory = candidate.memory
+    parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.buffers, memory.total)
+    seconds = candidate.step_seconds
+    runs = math.isfinite(seconds)
+    return [
+        candidate.name,
+        *(f"{part / GIB:.1f}" for part in parts),
+        "yes" if candidate.fits else "no",
+        str(candidate.largest_micro_batch or "-"),
+        f"{work.tokens_per_step / seconds:,.0f}" if runs else "-",
+        f"{work.steps * seconds / 3600:,.1f}" if runs else "-",
+    ]
+
+
+def facts(plan: Plan) -> dict[str, str]:
+    """What does not depend on the strategy."""
+    work, gpu, hardware = plan.work, plan.hardware.gpu, plan.hardware
+    machines = f" in {hardware.machines} machines" if hardware.machines > 1 else ""
+    active = f"{work.active:,} active of " if work.active < work.sizes.total else ""
+    rows = {
+        "model": f"{plan.config.model}, {active}{work.sizes.total:,} parameters: {work.sizes.embedding:,} in "
+        "embeddings, "
+        f"{work.non_embedding:,} in matrix products and norms" + (" (head tied)" if work.sizes.is_tied else ""),
+        "budget": f"{count_text(work.tokens)} tokens, {work.steps:,} steps of {work.tokens_per_step:,}, "
+        f"{work.tokens / work.active:.1f} tokens per {'active ' if active else ''}parameter",
+        "work": f"{work.flops:.3g} FLOPs = tokens x ({FORMULA})",
+        "GPUs": f"{hardware.gpus} x {gpu.name}{machines}, {gpu.bf16_flops / 1e12:,.0f} TFLOP/s dense bf16, "
+        f"{gpu.memory_bytes / GIB:.0f} GB",
+        "speed": speed_text(plan),
+        "checkpoints": f"{bytes_text(plan.storage.checkpoint)} each, {plan.storage.kept} kept: "
+        f"{bytes_text(plan.storage.total)} of disk with one being written and the final model",
+    }
+    for row in plan.sources:
+        rows[f"data {row['source']}"] = f"{count_text(row['tokens'])} tokens will be drawn: " + (
+            "not prepared yet"
+            if row["epochs"] is None
+            else f"{row['epochs']:.2f} passes over {count_text(row['available'])}"
+        )
+    return rows
+
+
+def speed_text(plan: Plan) -> str:
+    if plan.calibration:
+        mfu = (
+            f", MFU {plan.calibration['mfu']:.1%} of {plan.calibration['peak_source']}"
+            if plan.calibration["mfu"]
+            else ""
+        )
+        return f"{plan.calibration['tokens_per_second']:,.0f} tokens/s per process, measured here{mfu}"
+    recompute = "; activation checkpointing adds a third of the time" if plan.work.recompute > 1 else ""
+    return f"MFU {plan.speed.mfu:.0%} ({plan.speed.source}; --mfu or --calibrate for yours){recompute}"
+
+
+def remarks(plan: Plan) -> list[str]:
+    """What cannot run and why, the margin, the verdict and the command."""
+    names_of: dict[str, list[str]] = {}
+    for candidate in plan.candidates:
+        for problem in candidate.problems:
+            names_of.setdefault(problem, []).append(candidate.name)
+    lines = [f"{', '.join(names)}: {problem}" for problem, names in names_of.items()]
+    lines += sorted({note for candidate in plan.candidates for note in candidate.notes})
+    lines += plan.source_problems
+    for candidate in plan.candidates:
+        if candidate.memory is not None and (candidate.memory.host or candidate.memory.disk):
+            disk = f" and {candidate.memory.disk / GIB:,.1f} GB of disk" if candidate.memory.disk else ""
+            per_machine = candidate.memory.host * plan.hardware.gpus_per_machine
+            lines.append(
+                f"{candidate.name}: needs {per_machine / GIB:,.1f} GB of each machine's memory{disk} besides"
+                + (" (disk for each GPU)" if disk else "")
+            )
+    lines.append(
+        f"Not counted as usable: {FRAGMENTATION:.0%} for fragmentation, {CONTEXT_BYTES / GIB:.0f} GB for CUDA"
+        + (f", {COMMUNICATION_BYTES / GIB:.0f} GB for NCCL." if plan.hardware.gpus > 1 else ".")
+    )
+    if plan.calibration:
+        measured, predicted = plan.calibration["measured_peak_bytes"], plan.calibration["predicted_peak_bytes"]
+        lines.append(
+            f"Measured here ({plan.calibration['data']}): {plan.calibration['step_seconds']:.3f} s per step in one "
+            f"process; peak of tensors {bytes_text(measured)}, predicted {bytes_text(predicted)} "
+            f"({predicted / measured - 1:+.1%})."
+        )
+    return [*lines, "", *verdict(plan)]
+
+
+def verdict(plan: Plan) -> list[str]:
+    chosen = plan.recommended
+    if chosen is None:
+        return [
+            f"Nothing fits on {plan.hardware.gpus} x {plan.hardware.gpu.name}: use more GPUs, "
+            "--activation_checkpointing full, a shorter sequence, or a smaller model."
+        ]
+    hours = plan.hours
+    estimate = (
+        f"{duration_text(hours * 3600)}, {plan.gpu_hours:,.1f} GPU-hours, ${plan.cost:,.0f} at "
+        f"${plan.hardware.gpu.price_per_hour:.2f} per GPU-hour, {plan.kilowatt_hours:,.0f} kWh at rated power"
+    )
+    micro = plan.config.batch.sequences_per_micro_batch
+    change = (
+        ""
+        if chosen.micro_batch == micro
+        else f", with {chosen.micro_batch} sequences per micro-batch instead of {micro}"
+    )
+    return [
+        f"Recommended: {chosen.name}{change}: {estimate}; validation and checkpoints not included.",
+        f"  {plan.command}",
+    ]
+
+
+def comment_of(plan: Plan, command: str) -> str:
+    """The plan in a few lines, for the top of a recipe."""
+    chosen = plan.recommended
+    work = plan.work
+    lines = [
+        f"Plan, by {command}:",
+        f"{count_text(work.sizes.total)} parameters, {count_text(work.tokens)} tokens, {work.steps:,} steps, "
+        f"{work.flops:.2g} FLOPs",
+    ]
+    if plan.calibration:
+        found = plan.calibration
+        lines.append(
+            f"one process, measured: {found['tokens_per_second']:,.0f} tokens/s, "
+            f"{duration_text(work.steps * found['step_seconds'])}, {bytes_text(found['measured_peak_bytes'])} of "
+            f"tensors (predicted {bytes_text(found['predicted_peak_bytes'])}); "
+            f"{bytes_text(plan.storage.total)} of disk"
+        )
+    elif chosen is not None:
+        need = f"{chosen.memory.total / GIB:.1f} GB per GPU, " if chosen.fits else ""
+        lines.append(
+            f"{chosen.name} on {plan.hardware.gpus} x {plan.hardware.gpu.name}: {need}{plan.hours:,.1f} hours at "
+            f"{plan.speed.mfu:.0%} MFU, {plan.gpu_hours:,.0f} GPU-hours, ${plan.cost:,.0f}; "
+            f"{bytes_text(plan.storage.total)} of disk"
+        )
+    return "\n".join(textwrap.fill(line, 117, initial_indent="# ", subsequent_indent="#   ") for line in lines)

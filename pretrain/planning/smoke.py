@@ -1,0 +1,175 @@
+"""A hundred steps of a recipe, and a verdict on everything that a long run relies on."""
+
+import json
+import math
+import shutil
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from pretrain.checkpoint.export_check import no_loading_bars
+from pretrain.config import RunConfig
+from pretrain.files import damage
+from pretrain.memory.footprint import footprint, layout_of
+from pretrain.model.model_config import load_model_config
+from pretrain.parallel.strategy import Strategy
+from pretrain.planning.calibration import measure_peak
+from pretrain.runs.history import read_metrics
+from pretrain.training.run_plan import derive
+
+STEPS = 100
+FAILED = 1
+MEMORY_TOLERANCE = 0.15
+SMALL_BYTES = 32e6
+"""A difference in memory that no plan needs to foresee."""
+FALLS, STAYS = 0.99, 1.05
+"""Loss after the smoke test, relative to before, at most: from scratch, and from weights that were trained before."""
+
+
+def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig, int], int]) -> int:
+    """Trains the recipe's first steps twice from the middle on, and prints a verdict for each part; all ranks.
+
+    train: trains a config for so many steps and returns the exit status. Everything is written to <output>-smoke,
+    whose earlier contents are removed. Returns 0 if every part passes, 1 if one fails, or the status of training.
+    """
+    run = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
+    steps = min(STEPS, run.total_steps)
+    half = max(1, steps // 2)
+    folder = config.output.with_name(f"{config.output.name}-smoke")
+    config = short(config, folder, half)
+    if strategy.is_main:
+        shutil.rmtree(folder, ignore_errors=True)
+    strategy.barrier()
+    if code := train(config, steps):
+        return code
+    first = read_metrics(folder)
+    if strategy.is_main:
+        (folder / "checkpoints" / f"step-{steps:08d}").rename(folder / "first-end")
+        shutil.rmtree(folder / "final")
+    strategy.barrier()
+    if code := train(config, steps):
+        return code
+    memory = memory_verdict(config, strategy, first, min(2, run.micro_steps(run.total_steps - 1)))
+    verdicts = {}
+    if strategy.is_main:
+        again = read_metrics(folder)[len(first) :]
+        trained = [event for event in first if event["event"] == "train"]
+        verdicts = {
+            "the loss falls": loss_verdict(first, FALLS if config.init == "scratch" else STAYS),
+            "gradient norms": norm_verdict(first, config.guard.alert_grad_norm),
+            "learning rate": rate_verdict(trained, run.learning_rate),
+            "resumed exactly": resume_verdict(trained, again, half),
+            "checkpoint": checkpoint_verdict(folder, steps),
+            "model folder": model_verdict(folder),
+            "memory as planned": memory,
+        }
+        for name, problem in verdicts.items():
+            print(f"{'FAIL' if problem else 'ok':<5} {name}{f': {problem}' if problem else ''}", flush=True)
+    failed = any(verdicts.values())
+    return FAILED if strategy.gather(failed)[0] else 0
+
+
+def short(config: RunConfig, folder: Path, half: int) -> RunConfig:
+    """The recipe with everything that a smoke test looks at, and nothing that reaches outside."""
+    every_half = {"every_steps": half, "every_tokens": None}
+    sections = {
+        "checkpoint": {**every_half, "keep_last": 9},
+        "validation": {**every_half, "sequences": min(config.validation.sequences, 64)},
+        "evaluation": {"every_steps": None, "every_tokens": None},
+        "logging": {"every_steps": 1},
+    }
+    update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update={**update, "output": folder, "cadence": 1.0, "trackers": []})
+
+
+def loss_verdict(events: list[dict], most: float) -> str | None:
+    """Loss at the end against the beginning: of validation, whose text is the same both times, or else of training."""
+    of_step: dict[int, list[float]] = {}
+    for event in events:
+        if event["event"] == "validation":
+            of_step.setdefault(event["step"], []).append(event["loss"] or math.inf)
+    if of_step:
+        begin, end = (statistics.fmean(of_step[step]) for step in (min(of_step), max(of_step)))
+    else:
+        trained = [event["loss"] or math.inf for event in events if event["event"] == "train"]
+        few = max(1, len(trained) // 10)
+        begin, end = statistics.fmean(trained[:few]), statistics.fmean(trained[-few:])
+    return None if end < most * begin else f"{begin:.4f} at first, {end:.4f} at the end"
+
+
+def norm_verdict(events: list[dict], most: float) -> str | None:
+    skipped = sum(event["event"] == "skip" for event in events)
+    norms = [event["grad_norm"] for event in events if event["event"] == "train"]
+    if skipped or None in norms:
+        return f"{skipped or norms.count(None)} steps had gradients that are not finite"
+    return None if max(norms) <= most else f"up to {max(norms):.3g}, above {most:g}"
+
+
+def rate_verdict(trained: list[dict], planned: Callable[[int], float]) -> str | None:
+    wrong = [event for event in trained if not math.isclose(event["learning_rate"], planned(event["step"] - 1))]
+    return f"{wrong[0]['learning_rate']} at step {wrong[0]['step']}" if wrong else None
+
+
+def resume_verdict(trained: list[dict], again: list[dict], half: int) -> str | None:
+    """Losses to the last bit; a GPU's atomic additions may differ in the last digits, which is said."""
+    whole = {event["step"]: event["loss"] for event in trained if event["step"] > half}
+    resumed = {event["step"]: event["loss"] for event in again if event["event"] == "train"}
+    if set(whole) != set(resumed):
+        return f"continued with step {min(resumed, default=None)} instead of {half + 1}"
+    largest = max(abs(whole[step] - resumed[step]) for step in whole) if whole else 0.0
+    if largest and torch.cuda.is_available() and largest < 1e-3:
+        print(f"      losses after resuming differ by {largest:.1e}: kernels that add in no fixed order")
+        return None
+    return f"losses differ by up to {largest:.2e}" if largest else None
+
+
+def checkpoint_verdict(folder: Path, steps: int) -> str | None:
+    return "; ".join(damage(folder / "checkpoints" / f"step-{steps:08d}")) or None
+
+
+def model_verdict(folder: Path) -> str | None:
+    """final/ loads with transformers, and computes finite logits."""
+    with no_loading_bars():
+        model = AutoModelForCausalLM.from_pretrained(folder / "final")
+    config = json.loads((folder / "final" / "config.json").read_text())
+    with torch.no_grad():
+        logits = model(torch.arange(8)[None] % config["vocab_size"]).logits
+    return None if logits.isfinite().all() else "its logits are not finite"
+
+
+def memory_verdict(config: RunConfig, strategy: Strategy, events: list[dict], micro_steps: int) -> str | None:
+    """Bytes of the process that held most, against plan.py's arithmetic; all ranks. Less than planned is no failure.
+
+    On a GPU its allocator has counted; on a CPU three more steps are run under a profiler, which counts tensors alone.
+    """
+    kind = strategy.device.type
+    if kind == "cuda":
+        here = max((event["peak_memory_bytes"] for event in events if event["event"] == "train"), default=0)
+    else:
+        here = measure_peak(config, strategy, micro_steps)
+    measured = max(strategy.gather(here))
+    plugin = strategy.accelerator.state.deepspeed_plugin
+    planned = footprint(
+        config,
+        load_model_config(config.model),
+        strategy.name,
+        layout_of(strategy.name, strategy.ranks),
+        precision=strategy.precision,
+        sequences=config.batch.sequences_per_micro_batch,
+        device_type=kind,
+        deepspeed=plugin.deepspeed_config["zero_optimization"] if plugin else None,
+    ).total
+    strategy.print(f"      tensors at the peak: {in_words(measured, planned)}")
+    return memory_problem(measured, planned)
+
+
+def memory_problem(measured: float, planned: float) -> str | None:
+    too_much = measured - planned > max(MEMORY_TOLERANCE * planned, SMALL_BYTES)
+    return f"{in_words(measured, planned)}; in this recipe's plan, trust the measured figure" if too_much else None
+
+
+def in_words(measured: float, planned: float) -> str:
+    return f"{measured / 1e9:.3g} GB measured, {planned / 1e9:.3g} GB planned"

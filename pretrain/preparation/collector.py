@@ -1,0 +1,133 @@
+"""What becomes of encoded documents: duplicates and limits, both splits' shards, and the counts of the manifest."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pretrain.data.document_index import tokens_of
+from pretrain.errors import InputError
+from pretrain.preparation.deduplicate import SeenDocuments
+from pretrain.preparation.plan import PreparationOptions
+from pretrain.preparation.shard_writer import ShardWriter
+from pretrain.preparation.worker import EncodedPart, Problem
+
+PROBLEMS_NAMED_IN_MANIFEST = 20
+
+
+@dataclass
+class Tally:
+    """What has been counted so far, over both splits."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    validation_tokens: int = 0
+    empty_documents: int = 0
+    filtered_documents: int = 0
+    duplicate_documents: int = 0
+    bad_records: int = 0
+    bad_examples: list[str] = field(default_factory=list)
+    input_bytes: int = 0
+
+    def skipped(self) -> dict[str, int | list[str]]:
+        """What was left out, as the manifest records it."""
+        return {
+            "empty_documents": self.empty_documents,
+            "filtered_documents": self.filtered_documents,
+            "duplicate_documents": self.duplicate_documents,
+            "bad_records": self.bad_records,
+            "first_bad_records": self.bad_examples,
+        }
+
+
+class DisagreementError(Exception):
+    """The fast path gave other ids than the reference."""
+
+
+class Intake:
+    """Takes encoded parts, one after another, into the shards.
+
+    Args:
+        source_numbers: the number of each source by its name.
+        seen: the documents so far when duplicates are to be left out, else None.
+    """
+
+    def __init__(
+        self,
+        tally: Tally,
+        writer: ShardWriter,
+        options: PreparationOptions,
+        source_numbers: dict[str, int],
+        seen: SeenDocuments | None,
+    ):
+        self.tally, self._writer, self._options = tally, writer, options
+        self._source_numbers, self._seen = source_numbers, seen
+
+    def add(self, encoded: EncodedPart) -> bool:
+        """Writes a part's documents, up to the limits; whether a limit has been reached."""
+        if encoded.disagreement is not None:
+            raise DisagreementError(f"gigatoken gives other ids than tokenizers for {encoded.disagreement}")
+        tally = self.tally
+        if self._seen is not None:
+            new = self._seen.add(encoded.hashes)
+            encoded = encoded.keeping(new)
+            tally.duplicate_documents += int(np.count_nonzero(~new))
+        taken = _documents_within_limits(encoded, tally, self._options)
+        complete = taken < len(encoded.documents) or tally.documents + taken == self._options.max_documents
+        self._check_problems([p for p in encoded.problems if p.documents_before <= taken and not complete])
+        documents = encoded.documents[:taken].copy()
+        numbers = np.array([self._source_numbers[name] for name in encoded.source_names], np.uint32)
+        documents["source"] = numbers[documents["source"]]
+        validation_tokens = self._write(encoded.ids, documents, encoded.is_validation[:taken])
+        tally.documents += taken
+        tally.tokens += int(documents["end"][-1]) if taken else 0
+        tally.text_bytes += int(documents["text_bytes"].sum())
+        tally.validation_tokens += validation_tokens
+        tally.empty_documents += encoded.empty_documents
+        tally.filtered_documents += encoded.filtered_documents
+        tally.input_bytes += encoded.input_bytes
+        return complete
+
+    def _write(self, ids: np.ndarray, documents: np.ndarray, is_validation: np.ndarray) -> int:
+        """Writes documents to the split that each belongs to; the tokens that went to validation."""
+        if not is_validation.any():
+            self._writer.write("train", ids, documents)
+            return 0
+        tokens = tokens_of(documents)
+        ids = ids[: int(tokens.sum())]
+        for split, chosen in (("train", ~is_validation), ("validation", is_validation)):
+            if chosen.any():
+                of_split = documents[chosen]
+                of_split["end"] = np.cumsum(tokens[chosen])
+                self._writer.write(split, ids[np.repeat(chosen, tokens)], of_split)
+        return int(tokens[is_validation].sum())
+
+    def _check_problems(self, problems: list[Problem]) -> None:
+        tally, options = self.tally, self._options
+        if not problems:
+            return
+        if options.on_error == "stop":
+            first = problems[0]
+            raise InputError(
+                f"{first.place}: {first.reason}; mend the input, or use --on_error skip, "
+                "which counts what it leaves out"
+            )
+        if tally.bad_records + len(problems) > options.max_errors:
+            excess = problems[options.max_errors - tally.bad_records]
+            raise InputError(
+                f"{excess.place}: {excess.reason}; that is one more than --max_errors {options.max_errors:,} bad "
+                "records; mend the input, or run again with a larger --max_errors, which goes on from here"
+            )
+        room = PROBLEMS_NAMED_IN_MANIFEST - len(tally.bad_examples)
+        tally.bad_examples += [f"{problem.name}: {problem.reason}" for problem in problems[:room]]
+        tally.bad_records += len(problems)
+
+
+def _documents_within_limits(encoded: EncodedPart, tally: Tally, options: PreparationOptions) -> int:
+    taken = len(encoded.documents)
+    if options.max_documents is not None:
+        taken = min(taken, options.max_documents - tally.documents)
+    if options.max_tokens is not None:
+        ends = encoded.documents["end"].astype(np.int64)
+        taken = min(taken, int(np.searchsorted(ends, options.max_tokens - tally.tokens, side="right")))
+    return taken

@@ -1,0 +1,9 @@
+"""Raw documents: where they are, in which format, one by one.
+
+A new format is one generator in formats, or in containers when it needs a library (docs/data.md).
+
+    sources, urls: files here and behind URLs
+    formats, containers, byte_stream: formats; those that need a library; bytes of a file
+    records: texts made of fields
+    hub_dataset, presets: datasets of the Hub; datasets by name
+"""

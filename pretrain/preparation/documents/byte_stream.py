@@ -1,0 +1,100 @@
+"""A file's or URL's bytes, decompressed on the way: gzip and zstd in any number of frames, truncation noticed."""
+
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pretrain.preparation.documents.urls import open_file
+
+READ_BYTES = 1 << 18
+
+
+class DamagedFileError(Exception):
+    """The rest of a file cannot be read."""
+
+
+class ByteStream(io.RawIOBase):
+    """A file's bytes, decompressed (gzip and zstd, any number of frames). `consumed` counts bytes of the file itself.
+
+    A file that ends in the middle of a compressed frame raises DamagedFileError: zstandard's own reader says nothing.
+    """
+
+    def __init__(self, path: str, compression: str | None):
+        self.path = path
+        self.compressed = compression is not None
+        self._file = open_file(path)
+        self._blocks = self._read_blocks() if compression is None else self._decompress(compression)
+        self._left = memoryview(b"")
+        self.consumed = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            block = next(self._blocks, None)
+            if block is None:
+                return 0
+            self._left = memoryview(block)
+        count = min(len(buffer), len(self._left))
+        buffer[:count] = self._left[:count]
+        self._left = self._left[count:]
+        return count
+
+    def blocks(self) -> Iterator[bytes]:
+        """Consecutive pieces of the content, without the copy that reading through a buffer costs."""
+        return self._blocks
+
+    def _read_blocks(self) -> Iterator[bytes]:
+        while block := self._file.read(READ_BYTES):
+            self.consumed += len(block)
+            yield block
+
+    def _decompress(self, compression: str) -> Iterator[bytes]:
+        make = _DECOMPRESSORS[compression]()
+        decompressor, fed = None, False
+        for raw in self._read_blocks():
+            while raw:
+                if decompressor is None:
+                    decompressor, fed = make(), False
+                try:
+                    block = decompressor.decompress(raw)
+                except (zlib.error, _zstd_error()) as error:
+                    # Zero bytes after the last gzip member are padding, as gzip itself holds.
+                    if compression == "gz" and not fed and not raw.strip(b"\0"):
+                        return
+                    raise DamagedFileError(f"damaged {compression} data: {error}") from None
+                fed = True
+                raw = decompressor.unused_data if decompressor.eof else b""
+                if decompressor.eof:
+                    decompressor = None
+                if block:
+                    yield block
+        if decompressor is not None:
+            raise DamagedFileError(f"{compression} data ends too early: the file is truncated")
+        if self.consumed == 0:
+            raise DamagedFileError(f"empty file, not {compression} data")
+
+
+def _gzip_decompressor() -> Callable[[], Any]:
+    return lambda: zlib.decompressobj(wbits=31)
+
+
+def _zstd_decompressor() -> Callable[[], Any]:
+    import zstandard
+
+    return lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+
+
+def _zstd_error() -> type[Exception]:
+    import zstandard
+
+    return zstandard.ZstdError
+
+
+_DECOMPRESSORS = {"gz": _gzip_decompressor, "zst": _zstd_decompressor}

@@ -1,0 +1,389 @@
+"""Raw documents: which files there are, in which format, and the parts into which they are divided for workers.
+
+Documents come in the order of the files' paths and, within a file, as they stand there. A part is what one worker
+takes at a time; a part's position, (source, part of it), is where an interrupted preparation goes on.
+"""
+
+import collections
+import fnmatch
+import glob
+import itertools
+import os
+import posixpath
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from pretrain.errors import InputError, did_you_mean
+from pretrain.preparation.documents import containers, formats
+from pretrain.preparation.documents.byte_stream import ByteStream, DamagedFileError
+from pretrain.preparation.documents.formats import PART_BYTES
+from pretrain.preparation.documents.records import Reading, Record
+from pretrain.preparation.documents.urls import find_urls, is_url, open_file, shown, size_of
+
+SUFFIXES = {
+    "jsonl": (".jsonl", ".ndjson"),
+    "json": (".json",),
+    "csv": (".csv", ".tsv"),
+    "txt": (".txt", ".text", ".md", ".py", ".rst"),
+    "parquet": (".parquet", ".pq"),
+    "arrow": (".arrow", ".feather", ".ipc"),
+    "hdf5": (".h5", ".hdf5"),
+    "tar": (".tar", ".tgz"),
+}
+COMPRESSIONS = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
+READERS: dict[str, Callable[[ByteStream, Reading], Iterator[Record]]] = {
+    "jsonl": formats.read_jsonl,
+    "json": formats.read_json,
+    "csv": formats.read_csv,
+    "txt": formats.read_text,
+    "parquet": containers.read_parquet,
+    "arrow": containers.read_arrow,
+    "hdf5": containers.read_hdf5,
+    "tar": containers.read_tar,
+}
+PLACES = {
+    "jsonl": "line",
+    "csv": "line",
+    "txt": "line",
+    "parquet": "row",
+    "arrow": "row",
+    "hdf5": "row",
+    "dataset": "row",
+}
+EXPECTED_COMPRESSION_RATIO = 4
+LARGEST_ROW_GROUP_BYTES = 64 << 20
+RECORDS_PER_PART = 4096
+
+
+class Position(NamedTuple):
+    """Where reading goes on: a source's number and the number of its next part; rows of a stream before it."""
+
+    source: int
+    part: int
+    rows: int = 0
+
+
+BEGINNING = Position(0, 0)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input file. `name` is its path below the folder that all inputs share; `bytes` its size as it lies there."""
+
+    path: str
+    name: str
+    format: str
+    compression: str | None
+    bytes: int
+
+    def place(self, number: int) -> str:
+        """How a place in this file is called, for messages."""
+        return place_text(shown(self.path), self.format, number)
+
+    def recorded_place(self, number: int) -> str:
+        """How a place in this file is called without the machine's folders, for the manifest."""
+        return place_text(self.name, self.format, number)
+
+
+def place_text(path: str, format_name: str | None, number: int) -> str:
+    """How a place in a file is called. format_name: None finds it by the suffix, in which a dataset has none."""
+    if format_name is None:
+        inner = _inner_suffix(path)[0]
+        format_name = next((name for name, known in SUFFIXES.items() if inner in known), "dataset")
+    return f"{path}, {PLACES.get(format_name, 'document')} {number:,}"
+
+
+def _inner_suffix(path: str) -> tuple[str, str | None]:
+    """(suffix below that of a compression, compression) of a file's name."""
+    stem, suffix = os.path.splitext(shown(path).lower())
+    compression = COMPRESSIONS.get(suffix)
+    return (suffix if compression is None or suffix == ".tgz" else os.path.splitext(stem)[1]), compression
+
+
+def find_sources(patterns: Sequence[str], exclude: Sequence[str] = (), format_name: str | None = None) -> list[Source]:
+    """The files that the patterns name (`**` recurses; paths or URLs), without what matches `exclude`, sorted by path.
+
+    Raises InputError with every pattern that names no file and every file that cannot be read or has no known format.
+    """
+    problems: list[str] = []
+    if format_name is not None and format_name not in SUFFIXES:
+        problems.append(f"--input_format {format_name}: no such format{did_you_mean(format_name, SUFFIXES)}")
+    paths: set[str] = set()
+    for pattern in patterns:
+        found = _find(pattern)
+        if not found:
+            folder = f"is a folder; name its files, such as '{pattern}/**/*.jsonl'" if os.path.isdir(pattern) else ""
+            remedy = folder or "no such file; quote patterns, ** looks into folders"
+            problems.append(f"--input {shown(pattern)}: {remedy}")
+        paths.update(found)
+    kept = sorted(path for path in paths if not any(fnmatch.fnmatch(path, pattern) for pattern in exclude))
+    if paths and not kept:
+        problems.append(f"--exclude {' '.join(exclude)}: leaves none of the {len(paths):,} input files")
+    if len({is_url(path) for path in kept}) > 1:
+        problems.append("--input: gives both URLs and paths of this machine; give file:// URLs for those, too")
+    sources = []
+    for path, name in zip(kept, _names_below(kept), strict=True):
+        source, problem = _source(path, name, format_name)
+        sources.append(source)
+        problems += [problem] if problem else []
+    names = [source.name for source in sources if source]
+    problems += [f"--input: two files are called {name}; leave one out" for name in duplicates(names)]
+    if problems:
+        raise InputError(*problems)
+    return sources
+
+
+def duplicates(names: Sequence[str]) -> list[str]:
+    """The names that occur more than once."""
+    return sorted(name for name, count in collections.Counter(names).items() if count > 1)
+
+
+def _find(pattern: str) -> list[str]:
+    if is_url(pattern):
+        return find_urls(pattern)
+    return [path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
+
+
+def _names_below(paths: Sequence[str]) -> list[str]:
+    """The paths below the folder that all of them share: the same on every machine, and without secrets."""
+    absolute = [shown(path).replace("://", "/") if is_url(path) else os.path.abspath(path) for path in paths]
+    if not absolute or len({os.path.isabs(path) for path in absolute}) > 1:
+        return absolute
+    parent = posixpath.commonpath([posixpath.dirname(path) for path in absolute])
+    return [posixpath.relpath(path, parent) for path in absolute]
+
+
+def _source(path: str, name: str, format_name: str | None) -> tuple[Source | None, str | None]:
+    inner, compression = _inner_suffix(path)
+    found = format_name or next((format_ for format_, known in SUFFIXES.items() if inner in known), None)
+    if found is None:
+        known = " ".join(itertools.chain(*SUFFIXES.values()))
+        given = inner or "without a suffix"
+        return (
+            None,
+            f"{shown(path)}: unknown format {given}; known: {known}, each also .gz or .zst; or give --input_format",
+        )
+    try:
+        if not is_url(path):
+            open_file(path).close()
+        size = size_of(path)
+    except OSError as error:
+        return None, f"{shown(path)}: cannot be read: {error.strerror}; make it readable or --exclude it"
+    source = Source(path, name, found, compression, size)
+    if found == "json" and format_name is None and _holds_lines(source):
+        source = replace(source, format="jsonl")
+    return source, None
+
+
+def _holds_lines(source: Source) -> bool:
+    """Whether a .json file is JSON lines in truth, as C4 and Dolma ship them."""
+    try:
+        with ByteStream(source.path, source.compression) as stream:
+            block = next(stream.blocks(), b"").removeprefix(formats.BYTE_ORDER_MARK)
+    except DamagedFileError:
+        return False
+    first, end, _ = block.partition(b"\n")
+    return bool(end) and first.startswith(b"{") and first.rstrip().endswith(b"}")
+
+
+def records_of(source: Source, reading: Reading) -> Iterator[Record]:
+    """All records of one file. What makes its rest unreadable comes as a last record with that problem."""
+    stream = ByteStream(source.path, source.compression)
+    return _guarded(READERS[source.format](stream, _reading_of(source, reading)), stream)
+
+
+def _reading_of(source: Source, reading: Reading) -> Reading:
+    return replace(reading, tab_separated=".tsv" in Path(source.path).suffixes)
+
+
+def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
+    place = 0
+    with stream:
+        try:
+            for record in records:
+                place = record.place
+                yield record
+        except DamagedFileError as error:
+            yield Record(place + 1, None, f"{error}; nothing after it was read")
+
+
+@dataclass(frozen=True)
+class FilesPart:
+    """Whole files, read by the worker."""
+
+    sources: tuple[Source, ...]
+    after: Position
+    input_bytes: int
+
+    def records(self, reading: Reading) -> Iterator[tuple[Source, Record]]:
+        """Every record with its source."""
+        for source in self.sources:
+            for record in records_of(source, reading):
+                yield source, record
+
+
+@dataclass(frozen=True)
+class LinesPart:
+    """Lines of a large file in a line format, read and decompressed by the main process, parsed by the worker."""
+
+    source: Source
+    first_line: int
+    content: bytes
+    after: Position
+    input_bytes: int
+
+    def records(self, reading: Reading) -> Iterator[tuple[Source, Record]]:
+        """Every record with its source."""
+        found = formats.records_of_lines(self.first_line, self.content, self.source.format, reading)
+        return ((self.source, record) for record in found)
+
+
+@dataclass(frozen=True)
+class RowGroupPart:
+    """A row group of a parquet file, read by the worker."""
+
+    source: Source
+    row_group: int
+    after: Position
+    input_bytes: int
+
+    def records(self, reading: Reading) -> Iterator[tuple[Source, Record]]:
+        """Every record with its source."""
+        stream = ByteStream(self.source.path, self.source.compression)
+        found = _guarded(containers.read_parquet_rows(stream, reading, self.row_group), stream)
+        return ((self.source, record) for record in found)
+
+
+@dataclass(frozen=True)
+class RecordsPart:
+    """Records that the main process has read from a file that only one process can read."""
+
+    source: Source
+    found: tuple[Record, ...]
+    after: Position
+    input_bytes: int
+
+    def records(self, reading: Reading) -> Iterator[tuple[Source, Record]]:
+        """Every record with its source."""
+        return ((self.source, record) for record in self.found)
+
+
+Part = FilesPart | LinesPart | RowGroupPart | RecordsPart
+
+
+def records_of_part(part: Part, reading: Reading) -> Iterator[tuple[Source, Record]]:
+    """Every record of a part with its source; texts that are shorter or longer than `reading` allows are left out."""
+    records = part.records(reading)
+    if reading.min_characters is None and reading.max_characters is None:
+        return records
+    return (
+        (source, Record(record.place, None) if record.text and reading.leaves_out(record.text) else record)
+        for source, record in records
+    )
+
+
+def parts_of(
+    sources: Sequence[Source], reading: Reading, start: Position = BEGINNING, taken: range | None = None
+) -> Iterator[Part]:
+    """The parts of all sources in order, from `start` on. What a part holds depends on the files alone.
+
+    taken: of the sources' expected bytes, counted end to end, those at which a part must begin; None: all.
+    """
+    number = start.source
+    offset = sum(map(expected_bytes, sources[:number]))
+    while number < len(sources) and (taken is None or offset < taken.stop):
+        group = list(itertools.takewhile(lambda s: _is_small(s, reading), sources[number : number + 1024]))
+        if group:
+            sizes = itertools.accumulate(expected_bytes(source) for source in group)
+            group = group[: max(1, sum(1 for size in sizes if size <= PART_BYTES))]
+            number += len(group)
+            if taken is None or offset in taken:
+                yield FilesPart(tuple(group), Position(number, 0), sum(source.bytes for source in group))
+            offset += sum(map(expected_bytes, group))
+        else:
+            source = sources[number]
+            # Files that end before the slice are not even opened.
+            if taken is None or offset + expected_bytes(source) > taken.start:
+                first = start.part if number == start.source else 0
+                yield from _parts_of_large(source, number, reading, first, offset, taken)
+            number += 1
+            offset += expected_bytes(source)
+
+
+def expected_bytes(source: Source) -> int:
+    """About how large a file is when decompressed."""
+    return source.bytes * (EXPECTED_COMPRESSION_RATIO if source.compression else 1)
+
+
+def _is_small(source: Source, reading: Reading) -> bool:
+    """Whether a worker reads the file whole: a small one, or one that is a single document anyway."""
+    return expected_bytes(source) <= PART_BYTES or (source.format == "txt" and reading.documents == "file")
+
+
+def _parts_of_large(
+    source: Source, number: int, reading: Reading, first: int, offset: int, taken: range | None
+) -> Iterator[Part]:
+    """The parts of a file from number `first` on that begin in `taken`, where the file begins at `offset`."""
+    if source.format == "jsonl" or (source.format == "txt" and reading.documents == "line"):
+        parts = _line_parts(source, number)
+    elif source.format == "parquet" and _has_small_row_groups(source):
+        parts = _row_group_parts(source, number)
+    else:
+        parts = _record_parts(source, number, reading)
+    if taken is None:
+        yield from itertools.islice(parts, first, None)
+        return
+    for part_number, part in enumerate(parts):
+        if offset >= taken.stop:
+            return
+        if offset >= taken.start and part_number >= first:
+            yield part
+        offset += part.input_bytes * (expected_bytes(source) // max(1, source.bytes))
+
+
+def _line_parts(source: Source, number: int) -> Iterator[Part]:
+    with ByteStream(source.path, source.compression) as stream:
+        before, line, part, content = 0, 1, 0, b""
+        try:
+            for part, (line, content) in enumerate(formats.whole_lines(stream), 1):
+                yield LinesPart(source, line, content, Position(number, part), stream.consumed - before)
+                before = stream.consumed
+        except DamagedFileError as error:
+            problem = Record(line + content.count(b"\n"), None, f"{error}; nothing after it was read")
+            yield RecordsPart(source, (problem,), Position(number, part + 1), source.bytes - before)
+
+
+def _has_small_row_groups(source: Source) -> bool:
+    groups = None if source.compression else containers.parquet_row_groups(source.path)
+    return bool(groups) and max(size for _, size in groups) <= LARGEST_ROW_GROUP_BYTES
+
+
+def _row_group_parts(source: Source, number: int) -> Iterator[Part]:
+    groups = containers.parquet_row_groups(source.path) or []
+    total = sum(size for _, size in groups) or 1
+    for row_group, (_, size) in enumerate(groups):
+        yield RowGroupPart(source, row_group, Position(number, row_group + 1), source.bytes * size // total)
+
+
+def _record_parts(source: Source, number: int, reading: Reading) -> Iterator[Part]:
+    stream = ByteStream(source.path, source.compression)
+    records = _guarded(READERS[source.format](stream, _reading_of(source, reading)), stream)
+    before, part = 0, 0
+    found: list[Record] = []
+    size = 0
+    for record in records:
+        found.append(record)
+        size += len(record.text or b"")
+        if size >= PART_BYTES or len(found) >= RECORDS_PER_PART:
+            part += 1
+            yield RecordsPart(source, tuple(found), Position(number, part), stream.consumed - before)
+            before, found, size = stream.consumed, [], 0
+    yield RecordsPart(source, tuple(found), Position(number, part + 1), source.bytes - before)
+
+
+def slice_range(number: int, count: int, total: int) -> range:
+    """The share of slice `number` of `count` in `total` things in order; the last one has what is beyond, too."""
+    return range(total * number // count, total * (number + 1) // count if number + 1 < count else sys.maxsize)

@@ -1,0 +1,148 @@
+"""What a preparation is asked for, and how that differs from what a folder was made from."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from pretrain.data.manifest import dtype_for
+from pretrain.data.tokenizer import LoadedTokenizer
+from pretrain.errors import InputError
+from pretrain.preparation.documents.records import Reading
+from pretrain.preparation.documents.sources import Part, Position, Source, expected_bytes, parts_of, slice_range
+from pretrain.preparation.documents.urls import fingerprint, size_of
+
+SHOWN_DIFFERENCES = 8
+
+
+class Documents(Protocol):
+    """Where documents come from: local files or a dataset. Sizes are None where they cannot be known."""
+
+    total_bytes: int | None
+    expected_text_bytes: int | None
+    maximum_documents: int | None
+
+    def description(self) -> list[dict[str, Any]]:
+        """What identifies the documents, for the manifest; no absolute paths."""
+
+    def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
+        """The parts in order, from a position on."""
+
+    def sliced(self, number: int, count: int) -> "Documents":
+        """Those of slice `number` of `count`: a run of parts. Raises InputError where they cannot be divided."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Documents from files, of this machine or by URL. slice: (number, count) of the slice that is read; None: all."""
+
+    sources: Sequence[Source]
+    slice: tuple[int, int] | None = None
+    maximum_documents: None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of what is read, as it lies there."""
+        return sum(source.bytes for source in self.sources) // (self.slice[1] if self.slice else 1)
+
+    @property
+    def expected_text_bytes(self) -> int:
+        """About how much there is when decompressed."""
+        return sum(map(expected_bytes, self.sources)) // (self.slice[1] if self.slice else 1)
+
+    def description(self) -> list[dict[str, Any]]:
+        """Name, size and fingerprint of every file."""
+        sizes = [size_of(source.path) for source in self.sources]
+        return [
+            {"path": source.name, "bytes": size, "fingerprint": fingerprint(source.path, size)}
+            for source, size in zip(self.sources, sizes, strict=True)
+        ]
+
+    def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
+        """The parts of all files, or of the slice."""
+        taken = None if self.slice is None else slice_range(*self.slice, sum(map(expected_bytes, self.sources)))
+        return parts_of(self.sources, reading, start, taken)
+
+    def sliced(self, number: int, count: int) -> "Files":
+        """Slice `number` of `count`: the parts that begin in that share of the bytes."""
+        return replace(self, slice=(number, count))
+
+
+@dataclass(frozen=True)
+class PreparationOptions:
+    """What decides the bytes of the folder, besides documents and tokenizer. Limits are None when there is none."""
+
+    reading: Reading = field(default_factory=Reading)
+    format: str | None = None
+    validation_fraction: float = 0.01
+    shard_tokens: int = 100_000_000
+    max_documents: int | None = None
+    max_tokens: int | None = None
+    on_error: str = "stop"
+    max_errors: int = 100
+    deduplicate: bool = False
+    megatron: bool = False
+    slice: str | None = None
+
+    def as_plan(self) -> dict[str, Any]:
+        """The options as the manifest records them."""
+        fields = asdict(self)
+        reading = fields.pop("reading")
+        del reading["tab_separated"]
+        reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None
+        # Null when off, as where the option is not known yet: folders made before it are recognised.
+        fields |= {name: fields[name] or None for name in ("deduplicate", "megatron")}
+        return {**reading, **fields}
+
+    def within(self, documents: Documents) -> "PreparationOptions":
+        """These options with the documents' own limit, where they have one."""
+        limits = [limit for limit in (self.max_documents, documents.maximum_documents) if limit is not None]
+        return replace(self, max_documents=min(limits, default=None))
+
+
+def plan_of(documents: Documents, tokenizer: LoadedTokenizer, options: PreparationOptions) -> dict[str, Any]:
+    """Everything that decides the bytes of the folder, as the manifest records it."""
+    return {
+        "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
+        "vocabulary_size": tokenizer.vocabulary_size,
+        "end_of_document_id": tokenizer.end_of_document_id,
+        "dtype": dtype_for(tokenizer.vocabulary_size),
+        "options": options.as_plan(),
+        "sources": documents.description(),
+    }
+
+
+def refuse_differences(
+    output: Path, made_from: dict[str, Any], plan: dict[str, Any], how: str, free: tuple[str, ...] = ()
+) -> None:
+    """Raises InputError showing how `plan` differs from what the folder was made from.
+
+    `free` names options that may change on the way because they change no byte of what is already there.
+    """
+    differences = []
+    for key in ("tokenizer", "vocabulary_size", "end_of_document_id", "dtype", "options"):
+        before, now = made_from.get(key), plan[key]
+        if isinstance(now, dict):
+            before = before if isinstance(before, dict) else {}
+            names = [name for name in now if before.get(name) != now[name] and name not in free]
+            differences += [f"{key}.{name} was {before.get(name)!r}, is now {now[name]!r}" for name in names]
+        elif before != now:
+            differences.append(f"{key} was {before!r}, is now {now!r}")
+    differences += source_differences(made_from.get("sources") or [], plan["sources"])
+    if differences:
+        more = len(differences) - SHOWN_DIFFERENCES
+        shown = "; ".join(differences[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+        raise InputError(
+            f"{output}: {how} from something else: {shown}; use another --output, or remove this one first"
+        )
+
+
+def source_differences(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
+    """New, missing and changed sources, in words."""
+    old = {source["path"]: source for source in before}
+    new = {source["path"]: source for source in now}
+    return [
+        *(f"source {path} is new" for path in new if path not in old),
+        *(f"source {path} is gone" for path in old if path not in new),
+        *(f"source {path} has changed" for path in new if path in old and old[path] != new[path]),
+    ]

@@ -1,0 +1,239 @@
+"""Trains byte-level BPE tokenizers: any text encodes and decodes back exactly, and equal input gives equal bytes."""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.data.tokenizer import USUAL_END_OF_DOCUMENT, load_tokenizer
+from pretrain.errors import InputError
+from pretrain.files import as_json
+from pretrain.preparation.documents.sources import BEGINNING, records_of_part
+from pretrain.preparation.encode import ReferenceEncoder
+from pretrain.preparation.plan import Documents, PreparationOptions, source_differences
+from pretrain.preparation.worker import is_validation_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SMALLEST_VOCABULARY = 257
+HELD_OUT_BYTES = 2 << 20
+# The pre-tokeniser's memory is many times its text; where a long document is cut does not matter to the counts.
+LONGEST_PIECE_CHARACTERS = 1 << 20
+RECORD_FILE = "training.json"
+GPT2_NAMES = ("openai-community/gpt2", "gpt2")
+# The splitting of GPT-4 (cl100k_base, openai/tiktoken): contractions in any case, words with one leading character
+# that is no letter, at most three digits, runs of signs, line ends, and spaces but for the one before a word.
+SPLIT_PATTERN = "|".join(
+    [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+
+@dataclass
+class Sample:
+    """The text to train on as it is drawn, and what is held out to measure the result."""
+
+    fraction: float
+    limit_bytes: int
+    documents: int = 0
+    text_bytes: int = 0
+    bad_records: int = 0
+    held_out: tuple[bytes, ...] = ()
+
+    @property
+    def is_full(self) -> bool:
+        return self.text_bytes >= self.limit_bytes
+
+
+def train_tokenizer(
+    documents: Documents, output: Path, vocabulary_size: int, sample_bytes: int, options: PreparationOptions
+) -> None:
+    """Trains on at most `sample_bytes` of the documents' text and writes a Hugging Face tokenizer folder.
+
+    When there is more text than that, documents are drawn by the hash of their text. Documents of the validation split
+    are never trained on: on them the bytes per token are measured. Raises InputError, leaving nothing behind.
+    """
+    record = _record(documents, vocabulary_size, sample_bytes, options)
+    if _is_done(output, record):
+        print(f"{output}: is done already, nothing to do")
+        return
+    started = time.monotonic()
+    sample = Sample(_fraction(documents, sample_bytes), sample_bytes)
+    backend = _trained(_texts(documents, options, sample), vocabulary_size)
+    if not sample.documents:
+        held_out = "; all it holds is for validation, so use --validation_fraction 0" if sample.held_out else ""
+        raise InputError(f"the input holds no documents to train on{held_out}; give files that hold text")
+    temporary = output.with_name(output.name + ".tmp")
+    try:
+        _write(backend, temporary, record)
+        if output.is_dir():
+            output.rmdir()
+        os.replace(temporary, output)
+    except OSError as error:
+        raise InputError(f"--output {output}: {error.strerror}; give a writable folder with room") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    _print_summary(output, backend.get_vocab_size(), vocabulary_size, sample, time.monotonic() - started)
+
+
+def _record(
+    documents: Documents, vocabulary_size: int, sample_bytes: int, options: PreparationOptions
+) -> dict[str, Any]:
+    if vocabulary_size < SMALLEST_VOCABULARY:
+        raise InputError(
+            f"--train_tokenizer {vocabulary_size}: must be at least {SMALLEST_VOCABULARY}: "
+            f"the 256 bytes and {USUAL_END_OF_DOCUMENT}"
+        )
+    asked = {"vocabulary_size": vocabulary_size, "sample_bytes": sample_bytes}
+    options = options.within(documents)
+    return {**asked, "options": options.as_plan(), "sources": documents.description()}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Options that are off are the same as options that were not known yet."""
+    return {key: v for key, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+def _is_done(output: Path, record: dict[str, Any]) -> bool:
+    if output.is_file():
+        raise InputError(f"--output {output}: is a file; give a folder")
+    if not output.is_dir() or not any(output.iterdir()):
+        return False
+    path = output / RECORD_FILE
+    if not path.is_file():
+        raise InputError(f"--output {output}: holds something else already; give a new or empty folder")
+    before = json.loads(path.read_bytes())
+    changed = [k for k in record if k != "sources" and _without_nulls(before.get(k)) != _without_nulls(record[k])]
+    differences = [f"{key} was {before.get(key)!r}, is now {record[key]!r}" for key in changed]
+    differences += source_differences(before.get("sources") or [], record["sources"])
+    if differences:
+        raise InputError(
+            f"{output}: was trained from something else: {'; '.join(differences[:8])}; "
+            "use another --output, or remove this one first"
+        )
+    return True
+
+
+def _fraction(documents: Documents, sample_bytes: int) -> float:
+    """The share of documents to draw; all of them where the amount of text cannot be known."""
+    expected = documents.expected_text_bytes
+    return 1.0 if not expected else min(1.0, sample_bytes / expected)
+
+
+def _texts(documents: Documents, options: PreparationOptions, sample: Sample) -> Iterator[str]:
+    held_out: list[bytes] = []
+    held_out_bytes = 0
+    for text in _usable_texts(documents, options, sample):
+        if is_validation_text(text, options.validation_fraction):
+            if held_out_bytes < HELD_OUT_BYTES:
+                held_out.append(text)
+                held_out_bytes += len(text)
+        elif not sample.is_full and _is_drawn(text, sample.fraction):
+            sample.documents += 1
+            sample.text_bytes += len(text)
+            characters = text.decode()
+            for start in range(0, len(characters), LONGEST_PIECE_CHARACTERS):
+                yield characters[start : start + LONGEST_PIECE_CHARACTERS]
+        if sample.is_full and (held_out_bytes >= HELD_OUT_BYTES or not options.validation_fraction):
+            break
+    sample.held_out = tuple(held_out)
+
+
+def _is_drawn(text: bytes, fraction: float) -> bool:
+    """By other bytes of the hash than the validation split's, or the two choices would depend on each other."""
+    return int.from_bytes(hashlib.sha256(text).digest()[8:16], "big") < fraction * 2.0**64
+
+
+def _usable_texts(documents: Documents, options: PreparationOptions, sample: Sample) -> Iterator[bytes]:
+    taken, limit = 0, options.within(documents).max_documents
+    for part in documents.parts(options.reading, BEGINNING):
+        for source, record in records_of_part(part, options.reading):
+            if record.problem is not None:
+                sample.bad_records += 1
+                allowed = options.max_errors if options.on_error == "skip" else 0
+                if sample.bad_records > allowed:
+                    raise InputError(
+                        f"{source.place(record.place)}: {record.problem}; mend the input, or use --on_error skip "
+                        "with a large enough --max_errors"
+                    )
+            elif record.text:
+                if taken == limit:
+                    return
+                taken += 1
+                yield record.text
+
+
+def _trained(texts: Iterator[str], vocabulary_size: int) -> "Tokenizer":
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=[USUAL_END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _write(backend: "Tokenizer", folder: Path, record: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": USUAL_END_OF_DOCUMENT,
+        "eos_token": USUAL_END_OF_DOCUMENT,
+        "pad_token": USUAL_END_OF_DOCUMENT,
+        "add_prefix_space": False,
+        # True would drop spaces before punctuation when decoding.
+        "clean_up_tokenization_spaces": False,
+    }
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_bytes(as_json(config))
+    (folder / RECORD_FILE).write_bytes(as_json(record))
+
+
+def _cached_gpt2() -> Path | None:
+    """GPT-2's tokenizer.json where the Hub's cache on this machine holds it; nothing is downloaded."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = (try_to_load_from_cache(name, "tokenizer.json") for name in GPT2_NAMES)
+    return next((Path(path) for path in found if isinstance(path, str)), None)
+
+
+def _bytes_per_token(tokenizer: Path, texts: tuple[bytes, ...]) -> float:
+    tokens = sum(len(ids) for ids in ReferenceEncoder(load_tokenizer(tokenizer)).encode(texts))
+    return sum(map(len, texts)) / max(1, tokens)
+
+
+def _print_summary(output: Path, size: int, asked: int, sample: Sample, seconds: float) -> None:
+    print(f"{output}: {size:,} tokens, trained on {sample.text_bytes:,} bytes of {sample.documents:,} documents")
+    if size < asked:
+        print(f"  The text has no more pairs to merge: {size:,} tokens instead of {asked:,}. Give more text for more.")
+    if sample.bad_records:
+        print(f"  {sample.bad_records:,} bad records were skipped.")
+    if sample.held_out:
+        held_out_bytes = sum(len(text) for text in sample.held_out)
+        where = f"on {held_out_bytes:,} bytes of validation documents, which it has not seen"
+        print(f"  {_bytes_per_token(output, sample.held_out):.3f} bytes per token {where}")
+        if gpt2 := _cached_gpt2():
+            print(f"  {_bytes_per_token(gpt2, sample.held_out):.3f} bytes per token of GPT-2's (50,257 tokens) there")
+    print(f"  {seconds:.1f} s")

@@ -1,0 +1,121 @@
+"""Outputs that are URLs: made in a local folder, which keeps what is done over a kill, then copied file by file."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.data.shards import sha256_of
+from pretrain.errors import InputError
+from pretrain.files import as_json, write_durably
+from pretrain.preparation.documents.urls import file_system, shown
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+UNFINISHED_FILE = ".unfinished"
+
+
+@dataclass(frozen=True)
+class Destination:
+    """A folder at a URL, and the local folder from which it is filled. `last`: the file whose presence means done."""
+
+    url: str
+    local: Path
+    last: str
+
+    def open(self) -> None:
+        """Makes sure, before hours of work, that the URL can be written and is free, or holds what is made here.
+
+        What is finished there and not here sends its `last` file here, where it is recognised. Raises InputError.
+        """
+        system, root = file_system(self.url)
+        try:
+            held = _files_of(system, root)
+            if self.last in held:
+                if not (self.local / self.last).is_file():
+                    self.local.mkdir(parents=True, exist_ok=True)
+                    write_durably(self.local / self.last, system.cat_file(f"{root}/{self.last}"))
+                return
+            if held and UNFINISHED_FILE not in held:
+                others = ", ".join(sorted(held)[:5])
+                raise InputError(f"--output {self.shown}: holds something else already ({others}); give a new folder")
+            system.makedirs(root, exist_ok=True)
+            system.pipe_file(f"{root}/{UNFINISHED_FILE}", b"")
+        except InputError:
+            raise
+        except Exception as error:  # each file system has errors of its own
+            raise InputError(f"--output {self.shown}: cannot be written: {_described(error)}") from None
+
+    @property
+    def shown(self) -> str:
+        """The URL without what may be secret in it."""
+        return shown(self.url)
+
+    def fill(self, say: Callable[[str], None]) -> int:
+        """Copies what is not there yet, `last` after all others; the number of files that were copied.
+
+        Raises InputError when it fails; done again, it goes on from there.
+        """
+        system, root = file_system(self.url)
+        names = sorted(str(p.relative_to(self.local)) for p in self.local.rglob("*") if p.is_file())
+        names = [name for name in names if name != self.last] + [self.last]
+        record = self.local.with_name(self.local.name + ".copied.json")
+        copied: dict[str, str] = json.loads(record.read_bytes()) if record.is_file() else {}
+        number = 0
+        try:
+            held = _files_of(system, root)
+            if self.last in held and len(names) == 1:
+                return 0
+            for name in names:
+                path = self.local / name
+                size, sha256 = path.stat().st_size, sha256_of(path)
+                if held.get(name) == size and copied.get(name) == sha256:
+                    continue
+                say(f"copying {name} ({size / 1e6:,.1f} MB) to {self.shown}")
+                _copy(system, path, f"{root}/{name}", size)
+                copied[name] = sha256
+                write_durably(record, as_json(copied))
+                number += 1
+            if UNFINISHED_FILE in held:
+                system.rm_file(f"{root}/{UNFINISHED_FILE}")
+        except Exception as error:  # each file system has errors of its own
+            raise InputError(
+                f"--output {self.shown}: {_described(error)}; all is prepared in {self.local}: run the same command "
+                "again to copy the rest"
+            ) from None
+        return number
+
+
+def destination_of(url: str, staging: Path, last: str) -> Destination:
+    """Where the folder at a URL is made: below `staging`, by the parts of its address."""
+    protocol, _, rest = shown(url).partition("://")
+    parts = [part for part in rest.split("/") if part not in ("", ".", "..")]
+    if not parts:
+        raise InputError(f"--output {shown(url)}: names no folder; give one, such as {shown(url).rstrip('/')}/data")
+    return Destination(url.rstrip("/"), staging.joinpath(protocol, *parts), last)
+
+
+def _files_of(system: "AbstractFileSystem", root: str) -> dict[str, int]:
+    """{name below root: bytes} of all files there."""
+    system.invalidate_cache()
+    if not system.exists(root):
+        return {}
+    found: dict[str, dict[str, Any]] = system.find(root, detail=True)
+    prefix = system._strip_protocol(root).rstrip("/") + "/"
+    return {name.removeprefix(prefix): int(about.get("size") or 0) for name, about in found.items()}
+
+
+def _copy(system: "AbstractFileSystem", path: Path, remote: str, size: int) -> None:
+    system.makedirs(remote.rpartition("/")[0], exist_ok=True)
+    system.put_file(str(path), remote)
+    system.invalidate_cache()
+    arrived = system.info(remote).get("size")
+    if arrived != size:
+        raise OSError(5, f"{path.name} has {size:,} bytes, {arrived} have arrived")
+
+
+def _described(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

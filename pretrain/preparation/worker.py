@@ -1,0 +1,253 @@
+"""What a worker does: a part's records become ids, split into training and validation; and the pool of workers."""
+
+import collections
+import hashlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from pretrain.data.document_index import document_table, tokens_of
+from pretrain.data.manifest import dtype_for
+from pretrain.data.tokenizer import LoadedTokenizer
+from pretrain.errors import InputError
+from pretrain.preparation.deduplicate import document_hashes
+from pretrain.preparation.documents.records import Reading, Record
+from pretrain.preparation.documents.sources import Part, Position, Source, records_of_part
+from pretrain.preparation.encode import Encoder, FastEncoder
+
+PARTS_AHEAD_PER_WORKER = 2
+SAMPLE_BYTES = 4096
+FIRST_DOCUMENTS = 4
+PARENT_CHECK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class EncodingSettings:
+    """What a worker has to know besides the part."""
+
+    tokenizer: LoadedTokenizer
+    encoder: Encoder
+    reading: Reading
+    validation_fraction: float
+    stop_at_problem: bool
+    deduplicate: bool = False
+
+
+class Problem(NamedTuple):
+    """A record that could not be used: `place` for people, `name` without the machine's folders for the manifest."""
+
+    documents_before: int
+    place: str
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class EncodedPart:
+    """The documents of a part in order: `ids` end to end, each document closed by the end-of-document id.
+
+    `documents` has a record of type DOCUMENT for each, ends counted in `ids`, sources in `source_names`; `hashes` are
+    None unless duplicates are looked for. `disagreement` tells that the fast path was wrong.
+    """
+
+    ids: np.ndarray
+    documents: np.ndarray
+    source_names: tuple[str, ...]
+    is_validation: np.ndarray
+    hashes: np.ndarray | None
+    empty_documents: int
+    filtered_documents: int
+    problems: tuple[Problem, ...]
+    disagreement: str | None
+    after: Position
+    input_bytes: int
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    """How long a worker took for each of its stages."""
+
+    def keeping(self, kept: np.ndarray) -> "EncodedPart":
+        """The same part with only those documents. kept: (documents,) bool."""
+        if kept.all():
+            return self
+        tokens = tokens_of(self.documents)
+        documents = self.documents[kept]
+        documents["end"] = np.cumsum(tokens[kept])
+        kept_before = np.concatenate([[0], np.cumsum(kept)])
+        problems = [p._replace(documents_before=int(kept_before[p.documents_before])) for p in self.problems]
+        return replace(
+            self,
+            ids=self.ids[np.repeat(kept, tokens)],
+            documents=documents,
+            is_validation=self.is_validation[kept],
+            hashes=None if self.hashes is None else self.hashes[kept],
+            problems=tuple(problems),
+        )
+
+
+@dataclass
+class _Texts:
+    """What was read from a part: a text, its source's number in `names` and its place for each document."""
+
+    texts: list[bytes] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    names: dict[str, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    empty: int = 0
+    filtered: int = 0
+
+
+def is_validation_text(text: bytes, fraction: float) -> bool:
+    """Whether a document belongs to the validation split: by the first 8 bytes of its text's SHA-256, alone."""
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fraction * 2.0**64
+
+
+class PartEncoder:
+    """Encodes parts, one after another, in this process."""
+
+    def __init__(self, settings: EncodingSettings):
+        # One worker per core: the tokenizers library must not start threads of its own.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        self._settings = settings
+        self._encoder = settings.encoder
+        self._has_compared = False
+
+    def encode(self, part: Part) -> EncodedPart:
+        """Reads, checks, splits and encodes one part."""
+        began = time.perf_counter()
+        read = self._read(part)
+        parsed = time.perf_counter()
+        arrays = self._encoder.encode(read.texts)
+        tokenised = time.perf_counter()
+        end = self._settings.tokenizer.end_of_document_id
+        self._check_ends(arrays, end)
+        dtype = dtype_for(self._settings.tokenizer.vocabulary_size)
+        tokens = np.array([len(array) + 1 for array in arrays], dtype=np.int64)
+        ids = np.full(int(tokens.sum()), end, dtype=dtype)
+        first = 0
+        for array in arrays:
+            ids[first : first + len(array)] = array
+            first += len(array) + 1
+        fraction = self._settings.validation_fraction
+        text_bytes = [len(text) for text in read.texts]
+        documents = document_table(tokens, text_bytes, read.sources, read.places)
+        hashes = document_hashes(ids, np.cumsum(tokens)) if self._settings.deduplicate else None
+        is_validation = np.array([is_validation_text(text, fraction) for text in read.texts], dtype=bool)
+        disagreement = self._disagreement(read.texts)
+        ended = time.perf_counter()
+        return EncodedPart(
+            ids=ids,
+            documents=documents,
+            source_names=tuple(read.names),
+            is_validation=is_validation,
+            hashes=hashes,
+            empty_documents=read.empty,
+            filtered_documents=read.filtered,
+            problems=tuple(read.problems),
+            disagreement=disagreement,
+            after=part.after,
+            input_bytes=part.input_bytes,
+            stage_seconds={"parse": parsed - began, "tokenise": tokenised - parsed, "check": ended - tokenised},
+        )
+
+    def _read(self, part: Part) -> _Texts:
+        read = _Texts()
+        for source, record in records_of_part(part, self._settings.reading):
+            if record.text:
+                read.texts.append(record.text)
+                read.sources.append(read.names.setdefault(source.name, len(read.names)))
+                read.places.append(record.place)
+            elif record.problem is not None:
+                read.problems.append(_problem(len(read.texts), source, record))
+                if self._settings.stop_at_problem:
+                    break
+            elif record.text is None:
+                read.filtered += 1
+            else:
+                read.empty += 1
+        return read
+
+    def _check_ends(self, arrays: list[np.ndarray], end: int) -> None:
+        if any((array == end).any() for array in arrays):
+            token = self._settings.tokenizer.end_of_document
+            raise InputError(
+                f"{self._settings.tokenizer.name}: this tokenizer makes its end-of-document token {token!r} out of "
+                "ordinary text, so documents could not be told apart; name another with --end_of_document TOKEN"
+            )
+
+    def _disagreement(self, texts: list[bytes]) -> str | None:
+        """Compares both paths on the first documents, then on one in the middle of each part.
+
+        Any text will do for that, so pieces of them will.
+        """
+        if not isinstance(self._encoder, FastEncoder) or not texts:
+            return None
+        compared = [texts[len(texts) // 2]] if self._has_compared else texts[:FIRST_DOCUMENTS]
+        self._has_compared = True
+        return self._encoder.disagreement([t[:SAMPLE_BYTES].decode(errors="ignore").encode() for t in compared])
+
+
+def _problem(documents_before: int, source: Source, record: Record) -> Problem:
+    place = record.place
+    return Problem(documents_before, source.place(place), source.recorded_place(place), record.problem)
+
+
+def encode_parts(parts: Iterable[Part], settings: EncodingSettings, workers: int) -> Iterator[EncodedPart]:
+    """Encodes parts with `workers` processes (in this process when 1), in the order of the parts.
+
+    Raises InputError when a worker process dies, which is what running out of memory looks like.
+    """
+    if workers == 1:
+        encoder = PartEncoder(settings)
+        yield from map(encoder.encode, parts)
+        return
+    # Forked workers start in milliseconds; elsewhere than on Linux forking is not safe.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(settings, os.getpid()))
+    waiting: collections.deque[Future[EncodedPart]] = collections.deque()
+    try:
+        for part in parts:
+            waiting.append(pool.submit(_encode_in_worker, part))
+            if len(waiting) > workers * PARTS_AHEAD_PER_WORKER:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise InputError(
+            "a worker process died, most likely for want of memory; run the same command again with fewer --workers: "
+            "it continues where it stopped"
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_encoder_of_worker: PartEncoder | None = None
+
+
+def _start_worker(settings: EncodingSettings, parent: int) -> None:
+    global _encoder_of_worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    _encoder_of_worker = PartEncoder(settings)
+
+
+def _end_with_parent(parent: int) -> None:
+    """A worker waits for parts on a pipe that its siblings hold open too: without this it would outlive the parent."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_SECONDS)
+    os._exit(1)
+
+
+def _encode_in_worker(part: Part) -> EncodedPart:
+    assert _encoder_of_worker is not None
+    return _encoder_of_worker.encode(part)

@@ -1,0 +1,172 @@
+"""Steering a live run through two small files: a request in its folder, and the trainer's answer beside it.
+
+    RUN/control/request.json   {id, command, start_id, time, host, pid}     written by `runs.py save|stop|abort|anneal`
+    RUN/control/answer.json    {id, command, step}                          written by the trainer when it is done
+
+No server and no port: whoever may write in the folder may steer, from any machine that shares the disk. Both files
+are replaced by renaming, so a reader never sees half of one. A request names the start of the process that it is
+meant for, so that one left over from before a crash or a restart steers nobody.
+"""
+
+import json
+import os
+import socket
+import time
+import uuid
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from pretrain.errors import InputError
+from pretrain.runs.history import last_start, require_run
+from pretrain.runs.run_folder import read_json
+from pretrain.runs.status import is_alive, read_status, state_text
+
+COMMANDS = {
+    "save": "save a checkpoint now and go on",
+    "stop": "save a checkpoint and end; the same command continues the run",
+    "abort": "end now, without saving",
+    "anneal": "begin the final decay of the learning rate now",
+}
+DONE = {
+    "save": "saved at step {step:,}",
+    "stop": "saved and stopped at step {step:,}",
+    "abort": "stopped at step {step:,}, nothing saved",
+    "anneal": "decays from step {step:,} on",
+}
+REQUEST_FILE, ANSWER_FILE = "control/request.json", "control/answer.json"
+POLL_SECONDS = 0.1
+
+
+class Control:
+    """The trainer's side; on the main rank only, which tells the others.
+
+    Args:
+        run_folder: the run's folder.
+        start_id: what the `start` event of this process says; requests for other starts are left alone.
+        warn: takes a sentence about a request that cannot be followed.
+    """
+
+    def __init__(self, run_folder: Path, start_id: str, warn: Callable[[str], None] = warnings.warn):
+        self._request, self._answer = run_folder / REQUEST_FILE, run_folder / ANSWER_FILE
+        self._start_id, self._warn = str(start_id), warn
+        self._seen: tuple[int, int] | None = None
+        self._open: dict = {}
+
+    def poll(self) -> str | None:
+        """The command of a new request, once; None if there is none. Costs one os.stat, about 2 microseconds."""
+        try:
+            stat = os.stat(self._request)
+        except OSError:
+            return None
+        if self._seen == (stat.st_ino, stat.st_mtime_ns):
+            return None
+        self._seen = stat.st_ino, stat.st_mtime_ns
+        return self._read()
+
+    def _read(self) -> str | None:
+        request = read_json(self._request)
+        if not isinstance(request.get("id"), str) or request.get("command") not in COMMANDS:
+            self._warn(
+                f"{self._request}: is no request that this program knows and is left alone; "
+                f"send {', '.join(COMMANDS)} by runs.py"
+            )
+            return None
+        if str(request.get("start_id")) != self._start_id or request["id"] == read_json(self._answer).get("id"):
+            return None
+        self._open = request
+        return request["command"]
+
+    def acknowledge(self, step: int) -> None:
+        """Answers the last command that `poll` returned: it is done, as of `step`. Nothing to answer: nothing done."""
+        if self._open:
+            write_replacing(self._answer, {"id": self._open["id"], "command": self._open["command"], "step": step})
+            self._open = {}
+
+
+def write_replacing(path: Path, values: dict) -> None:
+    """Writes a small JSON file so that a reader sees the old one or the new one, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(unfinished, "w", encoding="utf-8") as file:
+        json.dump(values, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def send(run: Path, command: str, request_id: str | None = None) -> dict:
+    """Writes the request and returns it, with an id of its own unless one is given.
+
+    Raises InputError for a folder that is no run, a run that no process trains, and a folder that cannot be written.
+    """
+    require_run(run)
+    if not is_alive(run):
+        raise InputError(_not_alive(run, command))
+    start = last_start(run)
+    start_id = start.get("start_id", start.get("time"))
+    if start_id is None:
+        raise InputError(f"{run}: its process has not said that it started; wait for the first line of metrics.jsonl")
+    request = {
+        "id": request_id or uuid.uuid4().hex,
+        "command": command,
+        "start_id": str(start_id),
+        "time": round(time.time(), 3),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
+    try:
+        write_replacing(run / REQUEST_FILE, request)
+    except OSError as error:
+        raise InputError(
+            f"{run / REQUEST_FILE}: cannot be written ({error.strerror}); steer the run as a user who may write there"
+        ) from None
+    return request
+
+
+def _not_alive(run: Path, command: str) -> str:
+    status = read_status(run)
+    at = f" at step {status.step:,}" if status.step is not None else ""
+    # Without lock and heartbeat, lines that are fresh are all that speaks for a process: too little.
+    state = "it has neither lock nor heartbeat" if status.state == "running" else f"{state_text(status)}{at}"
+    remedy = "its model is in final" if status.state == "finished" else "the command that started it continues it"
+    return f"{run}: no process trains it ({state}), so there is nothing to {command}; {remedy}"
+
+
+def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: Callable[[float], None]) -> str:
+    """What the trainer answered, in words. The files are opened anew each time, which a network disk needs.
+
+    Args:
+        show: called with the seconds waited so far, a few times per second.
+
+    Raises InputError if the run ends without an answer, if another request takes the place of this
+    one, or if the time is up; a request that timed out is withdrawn.
+    """
+    start, command = time.monotonic(), request["command"]
+    while (waited := time.monotonic() - start) < timeout_seconds:
+        # Asked before the answer is read: a trainer that stops answers first and dies then.
+        alive = is_alive(run)
+        answer = read_json(run / ANSWER_FILE)
+        if answer.get("id") == request["id"] and isinstance(answer.get("step"), int):
+            return DONE[command].format(step=answer["step"])
+        pending = read_json(run / REQUEST_FILE)
+        if pending.get("id") != request["id"]:
+            raise InputError(
+                f"{run}: {pending.get('command', 'another command')}, sent by process {pending.get('pid', '?')} on "
+                f"{pending.get('host', '?')}, took the place of this {command} before it was answered; send it again"
+            )
+        if not alive:
+            raise InputError(f"{run}: ended before it answered {command}; see its train.log")
+        show(waited)
+        time.sleep(POLL_SECONDS)
+    withdraw(run, request)
+    raise InputError(
+        f"{run}: no answer within {timeout_seconds:g} s, so {command} is withdrawn; the run answers after the step "
+        "it is in: give a longer --timeout if its steps or its checkpoints are slow"
+    )
+
+
+def withdraw(run: Path, request: dict) -> None:
+    """Takes a request back that nobody has taken up yet; leaves another one that came after it."""
+    if read_json(run / REQUEST_FILE).get("id") == request["id"]:
+        (run / REQUEST_FILE).unlink(missing_ok=True)

@@ -1,0 +1,166 @@
+"""The curves of a run, ready to be drawn: every point with its step, tokens, hours and FLOPs."""
+
+import bisect
+import itertools
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+from pretrain.runs.comparison import differences, results_of, settings_of
+from pretrain.runs.history import MARKS, Event, History, is_number
+from pretrain.runs.status import RunStatus, event_text
+
+POSITIONS = ("step", "tokens", "hours", "flops")
+"""What a curve can be drawn over. hours: processes ran that long; flops: of forward and backward, as MFU counts."""
+MEASURES = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "peak_memory_bytes")
+MOST_BUCKETS = 600
+MOST_MARKS_OF_A_KIND = 400
+
+Columns = dict[str, list[float | None]]
+
+
+@dataclass(frozen=True)
+class RunCurves:
+    """One run as columns of numbers; every group of columns has `step`, `tokens`, `hours` and `flops`."""
+
+    name: str
+    folder: str
+    state: str
+    results: dict[str, str]
+    settings: dict[str, str]
+    flops_are_exact: bool
+    """False: 6 FLOPs per parameter and token, where the run does not say its own figure."""
+    train: Columns
+    train_means: Columns
+    """What a smooth line is drawn through: each point's value or, where points were left out, the mean around it."""
+    validation: dict[str, Columns]
+    """{source: columns, with loss}"""
+    scores: dict[str, Columns]
+    """{evaluation: columns, with value and standard_error}"""
+    marks: list[dict[str, Any]] = field(repr=False)
+    """event, text and the four positions."""
+
+
+def curves_of(name: str, history: History, status: RunStatus) -> RunCurves:
+    """The curves of one run; long ones thinned out so that every spike stays."""
+    flops_per_token, exact = flops_per_token_of(history)
+    place = Places(history.of("train"), flops_per_token)
+    train, means = thin(history.of("train"))
+    return RunCurves(
+        name=name,
+        folder=str(history.folder),
+        state=status.state,
+        results=results_of(history, status),
+        settings={key: str(value) for key, value in settings_of(history.folder).items()},
+        flops_are_exact=exact,
+        train={**place.of(train), **{key: [_number(e.get(key)) for e in train] for key in MEASURES}},
+        train_means=means,
+        validation={
+            source: {**place.of(events), "loss": [_number(e.get("loss")) for e in events]}
+            for source, events in history.validation().items()
+        },
+        scores={
+            score: {
+                **place.of([{"step": point.step, "tokens": point.tokens} for point in points]),
+                "value": [_number(point.value) for point in points],
+                "standard_error": [_number(point.standard_error) for point in points],
+            }
+            for score, points in history.scores().items()
+        },
+        marks=_marks(history, place),
+    )
+
+
+def flops_per_token_of(history: History) -> tuple[float | None, bool]:
+    """(FLOPs per token, whether the run itself says so); 6N where it does not, None if not even N is known."""
+    stated = history.last("start").get("flops_per_token")
+    if is_number(stated):
+        return float(stated), True
+    parameters = history.last("start").get("parameters")
+    return (6.0 * parameters, False) if is_number(parameters) else (None, False)
+
+
+class Places:
+    """Tokens and hours at any step of a run, between logged steps by straight lines."""
+
+    def __init__(self, train: list[Event], flops_per_token: float | None):
+        self._flops_per_token = flops_per_token
+        known = [e for e in train if is_number(e.get("tokens")) and is_number(e.get("hours"))]
+        self._steps = [0, *(e["step"] for e in known)]
+        self._columns = {key: [0.0, *(e[key] for e in known)] for key in ("tokens", "hours")}
+
+    def of(self, events: list[Event]) -> Columns:
+        """{step, tokens, hours, flops} of the events; None where an event belongs to no step."""
+        columns: Columns = {"step": [e.get("step") for e in events]}
+        for key in ("tokens", "hours"):
+            columns[key] = [
+                _number(e[key]) if is_number(e.get(key)) and e["event"] == "train" else self.at(e.get("step"), key)
+                for e in ({"event": None, **e} for e in events)
+            ]
+        columns["flops"] = [
+            _number(tokens * self._flops_per_token) if is_number(tokens) and self._flops_per_token else None
+            for tokens in columns["tokens"]
+        ]
+        return columns
+
+    def at(self, step: float | None, key: str) -> float | None:
+        """The column at that step; the last known value for steps beyond."""
+        if step is None:
+            return None
+        steps, values = self._steps, self._columns[key]
+        after = bisect.bisect_left(steps, step)
+        if after == len(steps):
+            return _number(values[-1])
+        if after == 0 or steps[after] == step:
+            return _number(values[after])
+        share = (step - steps[after - 1]) / (steps[after] - steps[after - 1])
+        return _number(values[after - 1] + share * (values[after] - values[after - 1]))
+
+
+def _number(value: Any) -> float | None:
+    """Six digits are more than a screen shows, and keep the page small."""
+    return (value if isinstance(value, int) else float(f"{value:.6g}")) if is_number(value) else None
+
+
+def thin(events: list[Event]) -> tuple[list[Event], Columns]:
+    """At most four events of each of MOST_BUCKETS equal stretches: its first, and its extremes of loss and norm.
+
+    Also returns, for every measure and event that is kept, the mean over the whole stretch, for smooth lines: the mean
+    of the extremes would lie.
+    """
+    count = len(events) if len(events) <= 4 * MOST_BUCKETS else MOST_BUCKETS
+    bounds = [round(n * len(events) / count) for n in range(count + 1)] if events else [0]
+    kept: list[Event] = []
+    means: Columns = {key: [] for key in MEASURES}
+    for first, end in itertools.pairwise(bounds):
+        numbers = {first, end - 1} if end == len(events) else {first}
+        for key, extreme in (("loss", max), ("loss", min), ("grad_norm", max)):
+            known = [n for n in range(first, end) if is_number(events[n].get(key))]
+            if known:
+                numbers.add(extreme(known, key=lambda n, key=key: events[n][key]))
+        kept += [events[n] for n in sorted(numbers)]
+        for key, column in means.items():
+            values = [event[key] for event in events[first:end] if is_number(event.get(key))]
+            column += [_number(statistics.fmean(values)) if values else None] * len(numbers)
+    return kept, means
+
+
+def _marks(history: History, place: Places) -> list[dict[str, Any]]:
+    kinds: dict[str, list[Event]] = {}
+    for event in history.events:
+        if event["event"] in MARKS and is_number(event.get("step")):
+            kinds.setdefault(event["event"], []).append(event)
+    marks = []
+    for kind, events in kinds.items():
+        events = events[-MOST_MARKS_OF_A_KIND:]
+        columns = place.of(events)
+        for number, event in enumerate(events):
+            at = {key: columns[key][number] for key in POSITIONS}
+            marks.append({"event": kind, "text": event_text(event), **at})
+    return marks
+
+
+def differing_settings(runs: list[RunCurves]) -> dict[str, list[str]]:
+    """{setting: its value in each run}, of those that differ; where a run writes is its name."""
+    rows = differences([run.settings for run in runs])
+    return {name: ["-" if value is None else value for value in row] for name, row in rows.items() if name != "output"}

@@ -1,0 +1,324 @@
+"""What a run's metrics.jsonl says: all of it, with every curve single-valued, or only its end.
+
+A run that goes on from a checkpoint, or that rolls back, repeats steps: the lines of the first time stay in the file.
+The last time is what the model is made of, so only its lines belong to a curve. `start` says from which step a process
+went on, `rollback` to which step it went back.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import InputError, Problems, did_you_mean
+from pretrain.runs.run_folder import METRICS_FILE
+
+CURVES = frozenset({"train", "validation", "evaluation", "sample", "skip"})
+"""Events that say something of the model at a step; the others tell what happened, and that stays true."""
+BESIDE = frozenset({"evaluation", "publish"})
+"""Events that other processes write, also long after the run's own has ended."""
+MARKS = ("resume", "checkpoint", "spike", "skip", "explosion", "divergence", "rollback", "control", "warning", "end")
+"""Events worth a mark on a plot, beside the curves."""
+BLOCK_BYTES = 1 << 16
+MOST_SOURCES = 20
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number of an evaluation."""
+
+    name: str
+    """'hellaswag · acc', 'docs validation · bits_per_byte'."""
+    step: int | None
+    tokens: int | None
+    value: float
+    standard_error: float | None = None
+
+
+@dataclass(frozen=True)
+class History:
+    """A whole run. Every event carries `hours`: the time that processes ran up to it, without the gaps between."""
+
+    folder: Path
+    events: list[Event] = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def of(self, name: str) -> list[Event]:
+        """The events of one name, in order."""
+        return [event for event in self.events if event["event"] == name]
+
+    def last(self, name: str) -> Event:
+        """The last event of that name; empty if there is none."""
+        return next((event for event in reversed(self.events) if event["event"] == name), {})
+
+    def validation(self) -> dict[str, list[Event]]:
+        """{source: validation events}"""
+        sources: dict[str, list[Event]] = {}
+        for event in self.of("validation"):
+            sources.setdefault(str(event.get("source")), []).append(event)
+        return sources
+
+    def scores(self) -> dict[str, list[Score]]:
+        """{name: its scores by step}, of all evaluations during and after the run."""
+        scores: dict[str, list[Score]] = {}
+        for event in self.of("evaluation"):
+            for score in scores_of(event):
+                scores.setdefault(score.name, []).append(score)
+        return {name: sorted(points, key=lambda score: score.step or 0) for name, points in scores.items()}
+
+
+def scores_of(event: Event) -> list[Score]:
+    """The numbers of an `evaluation` event: of a task, with standard errors, or losses on a source.
+
+    The parts of a group that has scores of its own have none here: sixty curves would hide the one.
+    """
+    step, tokens = event.get("step"), event.get("tokens")
+    if "value" in event:
+        name = f"{event.get('task')} · {event.get('metric')}"
+        measured = [Score(name, step, tokens, event["value"], event.get("stderr"))]
+    elif event.get("is_part"):
+        measured = []
+    elif "task" in event:
+        shots = f" ({event['few_shots']}-shot)" if event.get("few_shots") else ""
+        about = {"event", "step", "tokens", "model", "task", "few_shots", "time", "hours", "samples", "limit"}
+        measured = [
+            Score(f"{event['task']}{shots} · {_metric(key)}", step, tokens, value, event.get(_stderr_of(key)))
+            for key, value in event.items()
+            if key not in about and "_stderr" not in key
+        ]
+    else:
+        name = " ".join(str(event[key]) for key in ("source", "split") if event.get(key))
+        measured = [
+            Score(f"{name} · {key}", step, tokens, event[key])
+            for key in ("loss", "perplexity", "bits_per_byte")
+            if key in event
+        ]
+    return [score for score in measured if is_number(score.value)]
+
+
+def _metric(key: str) -> str:
+    """'acc,none' -> 'acc': lm-eval names the filter of the answers behind a comma."""
+    return key.removesuffix(",none")
+
+
+def _stderr_of(key: str) -> str:
+    name, comma, answers = key.partition(",")
+    return f"{name}_stderr{comma}{answers}"
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def require_run(folder: Path) -> Path:
+    """The folder, if it holds a run's metrics. Raises InputError saying what it is instead."""
+    if (folder / METRICS_FILE).is_file():
+        return folder
+    if folder.is_file():
+        raise InputError(f"{folder}: is a file; give the folder of a run, such as runs/demo")
+    if not folder.is_dir():
+        parent = folder.parent
+        # Beside it and no deeper: the parent may be /, or a home.
+        names = [str(path) for path in find_runs(parent, depth=1)] if parent.is_dir() else []
+        hint = did_you_mean(str(folder), names) if names else f"; {parent} holds no runs"
+        raise InputError(f"{folder}: no such run{hint}")
+    inside = find_runs(folder)
+    if inside:
+        raise InputError(
+            f"{folder}: is not a run but holds {len(inside)}: "
+            f"{', '.join(str(path) for path in inside[:8])}{' ...' if len(inside) > 8 else ''}; give one of them"
+        )
+    owner = next((parent for parent in folder.parents if (parent / METRICS_FILE).is_file()), None)
+    if owner is not None:
+        raise InputError(f"{folder}: is a folder within the run {owner}; give {owner}")
+    if (folder / "config.yaml").is_file():
+        raise InputError(f"{folder}: the run has not begun: there is no {METRICS_FILE} yet; see its console")
+    raise InputError(f"{folder}: is not a run: it has no {METRICS_FILE}; give a folder that train.py made")
+
+
+def require_runs(folders: Iterable[Path]) -> list[Path]:
+    """All of them as runs. Raises InputError with every folder that is none."""
+    problems = Problems()
+    runs = [problems.attempt(require_run, folder) for folder in folders]
+    problems.stop_if_any()
+    return runs
+
+
+def find_runs(folder: Path, *, depth: int = 3) -> list[Path]:
+    """The runs in a folder and its subfolders, by name. What lies within a run is not looked at."""
+    found = []
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except PermissionError:
+        return []  # somebody else's folder beside the runs
+    for entry in entries:
+        if entry.name.startswith(".") or not entry.is_dir():
+            continue
+        path = Path(entry.path)
+        if os.path.isfile(path / METRICS_FILE):  # unlike Path.is_file, False where it may not be seen
+            found.append(path)
+        elif depth > 1:
+            found += find_runs(path, depth=depth - 1)
+    return found
+
+
+def read_history(run: Path) -> History:
+    """Reads a whole run: about a second for 100,000 lines. Raises InputError if the folder is no run."""
+    events = read_metrics(require_run(run))
+    if not events:
+        raise InputError(f"{run / METRICS_FILE}: holds no events yet; wait until the run has begun")
+    count_hours(events)
+    return History(run, current_events(events))
+
+
+def read_metrics(run: Path) -> list[Event]:
+    """The events of a run in the order in which they were logged, those of steps that were repeated included.
+
+    Raises OSError where there is no metrics.jsonl.
+    """
+    with open(run / METRICS_FILE, "rb") as file:
+        return parse_lines(file)
+
+
+def parse_lines(lines: Iterable[bytes]) -> list[Event]:
+    """The events in the lines; lines that a crash cut short or that are no events are left out."""
+    events = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+            continue
+        if event["event"] not in CURVES or isinstance(event.get("step"), int | None):
+            events.append(event)
+    return events
+
+
+def append_events(run: Path, events: Iterable[Event]) -> None:
+    """Adds lines to the run's metrics.jsonl, which the run itself may be writing to; what stands there stays.
+
+    Raises OSError where it cannot be written.
+    """
+    text = "".join(json.dumps(event, allow_nan=False) + "\n" for event in events)
+    descriptor = os.open(run / METRICS_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            text = "\n" + text  # a crash cut the last line short
+        # One write in append mode: no line of the other process can come in between.
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
+
+
+def count_hours(events: list[Event]) -> None:
+    """Adds `hours` to every event in place. A crash's lost work counts, the time until the restart does not."""
+    elapsed, previous = 0.0, None
+    for event in events:
+        now = event.get("time")
+        if is_number(now) and event["event"] not in BESIDE:
+            if previous is not None and event["event"] != "start":
+                elapsed += max(0.0, now - previous)
+            previous = now
+        event["hours"] = elapsed / 3600
+
+
+def current_events(events: Iterable[Event]) -> list[Event]:
+    """The events without those lines of curves that were superseded when steps were repeated."""
+    current: list[Event] = []
+    for event in events:
+        back_to = repeats_after(event)
+        if back_to is not None:
+            _drop_after(current, back_to)
+        current.append(event)
+    return _last_of_each(current)
+
+
+def repeats_after(event: Event) -> int | None:
+    """The last step that stays valid when this event says that training goes on from an earlier step."""
+    if event["event"] == "start":
+        # Step 0 itself is measured again by a process that starts from scratch.
+        return event.get("step") or -1
+    return event.get("to_step") if event["event"] == "rollback" else None
+
+
+def _drop_after(current: list[Event], step: int) -> None:
+    first = len(current)
+    while first and not (current[first - 1]["event"] == "train" and (current[first - 1].get("step") or 0) <= step):
+        first -= 1
+    current[first:] = [e for e in current[first:] if e["event"] not in CURVES or (e.get("step") or 0) <= step]
+
+
+def _last_of_each(events: list[Event]) -> list[Event]:
+    """Only the last of several measurements of the same thing at the same step."""
+    last = {}
+    for number, event in enumerate(events):
+        if event["event"] in ("validation", "evaluation"):
+            last[_subject(event)] = number
+    return [
+        e for n, e in enumerate(events) if e["event"] not in ("validation", "evaluation") or last[_subject(e)] == n
+    ]
+
+
+def _subject(event: Event) -> tuple:
+    return tuple(event.get(key) for key in ("event", "step", "source", "split", "task", "few_shots", "metric"))
+
+
+def read_end(run: Path, *, lines: int = 2000, look_back_bytes: int = 1 << 22) -> list[Event]:
+    """The last events of a run, superseded ones left out, by reading the file from its end, whatever its length.
+
+    Args:
+        lines: how many of the last lines to read. Before them only validations count.
+        look_back_bytes: how far to look for the last validation, and for the last train line.
+    """
+    with open(run / METRICS_FILE, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        length = BLOCK_BYTES
+        while True:
+            file.seek(max(0, size - length))
+            block = file.read(min(size, length))
+            if length >= min(size, look_back_bytes) or all(
+                b'\n{"event": "%b"' % name in block for name in (b"train", b"validation")
+            ):
+                break
+            length *= 4
+    # Unless it is the whole file, the block begins in the middle of a line.
+    all_lines = block.split(b"\n")[0 if length >= size else 1 :]
+    validations = [line for line in all_lines[:-lines] if line.startswith(b'{"event": "validation"')]
+    return current_events(parse_lines([*validations[-MOST_SOURCES:], *all_lines[-lines:]]))
+
+
+def first_event(run: Path) -> Event:
+    """The first line of the file: the first `start`; empty if there is none."""
+    with open(run / METRICS_FILE, "rb") as file:
+        events = parse_lines([file.readline()])
+    return events[0] if events else {}
+
+
+def last_start(run: Path) -> Event:
+    """The newest `start` event, wherever in the file it stands; empty if there is none."""
+    with open(run / METRICS_FILE, "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        overlap = b""
+        while end > 0:
+            begin = max(0, end - (1 << 20))
+            file.seek(begin)
+            block = file.read(end - begin) + overlap
+            # A line that begins before this block is whole in the next one.
+            found = block.rfind(b'{"event": "start"')
+            while found >= 0:
+                line = block[found:].split(b"\n", 1)[0]
+                events = parse_lines([line]) if found == 0 or block[found - 1 : found] == b"\n" else []
+                if events:
+                    return events[0]
+                found = block.rfind(b'{"event": "start"', 0, found)
+            overlap, end = block.split(b"\n", 1)[0] + b"\n", begin
+    return {}

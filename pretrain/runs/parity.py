@@ -1,0 +1,225 @@
+"""Does a recipe train to the same losses under every strategy? Runs it under each and compares step by step."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.errors import EXIT_BAD_INPUT, InputError, did_you_mean
+from pretrain.recipe import read_run_config
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = "single"
+TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, None), "fp16": (2e-2, None)}
+"""{precision: (largest difference of the loss, largest relative difference of the gradient norm)}. In half precision
+strategies round in other places, and a gradient norm may differ by some percent where losses agree."""
+COMPUTE_IN_BF16 = ("muon",)
+"""Optimizers whose update is computed in bf16 under any precision, where the device multiplies in bf16."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a run logged, by step."""
+
+    loss: dict[int, float]
+    grad_norm: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one strategy."""
+
+    curve: Curve | None
+    """None: it did not train to the end."""
+    refusals: tuple[str, ...] = ()
+    """Why it refused the recipe, or this machine, before it started."""
+
+
+def strategy_names() -> list[str]:
+    """The strategies there are files for, the reference first."""
+    names = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
+    return [REFERENCE, *(name for name in names if name != REFERENCE)]
+
+
+def measure_parity(
+    recipe: Path, output: Path, *, steps: int, strategies: list[str], processes: int, precision: str
+) -> int:
+    """Trains under each strategy into output/NAME and prints the curves side by side.
+
+    Returns 0 if all that can run the recipe agree with `single`, else 1. Raises InputError for a strategy without a
+    file, for an output folder that holds runs already, and for a recipe that `single` refuses.
+    """
+    known = strategy_names()
+    problems = [f"--strategies: {n} is unknown{did_you_mean(n, known)}" for n in strategies if n not in known]
+    strategies = [REFERENCE, *(name for name in strategies if name != REFERENCE)]
+    problems += [
+        f"{output / name} exists; remove it or choose another --output"
+        for name in strategies
+        if (output / name).exists()
+    ]
+    if problems:
+        raise InputError(*problems)
+    overrides = run_overrides(recipe, steps, precision)
+    outcomes: dict[str, Outcome] = {}
+    for number, name in enumerate(strategies, start=1):
+        count = 1 if name == REFERENCE else processes
+        on = "1 process" if count == 1 else f"{count} processes"
+        print(f"[{number}/{len(strategies)}] {name}, {on}, {steps} steps ...", file=sys.stderr, flush=True)
+        outcomes[name] = train_under(name, count, recipe, output / name, overrides)
+        if outcomes[REFERENCE].curve is None:
+            raise InputError(
+                *(outcomes[REFERENCE].refusals or [f"{recipe} does not train; see {output / REFERENCE}.log"])
+            )
+    optimizer = read_run_config(recipe, []).optim.name
+    if precision == "fp32" and optimizer in COMPUTE_IN_BF16 and multiplies_in_bf16():
+        print(f"{optimizer} computes its updates in bf16 here: losses are compared as those of bf16.\n")
+        precision = "bf16"
+    return report(outcomes, TOLERANCES[precision], output)
+
+
+def multiplies_in_bf16() -> bool:
+    """Whether this machine has instructions for it; imports torch."""
+    from pretrain.hardware import missing_bf16
+    from pretrain.parallel.strategy import device_type
+
+    return missing_bf16(device_type()) is None
+
+
+def run_overrides(recipe: Path, steps: int, precision: str) -> list[str]:
+    """What a short run sets differently from the recipe; its batch, data, model and optimizer stay."""
+    config = read_run_config(recipe, [])
+    return [
+        *("--budget", f"{{steps: {steps}}}", "--precision", precision, "--trackers", "[]", "--cadence", "1"),
+        *("--optim.warmup_steps", str(min(config.optim.warmup_steps, steps // 10)), "--logging.every_steps", "1"),
+        *("--checkpoint", f"{{every_steps: {steps}, keep_last: 1}}", "--validation.every_steps", str(steps)),
+    ]
+
+
+def train_under(name: str, processes: int, recipe: Path, output: Path, overrides: list[str]) -> Outcome:
+    """What one run made. What it said is in output.log."""
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.launch"),
+        *("--config_file", f"accelerate_configs/{name}.yaml"),
+        *("--num_processes", str(processes), "--main_process_port", "0", "train.py"),
+        *("--config", str(recipe.absolute()), "--output", str(output.absolute()), *overrides),
+    ]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    log = output.with_suffix(".log")
+    with open(log, "w", encoding="utf-8") as file:
+        status = subprocess.run(command, cwd=ROOT, env=os.environ, stdout=file, stderr=subprocess.STDOUT).returncode
+    if status == 0:
+        return Outcome(read_curve(output / "metrics.jsonl"))
+    return Outcome(None, tuple(refusals(log.read_text(encoding="utf-8", errors="replace"), status)))
+
+
+def refusals(log: str, status: int) -> list[str]:
+    """The problems of an input error, as a failed run's log tells them; [] if it failed otherwise.
+
+    Launchers hide a process's exit status behind their own and write it into their last words.
+    """
+    stated = re.search(rf"(?:exit ?code *:|non-zero exit status) {EXIT_BAD_INPUT}\b", log)
+    if status != EXIT_BAD_INPUT and not stated:
+        return []
+    before_launcher = re.split(r"^(?:[EWI]\d{4} |Traceback)", log, maxsplit=1, flags=re.MULTILINE)[0]
+    # Libraries say where or when they speak, or go on in an indented line.
+    return [line for line in before_launcher.splitlines() if not re.match(r"\s|\[|$|.*Warning: ", line)]
+
+
+def read_curve(metrics: Path) -> Curve:
+    """Losses and gradient norms of a metrics.jsonl; what was not finite is NaN."""
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    train = [line for line in lines if line["event"] == "train"]
+
+    def by_step(key: str) -> dict[int, float]:
+        return {line["step"]: math.nan if line[key] is None else line[key] for line in train}
+
+    return Curve(by_step("loss"), by_step("grad_norm"))
+
+
+def table(title: str, curves: Mapping[str, Mapping[int, float]], relative: bool) -> str:
+    """Every step's value of the reference, and how far each strategy is from it, the largest distance last.
+
+    A dot is equality to the last digit.
+    """
+    reference = curves[REFERENCE]
+    others = {name: curve for name, curve in curves.items() if name != REFERENCE}
+    widths = {name: max(9, len(name) + 2) for name in others}
+    lines = [title, f"  {'step':>7}{REFERENCE:>12}" + "".join(f"{name:>{widths[name]}}" for name in others)]
+
+    def row(label: str, value: str, distances: Mapping[str, float]) -> str:
+        cells = (f"{'·' if d == 0 else f'{d:.0e}':>{widths[name]}}" for name, d in distances.items())
+        return f"  {label:>7}{value:>12}" + "".join(cells)
+
+    for step, value in reference.items():
+        distances = {n: distance(c.get(step, math.nan), value, relative) for n, c in others.items()}
+        lines.append(row(f"{step:,}", f"{value:.6f}", distances))
+    lines.append(row("largest", "", {name: largest(curve, reference, relative) for name, curve in others.items()}))
+    return "\n".join(lines)
+
+
+def distance(found: float, expected: float, relative: bool) -> float:
+    """|found - expected|, over |expected| if relative; 0 if neither is a number, inf if one alone is not."""
+    if math.isnan(found) and math.isnan(expected):
+        return 0.0
+    difference = abs(found - expected) / (abs(expected) if relative else 1.0)
+    return math.inf if math.isnan(difference) else difference
+
+
+def largest(curve: Mapping[int, float], reference: Mapping[int, float], relative: bool) -> float:
+    """The largest distance over the reference's steps; inf where one of the two has a step that the other lacks."""
+    if curve.keys() != reference.keys():
+        return math.inf
+    return max((distance(curve[step], reference[step], relative) for step in reference), default=0.0)
+
+
+def report(outcomes: Mapping[str, Outcome], tolerances: tuple[float, float | None], output: Path) -> int:
+    """Prints curves and verdicts, writes the verdicts to parity.json; 0 if all that could run are near enough."""
+    loss_tolerance, norm_tolerance = tolerances
+    curves = {name: outcome.curve for name, outcome in outcomes.items() if outcome.curve is not None}
+    losses, norms = ({n: getattr(c, key) for n, c in curves.items()} for key in ("loss", "grad_norm"))
+    print(table(f"Loss, and differences from {REFERENCE}", losses, relative=False))
+    print("\n" + table(f"Gradient norm, and relative differences from {REFERENCE}", norms, relative=True) + "\n")
+    results: dict[str, dict] = {}
+    for name, outcome in outcomes.items():
+        if name == REFERENCE:
+            continue
+        if outcome.curve is None:
+            results[name] = {"refused": outcome.refusals} if outcome.refusals else {"failed": f"{output / name}.log"}
+            continue
+        loss = largest(losses[name], losses[REFERENCE], relative=False)
+        norm = largest(norms[name], norms[REFERENCE], relative=True)
+        same = loss <= loss_tolerance and (norm_tolerance is None or norm <= norm_tolerance)
+        results[name] = {"loss": loss, "grad_norm": norm, "same": same}
+    for name, result in results.items():
+        print(f"  {name:<20} {verdict(result)}")
+    (output / "parity.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    bounds = f"loss within {loss_tolerance:g}" + (f", norm within {norm_tolerance:g}" if norm_tolerance else "")
+    return conclude(results, bounds)
+
+
+def verdict(result: Mapping) -> str:
+    """One strategy's result in words."""
+    if "refused" in result:
+        return "refused: " + ("\n" + 32 * " ").join(result["refused"])
+    if "failed" in result:
+        return f"FAILED: see {result['failed']}"
+    word = "the same" if result["same"] else "DIFFERENT"
+    return f"{word:<10} loss {result['loss']:.1e}   norm {result['grad_norm']:.1e}"
+
+
+def conclude(results: Mapping[str, Mapping], bounds: str) -> int:
+    """The last sentence, and the exit status it means."""
+    same = [name for name, result in results.items() if result.get("same")]
+    refused = [name for name, result in results.items() if "refused" in result]
+    bad = [name for name in results if name not in same and name not in refused]
+    ran = len(same) + len(bad)
+    print(f"\n{len(same)} of the {ran} that can run this recipe here train as {REFERENCE} does ({bounds})", end="")
+    print(f"; {len(refused)} refused it, which proves nothing about them." if refused else ".")
+    if not ran:
+        print("Nothing was compared.")
+    return 0 if same and not bad else 1

@@ -1,0 +1,263 @@
+"""How a run is doing: whether its process lives, how far it is, what is left. Reads the ends of files only."""
+
+import fcntl
+import itertools
+import os
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pretrain.runs.history import Event, first_event, is_number, last_start, read_end
+from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, heartbeat_path, read_json
+from pretrain.units import count_text, duration_text, table
+
+HEARTBEAT_SECONDS = 60.0
+"""A heartbeat older than this says that the process is gone or hangs; it is written every few seconds."""
+SILENCE_SECONDS = 60.0
+SHOWN_EVENTS = 8
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The present of one run. None: not known (yet)."""
+
+    folder: Path
+    state: str
+    """running, finished, stopped or crashed."""
+    reason: str | None
+    """Why it ended, if it said so."""
+    where: str | None
+    """'process 123 on host' that runs it."""
+    step: int | None
+    total_steps: int | None
+    tokens: int | None
+    loss: float | None
+    validation_loss: float | None
+    """Mean over the sources, at the last validation."""
+    tokens_per_second: float | None
+    mfu: float | None
+    seconds_left: float | None
+    """None unless it runs."""
+    age_seconds: float
+    """Since anything was logged."""
+    silent_seconds: float | None
+    """How long its loop has been in the step it is in, as its heartbeat said; None unless it runs."""
+    events: list[Event] = field(repr=False)
+    """The last ones."""
+
+    @property
+    def progress(self) -> float | None:
+        """0 to 1."""
+        return self.step / self.total_steps if self.step is not None and self.total_steps else None
+
+
+def is_alive(run: Path) -> bool | None:
+    """Whether a process trains this run now; None if nothing in the folder can tell.
+
+    On the machine of the process its lock tells, from elsewhere its heartbeat.
+    """
+    holder = read_json(run / LOCK_FILE)
+    if holder.get("host") == socket.gethostname():
+        return _holds_lock(run / LOCK_FILE, holder)
+    try:
+        touched = heartbeat_path(run).stat().st_mtime
+    except OSError:
+        return None
+    # The clock of the writer and that of the disk may each be off: the later one counts.
+    last = max(touched, read_json(heartbeat_path(run)).get("time") or 0.0)
+    return time.time() - last < HEARTBEAT_SECONDS
+
+
+def _holds_lock(path: Path, holder: dict) -> bool:
+    try:
+        os.kill(int(holder["pid"]), 0)
+    except (KeyError, ValueError, TypeError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True  # it lives and belongs to somebody else, who may have locked what we may not open
+    # Tried only while such a process lives: a lock held here, however briefly, could turn away one that starts.
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def read_status(run: Path, *, brief: bool = False) -> RunStatus:
+    """The present of a run, from the last lines of its metrics, its lock and its heartbeat; brief for long lists."""
+    events = read_end(run, lines=100, look_back_bytes=1 << 20) if brief else read_end(run)
+    heartbeat = read_json(heartbeat_path(run))
+    last = {event["event"]: event for event in events}
+    train, start = last.get("train", {}), last.get("start", {})
+    alive, end = is_alive(run), _end_of(events)
+    age = time.time() - (run / METRICS_FILE).stat().st_mtime
+    if alive is None:
+        alive = end is None and age < HEARTBEAT_SECONDS
+    reached = (train.get("step"), start.get("step"), last.get("rollback", {}).get("to_step"))
+    step = next((step for step in reached if is_number(step)), None)
+    total_steps = _total_steps(run, events, heartbeat, step)
+    return RunStatus(
+        folder=run,
+        state="running" if alive else "crashed" if end is None else "finished" if end.get("code") == 0 else "stopped",
+        reason=None if alive or end is None else str(end.get("reason")),
+        where=_where(run, heartbeat) if alive else None,
+        step=step,
+        total_steps=total_steps,
+        tokens=train.get("tokens"),
+        loss=train.get("loss"),
+        validation_loss=_validation_loss(events),
+        tokens_per_second=train.get("tokens_per_second"),
+        mfu=train.get("mfu"),
+        seconds_left=_seconds_left(events, step, total_steps) if alive else None,
+        age_seconds=max(0.0, age),
+        silent_seconds=heartbeat.get("silent_seconds") if alive else None,
+        events=events,
+    )
+
+
+def _end_of(events: list[Event]) -> Event | None:
+    """The `end` event, if nothing was trained or started after it."""
+    for event in reversed(events):
+        if event["event"] == "end":
+            return event
+        if event["event"] in ("train", "start", "resume"):
+            return None
+    return None
+
+
+def _total_steps(run: Path, events: list[Event], heartbeat: dict, step: int | None) -> int | None:
+    # Where a decay was asked for, the `control` event tells the new end.
+    stated = [e for e in reversed(events) if e["event"] in ("start", "control") and is_number(e.get("total_steps"))]
+    for source in (*stated[:1], heartbeat, first_event(run)):
+        total = source.get("total_steps")
+        if is_number(total) and total >= (step or 0):
+            return total
+    # Its budget was raised since: the start that says so is somewhere in the middle of a long file.
+    return last_start(run).get("total_steps")
+
+
+def _where(run: Path, heartbeat: dict) -> str | None:
+    holder = read_json(run / LOCK_FILE) or heartbeat
+    return f"process {holder.get('pid', '?')} on {holder.get('host', '?')}" if holder else None
+
+
+def _validation_loss(events: list[Event]) -> float | None:
+    validations = [e for e in events if e["event"] == "validation" and is_number(e.get("loss"))]
+    newest = [e["loss"] for e in validations if e["step"] == validations[-1]["step"]]
+    return sum(newest) / len(newest) if newest else None
+
+
+def _seconds_left(events: list[Event], step: int | None, total_steps: int | None) -> float | None:
+    """By the pace of the last lines of this process, validations and checkpoints included."""
+    since = max((n for n, e in enumerate(events) if e["event"] in ("start", "rollback")), default=0)
+    steps = [e for e in events[since:] if e["event"] == "train" and is_number(e.get("time"))][-500:]
+    if step is None or not total_steps or len(steps) < 2 or steps[-1]["step"] <= steps[0]["step"]:
+        return None
+    seconds_per_step = (steps[-1]["time"] - steps[0]["time"]) / (steps[-1]["step"] - steps[0]["step"])
+    return max(0, total_steps - step) * seconds_per_step
+
+
+def state_text(status: RunStatus) -> str:
+    """'running', 'stopped: preempted', 'crashed'. Of a reason only its first words."""
+    reason = (status.reason or "").split(",")[0].split(";")[0]
+    return f"{status.state}: {reason}" if status.state == "stopped" and reason not in ("", "stopped") else status.state
+
+
+def list_text(statuses: list[RunStatus], *, within: Path) -> str:
+    """One line per run."""
+    header = ["run", "state", "step", "done", "tokens", "loss", "val loss", "tok/s", "left", "last line"]
+    rows = [header, *(_row(status, within) for status in statuses)]
+    return table(rows, right=set(range(2, len(header))))
+
+
+def _row(status: RunStatus, within: Path) -> list[str]:
+    def text(value: float | None, form: str) -> str:
+        return form.format(value) if value is not None else "-"
+
+    name = str(status.folder.relative_to(within)) if status.folder.is_relative_to(within) else str(status.folder)
+    return [
+        name,
+        state_text(status),
+        text(status.step, "{:,}"),
+        text(status.progress, "{:.0%}"),
+        count_text(status.tokens) if status.tokens is not None else "-",
+        text(status.loss, "{:.4f}"),
+        text(status.validation_loss, "{:.4f}"),
+        text(status.tokens_per_second, "{:,.0f}"),
+        duration_text(status.seconds_left) if status.seconds_left is not None else "-",
+        f"{duration_text(status.age_seconds)} ago",
+    ]
+
+
+def status_text(status: RunStatus) -> str:
+    """What one wants to know of one run, on a screen."""
+    state = state_text(status) + (f", {status.where}" if status.where else "")
+    rows = {"run": f"{status.folder}", "state": f"{state}; last line {duration_text(status.age_seconds)} ago"}
+    if status.progress is not None:
+        filled = round(30 * min(status.progress, 1.0))
+        tokens = f" · {count_text(status.tokens)} tokens" if status.tokens else ""
+        rows["progress"] = (
+            f"{'█' * filled}{'░' * (30 - filled)} {status.progress:.1%} · "
+            f"step {status.step:,} of {status.total_steps:,}{tokens}"
+        )
+    if status.silent_seconds is not None and status.silent_seconds >= SILENCE_SECONDS:
+        rows["silence"] = f"nothing from its loop for {duration_text(status.silent_seconds)}: a long step, or it hangs"
+    if status.seconds_left is not None:
+        finish = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + status.seconds_left))
+        rows["time left"] = f"{duration_text(status.seconds_left)} at the present pace: {finish}"
+    losses = [e["loss"] for e in status.events if e["event"] == "train" and is_number(e.get("loss"))]
+    if losses:
+        rows["loss"] = f"{losses[-1]:.4f}  {sparkline(losses)}  last {len(losses)} lines"
+    rows |= {
+        f"validation {source}": f"loss {event['loss']:.4f} at step {event['step']:,}"
+        for source, event in _newest_validation(status.events).items()
+    }
+    if status.tokens_per_second is not None:
+        mfu = f" · MFU {status.mfu:.1%}" if status.mfu is not None else ""
+        rows["speed"] = f"{status.tokens_per_second:,.0f} tok/s{mfu}"
+    width = max(map(len, rows))
+    lines = [f"{name:<{width}}  {value}" for name, value in rows.items()]
+    events = [e for e in status.events if e["event"] not in ("train", "validation")][-SHOWN_EVENTS:]
+    if events:
+        lines += ["", "last events", *(f"  {event_text(event)}" for event in events)]
+    return "\n".join(lines)
+
+
+def _newest_validation(events: list[Event]) -> dict[str, Event]:
+    return {str(e.get("source")): e for e in events if e["event"] == "validation" and is_number(e.get("loss"))}
+
+
+def event_text(event: Event) -> str:
+    """'2026-01-31 12:00:00  checkpoint  step 500 · path step-00000500 ...': any event in one line."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"])) if is_number(event.get("time")) else ""
+    shown = {k: v for k, v in event.items() if k not in ("event", "time", "hours", "step") and v is not None}
+    if event["event"] == "start":
+        shown = {k: v for k, v in shown.items() if k in ("parameters", "ranks", "total_steps")}
+    parts = [f"{name} {_value_text(value)}" for name, value in list(shown.items())[:6]]
+    if is_number(event.get("step")):
+        parts.insert(0, f"step {event['step']:,}")
+    return f"{when}  {event['event']:<10}  {' · '.join(parts)}".rstrip()
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if is_number(value):
+        return f"{value:,}"
+    text = " ".join(str(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def sparkline(values: list[float], *, width: int = 40) -> str:
+    """A curve of block characters: the means of `width` equal stretches of the values."""
+    width = min(width, len(values))
+    bounds = [round(n * len(values) / width) for n in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
+    low, high = min(means), max(means)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKS[round((mean - low) * scale)] for mean in means)

@@ -1,0 +1,166 @@
+"""One attempt at a run: alone in its folder, not if it can only fail again, and with an end that says why."""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from pretrain.checkpoint.run_state import RunStopped
+from pretrain.config import RunConfig
+from pretrain.errors import CRASHED, EXIT_BAD_INPUT, EXIT_CRASH_LOOP, EXIT_INTERRUPTED, InputError, end_now
+from pretrain.hardware import memory_bytes
+from pretrain.memory.advice import ladder
+from pretrain.parallel.strategy import Strategy
+from pretrain.processes import folder_lock
+from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE
+from pretrain.training.metrics import Metrics
+
+RESTARTS_WITHOUT_PROGRESS = 3
+SILENCE_SECONDS = 30.0
+"""A holder on another machine that has not touched its lock for so long is gone; it touches it every 2 s."""
+
+
+class CrashLoop(RunStopped):
+    """The run fails at the same place every time it is started."""
+
+    exit_code = EXIT_CRASH_LOOP
+
+
+def attempt(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], int]) -> int:
+    """Calls `train`, all ranks together; returns the exit status. Its end, however it comes, is in metrics.jsonl.
+
+    Raises InputError on all ranks if another process trains in this folder.
+    """
+    with sole_use(config.output, strategy):
+        # The main rank has read it for all: on a network disk the others may still see an older file.
+        if (code := strategy.gather(end_to_repeat(config.output))[0]) is not None:
+            return code
+        metrics = Metrics(config.output, is_main=strategy.is_main)
+        try:
+            return train(metrics)
+        except RunStopped as stop:  # all ranks know
+            metrics.end(stop.exit_code, str(stop))
+            return stop.exit_code
+        except InputError as error:
+            if not metrics.began:  # all ranks have found it
+                raise
+            # A shard that turned out to be damaged: this rank alone has read it, and so it alone can name it.
+            print(f"rank {strategy.rank}: {error}", file=sys.stderr, flush=True)
+            metrics.end(EXIT_BAD_INPUT, str(error))
+            end_now(EXIT_BAD_INPUT)
+        except KeyboardInterrupt:  # before the first step; later Ctrl-C is a request
+            metrics.end(EXIT_INTERRUPTED, "interrupted; the same command continues from the newest checkpoint")
+            end_now(EXIT_INTERRUPTED)
+        except Exception as error:
+            traceback.print_exc()
+            advice = f"\n{advice_on_memory(config, strategy)}" if is_out_of_memory(error) else ""
+            metrics.end(CRASHED, f"{type(error).__name__}: {error}"[:2000] + advice)
+            if not strategy.is_main:
+                print(advice, file=sys.stderr)
+            end_now(CRASHED)
+
+
+@contextmanager
+def sole_use(run: Path, strategy: Strategy) -> Iterator[None]:
+    """Holds the run's lock on the main rank. All ranks raise InputError if another process trains in this folder."""
+    existed = run.exists()
+    with ExitStack() as held:
+        problems = []
+        if strategy.is_main:
+            try:
+                run.mkdir(parents=True, exist_ok=True)
+                held.enter_context(folder_lock(run / LOCK_FILE, silence_seconds=SILENCE_SECONDS))
+            except InputError as error:
+                problems = error.problems
+            except OSError as error:
+                problems = [f"output: {run} cannot be written ({error}); choose another --output"]
+        if found := [problem for share in strategy.gather(problems) for problem in share]:
+            raise InputError(*found)
+        yield
+    if strategy.is_main and not existed and not any(run.iterdir()):
+        run.rmdir()
+
+
+def end_to_repeat(run: Path) -> int | None:
+    """The exit code with which a restart by the launcher should end at once; None to go on.
+
+    torchrun restarts a group whatever its exit codes were: not one that was preempted, stopped by its guard or by a
+    person, or caught in a crash loop.
+    """
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return None
+    last = starts_and_ends(run)[-1:]  # a start without an end was killed, whatever the end before it was
+    return next((line["code"] for line in last if line["event"] == "end" and line["code"] not in (0, CRASHED)), None)
+
+
+def refuse_crash_loop(run: Path, step: int, strategy: Strategy) -> None:
+    """Raises CrashLoop on all ranks if the starts before this one, from the same `step`, all crashed and reached
+    nothing new."""
+    # The main rank reads for all: it writes the end of this very start there, and a slower rank would go on alone.
+    crashes, furthest = strategy.gather(crashes_without_progress(run, step))[0]
+    if crashes > RESTARTS_WITHOUT_PROGRESS:
+        raise CrashLoop(
+            f"started {crashes} times from step {step:,} and never came further than step {furthest:,}: the end of "
+            f"{run}/train.log and the stacks in {run} say why; once that is mended, the same command tries again"
+        )
+
+
+def crashes_without_progress(run: Path, step: int) -> tuple[int, int]:
+    """(starts from `step` that crashed one after the other and reached nothing new, the furthest step they reached).
+
+    Progress is a checkpoint later than `step`, or a later step than any attempt before.
+    """
+    crashes, furthest = 0, step
+    for line in starts_and_ends(run):
+        if line["event"] == "end" and line["code"] != CRASHED:
+            crashes = 0
+        elif line["event"] == "start" and line["step"] == step:
+            crashes = 1 if line["reached"] > furthest else crashes + 1
+            furthest = max(furthest, line["reached"])
+    return crashes, furthest
+
+
+def starts_and_ends(run: Path) -> list[dict]:
+    """The `start` and `end` events of a run, each start with the last step `reached` after it."""
+    path = run / METRICS_FILE
+    found: list[dict] = []
+    if not path.exists():
+        return found
+    started = None
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.startswith((b'{"event": "start"', b'{"event": "end"', b'{"event": "train"')):
+                continue
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue  # cut short by a crash
+            if event["event"] == "train" and started is not None:
+                started["reached"] = event["step"]
+            elif event["event"] == "start":
+                started = event | {"reached": event["step"]}
+                found.append(started)
+            elif event["event"] == "end":
+                found.append(event)
+    return found
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the device's memory has run out; on a CPU torch has no exception of its own for that."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
+    """What to change, cheapest first, each with what it would need; the last one fits."""
+    memory, kind = memory_bytes(strategy.device), strategy.device.type
+    try:
+        rungs = ladder(config, strategy.name, strategy.ranks, memory, precision=strategy.precision, device_type=kind)
+    except (InputError, RuntimeError, MemoryError) as error:  # the end of a run must not hide its cause
+        rungs = [f"no figures ({type(error).__name__}: {error})"]
+    lines = "\n".join(f"  {number}. {rung}" for number, rung in enumerate(rungs, start=1))
+    return f"Out of memory. In this order, with the same results but for rounding:\n{lines}\nSee docs/planning.md."

@@ -1,0 +1,52 @@
+"""What a recipe asks for that runs, but that its author may not have meant; each with the figures that say so."""
+
+import torch
+
+from pretrain.config import RunConfig
+from pretrain.hardware import emulation_of_bf16
+from pretrain.optim.learning_rate import learning_rate_for_parameters
+from pretrain.training.run_plan import Derived
+from pretrain.units import count_text
+
+FAR = 5.0
+"""Factor between a stated learning rate and that of auto from which on it is mentioned."""
+FAR_FOR_ANOTHER_OPTIMIZER = 2.0
+"""The same where the command line names the optimizer and the rate is the recipe's, made for its own."""
+
+
+def cautions(config: RunConfig, run: Derived, overridden: frozenset[str], device: torch.device) -> list[str]:
+    """One sentence or two for each; takes a fifth of a second where bf16 is emulated, else nothing.
+
+    Args:
+        overridden: dotted paths of the settings that the command line names.
+    """
+    found = [emulated_precision(config, device), unusual_learning_rate(config, run, overridden)]
+    return [caution for caution in found if caution]
+
+
+def emulated_precision(config: RunConfig, device: torch.device) -> str | None:
+    """That the precision asked for is slower than fp32 here; None where it is not, or auto chose."""
+    problem = emulation_of_bf16(device) if config.precision == "bf16" else None
+    return f"precision: {problem}; use precision: fp32 or auto" if problem else None
+
+
+def unusual_learning_rate(config: RunConfig, run: Derived, overridden: frozenset[str]) -> str | None:
+    """That the peak is far from what auto would be for this optimizer and size; None where it is near, or auto."""
+    optim, stated = config.optim, run.peak_learning_rate
+    if optim.learning_rate == "auto":
+        return None
+    usual = learning_rate_for_parameters(run.parameters, optim.name)
+    factor = stated / usual
+    setting = "optim.learning_rate" if optim.base_learning_rate is None else "optim.base_learning_rate"
+    by_hand = {"optim", setting} & overridden
+    another = "optim.name" in overridden and not by_hand
+    far = FAR_FOR_ANOTHER_OPTIMIZER if another else FAR
+    is_low = config.init == "scratch" and factor < 1 / far  # pretrained weights are trained on at low rates
+    if factor <= far and not is_low:
+        return None
+    times = f"{factor:.3g} times" if factor > 1 else f"1/{1 / factor:.3g} of"
+    origin = f"the recipe's, while --optim.name {optim.name} is the command line's, and " if another else ""
+    return (
+        f"{setting}: the peak of {stated:.3g} is {origin}{times} what auto gives {optim.name} at "
+        f"{count_text(run.parameters)} parameters, {usual:.3g}; use --optim.learning_rate auto unless it is meant"
+    )

@@ -1,0 +1,258 @@
+"""A mixture of experts in training: the loss that balances it, over the whole global batch, and how loaded it is.
+
+The balancing loss (Fedus et al., arXiv 2101.03961) is, for each layer of E experts of which a token visits K,
+E x sum over the experts of f x P, averaged over the layers: f is the number of a token's assignments to the expert, P
+the expert's probability, both means over tokens. It is K where all experts get the same.
+
+Over a micro-batch it would force every document to use all experts; over the global batch experts may specialise (Qiu
+et al., arXiv 2501.11873). But f of the whole batch is known only after its last micro-step, when the gradients of the
+first are long summed. So f is that of the step before, a constant, as DeepSeek-V3's bias follows the step before. What
+is left is a mean over tokens: it does not matter how they are divided into micro-batches and over processes.
+
+Shapes: L routers, E experts (of the router that has most).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+import pretrain.model.expert_products  # noqa: F401  (experts compute in the precision of the run)
+from pretrain.config import Loss
+from pretrain.errors import InputError, Problems
+from pretrain.model.build import build_meta_model
+from pretrain.model.routers import Router, expert_parameters, experts_per_token, follow, routers_of
+from pretrain.parallel.launcher import requested_strategy
+from pretrain.parallel.strategy import Strategy
+
+BALANCE_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""Where configurations keep the balancing loss's coefficient, of the scale above: that of transformers."""
+Z_LOSS_COEFFICIENT = "router_z_loss_coef"
+MODEL_PARALLEL = ("pp", "tp")
+"""Strategies under which routers are not followed."""
+IDLE_STEPS = 100
+"""After so many steps in a row without a token an expert counts as dead."""
+
+
+@dataclass(frozen=True)
+class RouterLosses:
+    """Coefficients of what is added to the loss for the routers' sake; both 0 for a model without."""
+
+    routers: int = 0
+    balance: float = 0.0
+    """Of the balancing loss, averaged over the layers."""
+    z_loss: float = 0.0
+    """Of mean(logsumexp(router logits)^2), averaged over the layers."""
+
+    def in_words(self) -> dict[str, str]:
+        """A row of the banner; none for a model without routers."""
+        if not self.routers:
+            return {}
+        return {"routers": f"{self.routers}, balancing loss x {self.balance:g}, z-loss x {self.z_loss:g}"}
+
+
+def router_losses(loss: Loss, model_config: PreTrainedConfig) -> RouterLosses:
+    """The coefficients of a run: the recipe's, else the model's own.
+
+    Raises InputError where neither has one for the balancing loss, or the strategy cannot train the model.
+    """
+    routers = routers_of(model := build_meta_model(model_config))
+    if not routers:
+        return RouterLosses()
+    problems = Problems()
+    if requested_strategy() in MODEL_PARALLEL:
+        problems.append(
+            f"launcher: {requested_strategy()} does not train mixtures of experts, as {model_config.model_type} is; "
+            "use ddp, fsdp2, hsdp or zero1 to zero3"
+        )
+    balance = problems.attempt(balance_coefficient, loss, model_config, routers)
+    if balance and (unknown := [r.name for r in routers if not is_known(r, model.config)]):
+        problems.append(
+            f"model: the router {unknown[0]} of {model_config.model_type} chooses experts in a way that is not known "
+            "here; loss.router_balance: 0 trains without the loss that balances them"
+        )
+    problems.stop_if_any()
+    own_z_loss = float(getattr(model_config, Z_LOSS_COEFFICIENT, None) or 0.0)
+    return RouterLosses(len(routers), balance, own_z_loss if loss.router_z_loss is None else loss.router_z_loss)
+
+
+def is_known(router: Router, config: PreTrainedConfig) -> bool:
+    """Whether the router's experts and the number chosen are found, so that it can be followed."""
+    return bool(expert_parameters(router)[1]) and experts_per_token(router, config) is not None
+
+
+def balance_coefficient(loss: Loss, model_config: PreTrainedConfig, routers: Sequence[Router]) -> float:
+    """The coefficient of the balancing loss. Raises InputError where neither recipe nor model has one."""
+    if loss.router_balance is not None:
+        return loss.router_balance
+    for name in BALANCE_COEFFICIENTS:
+        if (own := getattr(model_config, name, None)) is not None:
+            return float(own)
+    raise InputError(
+        f"loss.router_balance: {model_config.model_type} is a mixture of experts, and its configuration has no "
+        f"coefficient for the loss that balances them{_other_scale(model_config, routers)}; state "
+        "loss.router_balance: 0.001, or 0 to train without"
+    )
+
+
+def _other_scale(model_config: PreTrainedConfig, routers: Sequence[Router]) -> str:
+    """DeepSeek's aux_loss_alpha is of a sum over layers, and of a loss that is 1 where all experts get the same."""
+    alpha, chosen = getattr(model_config, "aux_loss_alpha", None), experts_per_token(routers[0], model_config)
+    if not alpha or not chosen:
+        return ""
+    return f" (its aux_loss_alpha {alpha:g} would be {alpha * len(routers) / chosen:.4g} here)"
+
+
+class Experts:
+    """The routers of the model that trains, followed. Without any, every call does nothing. All ranks call together.
+
+    Args:
+        causal_lm: the model, prepared by the strategy and not yet compiled.
+        losses: their coefficients; at 0 the routers are watched all the same.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, strategy: Strategy, losses: RouterLosses):
+        self.strategy, self.has_z_loss = strategy, losses.z_loss > 0
+        self.routers = [router for router in routers_of(causal_lm) if is_known(router, causal_lm.config)]
+        self.sizes = [expert_parameters(router)[1] for router in self.routers]
+        if not self.routers:
+            return
+        device, layers, most = strategy.device, len(self.routers), max(self.sizes)
+        self._scale = torch.ones((), device=device)
+        for router, size in zip(self.routers, self.sizes, strict=True):
+            follow(
+                router, causal_lm.config, device=device, scale=self._scale, experts=size,
+                balance=losses.balance / layers, z_loss=losses.z_loss / layers,
+            )  # fmt: skip
+        self._top_k_L = torch.tensor([float(router.module.follow_top_k) for router in self.routers], device=device)
+        self._size_L = torch.tensor([float(size) for size in self.sizes], device=device)
+        self._sums_L3E = torch.zeros(layers, 3, most, device=device)
+        """Of the step so far, in this process."""
+        self._last_L3E = torch.zeros(layers, 3, most, device=device)
+        """Of the last whole step: assignments over all processes; of the rest the means."""
+        self._share_LE = self._even_share()
+        """Assignments per token of the last whole step; even before the first."""
+        self._balance_L = torch.zeros(layers, device=device)
+        self._idle_LE = torch.zeros(layers, most, dtype=torch.int32, device=device)
+        """Steps in a row, up to the last, in which an expert received nothing."""
+        self._reported_LE = torch.zeros(layers, most, dtype=torch.bool)
+        self._micro_steps = 1
+
+    def begin_step(self, micro_steps: int) -> None:
+        """Before the first micro-step of a step: what the gradients of each will be multiplied by."""
+        if self.routers:
+            self._micro_steps = micro_steps
+            self._scale.fill_(self.strategy.state().get("scale", 1.0) / micro_steps)
+
+    def count(self) -> None:
+        """After every micro-step."""
+        if self.routers:
+            self._sums_L3E += _stacked([router.module.follow_record_3E for router in self.routers])
+
+    def end_step(self) -> None:
+        """After the last micro-step: sums over the processes, in one small collective for which nothing waits."""
+        if not self.routers:
+            return
+        self._last_L3E = self.strategy.sum(self._sums_L3E).clone()
+        self._sums_L3E.zero_()
+        counts_LE = self._last_L3E[:, 0]
+        self._last_L3E[:, 1:] /= self._micro_steps * self.strategy.data_ranks
+        self._use(counts_LE)
+        self._balance_L = self._size_L * (self._share_LE * self._last_L3E[:, 1]).sum(-1)
+        self._idle_LE = torch.where(counts_LE == 0, self._idle_LE + 1, 0)
+
+    def _use(self, counts_LE: Tensor) -> None:
+        """Makes these assignments the f of the next step."""
+        self._share_LE = counts_LE * (self._top_k_L / counts_LE.sum(-1))[:, None]
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        shares = [share_E[:size] for share_E, size in zip(self._share_LE, self.sizes, strict=True)]
+        torch._foreach_copy_([router.module.follow_share_E for router in self.routers], shares)
+
+    def _even_share(self) -> Tensor:
+        return _stacked([router.module.follow_share_E for router in self.routers])
+
+    def counts(self) -> list[list[int]] | None:
+        """For a checkpoint: assignments in the last step, by layer and expert; None before the first step."""
+        if not self.routers or not self._last_L3E[:, 0].any():
+            return None
+        rows = self._last_L3E[:, 0].tolist()
+        return [[int(n) for n in row[:size]] for row, size in zip(rows, self.sizes, strict=True)]
+
+    def load(self, counts: list[list[int]] | None) -> None:
+        """What `counts` gave: the next step is that of the run that was saved."""
+        if not self.routers:
+            return
+        self._sums_L3E.zero_()
+        self._last_L3E.zero_()
+        self._idle_LE.zero_()
+        if counts is None:
+            self._share_LE = self._top_k_L[:, None] / self._size_L[:, None] * self._exists()
+            self._hand_out()
+            return
+        rows = [torch.tensor(row, dtype=torch.float32, device=self.strategy.device) for row in counts]
+        self._last_L3E[:, 0] = _stacked(rows)
+        self._use(self._last_L3E[:, 0])
+
+    def _exists(self) -> Tensor:
+        """(L, E) bool: routers may have different numbers of experts."""
+        places_E = torch.arange(self._sums_L3E.shape[-1], device=self.strategy.device)
+        return places_E < self._size_L[:, None]
+
+    def figures(self) -> dict[str, float]:
+        """Of the last step, over the whole global batch, for the log; waits for the device.
+
+        Loads are relative to an even share; the entropy of a layer's loads is relative to its maximum, log E.
+        """
+        if not self.routers:
+            return {}
+        exists_LE = self._exists()
+        part_LE = self._share_LE / self._top_k_L[:, None]
+        entropy_L = -torch.special.xlogy(part_LE, part_LE).sum(-1) / self._size_L.log().clamp(min=1e-9)
+        load_LE = part_LE * self._size_L[:, None]
+        values = [
+            self._balance_L.mean(),
+            entropy_L.mean(),
+            entropy_L.min(),
+            load_LE.max(),
+            load_LE.where(exists_LE, math.inf).min(),
+            self._last_L3E[:, 2, 0].mean(),
+        ]
+        names = ["router_balance_loss", "expert_entropy", "expert_entropy_min", "expert_load_max", "expert_load_min"]
+        names += ["router_z_loss"] if self.has_z_loss else []
+        return dict(zip(names, torch.stack(values).tolist(), strict=False))
+
+    def newly_dead(self) -> str | None:
+        """What to warn of: experts that received nothing for IDLE_STEPS steps, each once until it receives again."""
+        if not self.routers:
+            return None
+        dead_LE = ((self._idle_LE >= IDLE_STEPS) & self._exists()).cpu()
+        new_LE, self._reported_LE = dead_LE & ~self._reported_LE, dead_LE
+        if not new_LE.any():
+            return None
+        rows = [
+            f"{router.name} {int(dead.sum())} of {size} ({_numbers(new.nonzero().flatten().tolist())})"
+            for router, size, dead, new in zip(self.routers, self.sizes, dead_LE, new_LE, strict=True)
+            if new.any()
+        ]
+        more = f" and in {len(rows) - 4} more layers" if len(rows) > 4 else ""
+        return (
+            f"{int(dead_LE.sum())} dead experts, which have received no token for {IDLE_STEPS} steps: "
+            f"{'; '.join(rows[:4])}{more}; a larger loss.router_balance keeps experts in use"
+        )
+
+
+def _stacked(rows: list[Tensor]) -> Tensor:
+    """Of one shape; where routers have fewer experts than others, zeros stand for the rest."""
+    most = max(row.shape[-1] for row in rows)
+    if any(row.shape[-1] < most for row in rows):
+        rows = [nn.functional.pad(row, (0, most - row.shape[-1])) for row in rows]
+    return torch.stack(rows)
+
+
+def _numbers(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

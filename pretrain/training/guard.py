@@ -1,0 +1,147 @@
+"""Watches the numbers of a run: values that are not finite, spikes, divergence, exploding gradients, lost speed.
+
+Every rank judges the same reports in the same order, so all come to the same verdict at the same step; what the guard
+remembers is part of a checkpoint, so a run that continues judges as the unbroken run would.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pretrain import config
+from pretrain.training.step_reports import StepReport
+
+FEWEST_FOR_MEAN, FEWEST_FOR_DEVIATION = 8, 64
+"""Losses in the window before it is compared with: for their mean, and for their standard deviation."""
+FAST, SLOW = 1 / 16, 1 / 256
+"""Weight of a new loss in the two moving averages of the divergence detector: over some 16 and some 256 steps."""
+SIGMA_FLOOR = 1.1
+"""A loss below so many times the mean is no spike, however even the losses before it were."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something is wrong."""
+
+    event: str
+    """Its name in metrics.jsonl: spike, divergence, explosion or warning."""
+    step: int
+    message: str
+    values: dict[str, float]
+    roll_back: tuple[int, int] | None = None
+    """(first, last) step of what training should go back before, if it should."""
+    stop: bool = False
+
+
+class Guard:
+    """Judges each step's report.
+
+    Args:
+        settings: the recipe's `guard`.
+        state: `state()` as it was saved, to go on from.
+        scales_loss: fp16, which skips a step now and then while it looks for the largest scale.
+    """
+
+    def __init__(self, settings: config.Guard, state: Mapping[str, Any] | None = None, *, scales_loss: bool = False):
+        state = state or {}
+        self.settings, self.scales_loss = settings, scales_loss
+        self._losses: deque[float] = deque(state.get("losses", []), maxlen=settings.window)
+        self._fast: float | None = state.get("fast")
+        self._slow: float | None = state.get("slow")
+        self._strikes: list[int] = list(state.get("strikes", []))
+        self._diverging: bool = state.get("diverging", False)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {
+            "losses": list(self._losses),
+            "fast": self._fast,
+            "slow": self._slow,
+            "strikes": list(self._strikes),
+            "diverging": self._diverging,
+        }
+
+    def forget(self) -> None:
+        """The data changes here, as at the end of a stage: losses before it say nothing about those after it."""
+        self.__init__(self.settings, scales_loss=self.scales_loss)
+
+    def judge(self, report: StepReport) -> list[Finding]:
+        """What is wrong with a step; [] if nothing is."""
+        finite = math.isfinite(report.loss) and math.isfinite(report.grad_norm) and not report.skipped
+        findings = self._judge_norm(report) if finite else []
+        spike, hard = self._judge_loss(report) if math.isfinite(report.loss) else (None, True)
+        if hard or not (finite or self.scales_loss):
+            self._strikes.append(report.step)
+        else:
+            self._strikes.clear()
+        if spike is None and finite:
+            self._losses.append(report.loss)
+        elif spike is not None:
+            findings.append(spike)
+        if finite:
+            findings += self._judge_trend(report)
+        if len(self._strikes) >= self.settings.patience:
+            findings.append(self._strike_out(report))
+        return findings
+
+    def _judge_loss(self, report: StepReport) -> tuple[Finding | None, bool]:
+        """(the spike, if the loss is one; whether it is beyond the threshold for going back)"""
+        if len(self._losses) < FEWEST_FOR_MEAN:
+            return None, False
+        mean = statistics.fmean(self._losses)
+        alert, limit = self.settings.alert_above * mean, self.settings.roll_back_above * mean
+        if len(self._losses) >= FEWEST_FOR_DEVIATION:
+            sigmas = mean + self.settings.roll_back_sigmas * statistics.stdev(self._losses)
+            limit = min(limit, max(sigmas, SIGMA_FLOOR * mean))
+        if report.loss <= min(alert, limit):
+            return None, False
+        values = {"loss": report.loss, "mean": mean, "threshold": min(alert, limit)}
+        message = f"loss {report.loss:.4f} after a mean of {mean:.4f} over {len(self._losses)} steps"
+        return Finding("spike", report.step, message, values), report.loss > limit
+
+    def _judge_norm(self, report: StepReport) -> list[Finding]:
+        if report.grad_norm <= self.settings.alert_grad_norm:
+            return []
+        message = f"gradient norm {report.grad_norm:.4g}, above {self.settings.alert_grad_norm:g}"
+        return [Finding("explosion", report.step, message, {"grad_norm": report.grad_norm})]
+
+    def _judge_trend(self, report: StepReport) -> list[Finding]:
+        """Two time scales: a fast average of the loss that leaves a slow one behind is a run that diverges."""
+        if self._slow is None:
+            self._fast = self._slow = report.loss
+        self._fast += FAST * (report.loss - self._fast)
+        self._slow += SLOW * (report.loss - self._slow)
+        was, self._diverging = self._diverging, self._fast - self._slow > self.settings.divergence
+        if was or not self._diverging:
+            return []
+        message = f"the loss averages {self._fast:.4f} over the last steps and {self._slow:.4f} over many"
+        values = {"fast": self._fast, "slow": self._slow, "threshold": self.settings.divergence}
+        return [Finding("divergence", report.step, message, values, stop=self.settings.on_divergence == "stop")]
+
+    def _strike_out(self, report: StepReport) -> Finding:
+        first, last = self._strikes[0], self._strikes[-1]
+        self._strikes.clear()
+        message = f"loss {report.loss:.4f}, gradient norm {report.grad_norm:.4g} in steps {first:,} to {last:,}"
+        values = {"loss": report.loss, "grad_norm": report.grad_norm}
+        return Finding("warning", report.step, message, values, roll_back=(first, last))
+
+
+class SpeedGuard:
+    """Notices that a run has become slow, against the median of its own readings. Main rank only; it only warns."""
+
+    def __init__(self, drop: float):
+        self.drop = drop
+        self._readings: list[float] = []
+        self._slow = False
+
+    def judge(self, tokens_per_second: float) -> str | None:
+        """What to warn of, once each time the speed falls below the median's share."""
+        median = statistics.median(self._readings[-1000:]) if len(self._readings) >= FEWEST_FOR_MEAN else None
+        self._readings.append(tokens_per_second)
+        was, self._slow = self._slow, median is not None and tokens_per_second < (1 - self.drop) * median
+        if was or not self._slow:
+            return None
+        return f"{tokens_per_second:,.0f} tokens/s, {1 - tokens_per_second / median:.0%} below this run's median"

@@ -1,0 +1,35 @@
+"""The next micro-batch is read in a thread while the model computes: a slow disk then costs the step nothing."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from pretrain.model.inputs import HostBatch
+from pretrain.parallel.strategy import Strategy
+from pretrain.training.run_plan import Derived
+
+
+class ReadAhead:
+    """The micro-batches of this process, in any order; in the order of training they have been read before."""
+
+    def __init__(self, strategy: Strategy):
+        self.strategy = strategy
+        # One thread reads them all: what a run's `Batches` remembers between reads needs no lock then.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read_ahead")
+        self._begun: tuple[Derived, int, int, Future[HostBatch]] | None = None
+
+    def micro_batch(self, run: Derived, step: int, micro_step: int) -> dict[str, Any]:
+        """The model's arguments for one call of this process, on its device; begins to read what comes after.
+
+        Raises InputError for shards that have been damaged since the start.
+        """
+        begun, self._begun = self._begun, None
+        # A run that went back, or that ends earlier, is another one: its steps have other samples.
+        foretold = begun is not None and begun[0] is run and begun[1:3] == (step, micro_step)
+        batch = (begun[3] if foretold else self._begin(run, step, micro_step)).result()
+        following = (step, micro_step + 1) if micro_step + 1 < run.micro_steps(step) else (step + 1, 0)
+        if following[0] < run.total_steps:
+            self._begun = (run, *following, self._begin(run, *following))
+        return batch.on_device(self.strategy.device, run.attention)
+
+    def _begin(self, run: Derived, step: int, micro_step: int) -> Future[HostBatch]:
+        return self._thread.submit(run.micro_batch, step, micro_step, self.strategy)

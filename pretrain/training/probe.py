@@ -1,0 +1,255 @@
+"""Does this architecture train right, on the path that the run will take? A small copy of it is asked before the run.
+
+Many ways to train a model wrongly leave no trace: an attention that ignores the document mask, a forward pass that
+sees the future, a loss that is not the library's. The copy (see model/small_copy.py) is run in fp32 on the CPU, where
+the run's attention has a form there, and compared with the library's own eager forward of each document alone.
+
+Shapes: B windows, T positions, V vocabulary.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from pretrain.errors import InputError
+from pretrain.model.attention import candidates_of
+from pretrain.model.build import NO_SUCH_ATTENTION, build_model
+from pretrain.model.inputs import model_inputs
+from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.reference import (
+    END_OF_DOCUMENT,
+    TOLERANCE,
+    KeyedConfig,
+    ReferenceWindow,
+    is_projection,
+    logits_of,
+    one_thread,
+    reference_of,
+    relative_difference,
+)
+from pretrain.model.routers import routers_of
+from pretrain.model.small_copy import in_a_line
+from pretrain.training.experts import Experts, RouterLosses
+
+ON_GPU_ALONE = {
+    "flex_attention": torch.float32,
+    "flash_attention_2": torch.bfloat16,
+    "flash_attention_3": torch.bfloat16,
+}
+"""Attention that is judged on a GPU, and in which dtype; all others in fp32 on the CPU, where they have a form."""
+BF16_TOLERANCE = 3e-2
+"""As TOLERANCE, for arithmetic in bf16."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """How a model is to be run, and what was found on the way."""
+
+    attention: str
+    """The attn_implementation that computes what the library's eager forward computes."""
+    from_hidden_states: bool
+    """Whether its logits are head(last hidden state) and nothing else, so that the loss needs no whole logits."""
+    passed_over: tuple[str, ...] = ()
+    """Faster attention that computes something else here, and what was found."""
+
+
+@dataclass
+class Judgement:
+    """What one attention was found to do wrong."""
+
+    problems: list[str] = field(default_factory=list)
+    leaks_documents: bool = False
+    """Everything else is right: the model trains right with document_mask off."""
+
+
+def probe(config: PreTrainedConfig, *, attention: str, document_mask: bool, balances: bool = False) -> Probe:
+    """The first attention among those that `attention` names under which the architecture trains right.
+
+    Takes a second or two, once per configuration and process. Raises InputError with what was found, and what can be
+    done about it.
+
+    Args:
+        attention: as the recipe's attention.
+        document_mask: as the recipe's data.document_mask.
+        balances: routers are to be balanced, so the loss that balances them must reach them.
+    """
+    found = _probe(KeyedConfig.of(config), attention, document_mask)
+    if balances and (problem := _balance_problem(KeyedConfig.of(config))):
+        raise InputError(f"model: {config.model_type} {problem}")
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+@one_thread()
+def _probe(keyed: KeyedConfig, attention: str, document_mask: bool) -> Probe:
+    reference = reference_of(keyed)
+    if problem := _causality_problem(reference):
+        raise InputError(f"model: {keyed.config.model_type} {problem}")
+    found: dict[str, Judgement] = {}
+    # The copy's windows are shorter than the model's, so a name that holds them is the copy's own.
+    names = zip(candidates_of(attention, keyed.config), candidates_of(attention, reference.config), strict=True)
+    for name, small_name in names:
+        found[name] = _judge(reference, small_name, document_mask)
+        if not found[name].problems:
+            return Probe(name, is_projection(reference), _said(found))
+    works_without_documents = any(
+        found[name].leaks_documents and not _judge(reference, name, document_mask=False).problems for name in found
+    )
+    raise InputError(_refusal(keyed.config.model_type, attention, works_without_documents, found))
+
+
+def _said(found: Mapping[str, Judgement]) -> tuple[str, ...]:
+    """What was found, each finding once with all the attentions that it is true of."""
+    attentions_of: dict[str, list[str]] = {}
+    for name, judgement in found.items():
+        for problem in judgement.problems:
+            attentions_of.setdefault(problem, []).append(name)
+    if len(attentions_of) > 1:
+        attentions_of.pop(NO_SUCH_ATTENTION, None)
+    return tuple(f"{', '.join(names)}: {problem}" for problem, names in attentions_of.items())
+
+
+def _refusal(model_type: str, attention: str, works_without_documents: bool, found: Mapping[str, Judgement]) -> str:
+    remedies = []
+    if works_without_documents:
+        remedies.append("train it with --data.document_mask false")
+    if attention != "auto":
+        remedies.append("choose --attention auto")
+    remedies.append("take another architecture (docs/models.md lists what works)")
+    return (
+        f"model: {model_type} would not train right with attention {attention} ({'; '.join(_said(found))}): "
+        f"{', or '.join(remedies)}"
+    )
+
+
+def _causality_problem(model: PreTrainedModel) -> str | None:
+    window = ReferenceWindow.of(model.config)
+    half = window.inputs_BT.shape[1] // 2
+    changed_BT = window.with_other_tokens(slice(half, None))[:, :-1]
+    seen = relative_difference(logits_of(model, changed_BT)[:, :half], logits_of(model, window.inputs_BT)[:, :half])
+    if seen <= TOLERANCE:
+        return None
+    remedy = (
+        "set is_decoder: true in its JSON"
+        if getattr(model.config, "is_decoder", True) is False
+        else ("take another architecture")
+    )
+    return (
+        f"sees the future: later tokens change earlier logits by {seen:.1%} of the largest, in the library's own "
+        f"forward too; {remedy}"
+    )
+
+
+def _judge(reference: PreTrainedModel, attention: str, document_mask: bool) -> Judgement:
+    judgement = Judgement()
+    dtype = ON_GPU_ALONE.get(attention, torch.float32)
+    device = torch.device("cuda" if attention in ON_GPU_ALONE else "cpu")
+    tolerance = TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
+    try:
+        model = build_model(reference.config, seed=0, attention=attention).eval()
+        model.load_state_dict(reference.state_dict())
+        model.to(device, dtype)
+        _compare_whole(judgement, model, reference, tolerance)
+        if document_mask and not judgement.problems:
+            _compare_documents(judgement, model, reference, attention, tolerance)
+        if not judgement.problems:
+            _check_gradients(judgement, model, attention, document_mask)
+    except InputError as error:
+        judgement.problems += error.problems
+    except Exception as error:  # a model's own code may fail in any way on arguments it does not know
+        judgement.problems.append(f"fails with {in_a_line(error)}")
+    return judgement
+
+
+def _compare_whole(judgement: Judgement, model: PreTrainedModel, reference: PreTrainedModel, tolerance: float) -> None:
+    ids_BT = ReferenceWindow.of(model.config).inputs_BT
+    difference = relative_difference(logits_of(model, ids_BT), logits_of(reference, ids_BT))
+    if difference > tolerance:
+        judgement.problems.append(f"logits differ from the library's own by {difference:.1%} of the largest")
+
+
+def _compare_documents(
+    judgement: Judgement, model: PreTrainedModel, reference: PreTrainedModel, attention: str, tolerance: float
+) -> None:
+    """A packed window against each of its documents alone, and the loss of both."""
+    inputs = _inputs(model, attention, document_mask=True)
+    arguments = {name: value for name, value in inputs.items() if name not in ("input_ids_BT", "targets_BT")}
+    judgement.leaks_documents = True  # unless what follows goes through
+    packed_BTV = logits_of(model, inputs["input_ids_BT"], **arguments)
+    window = ReferenceWindow.of(model.config)
+    alone = [logits_of(reference, window.inputs_BT[row : row + 1, where]) for row, where in window.documents]
+    alone_BTV = torch.cat(alone, dim=1).view_as(packed_BTV)
+    difference = relative_difference(packed_BTV, alone_BTV)
+    if difference > tolerance:
+        judgement.problems.append(
+            f"document_mask does not hold: what stands before a document changes its logits by {difference:.1%} of "
+            "the largest"
+        )
+        return
+    with torch.no_grad():
+        _, loss = LanguageModelLoss(model, from_hidden_states=is_projection(reference))(**inputs)
+    expected = F.cross_entropy(alone_BTV.flatten(0, 1), window.ids_BT[:, 1:].flatten())
+    if not abs(loss.cpu() - expected) <= tolerance * expected:
+        judgement.problems.append(f"its loss is {loss:.5f}, that of the library's logits {expected:.5f}")
+        return
+    judgement.leaks_documents = False
+
+
+def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: str, document_mask: bool) -> None:
+    whole = LanguageModelLoss(model.train(), from_hidden_states=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        whole(**_inputs(model, attention, document_mask))[0].backward()
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    infinite = [name for name, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
+    missing = [name for name, p in parameters.items() if p.grad is None]
+    for names, kind in ((infinite, "a gradient that is not finite"), (missing, "no gradient")):
+        if names:
+            judgement.problems.append(f"{len(names)} parameters get {kind}, the first is {names[0]}")
+
+
+@functools.lru_cache(maxsize=64)
+@one_thread()
+def _balance_problem(keyed: KeyedConfig) -> str | None:
+    """Whether every router's gradient follows the coefficient of the balancing loss."""
+    gradients = []
+    for balance in (0.0, 1.0):
+        model = build_model(reference_of(keyed).config, seed=0, attention="eager").train()
+        alone = SimpleNamespace(device=model.device, data_ranks=1, sum=lambda tensor: tensor, state=dict)
+        experts = Experts(model, alone, RouterLosses(len(routers_of(model)), balance))
+        whole = LanguageModelLoss(model, from_hidden_states=False)
+        for _ in range(2):  # before the first step nobody knows the loads
+            model.zero_grad()
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                experts.begin_step(1)
+                whole(**_inputs(model, "eager", document_mask=False))[0].backward()
+            experts.count()
+            experts.end_step()
+        gradients.append({router.name: _gradients_of(router.module) for router in routers_of(model)})
+    unmoved = [name for name, without in gradients[0].items() if torch.equal(without, gradients[1][name])]
+    if not unmoved:
+        return None
+    return (
+        f"is a mixture of experts, but the loss that balances them does not reach {len(unmoved)} of its "
+        f"{len(gradients[0])} routers, the first is {unmoved[0]}; loss.router_balance: 0 trains without it"
+    )
+
+
+def _gradients_of(module: torch.nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None] or [torch.zeros(0)])
+
+
+def _inputs(model: PreTrainedModel, attention: str, document_mask: bool) -> dict[str, Tensor]:
+    return model_inputs(
+        ReferenceWindow.of(model.config).ids_BT.numpy(),
+        device=model.device,
+        attention=attention,
+        end_of_document_id=END_OF_DOCUMENT if document_mask else None,
+    )

@@ -1,0 +1,212 @@
+"""How a run goes on from where it was: resumes, saves, goes back before what spoiled it, and ends early."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from pretrain.checkpoint.checkpoints import Checkpoints, SavedRun, SaveFailed, load_saved
+from pretrain.checkpoint.run_state import NumericStop, RunState, record_rollbacks, recorded_rollbacks
+from pretrain.config import RunConfig
+from pretrain.errors import InputError
+from pretrain.files import MANIFEST_FILE
+from pretrain.parallel.strategy import Strategy
+from pretrain.runs.addresses import trunk_checkpoint
+from pretrain.runs.run_folder import step_of
+from pretrain.training.attempt import refuse_crash_loop
+from pretrain.training.background_jobs import publish_beside
+from pretrain.training.guard import Finding
+from pretrain.training.metrics import Metrics
+from pretrain.training.run_plan import Derived, identity_problems
+
+
+class Continuation:
+    """Where a run stands. All ranks call together.
+
+    Args:
+        plan: the run as the recipe has it.
+        overridden: settings named on the command line, which may differ from the checkpoint's.
+
+    Raises InputError if the checkpoint is of other settings, NoValidCheckpoint if there are only damaged ones, and
+    CrashLoop if the run has failed at this place too often.
+    """
+
+    def __init__(
+        self, config: RunConfig, plan: Derived, overridden: frozenset[str], strategy: Strategy, metrics: Metrics
+    ):
+        self.config, self.plan, self.strategy, self.metrics = config, plan, strategy, metrics
+        self.checkpoints = Checkpoints(config.output, strategy, config.checkpoint)
+        self.found: Path | None = self.checkpoints.newest_valid(log=strategy.print)
+        self.is_new = self.found is None
+        """Whether nothing was trained in this folder before."""
+        if self.is_new and config.branch_from is not None:
+            self.found = self.checkpoints.valid(trunk_checkpoint(config.branch_from))
+        self.saved: SavedRun | None = load_saved(self.found) if self.found else None
+        self.state = RunState()
+        if self.saved:
+            if problems := identity_problems(self.saved.contents["identity"], plan.identity, overridden):
+                raise InputError(*problems)
+            if not any(path.startswith("optim.") for path in overridden):
+                self._extend()
+            self.state = RunState(**self.saved.contents["state"])
+            if self.is_new:
+                self._branch()
+        # A crash after a rollback and before the next checkpoint must not bring the bad data back.
+        recorded = strategy.gather(recorded_rollbacks(config.output))[0]
+        self.state.rollbacks = max(self.state.rollbacks, recorded, key=len)
+        metrics.stands_at(self.state.step, self.state.tokens)
+        final = config.output / "final" / MANIFEST_FILE
+        self.is_done: bool = strategy.gather(self.state.step >= self.run.total_steps and final.exists())[0]
+        if not self.is_done:
+            refuse_crash_loop(config.output, self.state.step, strategy)
+
+    def _extend(self) -> None:
+        """Where the budget was raised, goes on from before the decay that ended the shorter run."""
+        planned = self.saved.contents["plan"]
+        self.plan = self.plan.extending(planned)
+        if self.plan.total_steps <= planned["total_steps"] or step_of(self.found) <= planned["stable_until"]:
+            return
+        stable = self.checkpoints.newest_valid(self.strategy.print, at_most=planned["stable_until"])
+        if stable is None:
+            raise InputError(
+                f"budget: the run of {planned['total_steps']:,} steps has decayed its learning rate since step "
+                f"{planned['stable_until']:,}, and no checkpoint from before is left; keep one with "
+                "checkpoint.milestones_every, or name a schedule on the command line to go on from the decayed model, "
+                "such as --optim.schedule constant"
+            )
+        final = self.config.output / "final"
+        with self.strategy.together(SaveFailed):
+            if self.strategy.is_main and final.exists():
+                final.rename(final.with_name(f"final-{self.found.name}"))
+        self.strategy.print(f"goes on from {stable.name}: the learning rate had not begun to decay there")
+        self.checkpoints.discard_after(step_of(stable))
+        self.found, self.saved = stable, load_saved(stable)
+
+    def _branch(self) -> None:
+        """The new run decays from the first step on, and remembers where it came from."""
+        run = self.config.branch_from.rpartition("@")[0]
+        trunk = {"run": run, "step": self.state.step, "tokens": self.state.tokens}
+        if self.state.step > self.saved.contents["plan"]["stable_until"]:
+            raise InputError(
+                f"branch_from: {self.config.branch_from} has begun to decay its learning rate; take a checkpoint of "
+                f"step {self.saved.contents['plan']['stable_until']:,} or before"
+            )
+        self.state.lineage = [*self.state.lineage, trunk]
+        self._anneal(self.config.optim.decay_fraction * self.state.step)
+        self.state.validation_loss = None
+
+    @property
+    def run(self) -> Derived:
+        """The plan as it is in effect: without the data that was left out, with the end that was asked for."""
+        run = self.plan.leaving_out(self.state.left_out)
+        return run.annealing(self.state.anneal_from, self.state.anneal_steps)
+
+    @property
+    def newest(self) -> Path:
+        """The checkpoint that was written last."""
+        return self.checkpoints.folder / f"step-{self.checkpoints.last_step:08d}"
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether this step's checkpoint is written; known to all ranks alike once `finish_saving` has returned."""
+        return self.checkpoints.last_step == self.state.step
+
+    @property
+    def guard_state(self) -> dict[str, Any] | None:
+        """The guard's memory at the checkpoint that the run goes on from."""
+        return self.saved.contents["guard"] if self.saved else None
+
+    def load(self) -> None:
+        """Puts the checkpoint that was found into the model and the optimizer."""
+        if self.saved:
+            self.strategy.load(self.saved.model, self.saved.optimizer)
+            self.strategy.load_state(self.saved.contents["strategy"])
+
+    def save(self, guard_state: Mapping[str, Any], describe: Callable[[Path], None], beat: Callable[[], None]) -> None:
+        """Begins to save a checkpoint of this step, if there is none.
+
+        Args:
+            describe: writes the rest of a HF model folder into the folder given.
+            beat: called after every tensor.
+        """
+        if self.checkpoints.begun_step == self.state.step:
+            return
+        groups = {"model": self.strategy.model_tensors(), "optimizer": self.strategy.optimizer_tensors()}
+        contents = {"state": asdict(self.state), "identity": self.plan.identity, "strategy": self.strategy.state()}
+        contents["plan"] = self.run.planned()
+        contents |= {"guard": guard_state, "validation_loss": self.state.validation_loss}
+        self.checkpoints.save(self.state.step, contents, groups, describe, beat)
+        self.report_saves()
+
+    def finish_saving(self, beat: Callable[[], None], required: bool) -> None:
+        """Waits for the save of this step; required: raises SaveFailed on all ranks if it could not be written."""
+        self.checkpoints.wait(beat)
+        self.report_saves()
+        if required and not self.is_saved:
+            raise SaveFailed(f"the checkpoint of step {self.state.step:,} could not be written: see train.log")
+
+    def report_saves(self) -> None:
+        """Tells of the saves that have ended since the last call; ranks need not call in the same step."""
+        while (save := self.checkpoints.finished()) is not None:
+            if save.problem is None:
+                figures = {"bytes": save.bytes, "seconds": save.seconds, "stall_seconds": save.stall_seconds}
+                self.metrics.write("checkpoint", step=save.step, path=save.folder.name, **figures)
+                self._publish_milestone(save.step)
+            else:
+                what_now = "training goes on, the checkpoints before are as they were"
+                self.metrics.write(
+                    "warning",
+                    step=save.step,
+                    message=f"the checkpoint of step {save.step:,} was not saved: {save.problem}; {what_now}",
+                )
+
+    def _publish_milestone(self, step: int) -> None:
+        milestones = self.config.checkpoint.milestones_every
+        if self.config.hub.every == "milestones" and milestones and step % milestones == 0:
+            publish_beside(self.config, step, self.metrics)
+
+    def anneal(self) -> Derived:
+        """The final decay begins now; returns the run as it is from here on."""
+        if self.state.anneal_from is None:
+            left = self.run.total_steps - self.state.step
+            self._anneal(min(left, self.config.optim.decay_fraction * self.state.step))
+        return self.run
+
+    def _anneal(self, steps: float) -> None:
+        self.state.anneal_from, self.state.anneal_steps = self.state.step, max(1, round(steps))
+
+    def go_back(self, finding: Finding, beat: Callable[[], None] = lambda: None) -> None:
+        """Back to a checkpoint from before what was found, and from there on another way.
+
+        Raises NumericStop where the recipe, the number of rollbacks or the lack of a checkpoint forbid it.
+        """
+        guard, state = self.config.guard, self.state
+        if not finding.roll_back or guard.roll_back == "off" or len(state.rollbacks) >= guard.max_rollbacks:
+            raise NumericStop(f"{finding.message}; the run went back {len(state.rollbacks)} times before")
+        first, last = finding.roll_back
+        log = self.strategy.print
+        target = self.checkpoints.newest_valid(log, at_most=max(first - 1 - guard.distance, 0), beat=beat)
+        target = target or self.checkpoints.newest_valid(log, at_most=first - 1, beat=beat)
+        if target is None:
+            raise NumericStop(f"{finding.message}; there is no checkpoint from before to go back to")
+        self.saved = load_saved(target)
+        earlier = RunState(**self.saved.contents["state"])
+        skips = guard.roll_back == "skip_data"
+        rollback = {
+            "to_step": earlier.step,
+            "first_step": first,
+            "last_step": last,
+            "samples": self.run.batches.samples_of(first - 1, last - 1) if skips else None,
+            "learning_rate_factor": 1.0 if skips else 0.5,
+            "reason": finding.message,
+        }
+        rollbacks = [*state.rollbacks, rollback]
+        # In this order: killed in between, the run comes here again by the same steps. The other way round it could go
+        # on from a checkpoint after the data that it believes to leave out.
+        self.checkpoints.discard_after(earlier.step)
+        if self.strategy.is_main:
+            record_rollbacks(self.config.output, rollbacks)
+        self.state = replace(earlier, rollbacks=rollbacks)
+        self.load()
+        change = f"leaves out the data of steps {first:,} to {last:,}" if skips else "halves the learning rate"
+        self.metrics.write("rollback", step=state.step, **rollback, change=change)

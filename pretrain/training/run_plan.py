@@ -1,0 +1,332 @@
+"""The numbers of a run that follow from its recipe, its model, its data and the number of processes.
+
+They are computed here, printed at the start, and settable nowhere. What cannot work is found here too, all of it at
+once, before anything is built.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pretrain.config import Cadence, RunConfig
+from pretrain.data.batches import Batches, SkippedRange, open_sources
+from pretrain.errors import InputError, Problems
+from pretrain.hardware import DTYPES
+from pretrain.model.attention import choose_attention
+from pretrain.model.build import (
+    check_vocabulary,
+    count_parameters,
+    set_end_of_document,
+)
+from pretrain.model.flops import active_parameters, flops_per_token
+from pretrain.model.inputs import HostBatch, host_batch
+from pretrain.model.model_config import load_text_model_config
+from pretrain.model.pretrained import find_weights
+from pretrain.optim.batch_ramp import BatchRamp, batch_ramp
+from pretrain.optim.learning_rate import (
+    Annealing,
+    Schedule,
+    cooldown_steps_of_infinite,
+    learning_rate_for_batch,
+    learning_rate_for_parameters,
+)
+from pretrain.parallel.strategy import Strategy, device_type, resolve_precision
+from pretrain.runs.addresses import trunk_checkpoint
+from pretrain.runs.publishing.hub_upload import login_problems, offer_problems
+from pretrain.runs.run_folder import checkpoint_folders, output_problem
+from pretrain.training.experts import RouterLosses, router_losses
+from pretrain.training.probe import probe
+from pretrain.training.task_names import task_problems
+from pretrain.training.trackers import tracker_problems
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Everything the loop needs to know before it starts."""
+
+    model_config: Any
+    parameters: int
+    active_parameters: int
+    """Those that a token meets: of a mixture of experts without the experts that it does not choose."""
+    router_losses: RouterLosses
+    flops_per_token: float
+    """See `flops.flops_per_token`."""
+    precision: str
+    attention: str
+    from_hidden_states: bool
+    """See `loss.LanguageModelLoss`."""
+    attention_passed_over: tuple[str, ...]
+    """Faster attention under which this architecture would not train right, and what was found."""
+    ranks: int
+    sequences_per_micro_batch: int
+    ramp: BatchRamp
+    schedule: Schedule | Annealing
+    peak_learning_rate: float
+    batches: Batches
+    identity: dict[str, Any]
+    """What must not change when a run continues."""
+
+    @property
+    def total_steps(self) -> int:
+        return self.ramp.total_steps
+
+    @property
+    def total_tokens(self) -> int:
+        return self.tokens_before(self.total_steps)
+
+    def tokens_before(self, step: int) -> int:
+        """Training tokens of all steps before `step`."""
+        return self.ramp.sequences_before(step) * self.batches.sequence_length
+
+    def micro_steps(self, step: int) -> int:
+        """Forward and backward passes of each process in `step`."""
+        return self.ramp.sequences_at(step) // (self.sequences_per_micro_batch * self.ranks)
+
+    def micro_batch(self, step: int, micro_step: int, strategy: Strategy) -> HostBatch:
+        """What one call of the model in this process takes, still on the host."""
+        ids = self.batches.read(
+            step,
+            micro_step,
+            strategy.data_rank,
+            ranks=strategy.data_ranks,
+            sequences=self.sequences_per_micro_batch * strategy.micro_batches_per_call,
+        )
+        end = self.batches.end_of_document_id if self.batches.data.document_mask else None
+        return host_batch(ids, device=strategy.device, end_of_document_id=end)
+
+    def learning_rate(self, step: int) -> float:
+        return self.schedule.learning_rate(step, self.peak_learning_rate)
+
+    def leaving_out(self, ranges: Sequence[SkippedRange]) -> "Derived":
+        """The same run without these samples; later ones take their place."""
+        return replace(self, batches=self.batches.leaving_out(ranges)) if ranges else self
+
+    def annealing(self, from_step: int | None, steps: int | None) -> "Derived":
+        """The same run, ended by a decay of so many steps that begins at `from_step`; None: as it is."""
+        if from_step is None:
+            return self
+        schedule = Annealing(self.schedule, from_step, steps)
+        return replace(self, schedule=schedule, ramp=replace(self.ramp, total_steps=from_step + steps))
+
+    def extending(self, earlier: Mapping[str, Any]) -> "Derived":
+        """The same run where it is longer than an `earlier` one, of which `planned` speaks: without rewinding
+        the learning rate."""
+        if self.total_steps <= earlier["total_steps"] or self.schedule.name != earlier["schedule"]["name"]:
+            return self
+        return replace(self, schedule=self.schedule.extending(earlier["schedule"]))
+
+    def cut(self, steps: int | None) -> "Derived":
+        """The first so many steps of the same run: the schedule stays that of the whole."""
+        if steps is None or steps >= self.total_steps:
+            return self
+        return replace(self, ramp=replace(self.ramp, total_steps=steps))
+
+    def planned(self) -> dict[str, Any]:
+        """What a checkpoint says of the plan that it was trained by."""
+        schedule = self.schedule.schedule if isinstance(self.schedule, Annealing) else self.schedule
+        return {
+            "total_steps": self.total_steps,
+            "schedule": asdict(schedule),
+            "stable_until": self.schedule.from_step if isinstance(self.schedule, Annealing) else schedule.decays_from,
+        }
+
+    def interval(self, cadence: Cadence, factor: float) -> int | None:
+        """Steps between two events of this cadence; None if it has none."""
+        steps = cadence.every_steps
+        if cadence.every_tokens:
+            steps = cadence.every_tokens / (self.ramp.sequences_per_level[-1] * self.batches.sequence_length)
+        return max(1, round(steps * factor)) if steps else None
+
+
+def derive(config: RunConfig, ranks: int) -> Derived:
+    """Checks a run as a whole. Raises InputError with everything that cannot work."""
+    problems = Problems(place_problems(config))
+    data, batch = config.data, config.batch
+    model_config = problems.attempt(load_text_model_config, config.model)
+    if config.init == "pretrained":
+        problems.attempt(find_weights, config.model)
+    problems += tracker_problems(config.trackers)
+    if config.hub.repository is not None:
+        problems += offer_problems(config.hub.repository, config.publish.license, config.publish.language)
+        problems += login_problems()
+        if config.hub.every == "milestones" and config.checkpoint.milestones_every is None:
+            problems.append(
+                "hub.every: milestones, but checkpoint.milestones_every keeps none: give it a number of steps, or set "
+                "hub.every to end"
+            )
+    readers = problems.attempt(open_sources, data)
+    device = problems.attempt(device_type)
+    precision = problems.attempt(resolve_precision, config.precision) if device else None
+    problems.attempt(
+        choose_attention,
+        config.attention,
+        device_type=device or "cpu",
+        dtype=DTYPES[precision or "fp32"],
+        document_mask=data.document_mask,
+    )
+    sequences_per_step = problems.attempt(sequences_of, config, ranks)
+    if model_config is not None and readers:
+        manifest = next(iter(readers.values())).manifest
+        problems += check_vocabulary(model_config, manifest.vocabulary_size)
+        set_end_of_document(model_config, manifest.end_of_document_id)
+    if model_config is not None:
+        problems += too_long(model_config, data.sequence_length)
+        losses_of_routers = problems.attempt(router_losses, config.loss, model_config)
+    problems.stop_if_any()
+    found = probe(
+        model_config,
+        attention=config.attention,
+        document_mask=data.document_mask,
+        balances=losses_of_routers.balance > 0,
+    )
+
+    parameters, active = count_parameters(model_config), active_parameters(model_config)
+    ramp = problems.attempt(ramp_of, config, sequences_per_step, ranks, active)
+    problems.stop_if_any()
+    schedule = problems.attempt(schedule_of, config, ramp.total_steps)
+    batches = problems.attempt(Batches, data, seed=config.seed, ramp=ramp)
+    problems.stop_if_any()
+    return Derived(
+        model_config=model_config,
+        parameters=parameters,
+        active_parameters=active,
+        router_losses=losses_of_routers,
+        flops_per_token=flops_per_token(model_config, data.sequence_length),
+        precision=precision,
+        attention=found.attention,
+        from_hidden_states=found.from_hidden_states,
+        attention_passed_over=found.passed_over,
+        ranks=ranks,
+        sequences_per_micro_batch=batch.sequences_per_micro_batch,
+        ramp=ramp,
+        schedule=schedule,
+        peak_learning_rate=peak_learning_rate(config, parameters, sequences_per_step),
+        batches=batches,
+        identity=identity_of(config, model_config, batches),
+    )
+
+
+def place_problems(config: RunConfig) -> list[str]:
+    """What is wrong with the places and names that the run will come to: its folder, its trunk, its benchmarks."""
+    problems = Problems()
+    output = output_problem(config.output)
+    problems += [output] if output else []
+    if config.branch_from is not None and not (not output and checkpoint_folders(config.output)):
+        problems.attempt(trunk_checkpoint, config.branch_from)
+    evaluation = config.evaluation
+    if evaluation.every_steps or evaluation.every_tokens:
+        problems += task_problems(evaluation.tasks, evaluation.include_path)
+    return problems
+
+
+def sequences_of(config: RunConfig, ranks: int) -> int:
+    """Sequences per optimizer step over all ranks; the batch must come out whole."""
+    batch, length = config.batch, config.data.sequence_length
+    levels = round(1 / batch.ramp.start) if batch.ramp else 1
+    group = levels * batch.sequences_per_micro_batch * length * ranks
+    if batch.tokens_per_step % group:
+        below, above = batch.tokens_per_step // group * group, math.ceil(batch.tokens_per_step / group) * group
+        nearest = f"{below:,} or {above:,}" if below else f"{above:,}"
+        factors = (
+            f"{batch.sequences_per_micro_batch} sequences per micro-batch x {length:,} tokens x {ranks} processes"
+        )
+        factors += f" x {levels} ramp levels" if levels > 1 else ""
+        raise InputError(
+            f"batch.tokens_per_step: {batch.tokens_per_step:,} is not a multiple of {factors} = {group:,}; "
+            f"nearest: {nearest}"
+        )
+    return batch.tokens_per_step // length
+
+
+def ramp_of(config: RunConfig, sequences_per_step: int, ranks: int, active: int) -> BatchRamp:
+    """The batch over the run. active: parameters that a token meets, by which a budget per parameter counts."""
+    budget, length = config.budget, config.data.sequence_length
+    tokens = budget.tokens
+    if budget.tokens_per_parameter:
+        tokens = round(budget.tokens_per_parameter * active)
+    ramp = config.batch.ramp
+    return batch_ramp(
+        sequences_per_step,
+        sequences_per_group=config.batch.sequences_per_micro_batch * ranks,
+        total_sequences=None if budget.steps else math.ceil(tokens / length),
+        total_steps=budget.steps,
+        ramp_from=ramp.start if ramp else 1.0,
+        ramp_over=ramp.over if ramp else 0.0,
+    )
+
+
+def schedule_of(config: RunConfig, total_steps: int) -> Schedule:
+    optim = config.optim
+    return Schedule(
+        name=optim.schedule,
+        total_steps=total_steps,
+        warmup_steps=optim.warmup_steps,
+        final_ratio=optim.final_ratio,
+        decay_steps=round(optim.decay_fraction * total_steps) if optim.schedule == "wsd" else None,
+        decay_shape=optim.decay_shape,
+        cooldown_steps=cooldown_steps_of_infinite(
+            total_steps, config.batch.tokens_per_step, optim.min_cooldown_tokens, optim.cooldown_fraction
+        ),
+        constant_ratio=optim.constant_ratio,
+        anneal_steps=round(optim.anneal_fraction * total_steps) if optim.schedule == "infinite" else 0,
+    )
+
+
+def peak_learning_rate(config: RunConfig, parameters: int, sequences_per_step: int) -> float:
+    optim = config.optim
+    if optim.base_learning_rate is not None:
+        return learning_rate_for_batch(optim.base_learning_rate, sequences_per_step)
+    if optim.learning_rate == "auto":
+        return learning_rate_for_parameters(parameters, optim.name)
+    return optim.learning_rate
+
+
+def too_long(model_config: Any, sequence_length: int) -> list[str]:
+    """The problem, if the sequences are longer than the model's positions."""
+    longest = getattr(model_config, "max_position_embeddings", None)
+    if longest is None or sequence_length <= longest:
+        return []
+    return [
+        f"data.sequence_length: {sequence_length:,} is more than the model's max_position_embeddings, {longest:,}; "
+        "shorten the sequences or raise it in the model's JSON"
+    ]
+
+
+def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[str, Any]:
+    """Settings under which a checkpoint continues exactly; JSON values by the dotted path that sets them."""
+    architecture = {k: v for k, v in model_config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
+    data_of = {folder: reader.manifest.sha256[:16] for folder, reader in batches.readers.items()}
+    mixtures = [
+        {
+            "until": stage.until,
+            "train": [(str(s.shards), data_of[str(s.shards)], s.weight, s.max_epochs) for s in stage.train],
+        }
+        for stage in config.data.mixtures
+    ]
+    identity = {
+        "model": hashlib.sha256(json.dumps(architecture, sort_keys=True, default=str).encode()).hexdigest()[:16],
+        "seed": config.seed,
+        "data.stages" if config.data.stages else "data.train": mixtures,
+        "data.sequence_length": config.data.sequence_length,
+        "data.document_mask": config.data.document_mask,
+        "data.sampling": config.data.sampling,
+        "batch.tokens_per_step": config.batch.tokens_per_step,
+        "batch.ramp": config.batch.ramp.model_dump(by_alias=True) if config.batch.ramp else None,
+        "optim.name": config.optim.name,
+    }
+    return json.loads(json.dumps(identity))
+
+
+def identity_problems(saved: dict[str, Any], now: dict[str, Any], overridden: frozenset[str]) -> list[str]:
+    """What differs from the checkpoint, less what the command line names."""
+    return [
+        f"{path}: the run was started with {json.dumps(saved.get(path))}, the recipe now says "
+        f"{json.dumps(now.get(path))}; restore it, choose another --output, or accept it with --{path} on the "
+        "command line"
+        for path in sorted(saved.keys() | now.keys())
+        if saved.get(path) != now.get(path)
+        and not any(name == path or name.startswith(f"{path}.") for name in overridden)
+    ]

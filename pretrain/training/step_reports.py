@@ -1,0 +1,108 @@
+"""What every rank knows of a step: its loss over all data, its gradient norm, and what any rank was asked to do.
+
+Figures cross from the device to the host, and then between the ranks, behind the steps that follow, so that no step
+waits for its own. All ranks get the same reports at the same step, and so decide alike without another word.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pretrain.checkpoint.run_state import Request
+from pretrain.parallel.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step as all ranks know it."""
+
+    step: int
+    """Steps taken, this one included."""
+    loss: float
+    """Cross entropy per token, mean over all tokens of the step, in nats."""
+    grad_norm: float
+    """Of the whole model, before clipping."""
+    skipped: bool
+    """The gradient was not finite, and the weights stayed as they were."""
+    request: Request
+
+
+@dataclass
+class _Pending:
+    step: int
+    figures: torch.Tensor
+    """(4,) float32 on the host: loss, grad_norm, skipped, whether the loss counts; on its way from a GPU."""
+    arrived: torch.cuda.Event | None
+    request: int
+    answers: list[torch.Tensor] | None = None
+    work: dist.Work | None = None
+
+
+class Consensus:
+    """Exchanges the figures of each step. All ranks call together."""
+
+    def __init__(self, strategy: Strategy):
+        self.strategy = strategy
+        self.speaks = torch.tensor(float(strategy.speaks), device=strategy.device)
+        self._pending: deque[_Pending] = deque()
+
+    def exchange(
+        self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, request: Request
+    ) -> list[StepReport]:
+        """Hands in this rank's figures of `step`, on the device; returns reports of earlier steps that have arrived.
+
+        Ranks get the same reports from the same call: how many are under way depends on the device, not on time.
+        """
+        figures = torch.stack([loss.float(), grad_norm.float(), skipped.float(), self.speaks])
+        arrived = None
+        if figures.is_cuda:
+            figures = torch.empty(4, pin_memory=True).copy_(figures, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        pending = _Pending(step, figures, arrived, request)
+        self._pending.append(pending)
+        # On a CPU the figures are here now; on a GPU those of the step before are, while the device computes this one.
+        ready = pending if arrived is None else self._pending[-2] if len(self._pending) > 1 else None
+        if ready is not None:
+            self._send(ready)
+        return [self._receive() for _ in range(len(self._pending) - (1 if arrived is None else 2))]
+
+    def agree(self, request: Request) -> Request:
+        """The most urgent of what the ranks were asked for, now; between steps, all ranks together."""
+        if self.strategy.ranks == 1:
+            return request
+        most_urgent = torch.tensor(int(request))
+        dist.all_reduce(most_urgent, op=dist.ReduceOp.MAX, group=self.strategy.host_group)
+        return Request(int(most_urgent))
+
+    def settle(self) -> list[StepReport]:
+        """Waits for what is under way; returns the reports up to the last step handed in."""
+        for pending in self._pending:
+            self._send(pending)
+        return [self._receive() for _ in range(len(self._pending))]
+
+    def _send(self, pending: _Pending) -> None:
+        if pending.answers is not None:
+            return
+        if pending.arrived is not None:
+            pending.arrived.synchronize()
+        mine = torch.cat([pending.figures.double(), torch.tensor([float(pending.request)], dtype=torch.float64)])
+        pending.answers = [mine]
+        if self.strategy.ranks > 1:
+            pending.answers = [torch.empty_like(mine) for _ in range(self.strategy.ranks)]
+            pending.work = dist.all_gather(pending.answers, mine, group=self.strategy.host_group, async_op=True)
+
+    def _receive(self) -> StepReport:
+        pending = self._pending.popleft()
+        if pending.work is not None:
+            pending.work.wait()
+        losses, norms, skipped, speaks, requests = torch.stack(pending.answers).unbind(1)
+        return StepReport(
+            step=pending.step,
+            loss=losses[speaks > 0].mean().item(),
+            grad_norm=norms.max().item(),
+            skipped=bool(skipped.max() > 0),
+            request=Request(int(requests.max())),
+        )

@@ -1,0 +1,193 @@
+"""What looks after the steps of a run: agreement of the ranks, the guard, signals, and commands from outside."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pretrain.checkpoint.run_state import RunStopped
+from pretrain.config import RunConfig
+from pretrain.errors import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from pretrain.parallel.replicas import differences
+from pretrain.parallel.strategy import Strategy
+from pretrain.runs.control import Control
+from pretrain.runs.run_folder import LOCK_FILE
+from pretrain.training.guard import Finding, Guard
+from pretrain.training.metrics import Metrics
+from pretrain.training.run_plan import Derived
+from pretrain.training.step_reports import Consensus, Request, StepReport
+from pretrain.training.watchdog import Watch
+
+ENDS = {
+    Request.PREEMPT: "preempted",
+    Request.INTERRUPT: "interrupted",
+    Request.STOP: "stopped",
+    Request.ABORT: "aborted",
+}
+"""How the end of a run that was asked for reads."""
+
+
+class CopiesDiffer(RunStopped):
+    """Ranks that should hold the same weights do not; a restart from the last checkpoint mends that."""
+
+    exit_code = CRASHED
+
+
+class CutShort(Exception):
+    """The run is to end, and all ranks leave, at the same place, what they did between two steps."""
+
+
+@dataclass
+class Outcome:
+    """What all ranks know and decide after a step, alike."""
+
+    reports: list[StepReport]
+    """Of the steps whose figures have arrived: up to this step, if it was waited for."""
+    bad: Finding | None = None
+    """Why training should not simply go on."""
+    skipped_steps: int = 0
+
+    @property
+    def report(self) -> StepReport:
+        """The last step's."""
+        return self.reports[-1]
+
+
+@dataclass
+class Supervisor:
+    """Called by all ranks after every step, and now and then during what is done between steps.
+
+    Args:
+        guard_state: the guard's memory from the checkpoint that the run continues.
+        start_id: names this start of the run, for commands that are meant for it.
+    """
+
+    config: RunConfig
+    strategy: Strategy
+    metrics: Metrics
+    start_id: str
+    guard_state: dict[str, Any] | None = None
+    scales_loss: bool = False
+    watch: Watch = field(init=False)
+    request: Request = field(default=Request.NONE, init=False)
+    """What was asked for and is not done yet, as all ranks know it."""
+
+    def __post_init__(self):
+        strategy, guard = self.strategy, self.config.guard
+        self.consensus = Consensus(strategy)
+        self.guard = Guard(guard, self.guard_state, scales_loss=self.scales_loss)
+        self.control = Control(self.config.output, self.start_id, warn=self._warn)
+        here = socket.gethostname(), pid_namespace()
+        processes = strategy.gather((here, os.getpid()))
+        self.watch = Watch(
+            self.config.output,
+            strategy.rank,
+            [pid for rank, (host, pid) in enumerate(processes) if host == here and rank != strategy.rank],
+            step_timeout_seconds=guard.step_timeout_seconds,
+            first_step_timeout_seconds=guard.first_step_timeout_seconds,
+            held=self.config.output / LOCK_FILE if strategy.is_main else None,
+            on_end=lambda reason, code: self.metrics.end(code, reason),
+        )
+
+    def after_step(
+        self,
+        step: int,
+        figures: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        run: Derived,
+        *,
+        settle: bool,
+    ) -> Outcome:
+        """Hands in (loss, gradient norm, skipped) of `step`, on the device; tells what is known and to be done.
+
+        settle: wait for this very step, because something is going to be done with it.
+        """
+        self.watch.beat(step)
+        outcome = Outcome(self.consensus.exchange(step, *figures, self._asked()))
+        if settle:
+            outcome.reports += self.consensus.settle()
+        for report in outcome.reports:
+            self._judge(report, run, outcome)
+        return outcome
+
+    def _asked(self) -> Request:
+        """What this rank was asked for; a command once, a signal as long as the process lives."""
+        command = self.control.poll() if self.strategy.is_main else None
+        return max(self.watch.request, Request[command.upper()] if command else Request.NONE)
+
+    def listen(self) -> None:
+        """Long work between two steps has come a little further, on all ranks: was the run asked for anything?"""
+        self.watch.beat()
+        self.request = max(self.request, self.consensus.agree(self._asked()))
+
+    def listen_or_leave(self) -> None:
+        """Raises CutShort on all ranks at the same call if the run is to end: SLURM and torchrun do not wait long."""
+        self.listen()
+        if self.ends:
+            raise CutShort
+
+    @contextmanager
+    def leaving(self, work: str) -> Iterator[None]:
+        """Around work that may be left: the run goes on after it, without its results."""
+        try:
+            yield
+        except CutShort:
+            self._warn(f"{work} left unfinished: the run is to end")
+
+    @property
+    def ends(self) -> bool:
+        """Whether the run was asked to end."""
+        return self.request > Request.ANNEAL
+
+    def _judge(self, report: StepReport, run: Derived, outcome: Outcome) -> None:
+        self.request = max(self.request, report.request)
+        if report.skipped:
+            outcome.skipped_steps += 1
+            self.metrics.write("skip", step=report.step, steps=1, loss=report.loss, grad_norm=report.grad_norm)
+        if run.batches.begins_segment(report.step - 1):
+            self.guard.forget()
+        for finding in self.guard.judge(report):
+            if finding.roll_back or finding.stop:
+                outcome.bad = finding
+            self.metrics.write(finding.event, step=finding.step, message=finding.message, **finding.values)
+
+    def answer(self, step: int, total_steps: int, done: bool = True) -> None:
+        """What was asked for is over with; if it was done, whoever sent a command is told."""
+        if done and self.request in (Request.SAVE, Request.ANNEAL, Request.STOP, Request.ABORT):
+            self.metrics.write("control", step=step, command=self.request.name.lower(), total_steps=total_steps)
+            self.control.acknowledge(step)
+        self.request = Request.NONE
+
+    def end(self, step: int, total_steps: int) -> int:
+        """The run ends because somebody asked for it; returns the exit status."""
+        code = EXIT_PREEMPTED if self.request == Request.PREEMPT else EXIT_INTERRUPTED
+        saved = "nothing saved" if self.request == Request.ABORT else f"saved at step {step:,}"
+        reason = f"{ENDS[self.request]}, {saved}; the same command continues"
+        self.answer(step, total_steps)
+        self.watch.close()
+        self.metrics.end(code, reason)
+        return code
+
+    def go_back(self, guard_state: dict[str, Any] | None) -> None:
+        """Training has gone back: figures on their way from the steps after that count no more; requests do."""
+        self.request = max([self.request, *(report.request for report in self.consensus.settle())])
+        self.guard = Guard(self.config.guard, guard_state, scales_loss=self.scales_loss)
+
+    def compare_copies(self) -> None:
+        """Raises CopiesDiffer on all ranks if some hold other weights than the rest."""
+        if found := differences(self.strategy.replicas(), self.strategy.device):
+            raise CopiesDiffer(f"copies of the weights differ: {'; '.join(found)}")
+
+    def _warn(self, text: str) -> None:
+        self.metrics.write("warning", message=text)
+
+
+def pid_namespace() -> str | None:
+    """Within which process ids mean the same: containers of one host name may each count their own."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None

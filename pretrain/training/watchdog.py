@@ -1,0 +1,236 @@
+"""A thread beside the loop: signals, heartbeats, hangs and dead neighbours.
+
+The loop cannot look after itself while it waits for another rank inside a collective: Python runs signal handlers in
+the main thread, and that thread may never come back. This one wakes for every signal and every fraction of a second.
+"""
+
+import faulthandler
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from pretrain.checkpoint.run_state import Request
+from pretrain.errors import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from pretrain.processes import is_alive, process_state
+from pretrain.runs.run_folder import heartbeat_path
+
+SIGNALS = {
+    signal.SIGTERM: Request.PREEMPT,
+    signal.SIGUSR1: Request.PREEMPT,  # SLURM's --signal=USR1@300
+    signal.SIGHUP: Request.PREEMPT,  # the terminal or the connection is gone
+    signal.SIGINT: Request.INTERRUPT,
+}
+END_CODES = {Request.PREEMPT: EXIT_PREEMPTED, Request.INTERRUPT: EXIT_INTERRUPTED}
+SAME_SIGNAL_SECONDS = 1.0
+"""Ctrl-C reaches a process from the terminal and from its launcher: signals this close together are one."""
+HEARTBEAT_SECONDS, HEARTBEAT_SECONDS_OF_OTHERS = 2.0, 10.0
+ORPHAN_SECONDS = 3.0
+"""How long a launcher has to end the others itself after one of its processes died."""
+LAST_WORDS_SECONDS = 3.0
+"""A tracker without a network, or a terminal that nobody reads, may take so long at the end and no longer."""
+OWN_PAUSE_SECONDS = 5.0
+"""A watch that was late by more, or by half of a step's timeout, was itself stopped, with the whole process: a Ctrl-Z,
+a machine that slept."""
+LAUNCHER = os.getppid()
+"""As of the import, long before training: a launcher may die while its processes load."""
+
+
+class Watch:
+    """Watches over one rank from `start` to `close`.
+
+    Args:
+        run: the run's folder; heartbeats and stacks go into it.
+        rank: this process; rank 0 beats more often.
+        neighbours: process ids of the other ranks on this machine.
+        step_timeout_seconds, first_step_timeout_seconds: between two beats; the first one counts until the first beat.
+        held: a file whose holder must show that it is alive: the run's lock.
+        on_end: called with the reason and the exit status before a hang, a dead neighbour or a second signal ends this
+            process; it gets a few seconds.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        rank: int,
+        neighbours: Iterable[int],
+        *,
+        step_timeout_seconds: float,
+        first_step_timeout_seconds: float,
+        held: Path | None = None,
+        on_end: Callable[[str, int], None] = lambda reason, code: None,
+    ):
+        self.run, self.rank, self.neighbours = run, rank, list(neighbours)
+        self.step_timeout_seconds = step_timeout_seconds
+        self.held, self.on_end = held, on_end
+        self.request = Request.NONE
+        """What signals have asked for so far."""
+        self.step = 0
+        self._timeout = first_step_timeout_seconds
+        self._last_beat = time.monotonic()
+        self._last_heartbeat = self._first_signal = self._neighbour_died = None
+        self._stopped_since: dict[int, float] = {}
+        launched = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
+        self._launcher = LAUNCHER if launched else None
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+
+    def start(self) -> None:
+        """From the main thread: from here on a signal is a request to the loop, and silence of the loop a hang."""
+        self.heartbeat_path.parent.mkdir(parents=True, exist_ok=True)
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup means it
+                signal.signal(number, lambda *_: None)  # Python writes to the socket only for signals it handles
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._last_beat = time.monotonic()
+        self._thread.start()
+
+    def beat(self, step: int | None = None) -> None:
+        """The loop is alive; with the number of steps taken, once a step is done."""
+        if step is not None:
+            self.step, self._timeout = step, self.step_timeout_seconds
+        self._last_beat = time.monotonic()
+
+    def close(self) -> None:
+        """Before the ranks part: an end in good order must not be taken for a death. Signals count no more."""
+        self._closed.set()
+        self._writer.send(b"\0")
+        self._thread.join()
+        signal.set_wakeup_fd(-1)
+        self.heartbeat_path.unlink(missing_ok=True)
+
+    @property
+    def thread_id(self) -> int | None:
+        """The kernel's number of the watching thread, once it runs."""
+        return self._thread.native_id
+
+    @property
+    def heartbeat_path(self) -> Path:
+        return heartbeat_path(self.run, self.rank)
+
+    def _watch(self) -> None:
+        tick = min(0.5, self.step_timeout_seconds / 40)
+        own_pause = max(min(OWN_PAUSE_SECONDS, self.step_timeout_seconds / 2), 2 * tick)
+        woke = time.monotonic()
+        while not self._closed.is_set():
+            ready, _, _ = select.select([self._reader], [], [], tick)
+            was, woke = woke, time.monotonic()
+            if woke - was > own_pause:
+                self._forgive(woke - was)
+            numbers = self._reader.recv(64) if ready else b""
+            if self._closed.is_set():
+                return
+            for number in numbers:
+                if number in SIGNALS:
+                    self._take(signal.Signals(number))
+            self._heartbeat()
+            self._look_at_launcher()
+            self._look_at_neighbours()
+            if time.monotonic() - self._last_beat > self._timeout:
+                self._end_hang()
+
+    def _forgive(self, seconds: float) -> None:
+        """The process itself stood still for so long: no hang of the loop, nor of the neighbours."""
+        self._last_beat += seconds
+        self._stopped_since.clear()
+        if self._neighbour_died is not None:
+            self._neighbour_died += seconds
+
+    def _take(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self._first_signal is None:
+            self._first_signal = now
+            self.request = max(self.request, SIGNALS[number])
+            self._say(f"{number.name}: saves and ends after this step; a second signal ends at once")
+        elif now - self._first_signal > SAME_SIGNAL_SECONDS:
+            self._end(f"{number.name} after a first signal: ends at once, nothing saved", END_CODES[SIGNALS[number]])
+
+    def _heartbeat(self) -> None:
+        now = time.monotonic()
+        interval = HEARTBEAT_SECONDS if self.rank == 0 else HEARTBEAT_SECONDS_OF_OTHERS
+        if self._last_heartbeat is not None and now - self._last_heartbeat < interval:
+            return
+        self._last_heartbeat = now
+        beat = {"pid": os.getpid(), "host": socket.gethostname(), "step": self.step, "time": time.time()}
+        beat["silent_seconds"] = round(now - self._last_beat, 1)
+        try:
+            fresh = self.heartbeat_path.with_suffix(".new")
+            fresh.write_text(json.dumps(beat))
+            fresh.rename(self.heartbeat_path)
+            if self.held is not None:
+                os.utime(self.held)
+        except OSError:
+            return  # a disk that is full or away for a moment is no reason to end a run
+
+    def _look_at_launcher(self) -> None:
+        if self._launcher is not None and os.getppid() != self._launcher:
+            self._launcher = None
+            self.request = max(self.request, Request.PREEMPT)
+            self._say("the launcher has died: saves and ends after this step")
+
+    def _look_at_neighbours(self) -> None:
+        dead = [pid for pid in self.neighbours if not is_alive(pid)]
+        if not dead:
+            self._look_for_stopped()
+            return
+        if self._neighbour_died is None:
+            self._neighbour_died = time.monotonic()
+        # The launcher's SIGTERM after a death asks for an end, not for a save in which the dead would take part.
+        if self._first_signal is not None or time.monotonic() - self._neighbour_died > ORPHAN_SECONDS:
+            self._end(f"process {', '.join(map(str, dead))} of this run has died", CRASHED)
+
+    def _look_for_stopped(self) -> None:
+        """A neighbour that was stopped while this loop waits for a disk and beats: it is the one that hangs."""
+        now = time.monotonic()
+        stopped = [pid for pid in self.neighbours if process_state(pid) == "T"]
+        self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
+        if stopped and now - min(self._stopped_since.values()) > self._timeout:
+            self._end_hang(f"process {', '.join(map(str, stopped))} of this run is stopped")
+
+    def _end_hang(self, cause: str = "no progress") -> None:
+        seconds = time.monotonic() - self._last_beat
+        path = self.run / f"stacks-rank-{self.rank:05d}.txt"
+        reason = f"{cause}, {seconds:.0f} s after step {self.step:,}; the stacks are in {path}"
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self.rank}: {reason}\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:
+            reason += f", which could not be written ({error})"
+        time.sleep(min(2.0, self.step_timeout_seconds / 16))  # the others write theirs, then all end
+        for pid in self.neighbours:
+            if process_state(pid) == "T":  # stopped: it hears no signal but this
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        self._end(reason, CRASHED)
+
+    def _end(self, reason: str, code: int) -> None:
+        """Ends the process, whatever becomes of the last words: they go through disks, pipes and networks."""
+        speaker = threading.Thread(target=self._last_words, args=(reason, code), name="last words", daemon=True)
+        speaker.start()
+        speaker.join(timeout=LAST_WORDS_SECONDS)
+        os._exit(code)
+
+    def _last_words(self, reason: str, code: int) -> None:
+        self._say(reason)
+        try:
+            self.on_end(reason, code)
+        except (OSError, ValueError, RuntimeError) as error:
+            self._say(f"the end could not be recorded: {error}")
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+
+    def _say(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # nobody may be left to read it, and the watch goes on
+            print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
