@@ -5,13 +5,13 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
 
 from pretrain import hardware
 from pretrain.errors import InputError
 from pretrain.hardware import ONEDNN_ISAS_WITHOUT_BF16, emulation_of_bf16, missing_bf16, peak_flops
 from pretrain.parallel import strategy
 from pretrain.parallel.strategy import device_type, resolve_precision
+from support.project import ROOT
 
 OLD_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 CPU = torch.device("cpu")

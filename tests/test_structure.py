@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, cpu_seconds, run_script
 
 from pretrain.model.model_config import load_model_config
 from pretrain.recipe import list_fields, read_run_config
+from support.project import ROOT, cpu_seconds, run_script
 
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 MODULES = sorted((ROOT / "pretrain").rglob("*.py"))

@@ -1,0 +1,176 @@
+"""The order of the data: every window once, by weight, at any position at once, on any number of ranks."""
+
+import json
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from pretrain.config import Data
+from pretrain.data.batches import PATTERN_LENGTH, Batches, Permutation, interleave
+from pretrain.errors import InputError
+from pretrain.model.inputs import model_inputs
+from pretrain.optim.batch_ramp import batch_ramp
+from support.numbered_shards import write_shards
+
+LENGTH = 16
+
+
+def batches_of(*sources, steps=100, sequences=4, seed=1, sampling="epochs", stages=None, skipped=(), ramp_from=1.0):
+    data = {"sequence_length": LENGTH, "sampling": sampling}
+    data |= {"stages": stages} if stages else {"train": list(sources)}
+    ramp = batch_ramp(sequences, total_steps=steps, ramp_from=ramp_from, ramp_over=0.5 if ramp_from < 1 else 0.0)
+    return Batches(Data(**data), seed=seed, ramp=ramp, skipped=skipped)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 65, 1000, 4097])
+def test_a_permutation_visits_everything_once(size):
+    assert sorted(Permutation(size, key=7)(np.arange(size))) == list(range(size))
+
+
+def test_permutations_differ_by_key_and_do_not_drift():
+    positions = np.arange(10_000)
+    first, second = Permutation(10_000, 1)(positions), Permutation(10_000, 2)(positions)
+    assert (first == second).mean() < 0.01
+    # A random order has no correlation with position: |r| of 10,000 pairs stays below 5 standard errors of 0.01.
+    assert abs(np.corrcoef(positions, first)[0, 1]) < 0.05
+    assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 0.05
+
+
+def test_every_window_once_per_epoch_in_a_new_order(tmp_path):
+    folder = write_shards(tmp_path / "a", 20 * LENGTH + 5, files=3)
+    batches = batches_of({"shards": folder}, steps=15)
+    starts = [start for _, start in batches.locate(0, 60)]
+    epochs = [starts[0:20], starts[20:40], starts[40:60]]
+    for epoch in epochs:
+        assert sorted(epoch) == [window * LENGTH for window in range(20)]
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_a_window_is_the_text_with_its_next_token(tmp_path):
+    batches = batches_of({"shards": write_shards(tmp_path / "a", 500, files=4)})
+    ids = batches.read(3, 0, 0, ranks=1, sequences=4)
+    assert ids.shape == (4, LENGTH + 1) and ids.dtype == np.uint16
+    assert (np.diff(ids.astype(int), axis=1) == 1).all(), "windows must run across shard files"
+    inputs = model_inputs(ids, device=torch.device("cpu"), attention="groundwork_sdpa", end_of_document_id=None)
+    assert (inputs["targets_BT"] == inputs["input_ids_BT"] + 1).all()
+
+
+@pytest.mark.parametrize(("ranks", "sequences"), [(1, 12), (2, 6), (2, 3), (4, 3), (3, 1)])
+def test_the_samples_of_a_step_do_not_depend_on_ranks_or_micro_batches(tmp_path, ranks, sequences):
+    batches = batches_of({"shards": write_shards(tmp_path / "a", 3000)}, sequences=12)
+    reads = [
+        batches.read(5, micro_step, rank, ranks=ranks, sequences=sequences)
+        for micro_step in range(12 // (ranks * sequences))
+        for rank in range(ranks)
+    ]
+    whole = batches.read(5, 0, 0, ranks=1, sequences=12)
+    assert (np.concatenate(reads) == whole).all()
+
+
+def test_weights_hold_at_every_length(tmp_path):
+    sources = [
+        {"shards": write_shards(tmp_path / n, 900), "weight": w} for n, w in (("a", 0.7), ("b", 0.2), ("c", 0.1))
+    ]
+    located = [source for source, _ in batches_of(*sources, steps=5000).locate(0, 20_000)]
+    for length in (10, 100, 1000, 20_000):
+        counts = Counter(located[:length])
+        for number, weight in enumerate((0.7, 0.2, 0.1)):
+            assert abs(counts[number] - weight * length) <= 2
+
+
+def test_interleaving_keeps_rare_sources():
+    pattern = interleave(np.array([1e6, 1.0, 0.0]))
+    assert len(pattern) == PATTERN_LENGTH
+    assert Counter(pattern.tolist()) == {0: PATTERN_LENGTH - 1, 1: 1}
+
+
+def test_an_epoch_cap_hands_over_to_the_other_sources(tmp_path):
+    small = {"shards": write_shards(tmp_path / "small", 10 * LENGTH + 1), "max_epochs": 2}
+    large = {"shards": write_shards(tmp_path / "large", 4000)}
+    located = batches_of(small, large, steps=100).locate(0, 400)
+    visits = Counter(start for source, start in located if source == 0)
+    assert visits == dict.fromkeys(range(0, 10 * LENGTH, LENGTH), 2)
+    assert {source for source, _ in located[100:]} == {1}
+
+
+def test_data_that_runs_out_is_refused_with_the_numbers(tmp_path):
+    source = {"shards": write_shards(tmp_path / "a", 10 * LENGTH + 1), "max_epochs": 2}
+    with pytest.raises(InputError, match=r"used up .* at 320 of 6,400 tokens; raise max_epochs"):
+        batches_of(source, steps=100)
+
+
+def test_a_curriculum_changes_mixture_where_it_says(tmp_path):
+    easy, hard = write_shards(tmp_path / "easy", 900), write_shards(tmp_path / "hard", 900)
+    stages = [{"until": "25%", "train": [{"shards": easy}]}, {"train": [{"shards": hard}]}]
+    located = [source for source, _ in batches_of(stages=stages, steps=100).locate(0, 400)]
+    assert located == [0] * 100 + [1] * 300
+
+
+def test_random_windows_start_anywhere(tmp_path):
+    batches = batches_of({"shards": write_shards(tmp_path / "a", 1000)}, sampling="random_windows", steps=500)
+    starts = np.array([start for _, start in batches.locate(0, 2000)])
+    assert starts.min() >= 0 and starts.max() + LENGTH + 1 <= 1000
+    assert len(set(starts % LENGTH)) == LENGTH
+    assert abs(starts.mean() - 492) < 5 * 284 / 2000**0.5, "uniform over [0, 984): five standard errors"
+
+
+def test_skipped_samples_are_left_out_and_the_rest_keeps_its_order(tmp_path):
+    folder = write_shards(tmp_path / "a", 3000)
+    whole = batches_of({"shards": folder}).locate(0, 100)
+    skipping = batches_of({"shards": folder}, skipped=[(10, 5), (40, 20)]).locate(0, 75)
+    assert skipping == whole[:10] + whole[15:40] + whole[60:]
+
+
+def test_another_seed_is_another_order(tmp_path):
+    folder = write_shards(tmp_path / "a", 3000)
+    assert batches_of({"shards": folder}, seed=1).locate(0, 50) != batches_of({"shards": folder}, seed=2).locate(0, 50)
+
+
+def test_a_ramp_reads_on_where_the_smaller_steps_ended(tmp_path):
+    batches = batches_of({"shards": write_shards(tmp_path / "a", 3000)}, sequences=8, ramp_from=0.5, steps=20)
+    reads = [batches.read(s, 0, 0, ranks=1, sequences=batches.ramp.sequences_at(s)) for s in range(20)]
+    assert {len(ids) for ids in reads} == {4, 8}
+    assert [int(row[0]) for ids in reads for row in ids] == [
+        start for _, start in batches.locate(0, batches.ramp.total_sequences)
+    ]
+
+
+def test_any_step_is_found_in_under_a_millisecond(tmp_path):
+    batches = batches_of({"shards": write_shards(tmp_path / "a", 3000)}, steps=10**9, sequences=512)
+
+    def seconds(step) -> float:
+        """The least of three steps that follow each other: the machine may do something else in one of them."""
+        taken = []
+        for number in range(step, step + 3):
+            start = time.perf_counter()
+            batches.read(number, 0, 0, ranks=64, sequences=8)
+            taken.append(time.perf_counter() - start)
+        return min(taken)
+
+    seconds(0)
+    slowest = max(map(seconds, range(10**8, 10**9, 10**8)))
+    assert slowest < max(0.01, 10 * seconds(3)), "a replay of so many steps would take minutes"
+
+
+def test_bad_sources_are_all_named(tmp_path):
+    short, other = write_shards(tmp_path / "short", LENGTH), write_shards(tmp_path / "other", 900, tokenizer="u")
+    with pytest.raises(InputError) as caught:
+        batches_of({"shards": tmp_path / "none"}, {"shards": tmp_path / "gone"})
+    assert len(caught.value.problems) == 2
+    with pytest.raises(InputError, match="fewer than one sequence of 16"):
+        batches_of({"shards": short})
+    with pytest.raises(InputError, match="different tokenizers"):
+        batches_of({"shards": other}, {"shards": write_shards(tmp_path / "a", 900)})
+
+
+def test_an_id_outside_the_vocabulary_names_its_shards(tmp_path):
+    folder = write_shards(tmp_path / "a", 900, vocabulary=50_000)
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"vocabulary_size": 500}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    batches = batches_of({"shards": folder})
+    with pytest.raises(InputError, match=r"a: id \d+ in the training tokens .* outside the vocabulary of 500"):
+        for step in range(10):
+            batches.read(step, 0, 0, ranks=1, sequences=4)

@@ -1,0 +1,133 @@
+"""Ids that others prepared: nanoGPT's and Megatron's files, as their public readers define them."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import yaml
+
+from pretrain.data import megatron
+from pretrain.data.shards import open_shards, read_manifest, verify_shards
+from pretrain.errors import InputError
+from support.prepared import stream_of, texts, write_jsonl
+from support.project import events, run_script
+
+# Documents of 3, 1 and 4 ids in uint16: magic, version 1, type 8, 3 sequences, 4 boundaries; then the three lengths as
+# int32, their byte offsets 0, 6, 8 as int64, and the boundaries 0 to 3 as int64.
+GOLDEN_INDEX = bytes.fromhex(
+    "4d4d494449445800000100000000000000080300000000000000"
+    "0400000000000000030000000100000004000000"
+    "000000000000000006000000000000000800000000000000"
+    "0000000000000000010000000000000002000000000000000300000000000000"
+)
+
+
+def test_the_index_of_megatron_to_the_byte(tmp_path):
+    assert megatron.index_bytes(np.array([3, 1, 4]), "uint16") == GOLDEN_INDEX
+    (tmp_path / "a.idx").write_bytes(GOLDEN_INDEX)
+    assert megatron.read_index(tmp_path / "a.idx") == ("uint16", 8, 3)
+    wide = megatron.index_bytes(np.array([3, 1, 4]), "uint32")
+    assert wide[17] == 4, "int32, for want of uint32 in Megatron"
+    assert struct.unpack_from("<3q", wide, 34 + 12) == (0, 12, 16)
+
+
+def test_a_folder_in_the_format_of_megatron_reads_as_its_reader_reads(tmp_path, run, tokenizer):
+    write_jsonl(tmp_path / "a.jsonl", texts(30))
+    arguments = ("--input", tmp_path / "a.jsonl", "--validation_fraction", 0, "--shard_tokens", 500)
+    run(*arguments, "--format", "megatron", "--output", tmp_path / "out")
+    run(*arguments, "--output", tmp_path / "plain")
+    manifest = read_manifest(tmp_path / "out")
+    assert len(manifest.shards) > 2 and verify_shards(tmp_path / "out") == []
+    for shard in manifest.shards:
+        path = tmp_path / "out" / shard.file
+        assert path.read_bytes() == (tmp_path / "plain" / shard.file).read_bytes()
+        content = path.with_suffix(".idx").read_bytes()
+        (count,) = struct.unpack_from("<Q", content, 18)
+        lengths = np.frombuffer(content, "<i4", count, 34)
+        pointers = np.frombuffer(content, "<i8", count, 34 + 4 * count)
+        assert count == shard.documents
+        for length, pointer in zip(lengths, pointers, strict=True):
+            ids = np.frombuffer(path.read_bytes(), "<u2", length, pointer)
+            assert np.flatnonzero(ids == manifest.end_of_document_id).tolist() == [length - 1]
+    path.with_suffix(".idx").write_bytes(b"")
+    assert verify_shards(tmp_path / "out") == [
+        f"{path.with_suffix('.idx')}: its content has changed (sha256 differs from the manifest's); restore it"
+    ]
+    # And back: the same ids, without our manifest.
+    reader = open_shards(tmp_path / "out" / "train-00000", "train", str(tokenizer))
+    first = np.fromfile(tmp_path / "out" / "train-00000.bin", "<u2")
+    ids = np.empty(reader.tokens, np.uint16)
+    reader.read(0, ids)
+    assert (ids == first).all() and reader.manifest.totals("train") == (
+        manifest.shards[0].tokens, manifest.shards[0].documents, manifest.shards[0].text_bytes,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def nanogpt(tmp_path, shards):
+    """A folder as nanoGPT's prepare.py leaves it."""
+    folder = tmp_path / "openwebtext"
+    folder.mkdir()
+    for split, name in {"train": "train.bin", "validation": "val.bin"}.items():
+        stream_of(shards, split).astype("<u2").tofile(folder / name)
+    return folder
+
+
+def test_the_folder_of_nanogpt_has_the_counts_of_ours(nanogpt, shards, tokenizer):
+    manifest = read_manifest(nanogpt, str(tokenizer))
+    ours = read_manifest(shards)
+    assert [manifest.totals(split) for split in ("train", "validation")] == [
+        ours.totals(split) for split in ("train", "validation")
+    ]
+    assert (manifest.end_of_document_id, manifest.dtype) == (ours.end_of_document_id, "uint16")
+    assert manifest.tokenizer_sha256 == ours.tokenizer_sha256
+    assert read_manifest(nanogpt / "train.bin", str(tokenizer)).totals("validation") == (0, 0, 0)
+
+
+def test_training_on_the_files_of_others_is_training_on_ours(nanogpt, shards, tokenizer, recipe, tmp_path):
+    values = yaml.safe_load(recipe.read_text())
+    run_script("train.py", "--config", recipe)
+    values["data"]["train"] = [{"shards": str(nanogpt), "tokenizer": str(tokenizer)}]
+    values["output"] = str(tmp_path / "foreign")
+    recipe.write_text(yaml.safe_dump(values))
+    run_script("train.py", "--config", recipe)
+    ours, foreign = ([e["loss"] for e in events(tmp_path / name, "train")] for name in ("run", "foreign"))
+    assert len(ours) == 12 and ours == foreign
+    ours, foreign = (events(tmp_path / name, "validation") for name in ("run", "foreign"))
+    assert [e["bits_per_byte"] for e in ours] == [e["bits_per_byte"] for e in foreign]
+    assert (tmp_path / "foreign/final/tokenizer.json").exists()
+
+    words = ["--model", tmp_path / "run/final", "--data", shards, nanogpt, "--tokenizer", tokenizer]
+    run_script("evaluate.py", *words, "--output", tmp_path / "scores.json")
+    ours, foreign = json.loads((tmp_path / "scores.json").read_text())["models"][0]["sources"].values()
+    assert ours == foreign
+
+
+def test_what_is_wrong_with_foreign_files_is_named(nanogpt, tokenizer, tmp_path):
+    name = str(tokenizer)
+    with pytest.raises(InputError, match=r"ids without a word on their tokenizer; name it in the recipe"):
+        read_manifest(nanogpt)
+    (nanogpt / "odd.bin").write_bytes(b"123")
+    with pytest.raises(InputError, match=r"odd\.bin: has 3 bytes, must hold uint16 ids"):
+        read_manifest(nanogpt / "odd.bin", name)
+    np.array([600, 1], "<u2").tofile(nanogpt / "wide.bin")
+    with pytest.raises(InputError, match=r"wide\.bin: holds id 600, the tokenizer has 0 to 511"):
+        read_manifest(nanogpt / "wide.bin", name)
+    np.array([20240520, 1, 9], "<i4").tofile(nanogpt / "llmc.bin")
+    with pytest.raises(InputError, match=r"llmc\.bin: begins with llm\.c's header"):
+        read_manifest(nanogpt / "llmc.bin", name)
+    np.arange(8, dtype="<u2").tofile(nanogpt / "m.bin")
+    bad = {
+        b"nothing": "is no index of Megatron",
+        GOLDEN_INDEX[:-1]: "has 101 bytes, must have 102",
+        GOLDEN_INDEX[:17] + b"\x05" + GOLDEN_INDEX[18:]: "id type 5",
+        GOLDEN_INDEX[:46] + b"\x02" + GOLDEN_INDEX[47:]: "do not stand end to end",
+        megatron.index_bytes(np.array([3]), "uint16"): r"must hold 6 bytes, as its .idx says",
+    }
+    for content, problem in bad.items():
+        (nanogpt / "m.idx").write_bytes(content)
+        with pytest.raises(InputError, match=problem):
+            read_manifest(nanogpt / "m", name)
+    (nanogpt / "m.idx").write_bytes(GOLDEN_INDEX)
+    assert read_manifest(nanogpt / "m", name).totals("train")[0] == 8

@@ -1,0 +1,64 @@
+"""What the harness needs around it: the library that evaluate.py shadows, and tasks that exist."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain.evaluation.lm_harness import evaluate_package_importable, only_main_speaks
+from pretrain.training.task_names import BASE_TASKS, harness_folder, names_in, task_problems
+from support.faults import EVERYTHING
+from support.project import ROOT
+
+
+@pytest.mark.parametrize("entry", ["", str(ROOT), f"{ROOT}/tests/.."])
+def test_the_evaluate_library_is_found_behind_the_script(monkeypatch, entry):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [entry, *sys.path])
+    monkeypatch.delitem(sys.modules, "evaluate", raising=False)
+    import evaluate
+
+    assert Path(evaluate.__file__).resolve() == ROOT / "evaluate.py"  # what a task would get
+    before = list(sys.path)
+    with evaluate_package_importable():
+        import evaluate
+
+        assert evaluate.load
+        import pretrain.optim.learning_rate  # noqa: F401  (the project's own modules are still found)
+    assert sys.path == before
+
+
+def test_other_ranks_are_silent(capsys):
+    for is_main in (True, False):
+        with only_main_speaks(is_main):
+            print("out")
+            print("error", file=sys.stderr)
+    assert capsys.readouterr() == ("out\n", "error\n")
+
+
+def test_the_base_set_names_tasks_that_exist():
+    import lm_eval.tasks
+    from lm_eval.tasks import TaskManager
+
+    tasks = Path(lm_eval.tasks.__file__).parent
+    folders = ["hellaswag", "arc", "piqa", "winogrande", "lambada", "super_glue/boolq", "sciq", "openbookqa", "blimp"]
+    known = TaskManager(include_path=[str(tasks / f) for f in folders], include_defaults=False).all_tasks
+    assert set(BASE_TASKS) <= set(known)
+
+
+def test_names_that_a_recipe_may_give_are_read_without_the_harness(tmp_path):
+    (tmp_path / "mine.yaml").write_text("task: mine\ntag: [ours, theirs]\ndataset_path: json\n")
+    assert task_problems(["base", "mine", "ours", "blimp_*", "mmlu", "mmlu_anatomy"], tmp_path) == []
+    (problem,) = task_problems(["helaswag"], None)
+    assert problem.startswith("evaluation.tasks: helaswag: no such task") and "did you mean hellaswag?" in problem
+    assert "no such task" in task_problems([f"{tmp_path}/gone.yaml"], None)[0]
+    assert task_problems(["base"], tmp_path / "nowhere")[0].startswith("evaluation.include_path: ")
+    (tmp_path / "mine.yaml").unlink()
+    assert "holds no .yaml file with a task" in task_problems(["base"], tmp_path)[0]
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="make test-faults: the harness reads its 14,000 files for half a minute")
+def test_no_task_of_the_harness_is_missed():
+    from lm_eval.tasks import TaskManager
+
+    assert set(TaskManager().all_tasks) <= set(names_in(harness_folder()))

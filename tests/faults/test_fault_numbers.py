@@ -1,0 +1,88 @@
+"""Numbers that go wrong: a step is skipped, the run goes back, alike every time, and in the end it stops."""
+
+import pytest
+
+from pretrain.files import damage
+from support.faults import EVERYTHING, end_of, launch_with_faults, tell
+from support.project import events, losses
+
+TOLERANT = ["--guard.distance", 0, "--validation.every_steps", 50]
+
+
+def without_times(run, *names):
+    """Events of these names, without what depends on the clock or the folder."""
+    clocks = ("time", "tokens_per_second", "mfu", "step_seconds", "data_seconds", "peak_memory_bytes", "run")
+    clocks += ("seconds", "stall_seconds")
+    found = [event for name in names for event in events(run, name)]
+    return [{key: value for key, value in event.items() if key not in clocks} for event in found]
+
+
+def test_bad_steps_and_a_copy_that_differs(recipe, tmp_path):
+    """One NaN on one rank is a skipped step, three are a rollback; a parameter changed on one rank is a restart.
+
+    With FAULTS=all twice, to the same outcome.
+    """
+    faults = [
+        {"where": "forward", "step": 3, "what": "nan"},
+        *({"where": "forward", "step": step, "what": "nan"} for step in (6, 7, 8)),
+        {"where": "forward", "step": 10, "what": "change", "rank": 1},
+    ]
+    settings = ["--config", recipe, *TOLERANT, "--guard.compare_copies_every_steps", 2]
+    runs = ["one", "two"] if EVERYTHING else ["one"]
+    for name in runs:
+        output = ["--output", tmp_path / name]
+        run = launch_with_faults(
+            tmp_path / f"notes-{name}", "ddp", 2, *settings, *output, faults=faults, launcher=["--max_restarts", 3]
+        )
+        assert run.code == 0, run.output
+        ends = events(tmp_path / name, "end")
+        assert [end["code"] for end in ends] == [1, 0]
+        assert ends[0]["reason"].startswith("copies of the weights differ") and ends[0]["step"] == 10
+        assert [event["step"] for event in events(tmp_path / name, "skip")] == [3, 6, 7, 8]
+        (rollback,) = events(tmp_path / name, "rollback")
+        assert (rollback["to_step"], rollback["first_step"], rollback["last_step"]) == (4, 6, 8)
+        # Steps 6 to 8 of 4 sequences; what a step after that reads is what it would have read three steps later.
+        assert rollback["samples"] == [20, 12]
+        windows = run.windows()
+        assert len({window for step in windows.values() for window in step}) == 12 * 4, "none twice"
+    names = ("train", "skip", "rollback", "resume", "checkpoint")
+    first, second = (without_times(tmp_path / name, *names) for name in (runs[0], runs[-1]))
+    assert first == second, "the same faults have the same outcome, to the last bit"
+    tell("19", "NaN on one rank, for one step and for three", "skipped on all; rolled back; the same again")
+    tell("26", "one parameter changed on rank 1", "found in the same step, exit 1, continued", run.recovery([4]))
+
+
+def test_spikes_are_rolled_back_three_times_and_then_stop_the_run(recipe, tmp_path):
+    spikes = [{"where": "forward", "step": step, "what": "spike", "always": True} for step in (13, 14, 15)]
+    run = tmp_path / "run"
+    ended = launch_with_faults(
+        tmp_path / "notes", "single", 1, "--config", recipe, "--output", run, "--budget.steps", 30, *TOLERANT,
+        "--guard.distance", 2, faults=spikes,
+    )  # fmt: skip
+    assert end_of(run)["code"] == 16, ended.output
+    assert "went back 3 times before" in end_of(run)["reason"]
+    rollbacks = events(run, "rollback")
+    assert [event["to_step"] for event in rollbacks] == [8, 8, 8]
+    assert len({tuple(event["samples"]) for event in rollbacks}) == 3, "each time other data is left out"
+    assert len(events(run, "spike")) == 4 * 3
+    assert max(losses(run)) == 15
+    newest = sorted((run / "checkpoints").glob("step-*"))
+    assert newest[0].name == "step-00000008" and damage(newest[0]) == []
+    tell("20", "the same spike over three steps, again and again", "rolled back 3 times, other data left out; exit 16")
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="four launches of two processes; in make test-faults")
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero1", "zero2", "zero3"])
+def test_nan_is_skipped_and_rolled_back_in_every_strategy(recipe, tmp_path, strategy):
+    faults = [{"where": "forward", "step": step, "what": "nan"} for step in (3, 6, 7, 8)]
+    run = tmp_path / "run"
+    ended = launch_with_faults(
+        tmp_path / "notes", strategy, 2, "--config", recipe, *TOLERANT, "--output", run, faults=faults
+    )
+    assert ended.code == 0, ended.output
+    assert [event["step"] for event in events(run, "skip")] == [3, 6, 7, 8]
+    (rollback,) = events(run, "rollback")
+    assert (rollback["to_step"], rollback["samples"]) == (4, [20, 12])
+    windows = ended.windows()
+    assert len({window for step in windows.values() for window in step}) == 12 * 4, "none twice"
+    tell("19", f"NaN on one rank, for one step and for three, {strategy}", "skipped on all; rolled back")

@@ -1,0 +1,375 @@
+"""Building, counting, loading and saving models, on models of a few thousand parameters."""
+
+import hashlib
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from pretrain.errors import InputError
+from pretrain.model.build import (
+    build_meta_model,
+    build_model,
+    check_vocabulary,
+    count_non_embedding_parameters,
+    count_parameters,
+    embedding_parameter_names,
+    initialize_module,
+    load_pretrained,
+    parameter_shapes,
+    save_model_metadata,
+    set_end_of_document,
+)
+from pretrain.model.model_config import load_model_config
+from support.tiny_models import LLAMA, TINY
+
+
+@pytest.fixture(params=TINY)
+def config(request):
+    return AutoConfig.for_model(**TINY[request.param])
+
+
+def tiny(kind: str):
+    return AutoConfig.for_model(**TINY[kind])
+
+
+def write_json(tmp_path, keys) -> str:
+    path = tmp_path / "tiny.json"
+    path.write_text(keys if isinstance(keys, str) else json.dumps(keys))
+    return str(path)
+
+
+def problems_of(tmp_path, keys) -> list[str]:
+    with pytest.raises(InputError) as caught:
+        load_model_config(write_json(tmp_path, keys))
+    return caught.value.problems
+
+
+def digest(model) -> str:
+    state = hashlib.sha256()
+    for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
+        state.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
+    return state.hexdigest()
+
+
+# --- counts and shapes
+
+
+def test_counts_by_hand():
+    attention, feed_forward, norms = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 64, 2 * 32
+    body = 3 * (attention + feed_forward + norms) + 32
+    assert count_parameters(tiny("llama")) == body + 2 * 128 * 32
+    assert count_non_embedding_parameters(tiny("llama")) == body + 128 * 32
+    assert count_parameters(tiny("llama_tied")) == body + 128 * 32
+    assert count_non_embedding_parameters(tiny("llama_tied")) == body + 128 * 32
+    # GPT-2's learned positions are a look-up that no head shares.
+    assert count_parameters(tiny("gpt2")) - count_non_embedding_parameters(tiny("gpt2")) == 64 * 32
+
+
+def test_shapes_name_a_tied_pair_once():
+    assert parameter_shapes(tiny("llama"))["lm_head.weight"] == (128, 32)
+    assert "lm_head.weight" not in parameter_shapes(tiny("llama_tied"))
+    assert parameter_shapes(tiny("llama_tied"))["model.embed_tokens.weight"] == (128, 32)
+
+
+def test_embedding_names_follow_the_owner_and_include_a_tied_head():
+    assert embedding_parameter_names(build_meta_model(tiny("llama"))) == {"model.embed_tokens.weight"}
+    tied = embedding_parameter_names(build_meta_model(tiny("llama_tied")))
+    assert tied == {"model.embed_tokens.weight", "lm_head.weight"}
+    gpt2 = embedding_parameter_names(build_meta_model(tiny("gpt2")))
+    assert gpt2 == {"transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"}
+
+
+# --- initial weights
+
+
+def test_initial_weights_depend_on_config_and_seed_alone(config):
+    torch.manual_seed(1)
+    first = digest(build_model(config, seed=7))
+    torch.manual_seed(2)
+    torch.rand(5)
+    assert digest(build_model(config, seed=7)) == first
+    assert digest(build_model(config, seed=8)) != first
+
+
+def test_building_leaves_the_global_random_state_as_it_was(config):
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    build_model(config, seed=7)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_built_model_is_fp32_tied_and_finite_and_runs(config):
+    model = build_model(config, seed=7)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == config.tie_word_embeddings
+    logits = model(torch.arange(20)[None]).logits
+    # A fresh model knows nothing: its loss is near that of a uniform guess, ln(vocabulary).
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], torch.arange(1, 20))
+    assert abs(loss.item() - math.log(128)) < 0.5
+
+
+def test_initial_weights_and_buffers_are_distributed_as_by_the_library(config):
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config)
+    ours = build_model(config, seed=0)
+    expected = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        # The standard deviation of n normal draws is itself within 5 / sqrt(2 n) of the true one, for each model.
+        tolerance = 10 / math.sqrt(2 * parameter.numel()) * expected[name].std().item() + 1e-9
+        assert abs(parameter.std().item() - expected[name].std().item()) <= tolerance, name
+        assert abs(parameter.mean().item() - expected[name].mean().item()) <= tolerance, name
+    for name, buffer in theirs.named_buffers():
+        assert torch.equal(dict(ours.named_buffers())[name], buffer), name
+
+
+def test_gpt2_residual_projections_have_the_scaled_spread():
+    config = AutoConfig.for_model(**{**TINY["gpt2"], "n_embd": 128, "n_layer": 8})
+    model = build_model(config, seed=0)
+    for block in model.transformer.h:
+        for projection in (block.attn.c_proj, block.mlp.c_proj):
+            # 16,384 draws at least: the sample's spread is within 2.8 % (5 sigma) of the true one.
+            assert projection.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.03)
+        assert block.attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.03)
+
+
+def test_modules_do_not_share_their_random_numbers(config):
+    modules = build_model(config, seed=7).modules()
+    layers = next(module for module in modules if isinstance(module, torch.nn.ModuleList))
+    first, second = (dict(layer.named_parameters()) for layer in layers[:2])
+    matrices = [name for name in first if first[name].dim() == 2]
+    assert matrices
+    assert not [name for name in matrices if torch.equal(first[name], second[name])]
+
+
+def test_units_made_one_at_a_time_are_those_of_the_whole_model(config):
+    whole = build_model(config, seed=7)
+    alone = build_meta_model(config)
+    base = alone.base_model_prefix
+    blocks = next(name for name, module in alone.named_modules() if isinstance(module, torch.nn.ModuleList))
+    units = [f"{blocks}.{index}" for index in range(config.num_hidden_layers)]
+    units += [f"{base}.{name}" for name, _ in alone.base_model.named_children() if f"{base}.{name}" != blocks]
+    units.append("lm_head")
+    for unit in reversed(units):
+        initialize_module(alone, unit, seed=7)
+        assert not [name for name, value in alone.get_submodule(unit).named_parameters() if value.is_meta] or (
+            unit == "lm_head" and config.tie_word_embeddings
+        )
+    alone.tie_weights()
+    assert digest(alone) == digest(whole)
+
+
+def test_weights_that_exist_are_initialised_in_place_to_the_same_values(config):
+    whole = build_model(config, seed=7)
+    existing = AutoModelForCausalLM.from_config(config)
+    initialize_module(existing, "", seed=7)
+    assert digest(existing) == digest(whole)
+
+
+def test_an_architecture_that_forgets_a_parameter_is_refused():
+    model = build_meta_model(tiny("llama"))
+    model.model.norm.register_parameter("scale", torch.nn.Parameter(torch.empty(4, device="meta")))
+    with pytest.raises(InputError, match=r"gives no initial values to model\.norm\.scale: set them in its _init_wei"):
+        initialize_module(model, "model.norm", seed=7)
+
+
+def test_an_unknown_attention_is_refused_with_what_works():
+    with pytest.raises(InputError, match=r"attention fast cannot be used with this model here.*sdpa and eager work"):
+        build_model(tiny("llama"), seed=0, attention="fast")
+
+
+def test_the_attention_asked_for_is_the_one_that_runs():
+    assert build_model(tiny("llama"), seed=0, attention="eager").config._attn_implementation == "eager"
+    assert build_model(tiny("llama"), seed=0).config._attn_implementation == "sdpa"
+
+
+# --- the end-of-document id
+
+
+def test_the_end_of_document_row_gets_a_gradient(config):
+    set_end_of_document(config, 5)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (5, 5, None)
+    config.pad_token_id = 5  # as a configuration from the Hub may say
+    config.tie_word_embeddings = False
+    model = build_model(config, seed=7)
+    model(torch.tensor([[1, 5, 2, 3]])).logits.sum().backward()
+    embedding = model.get_input_embeddings().weight
+    assert embedding.grad[5].abs().sum() > 0
+    assert embedding[5].abs().sum() > 0
+
+
+def test_a_vocabulary_that_does_not_fit_is_named_with_the_remedy():
+    assert check_vocabulary(tiny("llama"), 128) == []
+    assert check_vocabulary(tiny("llama"), 50257) == [
+        "the data's tokenizer has 50,257 ids, but the model's vocab_size is 128: set vocab_size to 50304 in the "
+        "model's JSON, or prepare the data with a tokenizer of at most 128 ids"
+    ]
+
+
+# --- saving and loading
+
+
+@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize("given", ["model", "config"])
+def test_metadata_and_weights_make_a_loadable_folder(tmp_path, kind, given):
+    config = tiny(kind)
+    set_end_of_document(config, 5)
+    model = build_model(config, seed=7)
+    save_model_metadata(model if given == "model" else config, tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"config.json", "generation_config.json"} | ({"deepone.py"} if kind == "deepone" else set())
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [type(model).__name__]
+    generation = GenerationConfig.from_pretrained(tmp_path)
+    assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (5, 5, 5)
+    model.save_pretrained(tmp_path / "weights")
+    (tmp_path / "weights" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    assert digest(load_pretrained(str(tmp_path))) == digest(model)
+
+
+def test_pretrained_weights_become_fp32_masters_without_a_padding_row(tmp_path):
+    config = tiny("llama")
+    config.pad_token_id = config.eos_token_id = 5
+    build_model(config, seed=7).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = load_pretrained(str(tmp_path))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.model.embed_tokens.padding_idx is None
+
+
+def test_pretrained_refuses_what_has_no_weights(tmp_path):
+    with pytest.raises(InputError, match=r"a JSON describes a model but holds no weights.*init: scratch"):
+        load_pretrained(write_json(tmp_path, LLAMA))
+    save_model_metadata(tiny("llama"), tmp_path / "folder")
+    with pytest.raises(InputError, match=r"no safetensors weights could be read"):
+        load_pretrained(str(tmp_path / "folder"))
+
+
+def test_pretrained_refuses_a_checkpoint_with_missing_weights(tmp_path):
+    build_model(tiny("llama"), seed=7).save_pretrained(tmp_path)
+    keys = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**keys, "num_hidden_layers": 4}))
+    with pytest.raises(InputError, match=r"9 weights are missing.*incomplete or belongs to another configuration"):
+        load_pretrained(str(tmp_path))
+
+
+def test_pretrained_never_reads_a_pickle(tmp_path):
+    model = build_model(tiny("llama"), seed=7)
+    save_model_metadata(model, tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"no safetensors weights could be read"):
+        load_pretrained(str(tmp_path))
+
+
+# --- reading a configuration
+
+
+def test_a_good_json_is_read_with_either_spelling_of_rope(tmp_path):
+    new = load_model_config(write_json(tmp_path, {**LLAMA, "rope_parameters": {"rope_theta": 500.0}}))
+    old = load_model_config(write_json(tmp_path, {**LLAMA, "rope_theta": 500.0}))
+    assert new.rope_parameters == old.rope_parameters == {"rope_theta": 500.0, "rope_type": "default"}
+
+
+def test_a_saved_config_is_read_again(tmp_path, config):
+    save_model_metadata(config, tmp_path)
+    assert str(tmp_path) not in (tmp_path / "config.json").read_text()
+    read_as_folder = load_model_config(str(tmp_path)).to_dict()
+    read_as_json = load_model_config(str(tmp_path / "config.json")).to_dict()
+    assert {**read_as_folder, "_name_or_path": ""} == read_as_json
+    original = {**config.to_dict(), "_name_or_path": ""}
+    written_on_saving = ("architectures", "auto_map", "transformers_version", "dtype")
+    assert {key for key in original if original[key] != read_as_json[key]} <= set(written_on_saving)
+
+
+def test_standard_names_are_accepted_where_a_class_has_its_own(tmp_path):
+    keys = {"model_type": "gpt2", "vocab_size": 128, "hidden_size": 36, "num_attention_heads": 4, "n_layer": 1}
+    assert load_model_config(write_json(tmp_path, keys)).n_embd == 36
+
+
+def test_a_misspelt_key_is_refused_with_the_right_one(tmp_path):
+    (problem,) = problems_of(tmp_path, {**LLAMA, "hiden_size": 512})
+    assert problem.endswith("tiny.json: hiden_size is not a key of LlamaConfig; did you mean hidden_size?")
+
+
+def test_all_problems_come_at_once(tmp_path):
+    keys = {
+        **LLAMA,
+        "num_layers": 2,
+        "vocab_size": "32k",
+        "tie_word_embeddings": "yes",
+        "num_key_value_heads": 3,
+        "rope_parameters": {"rope_tehta": 1.0},
+    }
+    problems = [problem.split("tiny.json: ")[1] for problem in problems_of(tmp_path, keys)]
+    assert problems == [
+        "num_layers is not a key of LlamaConfig; did you mean num_hidden_layers?",
+        "vocab_size: '32k' is a str; allowed: int",
+        "tie_word_embeddings: 'yes' is a str; allowed: bool",
+        "rope_parameters.rope_tehta is not a key of rotary positions; did you mean rope_theta?",
+        "num_key_value_heads 3 does not divide num_attention_heads 4; allowed: 1, 2, 4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"hidden_size": 34}, "hidden_size 34 is not a multiple of num_attention_heads 4; nearest: 32 or 36"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be at least 1"),
+        ({"hidden_size": 36}, "head_dim is 9; rotary positions turn pairs, so it must be even"),
+        ({"rope_theta": "1e4"}, "rope_theta: '1e4' is not a positive number; for example 10000.0"),
+        ({"vocab_size": None}, "vocab_size: None is a NoneType; allowed: int"),
+        ({"vocab_size": True}, "vocab_size: True is a bool; allowed: int"),
+        ({"model_type": "lama"}, "unknown model_type 'lama'; did you mean llama?"),
+        ({"model_type": "zzzz"}, "unknown model_type 'zzzz'; for example llama, qwen3, gpt2, deepone"),
+        ({"model_type": None}, "model_type is missing; state it, for example llama, qwen3, gpt2, deepone"),
+        ({"model_type": "vit"}, "model_type 'vit' has no causal language model"),
+    ],
+)
+def test_an_impossible_value_is_refused(tmp_path, change, expected):
+    (problem,) = problems_of(tmp_path, {**LLAMA, **change})
+    assert expected in problem
+
+
+def test_impossible_shapes_are_named_by_the_keys_of_the_class(tmp_path):
+    (problem,) = problems_of(tmp_path, {**TINY["gpt2"], "n_embd": 33})
+    assert problem.endswith("n_embd 33 is not a multiple of n_head 4; nearest: 32 or 36")
+
+
+def test_what_the_class_itself_refuses_is_an_input_error(tmp_path):
+    (problem,) = problems_of(tmp_path, {**LLAMA, "hidden_size": 34, "head_dim": 8})
+    assert "The hidden size (34) is not a multiple of the number of attention heads (4)" in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "not a valid JSON file: Expecting property name"),
+        ("[1]", "a model's JSON is an object of keys and values, this is a list"),
+        ('{"model_type": "llama", "vocab_size": 1, "vocab_size": 2}', "vocab_size stands there more than once"),
+    ],
+)
+def test_a_broken_file_is_refused(tmp_path, text, expected):
+    (problem,) = problems_of(tmp_path, text)
+    assert expected in problem
+
+
+def test_a_missing_file_or_folder_is_refused_with_its_neighbour(tmp_path):
+    write_json(tmp_path, LLAMA)
+    with pytest.raises(InputError, match=r"tinny\.json: no such file; did you mean .*tiny\.json\?"):
+        load_model_config(str(tmp_path / "tinny.json"))
+    with pytest.raises(InputError, match=r"no such folder; give a model's \.json file, a model folder or a Hub id"):
+        load_model_config(str(tmp_path / "nothing"))
+    with pytest.raises(InputError, match=r"llama_30m: no such folder; did you mean model_configs/llama_30m\.json\?"):
+        load_model_config("llama_30m")
+    with pytest.raises(InputError, match=r"has no config\.json, so it is not a model folder"):
+        load_model_config(str(tmp_path))
+
+
+def test_a_folder_that_wants_to_run_its_own_code_is_refused(tmp_path):
+    keys = {"model_type": "foreign", "auto_map": {"AutoConfig": "foreign.ForeignConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    (tmp_path / "foreign.py").write_text("raise SystemExit('executed')")
+    with pytest.raises(InputError, match=r"carries its own code.*trust_remote_code on the command line"):
+        load_model_config(str(tmp_path))

@@ -1,0 +1,66 @@
+"""What is compiled is compiled at the start, once, and never while a run is under way."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.activations import ACT2FN
+
+from pretrain.model.compile import compile_model, gelu_by_sigmoid
+from support.project import events, launch, run_script
+
+
+def compilations(path) -> list[float]:
+    """Times at which compilations began."""
+    return [float(line.split()[0]) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
+def test_layers_are_compiled_once_and_nothing_after_step_2(recipe, tmp_path, strategy):
+    """Neither by training, nor by validation, which comes between, nor by samples of text of any length.
+
+    One compilation serves all layers, with and without gradients; hooks of a strategy inside it would break it into
+    dozens.
+    """
+    arguments = [
+        "tests/support/train_and_count.py", "--config", recipe, "--precision", "bf16", "--compile", "regional",
+        "--budget.steps", "8", "--validation.every_steps", "4", "--samples.every_steps", "4",
+        "--samples.max_new_tokens", "8",
+    ]  # fmt: skip
+    environment = {"COMPILATIONS": str(tmp_path / "compilations"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    if strategy == "single":
+        run_script(*arguments, **environment)
+    else:
+        launch(strategy, 2, *arguments, **environment)
+    times = {line["step"]: line["time"] for line in events(tmp_path / "run", "train")}
+    began = compilations(tmp_path / "compilations0")
+    assert 1 <= len(began) <= 4, f"{len(began)} compilations"
+    assert not [when for when in began if when > times[2]], (
+        f"{sum(when > times[2] for when in began)} of {len(began)} compilations came after step 2"
+    )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)])
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_pytorch_tanh"])
+def test_gelu_without_tanh_is_gelu(name, dtype, tolerance):
+    """Against fp64: one rounding to bf16, where transformers' own form rounds in between too; 1e-5 beside 10 x 2^-23
+    is for the tail, where x sigmoid(x) is small and its exponent large."""
+    x = torch.linspace(-8, 8, 10_001).to(dtype).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    got, wanted = gelu_by_sigmoid(x), ACT2FN[name](exact)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=1e-6)
+    (gradient,) = torch.autograd.grad(got.sum(), x)
+    (wanted_gradient,) = torch.autograd.grad(wanted.sum(), exact)
+    torch.testing.assert_close(gradient.double(), wanted_gradient, rtol=tolerance, atol=tolerance)
+
+
+def test_compiled_layers_of_gpt2_compute_what_they_did_before():
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 64}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes)).eval()
+    ids = torch.randint(0, 64, (2, 16))
+    names, wanted = list(model.state_dict()), model(ids).logits
+    compile_model(model, model, "regional")
+    assert model.transformer.h[0].mlp.act.forward is gelu_by_sigmoid
+    torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-5, atol=1e-5)
+    assert list(model.state_dict()) == names

@@ -1,0 +1,65 @@
+"""fp8 training: which layers it takes, under which names, and that it computes what bf16 does, more coarsely."""
+
+import importlib.util
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from pretrain.model.build import build_meta_model, build_model
+from pretrain.model.fp8 import fp8_problem, use_fp8
+from pretrain.model.initial_weights import InitialWeights
+from pretrain.model.loss import LanguageModelLoss
+from support.tiny_models import TINY_LLAMA
+
+# Not among the requirements of the tests: where torchao is installed, accelerate imports it in every process.
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="pip install torchao")
+CONFIG = AutoConfig.for_model(**TINY_LLAMA)
+
+
+def loss_and_gradients(causal_lm):
+    ids = torch.randint(0, 512, (4, 65), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = LanguageModelLoss(causal_lm)(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in causal_lm.named_parameters()}
+
+
+@needs_torchao
+def test_only_the_blocks_linear_layers_under_the_same_names():
+    model = build_meta_model(CONFIG)
+    names = [name for name, _ in model.named_parameters()]
+    assert use_fp8(model, emulate=True) == 7 * TINY_LLAMA["num_hidden_layers"]
+    assert [name for name, _ in model.named_parameters()] == names
+    assert type(model.lm_head) is torch.nn.Linear
+
+
+@needs_torchao
+def test_the_initial_weights_are_those_of_every_precision():
+    model = build_meta_model(CONFIG)
+    use_fp8(model, emulate=True)
+    InitialWeights(seed=3, pretrained=None, dtype=torch.float32).fill(model, "")
+    model.tie_weights()
+    expected = build_model(CONFIG, seed=3).state_dict()
+    assert all(torch.equal(expected[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@needs_torchao
+def test_loss_and_gradients_are_bf16s_within_the_coarser_rounding():
+    """e4m3 has 3 bits of mantissa: a product is off by up to 2^-4, a gradient of many products by a few percent."""
+    plain = build_model(CONFIG, seed=3)
+    expected, expected_gradients = loss_and_gradients(plain)
+    model = build_model(CONFIG, seed=3)
+    use_fp8(model, emulate=True)
+    loss, gradients = loss_and_gradients(model)
+    assert loss != expected, "fp8 must have been used"
+    assert abs(loss - expected) < 0.01 * expected
+    for name, gradient in gradients.items():
+        assert (gradient - expected_gradients[name]).norm() < 0.15 * expected_gradients[name].norm(), name
+
+
+def test_machines_without_fp8_say_so():
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9):
+        assert fp8_problem() is None or "torchao" in fp8_problem()
+    else:
+        assert "needs a GPU with fp8 matrix units" in fp8_problem() and "use bf16" in fp8_problem()

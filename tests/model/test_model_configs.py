@@ -1,0 +1,97 @@
+"""Every shipped model JSON: it parses, builds, and has the parameter count that its name says."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pretrain.model.model_config import load_model_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "model_configs").glob("*.json"))
+# Exact counts. Where one moves, the shape of a published or compared model has changed: give the new shape a new name.
+PARAMETERS = {
+    "char_0.8m": 820_352,
+    "deepone_162m": 162_450_432,
+    "gpt2_124m": 124_475_904,
+    "gpt2_406m": 406_382_592,
+    "llama_125m": 125_264_640,
+    "llama_13b": 13_015_864_320,
+    "llama_1b": 1_100_048_384,
+    "llama_30m": 29_990_784,
+    "llama_360m": 359_973_888,
+    "llama_3b": 3_015_355_392,
+    "llama_7b": 6_738_415_616,
+    "llama_demo": 2_820_352,
+    "mixtral_9b": 8_838_940_672,
+    "olmoe_7b": 6_919_161_856,
+    "qwen3_0.6b": 596_049_920,
+    "qwen3_1.7b": 1_720_574_976,
+    "qwen3_125m": 125_266_688,
+    "qwen3_moe_500m": 503_343_872,
+    "qwen3_moe_5m": 4_991_744,
+    "smollm_135m": 134_515_008,
+    "smollm_360m": 361_821_120,
+}
+UNITS = {"m": 10**6, "b": 10**9}
+
+
+def name_says(name: str, parameters: int) -> bool:
+    """Whether a count is what a name such as llama_1b or qwen3_0.6b says.
+
+    The rule: rounded to the significant digits of the name's number, where zeros at its end are not significant, the
+    count is that number. So 1b covers 0.95 to 1.5 billion (TinyLlama's 1.1), 360m covers 355 to 365 million.
+    """
+    digits, unit = re.search(r"_([\d.]+)([mb])$", name).groups()
+    stated = float(digits)
+    decimals = len(digits.partition(".")[2])
+    step = 10.0**-decimals
+    while decimals == 0 and stated % (step * 10) == 0:
+        step *= 10
+    return abs(parameters / UNITS[unit] - stated) <= step / 2
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_config_has_the_parameters_that_its_name_says(path):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(load_model_config(str(path)))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert parameters == PARAMETERS[path.stem]
+    if re.search(r"\d[mb]$", path.stem):
+        assert name_says(path.stem, parameters)
+
+
+def test_all_configs_are_in_the_table():
+    assert {path.stem for path in CONFIGS} == set(PARAMETERS)
+
+
+def test_the_rule_for_names_refuses_wrong_ones():
+    assert name_says("llama_30m", 30_400_000)
+    assert not name_says("llama_125m", 126_000_000)
+    assert not name_says("llama_7b", 7_600_000_000)
+    assert not name_says("qwen3_0.6b", 660_000_000)
+    assert not name_says("smollm_360m", 366_000_000)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_special_ids_come_from_the_data_and_not_from_the_config(path):
+    assert not [key for key in json.loads(path.read_text()) if key.endswith("_token_id")]
+    config = load_model_config(str(path))
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
+
+
+def test_published_shapes():
+    for name, published in {
+        "llama_1b": (2048, 5632, 22, 32, 4),  # TinyLlama/TinyLlama_v1.1
+        "smollm_135m": (576, 1536, 30, 9, 3),  # HuggingFaceTB/SmolLM2-135M
+        "smollm_360m": (960, 2560, 32, 15, 5),  # HuggingFaceTB/SmolLM2-360M
+        "qwen3_0.6b": (1024, 3072, 28, 16, 8),  # Qwen/Qwen3-0.6B-Base
+        "qwen3_1.7b": (2048, 6144, 28, 16, 8),  # Qwen/Qwen3-1.7B-Base
+        "llama_7b": (4096, 11008, 32, 32, 32),  # meta-llama/Llama-2-7b-hf
+        "llama_13b": (5120, 13824, 40, 40, 40),  # meta-llama/Llama-2-13b-hf
+    }.items():
+        config = load_model_config(f"{CONFIGS[0].parent}/{name}.json")
+        shape = (config.hidden_size, config.intermediate_size, config.num_hidden_layers)
+        assert (*shape, config.num_attention_heads, config.num_key_value_heads) == published

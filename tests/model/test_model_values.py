@@ -1,0 +1,92 @@
+"""Values that no model has are refused by key; what the library reads is accepted."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pretrain.errors import InputError
+from pretrain.model.build import build_meta_model, count_parameters
+from pretrain.model.model_config import load_model_config
+from support.tiny_models import TINY_LLAMA
+
+
+def load(folder: Path, **changes):
+    path = folder / "model.json"
+    path.write_text(json.dumps({**TINY_LLAMA, **changes}))
+    return load_model_config(str(path))
+
+
+def problems_of(folder: Path, **changes) -> list[str]:
+    with pytest.raises(InputError) as caught:
+        load(folder, **changes)
+    return [problem.replace(f"{folder}/model.json: ", "") for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("hidden_act", "nonsense", "'nonsense' is no activation; allowed: gelu"),
+        ("hidden_act", "", "'' is no activation"),
+        ("rope_parameters", {"rope_type": "nonsense"}, "'nonsense' is no kind; allowed: default"),
+        ("rope_parameters", {"rope_type": "linear", "factor": 0.0}, "0.0; allowed: a number from 1"),
+        ("rope_scaling", {"type": "linear", "factor": -1}, "-1; allowed: a number from 1"),
+        ("rope_scaling", ["linear"], "['linear'] is no object"),
+        ("rope_theta", float("inf"), "inf is not a finite number"),
+        ("torch_dtype", "nonsense", "'nonsense' is no dtype; allowed: bfloat16"),
+        ("model_type", ["llama"], "unknown model_type ['llama']"),
+        ("id2label", 5, "5 is no object of labels"),
+        ("hidden_size", 2**40, "1,099,511,627,776 is more than any model has; allowed: at most 1,048,576"),
+        ("num_hidden_layers", 10**9, "1,000,000,000 is more than any model has; allowed: at most 1,024 layers"),
+        ("num_attention_heads", 2**63, "allowed: at most 16,384 heads"),
+        ("vocab_size", 10**15, "allowed: at most 100,000,000 tokens"),
+        ("num_hidden_layers", True, "True is a bool"),
+        ("rms_norm_eps", float("nan"), "nan is not a finite number"),
+        ("rms_norm_eps", -1.0, "-1.0; allowed: a small number above 0"),
+        ("attention_dropout", 2.0, "2.0; allowed: a probability from 0 to below 1"),
+        ("initializer_range", -1.0, "-1.0; allowed: a number from 0"),
+        ("pad_token_id", [[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]], "more than 20 deep"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_its_key(tmp_path, key, value, allowed):
+    found = problems_of(tmp_path, **{key: value})
+    assert any(allowed in problem for problem in found), found
+    assert any(key in problem for problem in found) or key == "pad_token_id", found
+
+
+def test_all_of_them_at_once(tmp_path):
+    found = problems_of(tmp_path, hidden_act="x", rms_norm_eps=-1.0, hiden_size=3, num_attention_heads=7)
+    for key in ("hidden_act", "rms_norm_eps", "hiden_size", "hidden_size 64 is not a multiple"):
+        assert any(problem.startswith(key) for problem in found), found
+
+
+def test_keys_that_the_model_reads_without_declaring_them_are_taken(tmp_path):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = load(tmp_path, model_type="qwen3_moe", head_dim=32, **experts)
+    projection = build_meta_model(config).model.layers[0].self_attn.q_proj
+    assert projection.weight.shape == (4 * 32, 64), "it is what the model uses"
+    (problem,) = problems_of(tmp_path, model_type="qwen3_moe", head_dimm=32, **experts)
+    assert problem.startswith("head_dimm is not a key of Qwen3MoeConfig")
+    assert problems_of(tmp_path, model_type="qwen3_moe", head_dim="x", **experts)[0].startswith("head_dim: 'x'")
+
+
+@pytest.mark.parametrize("model_type", ["hunyuan_v1_dense", "ministral"])
+def test_the_width_of_a_head_follows_where_a_class_leaves_it_open(tmp_path, model_type):
+    config = load(tmp_path, model_type=model_type)
+    assert config.head_dim == 16
+    assert count_parameters(config) == count_parameters(load(tmp_path, model_type=model_type, head_dim=16))
+
+
+def test_what_only_the_models_own_code_finds_is_refused_in_words(tmp_path, monkeypatch):
+    config = load(tmp_path)
+    config.rope_parameters = {"rope_type": "nonsense", "rope_theta": 1.0}
+    with pytest.raises(InputError, match="LlamaConfig cannot be built with these values"):
+        build_meta_model(config)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"], ids=["brackets", "digits"])
+def test_a_text_that_no_reader_takes_is_refused(tmp_path, text):
+    path = tmp_path / "model.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"model.json: (is nested too deeply|not a valid JSON file)"):
+        load_model_config(str(path))

@@ -1,0 +1,129 @@
+"""Weights read tensor by tensor are those that transformers loads, and no others are read."""
+
+import pytest
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+import pretrain.model.architectures  # noqa: F401  (registers the local models)
+from pretrain.errors import InputError
+from pretrain.model.build import build_meta_model, build_model, load_pretrained
+from pretrain.model.initial_weights import InitialWeights, units_of
+from pretrain.model.pretrained import PretrainedTensors, find_weights, open_pretrained
+from support.tiny_models import TINY
+
+
+def save(kind: str, folder, dtype=torch.float32, **options) -> str:
+    build_model(AutoConfig.for_model(**TINY[kind]), seed=7).to(dtype).save_pretrained(folder, **options)
+    return str(folder)
+
+
+def filled(kind: str, weights: InitialWeights, units: list[str] | None = None) -> PreTrainedModel:
+    model = build_meta_model(AutoConfig.for_model(**TINY[kind]))
+    for unit in units_of(model) if units is None else units:
+        weights.fill(model, unit)
+    model.tie_weights()
+    return model
+
+
+def assert_same(found: PreTrainedModel, expected: PreTrainedModel) -> None:
+    tensors, wanted = (dict([*m.named_parameters(), *m.named_buffers()]) for m in (found, expected))
+    assert tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
+
+
+@pytest.mark.parametrize("units", [None, [""]], ids=["unit by unit", "at once"])
+@pytest.mark.parametrize("kind", TINY)
+def test_weights_are_those_that_transformers_loads(kind, units, tmp_path):
+    path = save(kind, tmp_path, torch.bfloat16)
+    pretrained = open_pretrained(path)
+    assert isinstance(pretrained, PretrainedTensors)
+    model = filled(kind, InitialWeights(seed=0, pretrained=pretrained), units)
+    assert_same(model, load_pretrained(path))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_several_files(tmp_path):
+    path = save("llama", tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert_same(filled("llama", InitialWeights(seed=0, pretrained=open_pretrained(path))), load_pretrained(path))
+
+
+def test_files_of_the_base_model_alone(tmp_path):
+    """As GPT-2's on the Hub, whose names lack `transformer.`"""
+    config = AutoConfig.for_model(**TINY["gpt2"])
+    build_model(config, seed=7).base_model.save_pretrained(tmp_path)
+    pretrained = open_pretrained(str(tmp_path))
+    assert isinstance(pretrained, PretrainedTensors)
+    assert_same(filled("gpt2", InitialWeights(seed=0, pretrained=pretrained)), load_pretrained(str(tmp_path)))
+
+
+def test_a_part_reads_its_own_tensors_alone(tmp_path, monkeypatch):
+    pretrained = open_pretrained(save("llama", tmp_path))
+    read, names = pretrained.read, []
+    monkeypatch.setattr(pretrained, "read", lambda name: names.append(name) or read(name))
+    model = filled("llama", InitialWeights(seed=0, pretrained=pretrained), ["model.layers.1", "model.norm"])
+    expected = [n for n, _ in model.named_parameters() if n.startswith(("model.layers.1.", "model.norm."))]
+    assert names == expected and len(names) == 10
+    assert {n for n, p in model.named_parameters() if not p.is_meta} == set(expected)
+
+
+def test_what_is_read_does_not_change_the_files(tmp_path):
+    path = save("llama", tmp_path)
+    model = filled("llama", InitialWeights(seed=0, pretrained=open_pretrained(path)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    again = filled("llama", InitialWeights(seed=0, pretrained=open_pretrained(path)))
+    assert_same(again, load_pretrained(path))
+
+
+def test_files_that_are_converted_as_they_are_loaded_make_a_whole_model(tmp_path):
+    """Mixtral's experts are saved one by one and computed as one tensor."""
+    config = AutoConfig.for_model(
+        **{**TINY["llama"], "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
+    )
+    build_model(config, seed=7).save_pretrained(tmp_path)
+    pretrained = open_pretrained(str(tmp_path))
+    assert isinstance(pretrained, PreTrainedModel)
+    model = build_meta_model(config)
+    InitialWeights(seed=0, pretrained=pretrained).fill(model, "")
+    assert_same(model, load_pretrained(str(tmp_path)))
+
+
+def test_what_cannot_be_loaded_is_refused_in_words(tmp_path):
+    (tmp_path / "model.json").write_text("{}")
+    with pytest.raises(InputError, match="a JSON describes a model but holds no weights"):
+        open_pretrained(str(tmp_path / "model.json"))
+    AutoConfig.for_model(**TINY["llama"]).save_pretrained(tmp_path / "empty")
+    with pytest.raises(InputError, match="no safetensors weights could be read"):
+        open_pretrained(str(tmp_path / "empty"))
+    path = save("llama", tmp_path / "short")
+    config = AutoConfig.for_model(**{**TINY["llama"], "num_hidden_layers": 4})
+    config.save_pretrained(path)
+    with pytest.raises(InputError, match="9 weights are missing"):
+        open_pretrained(path)
+
+
+@pytest.mark.parametrize("damage", ["cut short", "no header", "no index", "no file"])
+def test_weights_that_are_damaged_are_refused_before_anything_starts(tmp_path, damage):
+    path = save("llama", tmp_path, max_shard_size="20KB" if damage == "no index" else "1GB")
+    find_weights(path)
+    file = tmp_path / "model.safetensors"
+    if damage == "cut short":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "no header":
+        file.write_bytes(bytes([255]) * 8 + file.read_bytes()[8:])
+    elif damage == "no index":
+        (tmp_path / "model.safetensors.index.json").write_text("[5]")
+    else:
+        file.unlink()
+    with pytest.raises(InputError, match=r"is damaged|lists no weights|has no model.safetensors"):
+        find_weights(path)
+    with pytest.raises(InputError):
+        open_pretrained(path)
+    if damage != "no index":
+        with pytest.raises(InputError, match=r"damaged|no safetensors"):
+            load_pretrained(path)
+    with pytest.raises(InputError, match=r"init: pretrained, but model: x\.json is a JSON"):
+        find_weights("x.json")

@@ -1,0 +1,93 @@
+"""Killed in the middle of a step with SIGKILL and launched again, a run is the unbroken one to the last bit.
+
+The launches follow each other so that there is one per strategy and one more: each kills the run of one strategy,
+after it has finished the one that the launch before it killed. Dropout is on, so is accumulation; with STRATEGIES=all
+in the environment (`make test-strategies`) every strategy is killed.
+"""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from support.project import events, launch, losses
+from support.tiny_models import TINY_LLAMA
+
+ALL = ["ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "zero3_offload", "pp", "tp"]
+STRATEGIES = ALL if os.environ.get("STRATEGIES") == "all" else ["ddp", "zero3", "pp"]
+STEPS, SAVED_EVERY = 14, 3
+DROPOUT = TINY_LLAMA | {"attention_dropout": 0.1, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(shards, tmp_path_factory) -> Path:
+    """Every strategy's unbroken run in whole/, the killed and continued one in killed/."""
+    folder = tmp_path_factory.mktemp("killed")
+    (folder / "llama.json").write_text(json.dumps(DROPOUT))
+    recipe = {
+        "model": str(folder / "llama.json"),
+        "output": str(folder / "run"),
+        "seed": 1,
+        "precision": "fp32",
+        "attention": "eager",
+        "data": {"train": [{"shards": str(shards)}], "sequence_length": 64},
+        "budget": {"steps": STEPS},
+        "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 1},
+        "optim": {"learning_rate": 0.001, "warmup_steps": 2, "max_grad_norm": 0.5, "weight_decay": 0.1},
+        "pipeline": {"schedule": "1F1B"},
+        "compile": "none",
+        "validation": {"every_steps": 4, "sequences": 8},
+        "checkpoint": {"every_steps": SAVED_EVERY, "keep_last": 2},
+        "logging": {"every_steps": 1},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    chance = random.Random(3)
+    runs = [{"strategy": name, "arguments": ["--output", str(folder / "whole" / name)]} for name in STRATEGIES]
+    for name in STRATEGIES:
+        run = {"strategy": name, "arguments": ["--output", str(folder / "killed" / name)]}
+        # After the first checkpoint and before the last step; a step takes some hundredths of a second.
+        moment = [chance.randint(SAVED_EVERY + 2, STEPS - 1), chance.uniform(0, 0.03)]
+        assert train(folder, name, [*runs, {**run, "kill_in_step": moment}]) == -9
+        runs = [run]
+    assert train(folder, "last", runs) == 0
+    return folder
+
+
+def train(folder: Path, name: str, runs: list[dict]) -> int:
+    """Trains these in one launch; returns its exit status, -9 if it was killed."""
+    (folder / f"{name}.json").write_text(json.dumps(runs))
+    program = ["tests/support/train_strategies.py", folder / "recipe.yaml", folder / f"{name}.json"]
+    result = launch("ddp", 2, *program, check=False)
+    assert result.returncode in (0, -9), f"{result.stdout}\n{result.stderr}"
+    return result.returncode
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_losses_are_those_of_the_unbroken_run(folder, strategy):
+    whole, killed = folder / "whole" / strategy, folder / "killed" / strategy
+    resumed = events(killed, "resume")
+    assert len(resumed) == 1 and resumed[0]["step"] % SAVED_EVERY == 0 and resumed[0]["step"] > 0
+    assert len(events(killed, "start")) == 2 and len(events(killed, "end")) == 1
+    assert losses(killed) == losses(whole) and len(losses(whole)) == STEPS
+    norms, expected = ({e["step"]: e["grad_norm"] for e in events(run, "train")} for run in (killed, whole))
+    assert norms == expected
+    measured, expected = ({e["step"]: e["loss"] for e in events(run, "validation")} for run in (killed, whole))
+    assert measured == expected
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tensors_are_those_of_the_unbroken_run(folder, strategy):
+    for file in ("model", "optimizer"):
+        whole, killed = (
+            load_file(folder / run / strategy / f"checkpoints/step-{STEPS:08d}/{file}.safetensors")
+            for run in ("whole", "killed")
+        )
+        assert whole.keys() == killed.keys()
+        assert all(torch.equal(tensor, killed[name]) for name, tensor in whole.items()), file
+    whole, killed = ((folder / run / strategy / "final/model.safetensors").read_bytes() for run in ("whole", "killed"))
+    assert whole == killed

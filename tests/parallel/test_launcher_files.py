@@ -1,0 +1,218 @@
+"""Launcher files: every shipped key is one that its reader knows, and what contradicts a recipe is refused."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+
+from pretrain.config import RunConfig
+from pretrain.parallel.launcher import launcher_problems, requested_strategy
+from pretrain.parallel.launcher_files import deepspeed_problems, launcher_file_problems, option
+from pretrain.parallel.strategy import STRATEGIES
+from support.launcher_environment import launcher_environment
+from support.project import ROOT, free_port, run_script
+
+LAUNCHER_FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+DEEPSPEED_FILES = sorted((ROOT / "ds_configs").glob("*.json"))
+NAMES = [path.stem for path in LAUNCHER_FILES]
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return RunConfig(
+        model="model_configs/llama_30m.json",
+        output="run",
+        precision="fp32",
+        data={"train": [{"shards": "data"}]},
+        batch={"tokens_per_step": 4096, "sequences_per_micro_batch": 1},
+        optim={"learning_rate": 1e-3},
+    )
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets the environment that the launcher makes of a file; what was there before returns."""
+
+    def set_up(path: Path, processes: int = 2) -> None:
+        for name, value in launcher_environment(path, processes).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+
+    return set_up
+
+
+def changed(path: Path, folder: Path, section: str | None, **values) -> Path:
+    settings = yaml.safe_load(path.read_text())
+    (settings.setdefault(section, {}) if section else settings).update(values)
+    (folder / path.name).write_text(yaml.safe_dump(settings))
+    return folder / path.name
+
+
+@pytest.mark.parametrize("path", LAUNCHER_FILES, ids=NAMES)
+def test_shipped_files_ask_for_a_strategy_that_runs_and_contradict_no_recipe(path, config, environment):
+    environment(path)
+    expected = {"single": "ddp", "zero3_offload": "zero3", "zero3_offload_nvme": "zero3"}.get(path.stem, path.stem)
+    assert requested_strategy() == expected and expected in STRATEGIES
+    assert launcher_problems(config, "fp32") == []
+    assert launcher_file_problems(path, expected) == []
+
+
+@pytest.mark.parametrize("path", LAUNCHER_FILES, ids=NAMES)
+def test_every_line_of_a_shipped_file_is_commented_and_known(path):
+    text = path.read_text()
+    assert text.startswith("#") and f"accelerate_configs/{path.stem}.yaml" in text
+    settings = yaml.safe_load(text)
+    known = {action.dest for action in launch_command_parser()._actions}
+    known |= {"compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "parallelism_config"}
+    assert not settings.keys() - known - {"megatron_lm_config"}
+    assert "mixed_precision" not in settings and "use_cpu" not in settings, "the recipe's, and one process only"
+
+
+@pytest.mark.parametrize("path", DEEPSPEED_FILES, ids=lambda path: path.stem)
+def test_deepspeed_files_hold_sharding_offload_and_communication_only(path, config):
+    assert deepspeed_problems(str(path), config) == []
+    assert json.loads(path.read_text()).keys() <= {"zero_optimization", "aio", "zero_force_ds_cpu_optimizer"}
+
+
+def test_unknown_keys_are_named_with_the_nearest_known_one(tmp_path):
+    fsdp2 = ROOT / "accelerate_configs/fsdp2.yaml"
+    (problem,) = launcher_file_problems(
+        changed(fsdp2, tmp_path, "fsdp_config", fsdp_reshard_after_forwrd=False), "fsdp2"
+    )
+    assert "fsdp_config.fsdp_reshard_after_forwrd is unknown and would be ignored" in problem
+    assert "did you mean fsdp_reshard_after_forward?" in problem
+    (problem,) = launcher_file_problems(changed(fsdp2, tmp_path, "parallelism_config", dp_replicate=2), "fsdp2")
+    assert "parallelism_config.dp_replicate is unknown" in problem
+
+
+def test_everything_wrong_in_a_deepspeed_file_is_said_at_once(tmp_path, config):
+    path = tmp_path / "zero.json"
+    settings = {
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_com": True,
+            "offload_param": {"device": "nvme", "pin": True},
+        },
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "train_batch_size": "auto",
+        "zero_optimisation": {},
+        "aio": {"queue_dept": 8},
+    }
+    path.write_text(json.dumps(settings))
+    problems = "\n".join(deepspeed_problems(str(path), config))
+    for message in (
+        "gradient_clipping: 0.5 stands beside the recipe's optim.max_grad_norm: 1.0, which settles it; remove it",
+        'bf16: {"enabled": true} stands beside the recipe\'s precision: fp32',
+        "zero_optimisation is unknown here; did you mean zero_optimization?",
+        "zero_optimization.overlap_com is unknown; did you mean overlap_comm?",
+        "zero_optimization.offload_param.pin is unknown",
+        "aio.queue_dept is unknown; did you mean queue_depth?",
+        "offload_param.device: nvme is not run here; use cpu",
+    ):
+        assert message in problems
+    assert "train_batch_size" not in problems, "auto leaves the number to the recipe"
+
+
+def test_a_deepspeed_file_that_cannot_be_used(tmp_path, config):
+    assert "cannot be read from" in deepspeed_problems("no/such.json", config)[0]
+    assert "names no deepspeed_config_file" in deepspeed_problems(None, config)[0]
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 0}}')
+    assert "stage is 0; it must be 1, 2 or 3" in deepspeed_problems(str(tmp_path / "zero.json"), config)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "setting", "message"),
+    [
+        ("ddp", None, {"mixed_precision": "bf16"}, "mixed_precision: bf16 contradicts the recipe's precision: fp32"),
+        ("zero2", "deepspeed_config", {"gradient_accumulation_steps": 4}, "recipe's batch.tokens_per_step: 4096"),
+        ("zero2", "deepspeed_config", {"gradient_clipping": 0.3}, "recipe's optim.max_grad_norm: 1.0"),
+        ("fsdp2", "fsdp_config", {"fsdp_activation_checkpointing": True}, "recipe's activation_checkpointing: none"),
+        ("ddp", "dynamo_config", {"dynamo_backend": "INDUCTOR"}, "recipe's compile: regional"),
+        ("hsdp", "parallelism_config", {"parallelism_config_dp_replicate_size": 3}, "3 does not divide 2 processes"),
+        ("hsdp", "parallelism_config", {"parallelism_config_dp_shard_size": 4}, "2 x dp_shard_size 4 is not 2 proc"),
+    ],
+)
+def test_settings_that_stand_beside_the_recipes(config, environment, tmp_path, name, section, setting, message):
+    environment(changed(ROOT / f"accelerate_configs/{name}.yaml", tmp_path, section, **setting))
+    assert [problem for problem in launcher_problems(config, "fp32") if message in problem]
+
+
+def test_a_file_that_asks_for_another_strategy_than_runs():
+    (problem,) = launcher_file_problems(ROOT / "accelerate_configs/zero3.yaml", "single")
+    assert "distributed_type: DEEPSPEED was asked for, but single runs; remove --cpu" in problem
+
+
+def test_options_of_a_command_line():
+    words = ["--config_file", "a.yaml", "--num_processes=4", "train.py"]
+    assert (option(words, "config_file"), option(words, "num_processes"), option(words, "cpu")) == (
+        "a.yaml",
+        "4",
+        None,
+    )
+
+
+def test_the_launcher_itself_is_checked(tmp_path, shards):
+    """Real launches: --cpu starts one process in silence; a bad file and a bad recipe are told together."""
+    recipe = tmp_path / "recipe.yaml"
+    values = {
+        "model": "model_configs/llama_30m.json",
+        "output": str(tmp_path / "run"),
+        "precision": "fp32",
+        "data": {"train": [{"shards": str(shards)}], "sequence_length": 64},
+        "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 1},
+        "optim": {"learning_rate": 0.003, "name": "adafactor"},
+        "compile": "full",
+    }
+    recipe.write_text(yaml.safe_dump(values))
+    launcher = ["-m", "accelerate.commands.launch", "--config_file"]
+    command = ["--num_processes", "2", "--main_process_port", free_port(), "train.py", "--config", recipe]
+    refused = run_script(*launcher, "accelerate_configs/ddp.yaml", "--cpu", *command, check=False)
+    assert "--num_processes 2 was asked for, but 1 runs" in refused.stderr
+
+    path = changed(ROOT / "accelerate_configs/fsdp2.yaml", tmp_path, "fsdp_config", fsdp_offload_param=True)
+    refused = run_script(*launcher, path, *command, check=False)
+    assert refused.returncode != 0 and not (tmp_path / "run").exists()
+    assert "fsdp_config.fsdp_offload_param is unknown" in refused.stderr
+    assert "did you mean fsdp_offload_params?" in refused.stderr
+    assert "optim.name: adafactor does not run under fsdp2; choose adamw or muon" in refused.stderr
+    assert "compile: full does not run under fsdp2; choose none or regional" in refused.stderr
+
+
+SLURM_COMMANDS = {
+    "scontrol": "echo node0; echo node1",
+    "srun": '[ "${1#--kill}" != "$1" ] && shift; SLURM_NODEID=1 exec "$@"',
+}
+
+
+@pytest.mark.parametrize("name", ["one_node", "many_nodes"])
+def test_slurm_scripts_launch_what_they_are_given(name, tmp_path):
+    """Run as they are, with stand-ins for Slurm's commands and for accelerate."""
+    commands = {f"bin/{command}": text for command, text in SLURM_COMMANDS.items()}
+    for path, text in {**commands, ".venv/bin/accelerate": 'echo "$@"'}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / path).chmod(0o755)
+    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "node[0-1]"}
+    said = subprocess.run(
+        ["bash", ROOT / f"slurm/{name}.sbatch", "hsdp", "recipes/llama_125m.yaml", "--seed", "3"],
+        cwd=tmp_path,
+        env={**os.environ, **slurm, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    arguments = launch_command_parser().parse_args(said[1:])
+    assert said[0] == "launch" and arguments.config_file == "accelerate_configs/hsdp.yaml"
+    assert [arguments.training_script, *arguments.training_script_args] == [
+        *("train.py", "--config", "recipes/llama_125m.yaml", "--seed", "3"),
+    ]
+    if name == "one_node":
+        assert arguments.num_processes == 8
+    else:
+        assert (arguments.num_processes, arguments.num_machines, arguments.machine_rank) == (16, 2, 1)
+        assert (arguments.main_process_ip, arguments.main_process_port) == ("node0", 20007)

@@ -1,0 +1,217 @@
+"""Pipeline and tensor parallel train the same model to the same losses as one process, and continue each other's runs.
+
+Three launches for everything (tests/support/train_strategies.py): one process, two under both strategies, one again.
+"""
+
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from pretrain.parallel.pipeline import SCHEDULES
+from support.project import events, launch, losses
+from support.tiny_models import TINY_LLAMA
+
+LLAMA = TINY_LLAMA | {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64}
+MODELS = {
+    "llama": LLAMA,
+    "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 16},
+    "deepone": LLAMA | {"model_type": "deepone", "tie_word_embeddings": False},
+    # Five layers in four stages.
+    "gpt2": {"model_type": "gpt2", "vocab_size": 512, "n_embd": 32, "n_layer": 5, "n_head": 4, "n_positions": 128},
+}
+# DTensors are slow on a CPU: two layers are enough for tensor parallelism.
+MODELS |= {f"{name}_shallow": MODELS[name] | {"num_hidden_layers": 2} for name in ("llama", "qwen3")}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+PARITY = [
+    *(("pp", "llama", schedule) for schedule in SCHEDULES),
+    *(("pp", model, "Interleaved1F1B") for model in ("gpt2", "deepone", "qwen3")),
+    ("tp", "llama_shallow", None),
+    ("tp", "qwen3_shallow", None),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(shards, tmp_path_factory):
+    """Trains everything; {name: folder of the run}."""
+    folder = tmp_path_factory.mktemp("model_parallel")
+    for name, values in MODELS.items():
+        (folder / f"{name}.json").write_text(json.dumps(values | (NO_DROPOUT if name == "gpt2" else {})))
+    (folder / "dropout.json").write_text(json.dumps(MODELS["gpt2"]))
+    recipe = folder / "recipe.yaml"
+    values = {
+        "model": str(folder / "llama.json"),
+        "output": str(folder / "run"),
+        "seed": 1,
+        "precision": "fp32",
+        "data": {"train": [{"shards": str(shards)}], "sequence_length": 32},
+        "budget": {"steps": 50},
+        # Two micro-steps of two processes' micro-batches.
+        "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 2},
+        # The norms are between 0.5 and 2: most steps are clipped.
+        "optim": {"learning_rate": 0.001, "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5},
+        "compile": "none",
+        # The last micro-batch of ten sequences is not full.
+        "validation": {"every_steps": 25, "sequences": 10},
+        "logging": {"every_steps": 1},
+        "export": {"dtype": "fp32"},
+    }
+    recipe.write_text(yaml.safe_dump(values))
+    short = ["--budget.steps", "6", "--optim.schedule", "constant", "--checkpoint.every_steps", "6"]
+    longer, longest = [short[0], "12", *short[2:]], [short[0], "18", *short[2:]]
+    diverging = ["--optim.learning_rate", "1e30", "--budget.steps", "4"]
+
+    def run(name, *arguments):
+        return ["--output", str(folder / name), *arguments]
+
+    def model(name):
+        return ["--model", str(folder / f"{name}.json")]
+
+    def train(launcher, processes, **runs):
+        every = [
+            # The guard gives up on what diverges, under every strategy.
+            {"strategy": name, "arguments": arguments, "exits_with": 16 if diverging[1] in arguments else 0}
+            for name, them in runs.items()
+            for arguments in them
+        ]
+        (folder / "runs.json").write_text(json.dumps(every))
+        program = ["tests/support/train_strategies.py", recipe, folder / "runs.json"]
+        (folder / f"{launcher}.txt").write_text(launch(launcher, processes, *program, timeout=900).stdout)
+
+    bf16 = ["--precision", "bf16", "--budget.steps", "20"]
+    compiled = ["--compile", "regional"]
+    zero_bubble = ["--pipeline.schedule", "ZBVZeroBubble", *model("dropout")]
+    train(
+        *("single", 1),
+        single=[
+            *(run(name, *model(name)) for name in MODELS),
+            run("single-whole", *longest),
+            run("moved", *short),
+            run("single-bf16", *bf16),
+            run("single-diverging", *diverging),
+        ],
+    )
+    train(
+        *("ddp", 2),
+        pp=[
+            *(
+                # The default of `compile`, which zero-bubble schedules run without.
+                run(f"pp-{m}-{s}", *model(m), "--pipeline.schedule", s, *(compiled if "Bubble" in s else []))
+                for strategy, m, s in PARITY
+                if strategy == "pp"
+            ),
+            run("moved", *longer),
+            run("pp-whole", *zero_bubble, *longer),
+            run("pp-broken", *zero_bubble, *short),
+            run("pp-broken", *zero_bubble, *longer),
+            run("pp-bf16", *bf16),
+            run("pp-diverging", *diverging),
+        ],
+        tp=[
+            *(run(f"tp-{m}-{s}", *model(m)) for strategy, m, s in PARITY if strategy == "tp"),
+            run("tp-whole", *longer),
+            run("tp-broken", *short),
+            run("tp-broken", *longer),
+            run("tp-bf16", *bf16),
+            run("tp-diverging", *diverging),
+        ],
+    )
+    train(*("single", 1), single=[run("moved", *longest), run("tp-broken", *longest)])
+    return {path.name: path for path in folder.iterdir() if path.is_dir()}
+
+
+def norms(run):
+    return {line["step"]: line["grad_norm"] for line in events(run, "train")}
+
+
+@pytest.mark.parametrize(("strategy", "model", "schedule"), PARITY)
+def test_losses_and_gradient_norms_are_those_of_one_process(runs, strategy, model, schedule):
+    """fp32 sums in another order, which Adam's division lets grow: 1e-6 was measured for losses, 3e-5 for norms."""
+    single, other = runs[model], runs[f"{strategy}-{model}-{schedule}"]
+    assert set(losses(single)) == set(losses(other)) == set(range(1, 51))
+    assert all(abs(losses(other)[step] - loss) < 1e-5 for step, loss in losses(single).items())
+    assert all(norms(other)[step] == pytest.approx(norm, rel=1e-4) for step, norm in norms(single).items())
+    assert any(norm > 0.5 for norm in norms(single).values()), "clipping must be at work"
+    expected, found = ([(e["step"], e["loss"]) for e in events(run, "validation")] for run in (single, other))
+    assert [step for step, _ in found] == [0, 25, 50]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=1e-5)
+
+
+def test_layers_are_not_compiled_where_their_gradients_are_taken_apart(runs):
+    said = (runs["llama"].parent / "ddp.txt").read_text()
+    for schedule, settings in SCHEDULES.items():
+        line = f"compile: regional has no effect with {schedule}: a compiled layer cannot compute the gradients of its"
+        assert said.count(line) == int(settings.splits_backward), schedule
+
+
+@pytest.mark.parametrize("strategy", ["pp", "tp"])
+def test_bf16_is_close(runs, strategy):
+    single, other = losses(runs["single-bf16"]), losses(runs[f"{strategy}-bf16"])
+    assert all(abs(other[step] - single[step]) < 2e-2 for step in single)
+    validation = [events(runs[name], "validation")[-1]["loss"] for name in ("single-bf16", f"{strategy}-bf16")]
+    assert validation[0] == pytest.approx(validation[1], rel=0.01)
+
+
+@pytest.mark.parametrize("strategy", ["pp", "tp"])
+def test_a_continued_run_is_the_unbroken_one_to_the_last_bit(runs, strategy):
+    """Under pp with dropout and a schedule that computes some gradients twice."""
+    whole, broken = runs[f"{strategy}-whole"], runs[f"{strategy}-broken"]
+    assert {step: loss for step, loss in losses(broken).items() if step <= 12} == losses(whole)
+    assert events(broken, "resume")[0]["step"] == 6
+    for file in ("model", "optimizer"):
+        expected, found = (load_file(run / f"checkpoints/step-00000012/{file}.safetensors") for run in (whole, broken))
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_checkpoints_move_between_one_process_and_a_pipeline(runs):
+    """Six steps on one process, six in a pipeline, six on one. What was loaded is compared as it is loaded."""
+    whole, moved = losses(runs["single-whole"]), losses(runs["moved"])
+    assert [event["step"] for event in events(runs["moved"], "resume")] == [6, 12]
+    assert all(abs(moved[step] - whole[step]) < 1e-5 for step in range(1, 19))
+
+
+def test_checkpoints_move_from_tensor_parallel_to_one_process(runs):
+    whole, moved = losses(runs["single-whole"]), losses(runs["tp-broken"])
+    assert [event["step"] for event in events(runs["tp-broken"], "resume")] == [6, 12]
+    assert all(abs(moved[step] - whole[step]) < 1e-5 for step in range(1, 19))
+
+
+@pytest.mark.parametrize("strategy", ["pp", "tp"])
+def test_checkpoints_hold_the_same_tensors_by_the_same_names(runs, strategy):
+    single, other = runs["single-whole"], runs["moved" if strategy == "pp" else "tp-broken"]
+    for file in ("model", "optimizer"):
+        expected, found = (load_file(run / f"checkpoints/step-00000012/{file}.safetensors") for run in (single, other))
+        assert {n: (t.shape, t.dtype) for n, t in expected.items()} == {
+            n: (t.shape, t.dtype) for n, t in found.items()
+        }
+
+
+@pytest.mark.parametrize("strategy", ["pp", "tp"])
+def test_a_step_that_is_not_finite_is_skipped_on_all_processes(runs, strategy):
+    """A first update of 1e30 makes every later gradient NaN: those steps are skipped, and the weights stay."""
+    skips = [[e["step"] for e in events(runs[f"{name}-diverging"], "skip")] for name in ("single", strategy)]
+    assert skips[0] == skips[1] == [2, 3, 4]
+    assert [norm is None for norm in norms(runs[f"{strategy}-diverging"]).values()] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("run", "name"), [("pp-llama-GPipe", "model.embed_tokens.weight"), ("tp-whole", "model.norm")]
+)
+def test_copies_are_equal_and_a_changed_one_is_found(runs, run, name):
+    """Under pp the tied embedding, under tp what is not split."""
+    equal, changed = json.loads((runs[run] / "replicas.json").read_text())
+    assert equal == []
+    assert len(changed) == 1 and changed[0].startswith(name) and changed[0].endswith("ranks 0, 1 do not hold the same")
+
+
+def test_two_pipelines_share_the_data(runs, tmp_path):
+    folder = runs["llama"].parent
+    arguments = ["--megatron_lm_pp_degree", "2", "train.py", "--config", folder / "recipe.yaml", "--output"]
+    launch("pp", 4, *arguments, tmp_path / "run", "--budget.steps", "10", "--optim.schedule", "constant")
+    strategy = json.loads((tmp_path / "run/strategy.json").read_text())
+    assert (strategy["megatron_lm_pp_degree"], strategy["data_parallel_size"]) == (2, 2)
+    whole, found = losses(runs["single-whole"]), losses(tmp_path / "run")
+    assert all(abs(found[step] - whole[step]) < 1e-5 for step in range(1, 11))

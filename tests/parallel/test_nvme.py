@@ -1,0 +1,53 @@
+"""ZeRO-3 with the optimizer's state on a disk, where libaio is. Compiling the operator takes minutes, once."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pretrain.parallel.zero import can_use_nvme
+from support.project import ROOT, events, launch, losses
+from support.tiny_models import TINY_LLAMA
+
+# A process's part of the state goes to the disk from one megabyte on.
+WIDE = TINY_LLAMA | {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": False}
+ARGUMENTS = ["--optim.schedule", "constant", "--checkpoint.every_steps", "6", "--checkpoint.keep_last", "9"]
+
+
+@pytest.fixture
+def on_disk(tmp_path) -> list:
+    """What `accelerate launch` is told, with a folder of this test for the state."""
+    settings = json.loads((ROOT / "ds_configs/zero3_offload_nvme.json").read_text())
+    settings["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "disk")
+    (tmp_path / "nvme.json").write_text(json.dumps(settings))
+    return ["--deepspeed_config_file", tmp_path / "nvme.json"]
+
+
+@pytest.mark.skipif(
+    os.environ.get("STRATEGIES") != "all" or not can_use_nvme(), reason="needs libaio, and is for make test-strategies"
+)
+def test_losses_are_those_of_one_process_and_a_resumed_run_is_the_unbroken_one(recipe, on_disk, tmp_path):
+    (tmp_path / "tiny_llama.json").write_text(json.dumps(WIDE))
+
+    def train(strategy: str, processes: int, run: str, steps: int, *options) -> Path:
+        program = ["train.py", "--config", recipe, "--output", tmp_path / run, "--budget.steps", steps, *ARGUMENTS]
+        launch(strategy, processes, *options, *program, timeout=900)
+        return tmp_path / run
+
+    single = train("single", 1, "single", 12)
+    whole = train("zero3_offload_nvme", 2, "whole", 12, *on_disk)
+    written = [path.stat().st_size for path in (tmp_path / "disk").rglob("*.swp")]
+    assert len(written) == 6 and min(written) > 2**20, "weights and two moments of each process"
+    assert max(abs(losses(whole)[step] - loss) for step, loss in losses(single).items()) < 1e-5
+    norms, expected = ([event["grad_norm"] for event in events(run, "train")] for run in (whole, single))
+    assert norms == pytest.approx(expected, rel=1e-4)
+
+    broken = train("zero3_offload_nvme", 2, "broken", 6, *on_disk)
+    train("zero3_offload_nvme", 2, "broken", 12, *on_disk)
+    assert losses(broken) == losses(whole)
+    for file in ("model", "optimizer"):
+        tensors, found = (load_file(r / f"checkpoints/step-00000012/{file}.safetensors") for r in (whole, broken))
+        assert all(torch.equal(tensor, found[name]) for name, tensor in tensors.items())

@@ -1,0 +1,297 @@
+"""One loss curve and one checkpoint under every strategy, on processes that talk over gloo.
+
+A launch costs more than a tiny run, so four launches train everything (tests/support/train_strategies.py) and the
+tests look at what they left. With STRATEGIES=all in the environment (`make test-strategies`) the runs have 50 steps,
+and checkpoints go from every strategy, on one process and on two, to every other on one and on two.
+"""
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from support.project import events, free_port, launch, losses
+from support.tiny_models import TINY_LLAMA
+
+EVERYTHING = os.environ.get("STRATEGIES") == "all"
+STEPS = 50 if EVERYTHING else 12
+RESUMED_STEPS = 20 if EVERYTHING else 4
+STRATEGIES = ["ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "zero3_offload"]
+SHARDED = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+ON_TWO = [*SHARDED, "pp"]
+ON_ONE = ["fsdp2", "zero1", "zero2", "zero3"]
+"""Besides single, which is what ddp is there; a pipeline needs two."""
+MODELS = {
+    "llama": {**TINY_LLAMA, "attention_dropout": 0.1, "tie_word_embeddings": False},
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 512,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "deepone": {
+        "model_type": "deepone",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    },
+}
+NAN_STEP = 3
+VALIDATION_SEQUENCES = 7
+"""One process of two has a window less than the other."""
+PARITY = ["--budget.steps", str(STEPS), "--checkpoint.every_steps", str(STEPS)]
+CONSTANT = ["--optim.schedule", "constant", "--pipeline.schedule", "1F1B"]  # the models have two layers for two stages
+
+
+@pytest.fixture(scope="module")
+def folder(shards, tmp_path_factory) -> Path:
+    """Where the runs are, with a recipe whose clipping bites: gradient norms of the tiny models begin above 1.
+
+    The learning rate is one at which training is stable: at 3e-3 gradient norms jump now and then, and a jump makes
+    1e-4 of the last digit of the loss, under DDP as under the others.
+    """
+    folder = tmp_path_factory.mktemp("strategies")
+    for name, values in MODELS.items():
+        (folder / f"{name}.json").write_text(json.dumps(values))
+    without_dropout = {**MODELS["llama"], "attention_dropout": 0.0}
+    (folder / "llama.json").write_text(json.dumps(without_dropout))
+    (folder / "llama_dropout.json").write_text(json.dumps(MODELS["llama"]))
+    recipe = {
+        "model": str(folder / "llama.json"),
+        "output": str(folder / "run"),
+        "seed": 1,
+        "precision": "fp32",
+        "data": {
+            "train": [{"shards": str(shards)}],
+            "validation": [{"shards": str(shards)}, {"shards": str(shards), "split": "train"}],
+            "sequence_length": 64,
+        },
+        "budget": {"steps": 12},
+        "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 1},
+        "optim": {"learning_rate": 0.001, "warmup_steps": 2, "max_grad_norm": 0.5, "weight_decay": 0.1},
+        "compile": "none",
+        "validation": {"sequences": VALIDATION_SEQUENCES},
+        "checkpoint": {"every_steps": 4, "keep_last": 9},
+        "logging": {"every_steps": 1},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+def run_all(folder: Path, name: str, strategy: str, processes: int, runs: list[dict]) -> None:
+    (folder / f"{name}.json").write_text(json.dumps(runs))
+    program = ["tests/support/train_strategies.py", folder / "recipe.yaml", folder / f"{name}.json"]
+    launch(strategy, processes, *program, timeout=3000)
+
+
+def run(strategy: str, output: Path, *arguments: str, **more) -> dict:
+    return {"strategy": strategy, "arguments": ["--output", str(output), *arguments], **more}
+
+
+def parity_runs(folder: Path, strategies: list[str]) -> list[dict]:
+    runs = []
+    for strategy in strategies:
+        for model in MODELS if strategy != "zero3_offload" else ["llama"]:
+            runs.append(run(strategy, folder / model / strategy, "--model", str(folder / f"{model}.json"), *PARITY))
+        runs.append(run(strategy, folder / "bf16" / strategy, *PARITY, "--precision", "bf16"))
+        nan = ["--budget.steps", "6", "--batch.ramp.from", "0.5", "--batch.ramp.over", "0.7"]
+        runs.append(run(strategy, folder / "nan" / strategy, *nan, nan_at_call=NAN_STEP))
+    return runs
+
+
+def exact_runs(folder: Path, strategies: list[str]) -> list[dict]:
+    """Twice the same with dropout and recomputed activations, the second time from the middle."""
+    runs = []
+    for strategy in strategies:
+        arguments = ["--model", str(folder / "llama_dropout.json"), "--attention", "eager", "--budget.steps", "8"]
+        arguments += ["--activation_checkpointing", "full"]
+        middle = str(folder / "whole" / strategy / "checkpoints/step-00000004")
+        runs.append(run(strategy, folder / "whole" / strategy, *arguments))
+        runs.append(run(strategy, folder / "resumed" / strategy, *arguments, start_from=middle))
+    return runs
+
+
+def resume_runs(folder: Path, source: str, targets: list[str], name: str) -> list[dict]:
+    """The checkpoint that `source` ("zero3", or "zero3_one" on one process) left, continued under each target."""
+    checkpoint = str(folder / "from" / source / "checkpoints/step-00000004")
+    arguments = [*CONSTANT, "--budget.steps", str(4 + RESUMED_STEPS), "--checkpoint.every_steps", "100"]
+    return [run(target, folder / name / source / target, *arguments, start_from=checkpoint) for target in targets]
+
+
+def first_steps(folder: Path, strategies: list[str], suffix: str = "") -> list[dict]:
+    arguments = [*CONSTANT, "--budget.steps", "4"]
+    return [run(strategy, folder / "from" / f"{strategy}{suffix}", *arguments) for strategy in strategies]
+
+
+@pytest.fixture(scope="module")
+def one_process(folder) -> Path:
+    """The reference: everything under `single`."""
+    runs = [*parity_runs(folder, ["single"]), *first_steps(folder, ["single"])]
+    unbroken = [*CONSTANT, "--budget.steps", str(4 + RESUMED_STEPS), "--checkpoint.every_steps", "100"]
+    run_all(folder, "one", "single", 1, [*runs, run("single", folder / "unbroken", *unbroken)])
+    if EVERYTHING:
+        run_all(folder, "sharded_on_one", "zero3", 1, first_steps(folder, ON_ONE, "_one"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_processes(one_process) -> Path:
+    """Everything else on two processes."""
+    folder = one_process
+    runs = [*parity_runs(folder, STRATEGIES), *exact_runs(folder, SHARDED), *first_steps(folder, ON_TWO)]
+    # A ring visits every strategy once as source and once as target.
+    ring = zip(["single", *ON_TWO], [*ON_TWO, "zero3_offload"], strict=True)
+    pairs = [(source, ON_TWO) for source in all_sources()] if EVERYTHING else [(s, [target]) for s, target in ring]
+    for source, targets in pairs:
+        runs += resume_runs(folder, source, targets, "to_two")
+    run_all(folder, "two", "ddp", 2, runs)
+    return folder
+
+
+def all_sources() -> list[str]:
+    return ["single", *ON_TWO, *(f"{name}_one" for name in ON_ONE)]
+
+
+@pytest.fixture(scope="module")
+def back_on_one(two_processes) -> Path:
+    """Checkpoints of two processes on one."""
+    folder = two_processes
+    pairs, to_single = [("zero3", ["fsdp2", "zero1"]), ("fsdp2", ["zero3", "zero2"])], ["zero2"]
+    if EVERYTHING:
+        pairs, to_single = [(source, ON_ONE) for source in all_sources()], all_sources()
+    runs = [run for source, targets in pairs for run in resume_runs(folder, source, targets, "to_one")]
+    run_all(folder, "back", "zero3", 1, runs)
+    runs = [run for source in to_single for run in resume_runs(folder, source, ["single"], "to_one")]
+    run_all(folder, "back_single", "single", 1, runs)
+    return folder
+
+
+def gradient_norms(run: Path) -> dict[int, float | None]:
+    return {line["step"]: line["grad_norm"] for line in events(run, "train")}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_and_gradient_norms_are_those_of_one_process(two_processes, model, strategy):
+    if strategy == "zero3_offload" and model != "llama":
+        pytest.skip("one model is enough to see that offload moves numbers and does not change them")
+    expected, found = losses(two_processes / model / "single"), losses(two_processes / model / strategy)
+    assert len(found) == STEPS
+    assert max(abs(found[step] - expected[step]) for step in expected) < 1e-5
+    expected, found = (gradient_norms(two_processes / model / name) for name in ("single", strategy))
+    assert max(expected.values()) > 0.5, "clipping must bite"
+    assert max(abs(found[step] / expected[step] - 1) for step in expected) < 1e-4
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_validation_is_the_mean_over_the_same_tokens_of_each_source(two_processes, strategy):
+    expected, found = (events(two_processes / "llama" / name, "validation") for name in ("single", strategy))
+    assert [event["source"] for event in found] == [event["source"] for event in expected] and len(found) == 2
+    assert all(event["tokens"] == VALIDATION_SEQUENCES * 64 for event in (*expected, *found))
+    assert [event["loss"] for event in found] == pytest.approx([event["loss"] for event in expected], abs=1e-5)
+    assert abs(expected[0]["loss"] - expected[1]["loss"]) > 1e-3, "two splits have two losses"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bf16(two_processes, strategy):
+    """Rounded differently, since DDP keeps the residual stream in fp32 and the sharding strategies do not."""
+    expected, found = (losses(two_processes / "bf16" / name) for name in ("single", strategy))
+    assert max(abs(found[step] - expected[step]) for step in expected) < 2e-2
+    final = [events(two_processes / "bf16" / name, "validation")[-1]["loss"] for name in ("single", strategy)]
+    assert final[1] == pytest.approx(final[0], rel=1e-2)
+
+
+def test_initial_weights_are_the_same_to_the_last_bit(two_processes):
+    for model in MODELS:
+        names = ["single", *STRATEGIES] if model == "llama" else ["single", *STRATEGIES[:-1]]
+        hashes = {(two_processes / model / name / "initial_weights.sha256").read_text() for name in names}
+        assert len(hashes) == 1, model
+    hashes = {(two_processes / "bf16" / name / "initial_weights.sha256").read_text() for name in STRATEGIES}
+    assert hashes == {(two_processes / "llama/single/initial_weights.sha256").read_text()}, (
+        "masters must not be rounded"
+    )
+
+
+@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+def test_a_step_with_nan_on_one_process_is_skipped_on_all(two_processes, strategy):
+    """The batch ramp has one micro-step of two processes at first: call 3 is in the fourth step."""
+    run = two_processes / "nan" / strategy
+    norms = gradient_norms(run)
+    skipped = [step for step, norm in norms.items() if norm is None]
+    assert len(skipped) == 1 and len(norms) == 6
+    assert sum(event["steps"] for event in events(run, "skip")) == 1
+    assert events(run, "end")[0]["skipped_steps"] == 1
+    curve = losses(run)
+    assert all(curve[step] is not None for step in curve), "the weights must stay finite"
+    if strategy != "single":
+        reference = losses(two_processes / "nan/ddp")
+        assert gradient_norms(two_processes / "nan/ddp").keys() == norms.keys()
+        assert max(abs(curve[step] - reference[step]) for step in curve) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(two_processes, strategy):
+    whole, resumed = (two_processes / name / strategy for name in ("whole", "resumed"))
+    expected, found = losses(whole), losses(resumed)
+    assert list(found) == [5, 6, 7, 8]
+    assert all(found[step] == expected[step] for step in found)
+    for file in ("model", "optimizer"):
+        tensors = [load_file(run / f"checkpoints/step-00000008/{file}.safetensors") for run in (whole, resumed)]
+        assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
+
+
+def test_checkpoints_have_the_same_files_and_tensors(two_processes):
+    expected = load_file(two_processes / "from/single/checkpoints/step-00000004/optimizer.safetensors")
+    for strategy in ON_TWO:
+        found = load_file(two_processes / f"from/{strategy}/checkpoints/step-00000004/optimizer.safetensors")
+        assert {name: tensor.shape for name, tensor in found.items()} == {n: t.shape for n, t in expected.items()}
+        assert all(torch.allclose(tensor, expected[name], atol=1e-6) for name, tensor in found.items())
+
+
+def test_any_checkpoint_continues_under_any_strategy(back_on_one):
+    """Tensors were compared bit by bit after each load; here the steps that follow."""
+    unbroken = losses(back_on_one / "unbroken")
+    resumed = [*(back_on_one / "to_two").glob("*/*"), *(back_on_one / "to_one").glob("*/*")]
+    assert len(resumed) == (len(all_sources()) ** 2 if EVERYTHING else 12)
+    for run in resumed:
+        curve = losses(run)
+        assert len(curve) == RESUMED_STEPS and events(run, "resume")[0]["step"] == 4
+        assert max(abs(curve[step] - unbroken[step]) for step in curve) < 1e-5, run.relative_to(back_on_one)
+
+
+@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+def test_copies_are_equal_and_a_changed_one_is_found(two_processes, strategy):
+    equal, changed = json.loads((two_processes / "llama" / strategy / "replicas.json").read_text())
+    assert equal == []
+    if strategy in ("ddp", "hsdp", "zero1", "zero2"):
+        assert changed == ["lm_head.weight: ranks 0, 1 do not hold the same"]
+    else:
+        assert changed == [], "nothing is held twice"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"] if EVERYTHING else ["zero3"])
+def test_two_launchers_are_two_machines(one_process, strategy, tmp_path):
+    """One process each, as on two machines; they meet at the first one's address."""
+    port = free_port()
+    arguments = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    program = ["train.py", "--config", one_process / "recipe.yaml", "--output", tmp_path / "run", *PARITY]
+    with ThreadPoolExecutor() as pool:
+        machines = [pool.submit(launch, strategy, 2, *arguments, "--machine_rank", rank, *program) for rank in (0, 1)]
+        outputs = [machine.result().stdout for machine in machines]
+    assert "The model is in" in outputs[0] and "The model is in" not in outputs[1], "one speaks for both"
+    expected, found = losses(one_process / "llama/single"), losses(tmp_path / "run")
+    assert max(abs(found[step] - expected[step]) for step in expected) < 1e-5
+    assert json.loads((tmp_path / "run/strategy.json").read_text())["ranks"] == 2

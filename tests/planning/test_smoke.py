@@ -1,0 +1,47 @@
+"""train.py --smoke: a verdict for each part of a run, under a strategy that shards too."""
+
+import json
+
+import pytest
+
+from pretrain.planning.smoke import memory_problem
+from support.project import launch, run_script
+
+PARTS = ("the loss falls", "gradient norms", "learning rate", "resumed exactly", "checkpoint", "model folder")
+PARTS += ("memory as planned",)
+
+
+@pytest.mark.parametrize("strategy", ["zero3"])
+def test_every_part_of_a_sound_recipe_passes(recipe, tmp_path, strategy):
+    out = launch(strategy, 2, "train.py", "--config", recipe, "--smoke").stdout
+    assert [line for line in out.splitlines() if line.startswith(("ok", "FAIL"))] == [
+        f"ok    {part}" for part in PARTS
+    ]
+    assert (tmp_path / "run-smoke/metrics.jsonl").exists() and not (tmp_path / "run").exists()
+
+
+def test_memory_above_the_plan_is_a_failure_and_memory_below_it_is_not():
+    assert memory_problem(1.14e9, 1e9) is None and memory_problem(0.5e9, 1e9) is None
+    assert memory_problem(1.2e9, 1e9).startswith("1.2 GB measured, 1 GB planned")
+    assert memory_problem(40e6, 10e6) is None, "a few megabytes are nobody's concern"
+
+
+def test_a_recipe_that_does_not_learn_fails(recipe, tmp_path):
+    result = run_script("train.py", "--config", recipe, "--smoke", "--optim.learning_rate", "1e-9", check=False)
+    assert result.returncode == 1
+    assert "FAIL  the loss falls:" in result.stdout and "ok    resumed exactly" in result.stdout
+
+
+def test_flags_that_exclude_each_other(recipe):
+    refused = run_script("train.py", "--config", recipe, "--smoke", "--check", check=False)
+    assert refused.returncode == 2 and "give --check, --check --verbose, or --smoke" in refused.stderr
+
+
+def test_where_every_setting_comes_from(recipe):
+    out = run_script("train.py", "--config", recipe, "--check", "--verbose", "--optim.eps", "1e-7").stdout
+    rows = {line.split()[0]: line.split(None, 1)[1] for line in out.splitlines() if line and "  " in line}
+    assert rows["optim.eps"].split() == ["1e-07", "command", "line"]
+    assert rows["optim.learning_rate"].split() == ["0.003", str(recipe)]
+    assert rows["optim.betas.0"].split() == ["0.9", "default"]
+    assert "The recipe can run." in out
+    assert json.loads(rows["budget.steps"].split()[0]) == 12

@@ -1,0 +1,120 @@
+"""What comes from the Hub: datasets, tokenizers, models to continue and to evaluate, through the real scripts."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import yaml
+
+from support.hub_server import TOKEN, running_hub
+from support.project import events, launch, run_script
+from support.run_folders import TEXT, write_model, write_tokenizer
+from support.tiny_models import TINY_LLAMA
+
+DOCUMENTS = [f"{TEXT}# document {number}\n" for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A Hub with a tokenizer, a dataset and a model, and the environment of someone who works with it."""
+    folder = tmp_path_factory.mktemp("hub")
+    with running_hub() as hub:
+        tokenizer = write_tokenizer(folder / "tokenizer")
+        hub.add("models", "owner/tokenizer", tokenizer)
+        (folder / "dataset/data").mkdir(parents=True)
+        table = pyarrow.table({"text": DOCUMENTS, "score": list(range(40))})
+        pyarrow.parquet.write_table(table, folder / "dataset/data/train-00000-of-00001.parquet")
+        (folder / "dataset/README.md").write_text("---\nlicense: mit\n---\n")
+        hub.add("datasets", "owner/web", folder / "dataset")
+        hub.add("models", "owner/base", write_model(folder / "model", tokenizer, TINY_LLAMA, seed=3))
+        hub.repositories["models", "owner/base"].tags["v1"] = hub.repositories["models", "owner/base"].branches["main"]
+        home = {"HF_HOME": str(folder / "home"), "HF_DATASETS_OFFLINE": "0", **hub.environment}
+        yield hub, home
+
+
+@pytest.fixture(scope="module")
+def shards(hub, tmp_path_factory):
+    """Prepared with dataset and tokenizer from the Hub."""
+    output = tmp_path_factory.mktemp("shards") / "web"
+    run_script(
+        "prepare_data.py", "--dataset", "owner/web", "--tokenizer", "owner/tokenizer", "--validation_fraction", "0.2",
+        "--output", output, **hub[1],
+    )  # fmt: skip
+    return output
+
+
+def test_a_dataset_and_a_tokenizer_by_their_names(shards):
+    manifest = json.loads((shards / "manifest.json").read_text())
+    assert manifest["tokenizer"]["name"] == "owner/tokenizer"
+    assert sum(split["documents"] for split in manifest["totals"].values()) == len(DOCUMENTS)
+    assert sum(split["text_bytes"] for split in manifest["totals"].values()) == sum(map(len, DOCUMENTS))
+    assert manifest["sources"][0]["path"] == "owner/web"
+    assert TOKEN not in (shards / "manifest.json").read_text()
+
+
+def test_a_dataset_that_streams_gives_the_same_tokens(hub, shards, tmp_path):
+    run_script(
+        "prepare_data.py", "--dataset", "owner/web", "--streaming", "--tokenizer", "owner/tokenizer",
+        "--validation_fraction", "0.2", "--output", tmp_path / "streamed", **hub[1],
+    )  # fmt: skip
+    streamed = tmp_path / "streamed/train-00000.bin"
+    assert streamed.read_bytes() == (shards / "train-00000.bin").read_bytes()
+
+
+def test_what_the_hub_does_not_have_is_said(hub, tmp_path):
+    out = run_script(
+        "prepare_data.py", "--dataset", "owner/nothing", "--tokenizer", "owner/tokenizer", "--output", tmp_path / "x",
+        check=False, **hub[1],
+    )  # fmt: skip
+    assert out.returncode == 2 and "--dataset owner/nothing" in out.stderr and "Traceback" not in out.stderr
+    out = run_script("evaluate.py", "--model", "owner/nothing", "--prompt", "def", check=False, **hub[1])
+    assert out.returncode == 2 and "owner/nothing" in out.stderr and "Traceback" not in out.stderr
+
+
+@pytest.fixture(scope="module")
+def evaluated(hub, shards, tmp_path_factory):
+    """(what evaluate.py wrote and said of the Hub's model at its tag)"""
+    results = tmp_path_factory.mktemp("evaluated") / "results.json"
+    out = run_script(
+        "evaluate.py", "--model", "owner/base@v1", "--data", shards, "--sequence_length", "64", "--sequences", "8",
+        "--output", results, **hub[1],
+    )  # fmt: skip
+    return json.loads(results.read_text())["models"][0], out.stdout + out.stderr
+
+
+def test_a_model_of_the_hub_is_evaluated_at_a_revision(hub, evaluated):
+    model, said = evaluated
+    assert model["name"] == "owner/base@v1"
+    assert model["revision"] == hub[0].repositories["models", "owner/base"].tags["v1"]
+    assert 4 < model["sources"]["web"]["loss"] < 8  # ln 512 = 6.2: the weights are random
+    assert TOKEN not in said
+
+
+def test_a_model_of_the_hub_is_trained_further(hub, shards, evaluated, tmp_path):
+    values = {
+        "model": "owner/base",
+        "init": "pretrained",
+        "output": str(tmp_path / "run"),
+        "precision": "fp32",
+        "data": {"train": [{"shards": str(shards)}], "sequence_length": 64},
+        "budget": {"steps": 12},
+        "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 2},
+        "optim": {"learning_rate": 0.003, "warmup_steps": 2},
+        "compile": "none",
+        "validation": {"every_steps": 6, "sequences": 8},
+        "logging": {"every_steps": 1},
+    }
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(values))
+    out = launch("ddp", 2, "train.py", "--config", recipe, **hub[1])
+    run = tmp_path / "run"
+    measured = [event["loss"] for event in events(run, "validation")]
+    on_the_hub = evaluated[0]["sources"]["web"]["loss"]
+    # The same windows in fp32 on another number of processes: only the order of sums differs.
+    assert measured[0] == pytest.approx(on_the_hub, abs=1e-4), "training must begin with the weights of the Hub"
+    assert measured[-1] < measured[0] - 0.5
+    assert "base_model: owner/base" in (run / "final/README.md").read_text()
+    assert "- owner/web" in (run / "final/README.md").read_text()
+    for text in (out.stdout, out.stderr, *(path.read_text() for path in run.glob("*.*") if path.is_file())):
+        assert TOKEN not in text

@@ -1,0 +1,157 @@
+"""Datasets by name, each against a stand-in that has its repository's name, subsets, files and columns."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import yaml
+import zstandard
+
+from pretrain.data.shards import open_shards
+from pretrain.preparation.documents.hub_dataset import joined_documents
+from pretrain.preparation.documents.presets import ARTICLE_HEADING, PRESETS, find_preset
+from pretrain.preparation.documents.records import Record
+from support.hub_server import running_hub
+from support.project import run_script
+from support.run_folders import TEXT, write_tokenizer
+
+STORIES = [f"{TEXT[:200]} story {number}" for number in range(20)]
+WIKITEXT = [
+    "", " = Robert Boulter = \n", "", " Robert is an actor . \n", " He = plays . \n", "", " = = Career = = \n", "",
+    " In 2000 he began . \n", "", " = Homarus = \n", "", " A lobster . \n",
+]  # fmt: skip
+WEB_COLUMNS = {"id": "a", "dump": "CC", "url": "http", "language": "en", "score": 3.1, "token_count": 9}
+# Per repository: {subset: (file, columns beside text)}, as its card and its files have them.
+REPOSITORIES = {
+    "Salesforce/wikitext": {
+        name: (f"{name}/train-00000-of-00001.parquet", {}) for name in ("wikitext-2-raw-v1", "wikitext-103-raw-v1")
+    },
+    "roneneldan/TinyStories": {"default": ("data/train-00000-of-00004-2d5a1467fff1081b.parquet", {})},
+    "Skylion007/openwebtext": {"plain_text": ("plain_text/train-00000-of-00080.parquet", {})},
+    "wikimedia/wikipedia": {
+        name: (f"{name}/train-00000-of-00041.parquet", {"id": "12", "url": "https", "title": "Anarchism"})
+        for name in ("20231101.de", "20231101.en")
+    },
+    "HuggingFaceFW/fineweb-edu": {
+        "default": ("data/CC-MAIN-2013-20/train-00000-of-00014.parquet", WEB_COLUMNS),
+        **{f"sample-{size}": (f"sample/{size}/000_00000.parquet", WEB_COLUMNS) for size in ("10BT", "100BT", "350BT")},
+    },
+    "HuggingFaceTB/smollm-corpus": {
+        "cosmopedia-v2": (
+            "cosmopedia-v2/train-00000-of-00104.parquet",
+            {"prompt": "Write", "token_length": 9, "audience": "general", "format": "textbook", "seed_data": "web"},
+        ),
+        "fineweb-edu-dedup": (
+            "fineweb-edu-dedup/train-00000-of-00234.parquet",
+            {"id": "a", "metadata": {"dump": "CC"}},
+        ),
+    },
+    "monology/pile-uncopyrighted": {"default": ("train/00.jsonl.zst", {"meta": {"pile_set_name": "Pile-CC"}})},
+    "EleutherAI/the_pile_deduplicated": {"default": ("data/train-00000-of-01650-f70471ee3deb09c0.parquet", {})},
+}
+
+
+def texts_of(repository: str, subset: str) -> list[str]:
+    if repository == "Salesforce/wikitext":
+        return WIKITEXT
+    return [f"{subset}: {story}" for story in STORIES]
+
+
+def write_repository(folder, repository, subsets):
+    configs = []
+    for subset, (file, columns) in subsets.items():
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"text": text, **columns} for text in texts_of(repository, subset)]
+        if file.endswith(".zst"):
+            lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+            path.write_bytes(zstandard.compress(lines))
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        pattern = f"{path.parent.relative_to(folder)}/*"
+        configs.append({"config_name": subset, "data_files": [{"split": "train", "path": pattern}]})
+    card = "" if "pile" in repository else f"---\n{yaml.safe_dump({'configs': configs})}---\n"
+    (folder / "README.md").write_text(card)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("presets")
+    with running_hub() as hub:
+        for repository, subsets in REPOSITORIES.items():
+            write_repository(folder / repository, repository, subsets)
+            hub.add("datasets", repository, folder / repository)
+        write_tokenizer(folder / "tokenizer")
+        home = {"HF_HOME": str(folder / "home"), "HF_DATASETS_OFFLINE": "0", **hub.environment}
+        yield home, folder / "tokenizer"
+
+
+# Opens and reads every preset in one process; importing datasets anew for each would take minutes.
+READ = """
+import json, sys
+from pretrain.preparation.documents.hub_dataset import open_dataset
+from pretrain.preparation.documents.presets import PRESETS
+from pretrain.preparation.documents.records import Reading
+from pretrain.preparation.documents.sources import BEGINNING
+found = {}
+for name in PRESETS:
+    dataset = open_dataset(name + ":7", None, "train", None)
+    parts = dataset.parts(Reading(), BEGINNING)
+    texts = [record.text.decode() for part in parts for _, record in part.records(Reading())]
+    found[name] = [dataset.name, dataset.subset, dataset.streaming, texts]
+print(json.dumps(found))
+"""
+
+
+def test_each_preset_loads_the_repository_and_subset_it_names(hub):
+    found = json.loads(run_script("-c", READ, **hub[0]).stdout.splitlines()[-1])
+    assert set(found) == set(PRESETS)
+    for name, (repository, subset, streams, texts) in found.items():
+        preset = PRESETS[name]
+        assert (repository, subset, streams) == (preset.path, preset.subset, preset.streams)
+        if preset.document_start is None:
+            assert texts == texts_of(repository, subset or "default")[:7], name
+        else:
+            assert texts == ["".join(WIKITEXT[1:10]), "".join(WIKITEXT[10:])]
+
+
+def test_a_preset_by_the_command_line_with_a_limit(hub, tmp_path):
+    home, tokenizer = hub
+    run_script(
+        "prepare_data.py", "--dataset", "wikitext-2:1", "--tokenizer", tokenizer, "--validation_fraction", "0",
+        "--output", tmp_path / "wikitext-2", **home,
+    )  # fmt: skip
+    manifest = json.loads((tmp_path / "wikitext-2/manifest.json").read_text())
+    assert manifest["sources"][0]["path"] == "Salesforce/wikitext"
+    assert manifest["sources"][0]["subset"] == "wikitext-2-raw-v1"
+    reader = open_shards(tmp_path / "wikitext-2", "train")
+    assert reader.manifest.totals("train")[1:] == (1, len("".join(WIKITEXT[1:10])))
+
+
+def test_names_are_found_in_any_spelling_and_folders_come_first(tmp_path, monkeypatch):
+    assert find_preset("WikiText_103") is PRESETS["wikitext-103"]
+    assert find_preset("the-pile") is PRESETS["pile"]
+    assert find_preset("wikitext") is None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wikipedia").mkdir()
+    assert find_preset("wikipedia") is None
+
+
+def test_a_misspelt_preset_gets_a_hint(hub, tmp_path):
+    out = run_script(
+        "prepare_data.py", "--dataset", "tinystorys", "--tokenizer", hub[1], "--output", tmp_path / "x", check=False,
+        **hub[0],
+    )  # fmt: skip
+    assert out.returncode == 2 and "did you mean tinystories?" in out.stderr and "Traceback" not in out.stderr
+
+
+def test_articles_go_on_from_any_part_without_loss_or_copies():
+    rows = [f" = Title {n} = \n" if n % 3 == 0 else f" line {n} \n" for n in range(20)]
+    records = [Record(n + 1, row.encode()) for n, row in enumerate(rows)]
+    whole = [document for document, _ in joined_documents([(records, 1)], ARTICLE_HEADING, starts_inside=False)]
+    assert [document.place for document in whole] == [1, 4, 7, 10, 13, 16, 19]
+    assert b"".join(document.text for document in whole) == "".join(rows).encode()
+    for cut in range(20):
+        later = [d for d, _ in joined_documents([(records[cut:], 1)], ARTICLE_HEADING, starts_inside=cut > 0)]
+        assert later == [document for document in whole if document.place > cut]

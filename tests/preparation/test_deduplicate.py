@@ -1,0 +1,66 @@
+"""Exact copies left out: the first in the order of the input stays, whatever the workers and the interruptions."""
+
+import signal
+
+import numpy as np
+import pytest
+
+from pretrain.data.document_index import read_index
+from pretrain.data.shards import read_manifest
+from pretrain.preparation.deduplicate import SeenDocuments, document_hashes
+from support.prepared import content_of, run_killed, texts, write_jsonl
+
+
+def test_the_first_of_each_kind_is_new():
+    seen = SeenDocuments()
+    rng = np.random.default_rng(0)
+    drawn, known = rng.integers(0, 500, 2000).astype(np.uint64), set()
+    for piece in np.array_split(drawn, 37):
+        expected = [not (value in known or known.add(value)) for value in piece.tolist()]
+        assert seen.add(piece).tolist() == expected
+    assert len(seen) == len(known)
+    assert seen.add(np.empty(0, np.uint64)).tolist() == []
+
+
+def test_documents_have_equal_hashes_when_they_are_equal():
+    ids = np.array([1, 2, 0, 1, 2, 0, 2, 1, 0, 0], np.uint16)
+    first, second, third, empty = document_hashes(ids, np.array([3, 6, 9, 10]))
+    assert first == second and len({first, third, empty}) == 3
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    for name in (
+        "preparation.documents.formats.PART_BYTES",
+        "preparation.documents.sources.PART_BYTES",
+        "preparation.documents.byte_stream.READ_BYTES",
+    ):
+        monkeypatch.setattr(f"pretrain.{name}", 1000)
+
+
+def test_copies_are_left_out_across_files_and_workers(tmp_path, run, small_parts):
+    unique = texts(60)
+    write_jsonl(tmp_path / "a.jsonl", [*unique[:40], *unique[:20]])
+    write_jsonl(tmp_path / "b.jsonl", [*unique[10:], unique[0]])
+    arguments = ("--input", f"{tmp_path}/*.jsonl", "--validation_fraction", 0, "--max_documents", 58)
+    printed = run(*arguments, "--deduplicate", "--output", tmp_path / "one", "--workers", 1)
+    run(*arguments, "--deduplicate", "--output", tmp_path / "three", "--workers", 3)
+    assert "58; skipped 0 empty, 0 bad, 50 copies" in printed
+    assert content_of(tmp_path / "one") == content_of(tmp_path / "three")
+    (shard,) = read_manifest(tmp_path / "one").shards
+    index = read_index(tmp_path / "one" / shard.file, 58)
+    assert index["source"].tolist() == [0] * 40 + [1] * 18
+    assert index["place"].tolist() == [*range(1, 41), *range(31, 49)], "the first of each stays"
+
+
+def test_copies_of_what_came_before_a_kill_are_known(tmp_path, tokenizer):
+    unique = texts(60)
+    write_jsonl(tmp_path / "a.jsonl", [*unique, *unique])
+    arguments = ("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--deduplicate", "--shard_tokens", 1500)
+    assert run_killed(0, *arguments, "--output", tmp_path / "whole").returncode == 0
+    for at in (9, 14, 20):
+        killed = run_killed(at, *arguments, "--output", tmp_path / "broken")
+        assert killed.returncode == -signal.SIGKILL
+    assert run_killed(0, *arguments, "--output", tmp_path / "broken").returncode == 0
+    assert content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
+    assert sum(read_manifest(tmp_path / "whole").totals(s)[1] for s in ("train", "validation")) == 60

@@ -1,0 +1,39 @@
+"""prepare_data.py --inspect, against counts made by hand."""
+
+import numpy as np
+
+from pretrain.data.shards import read_manifest
+from pretrain.preparation.inspect import document_lengths, histogram_lines
+from support.prepared import stream_of, write_jsonl
+
+
+def test_the_page_tells_counts_tokens_and_text(tmp_path, run):
+    write_jsonl(tmp_path / "a.jsonl", ["def f(x): return x"] * 30 + ["zebra"])
+    run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--validation_fraction", 0)
+    page = run("--inspect", tmp_path / "out", with_tokenizer=False)
+    ids = stream_of(tmp_path / "out", "train")
+    manifest = read_manifest(tmp_path / "out")
+    assert f"train            {len(ids):,} tokens, 31 documents, 545 bytes of text in 1 shard" in page
+    assert f"{(len(ids) - 31) / 545:.4f} tokens per byte" in page
+    unused = manifest.vocabulary_size - len(np.unique(ids))
+    assert f"unused vocabulary: {unused} of {manifest.vocabulary_size}" in page
+    assert f"{manifest.end_of_document_id:>10}             31  {31 / len(ids):.2%}".strip() in page
+    assert "end of document" in page and "    | def f(x): return x" in page
+    assert "validation       nothing" in page
+
+
+def test_lengths_come_from_the_index_or_else_from_the_ids(tmp_path, run):
+    write_jsonl(tmp_path / "a.jsonl", ["a b c" * n for n in range(1, 20)])
+    run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--validation_fraction", 0)
+    manifest = read_manifest(tmp_path / "out")
+    indexed = document_lengths(manifest, manifest.shards[0]).tolist()
+    (tmp_path / "out" / "train-00000.documents").unlink()
+    assert document_lengths(manifest, manifest.shards[0]).tolist() == indexed
+
+
+def test_a_histogram_by_powers_of_two():
+    lines = histogram_lines(np.array([1, 2, 3, 4, 4, 100]))
+    counts = [int(line.split()[3].replace(",", "")) for line in lines[:-1]]
+    assert counts == [1, 1, 3, 0, 0, 0, 0, 1]
+    assert "shortest 1, median 4" in lines[-1] and "longest 100" in lines[-1]
+    assert histogram_lines(np.array([], np.int64)) == ["  no documents"]

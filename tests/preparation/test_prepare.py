@@ -1,0 +1,161 @@
+"""The preparation under kills, signals, locks and changes: what must not change a byte or be lost."""
+
+import gzip
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pretrain.data.shards import verify_shards
+from pretrain.data.tokenizer import load_tokenizer
+from pretrain.errors import InputError
+from pretrain.preparation.documents.sources import find_sources
+from pretrain.preparation.plan import Files, PreparationOptions
+from pretrain.preparation.prepare import prepare
+from pretrain.processes import folder_lock, process_state
+from support.prepared import KILLED, content_of, run_killed, texts, write_jsonl
+from support.project import ROOT
+
+
+def prepare_files(tmp_path, tokenizer, **options):
+    """Prepares tmp_path/*.jsonl into tmp_path/out in this process."""
+    documents = Files(find_sources([f"{tmp_path}/*.jsonl"]))
+    return prepare(documents, load_tokenizer(tokenizer), tmp_path / "out", PreparationOptions(**options))
+
+
+def test_a_second_process_is_refused_and_told_by_whom(tmp_path, tokenizer):
+    write_jsonl(tmp_path / "a.jsonl", texts(9))
+    state = tmp_path / "out" / ".unfinished"
+    state.mkdir(parents=True)
+    with (
+        folder_lock(state / "lock"),
+        pytest.raises(InputError, match=rf"process {os.getpid()} on {socket.gethostname()} is working on it"),
+    ):
+        prepare_files(tmp_path, tokenizer)
+    (state / "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
+    with pytest.raises(InputError, match=r"left locked by process 1 on elsewhere; .* remove .*lock and run again"):
+        prepare_files(tmp_path, tokenizer)
+    (state / "lock").write_text(json.dumps({"pid": 1, "host": socket.gethostname()}))
+    prepare_files(tmp_path, tokenizer)
+    assert not state.exists()
+
+
+def test_what_a_kill_left_in_a_finished_folder_is_removed(tmp_path, tokenizer):
+    write_jsonl(tmp_path / "a.jsonl", texts(9))
+    prepare_files(tmp_path, tokenizer)
+    before = content_of(tmp_path / "out")
+    (tmp_path / "out" / ".unfinished").mkdir()
+    (tmp_path / "out" / ".unfinished" / "lock").write_text("")
+    assert prepare_files(tmp_path, tokenizer).already_done
+    assert content_of(tmp_path / "out") == before
+
+
+def test_input_that_changes_while_it_is_read_is_noticed(tmp_path, tokenizer):
+    write_jsonl(tmp_path / "a.jsonl", texts(9))
+    documents = Files(find_sources([f"{tmp_path}/*.jsonl"]))
+
+    def change(tally):
+        write_jsonl(tmp_path / "a.jsonl", texts(10))
+
+    with pytest.raises(InputError, match=r"the input changed while it was read: source a\.jsonl has changed"):
+        prepare(documents, load_tokenizer(tokenizer), tmp_path / "out", PreparationOptions(), report=change)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_after_a_bad_record_what_came_before_is_kept_and_skip_goes_on(tmp_path, tokenizer, monkeypatch, capsys):
+    for name in (
+        "preparation.documents.formats.PART_BYTES",
+        "preparation.documents.sources.PART_BYTES",
+        "preparation.documents.byte_stream.READ_BYTES",
+    ):
+        monkeypatch.setattr(f"pretrain.{name}", 500)
+    write_jsonl(tmp_path / "a.jsonl", texts(50), [b"bad"])
+    with pytest.raises(InputError, match=r"a\.jsonl, line 51: broken JSON"):
+        prepare_files(tmp_path, tokenizer)
+    assert (tmp_path / "out" / ".unfinished" / "progress.json").exists()
+    outcome = prepare_files(tmp_path, tokenizer, on_error="skip")
+    assert (outcome.continued, outcome.tally.bad_records, outcome.tally.documents) == (True, 1, 50)
+    continued = content_of(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "first")
+    prepare_files(tmp_path, tokenizer, on_error="skip")
+    assert content_of(tmp_path / "out") == continued
+
+
+def wait_until_gone(pids, seconds=120):
+    deadline = time.monotonic() + seconds
+    # One that nobody fetches, as in a container without an init, is gone as well.
+    while alive := [pid for pid in pids if process_state(pid) not in (None, "Z", "X")]:
+        assert time.monotonic() < deadline, f"workers outlived their parent: {alive}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_at_any_write_it_continues_to_the_same_bytes(tmp_path, tokenizer, workers):
+    write_jsonl(tmp_path / "a.jsonl", texts(100))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    arguments = ("--input", f"{tmp_path}/*.jsonl*", "--tokenizer", tokenizer, "--shard_tokens", 3000)
+    assert run_killed(0, *arguments, "--workers", 1, "--output", tmp_path / "whole").returncode == 0
+    broken = (*arguments, "--output", tmp_path / "broken", "--workers", workers)
+    for at in (1, 3, 8, 9, 10, 11, 12):
+        killed = run_killed(at, *broken)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert not (tmp_path / "broken" / "manifest.json").exists()
+    pids = [int(pid) for pid in killed.stdout.split()]
+    assert len(pids) == (0 if workers == 1 else workers)
+    ended = run_killed(0, *broken)
+    assert ended.returncode == 0, ended.stderr
+    assert "continuing after" in ended.stderr
+    assert content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
+    wait_until_gone(pids)
+
+
+# Runs prepare_data.py where no file may grow beyond so many bytes, as on a disk that is full.
+FULL = (
+    """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
+"""
+    + KILLED
+)
+
+
+def test_a_full_disk_is_said_and_what_is_done_is_kept(tmp_path, tokenizer):
+    write_jsonl(tmp_path / "a.jsonl", texts(200))
+    arguments = ("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer)
+    limit = (tokenizer / "tokenizer.json").stat().st_size + 1000
+    output = ("--output", tmp_path / "out")
+    command = [sys.executable, "-c", FULL, str(limit), "0", *map(str, (*arguments, *output))]
+    full = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert full.returncode == 2 and "Traceback" not in full.stderr, full.stderr
+    assert "File too large" in full.stderr and "make room or access, then run the same command again" in full.stderr
+    ended = run_killed(0, *arguments, *output)
+    assert ended.returncode == 0 and "continuing after" in ended.stderr, ended.stderr
+    assert run_killed(0, *arguments, "--output", tmp_path / "whole").returncode == 0
+    assert content_of(tmp_path / "out") == content_of(tmp_path / "whole")
+
+
+def test_a_signal_stops_between_parts_and_tells_to_run_again(tmp_path, tokenizer):
+    write_jsonl(tmp_path / "a.jsonl", texts(400))
+    arguments = ("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--output", tmp_path / "out")
+    code = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getpid(), signal.SIGTERM)")
+    command = [sys.executable, "-c", code, "9", *map(str, arguments)]
+    stopped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (stopped.returncode, "run the same command again to continue" in stopped.stderr) == (75, True)
+    assert run_killed(0, *arguments).returncode == 0
+    assert verify_shards(tmp_path / "out") == []
+
+
+def test_changed_sources_and_options_of_an_unfinished_folder_are_refused(tmp_path, tokenizer):
+    write_jsonl(tmp_path / "a.jsonl", texts(100))
+    arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
+    assert run_killed(8, *arguments, "--tokenizer", tokenizer).returncode == -signal.SIGKILL
+    with pytest.raises(InputError, match=r"was begun .*: options\.validation_fraction was 0\.01, is now 0\.5"):
+        prepare_files(tmp_path, tokenizer, validation_fraction=0.5)
+    write_jsonl(tmp_path / "a.jsonl", texts(101))
+    with pytest.raises(InputError, match=r"source a.jsonl has changed"):
+        prepare_files(tmp_path, tokenizer)

@@ -1,0 +1,206 @@
+"""The model card: true, complete, readable by the Hub, and silent about the machine it was made on."""
+
+import json
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from pretrain.runs.publishing.card import Publication, model_card, plot_losses, write_card
+from pretrain.runs.publishing.card_facts import Score, batch_text, read_card_facts, read_scores
+from support.run_folders import recipe_values, write_metrics, write_run
+
+OFFER = Publication("me/tiny", "main", "apache-2.0", ("en", "de"), "bf16")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run without its models, which no card reads."""
+    folder = tmp_path / "x"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(recipe_values(folder)))
+    (folder / "model.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 512, "num_hidden_layers": 2}))
+    (folder / "strategy.json").write_text(json.dumps({"strategy": "fsdp2", "ranks": 8, "precision": "bf16"}))
+    (folder / "environment.json").write_text(json.dumps({"device": "H100", "commit": "abc123"}))
+    write_metrics(folder, 8)
+    return folder
+
+
+def change_recipe(run, **settings):
+    (run / "config.yaml").write_text(yaml.safe_dump({**recipe_values(run), **settings}))
+
+
+def add_event(run, **event):
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(event) + "\n")
+
+
+def write_evaluation(run, name="evaluation.json", step=8, limit=None, run_name=None, **tasks):
+    model = {"run": f"somewhere/{run_name or run.name}", "step": step, "sources": {}, "tasks": tasks}
+    (run / name).write_text(json.dumps({"settings": {"limit": limit}, "models": [model]}))
+
+
+def card(run, step=None, offer=OFFER):
+    return model_card(read_card_facts(run, step), offer, has_picture=True)
+
+
+def test_metadata_survives_the_hubs_own_reader(run):
+    write_evaluation(run, hellaswag={"acc": 0.31, "acc_stderr": 0.005, "few_shots": 0, "samples": 10042})
+    read = ModelCard(card(run)).data
+    assert (read.license, read.language, read.library_name) == ("apache-2.0", ["en", "de"], "transformers")
+    assert read.pipeline_tag == "text-generation"
+    (result,) = read.eval_results
+    assert (result.dataset_name, result.metric_type, result.metric_value) == ("hellaswag (0-shot)", "accuracy", 0.31)
+    assert read.model_name == "tiny"
+    assert ModelCard(f"---\n{read.to_yaml()}\n---\n").data.to_dict() == read.to_dict()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "| architecture | llama |",
+        "| parameters | 106,816 |",
+        "| docs | 75.0% | not recorded |",
+        "| budget | 8k tokens in 8 steps, 0.0749 per parameter |",
+        "| global batch | 1,000 tokens (10 sequences of 100) |",
+        "| learning rate | 0.001 at the peak, cosine, 2 warmup steps |",
+        "| hardware | 8 x H100 |",
+        "| strategy | fsdp2 |",
+        "| throughput | 5,000 tokens/s, MFU 40.0% |",
+        "| docs | 4.0000 | 54.60 | 1.8000 |",
+        "![Training and validation loss](loss.png)",
+        'model="me/tiny"',
+        "began with random weights of seed 7",
+        "Languages other than en, de were not meant to be learnt.",
+    ],
+)
+def test_the_card_states(run, line):
+    assert line in card(run)
+
+
+def test_a_checkpoints_card_knows_nothing_of_what_came_later(run):
+    write_evaluation(run, step=8, hellaswag={"acc": 0.31})
+    text = card(run, step=4, offer=Publication("me/tiny", "step-4"))
+    assert "4k tokens in 4 steps, 0.0374 per parameter of 8 planned" in text
+    assert "| docs | 5.0000 |" in text and "| docs | 4.0000 |" not in text
+    assert "hellaswag" not in text
+    assert 'revision="step-4"' in text
+    assert "step 4 of 8, with the learning rate not decayed" in text
+
+
+def test_steps_that_were_taken_twice_count_once(run):
+    add_event(run, event="rollback", step=8, to_step=4, reason="loss 9.1", change="data of 4 steps left out")
+    add_event(run, event="train", step=5, tokens=5000, loss=1.25)
+    facts = read_card_facts(run)
+    assert facts.step == 5 and facts.tokens == 5000
+    text = card(run)
+    assert "| training loss at the end | 1.2500 |" in text
+    assert "- went back to step 4: loss 9.1; data of 4 steps left out" in text
+
+
+def test_the_scores_of_a_task_stand_together(run):
+    write_evaluation(run, "evaluation_a.json", sciq={"acc": 0.5}, lambada={"acc": 0.25, "perplexity": 31.4159})
+    write_evaluation(run, "evaluation_b.json", sciq={"acc_norm": 0.75})
+    rows = "| lambada | acc | 0.2500 |\n|  | perplexity | 31.42 |\n| sciq | acc | 0.5000 |\n|  | acc norm | 0.7500 |"
+    assert rows in card(run)
+
+
+def test_processes_on_a_cpu_are_no_machines(run):
+    (run / "environment.json").write_text(json.dumps({"device": "x86_64", "cores": 4}))
+    assert "| hardware | CPU (x86_64, 4 cores), 8 processes |" in card(run)
+
+
+def test_scores_over_a_part_of_a_task_are_marked_and_no_result(run):
+    write_evaluation(run, "evaluation_quick.json", limit=10, piqa={"acc": 0.9})
+    write_evaluation(run, "evaluation_whole.json", sciq={"acc": 0.5, "acc_stderr": 0.01})
+    text = card(run)
+    assert "| piqa \\* | acc | 0.9000 |" in text and "| sciq | acc | 0.5000 ± 0.0100 |" in text
+    assert [result.dataset_name for result in ModelCard(text).data.eval_results] == ["sciq"]
+
+
+def test_scores_come_from_the_log_too_and_never_from_another_run(run):
+    add_event(
+        run, event="evaluation", step=8, tokens=8000, model="x", task="arc", acc=0.25, acc_stderr=0.1, few_shots=5
+    )
+    add_event(run, event="evaluation", step=8, tokens=8000, model="x", source="docs", split="validation", loss=4.5)
+    add_event(run, event="evaluation", step=4, tokens=4000, model="x", task="arc", acc=0.1)
+    write_evaluation(run, run_name="another", boolq={"acc": 0.9})
+    facts = read_card_facts(run)
+    assert set(facts.scores) == {Score("arc", "acc", 0.25, 0.1, 5), Score("docs", "loss", 4.5)}
+    assert read_scores(run, [], step=3) == []
+
+
+def test_the_card_names_no_folder_of_the_machine(run):
+    change_recipe(run, model="/home/somebody/models/big.json", output="~/runs/x")
+    text = card(run)
+    assert str(run.parent) not in text and "somebody" not in text and "~/" not in text
+    assert "shards: docs" in text and "model: big.json" in text
+
+
+def test_hub_datasets_and_the_base_model_are_linked(run, monkeypatch):
+    monkeypatch.chdir(run)
+    docs = run.parent / "docs"
+    docs.mkdir()
+    manifest = {
+        "tokenizer": {"name": "openai-community/gpt2"},
+        "vocabulary_size": 500,
+        "totals": {"train": {"tokens": 5_000_000, "documents": 1200, "text_bytes": 20_000_000}},
+        "sources": [{"path": "owner/web", "subset": None, "split": "train"}, {"path": "notes.txt", "bytes": 5}],
+    }
+    (docs / "manifest.json").write_text(json.dumps(manifest))
+    change_recipe(run, model="owner/base@v1", init="pretrained")
+    text = card(run)
+    data = ModelCard(text).data
+    assert data.datasets == ["owner/web"] and data.base_model == "owner/base"
+    assert "| docs (owner/web) | 75.0% | 5M | 1,200 | 20MB | openai-community/gpt2 |" in text
+    assert "began with the weights of owner/base@v1" in text
+    assert "500 ids; the 12 rows above them are padding" in text
+
+
+def test_the_data_is_told_from_what_the_run_kept_when_the_shards_have_gone(run):
+    kept = {
+        "tokenizer": {"name": "owner/bpe"},
+        "vocabulary_size": 500,
+        "totals": {"train": {"tokens": 5_000_000, "documents": 1200, "text_bytes": 20_000_000}},
+        "hub_datasets": ["owner/web"],
+    }
+    (run / "data.json").write_text(json.dumps({str(run.parent / "docs"): kept}))
+    text = card(run)
+    assert "| docs (owner/web) | 75.0% | 5M | 1,200 | 20MB | owner/bpe |" in text
+    assert ModelCard(text).data.datasets == ["owner/web"]
+
+
+def test_a_curriculum_shows_its_stages(run):
+    stages = [
+        {"train": [{"shards": "a"}], "until": 0.25},
+        {"train": [{"shards": "b"}, {"shards": "a", "max_epochs": 2}]},
+    ]
+    change_recipe(run, data={"stages": stages})
+    text = card(run)
+    assert "| 0% to 25% | a | 100.0% |" in text
+    assert "| 25% to 100% | a | 50.0%, at most 2 epochs |" in text
+
+
+def test_a_run_that_left_almost_nothing_still_has_a_card(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: x.json\n")
+    write_card(tmp_path, tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert ModelCard(text).data.library_name == "transformers"
+    assert "loss.png" not in text and not (tmp_path / "loss.png").exists()
+    assert batch_text({}) == "not recorded"
+
+
+def test_the_picture_is_the_same_every_time_and_shows_the_losses(run, tmp_path):
+    facts = read_card_facts(run)
+    assert plot_losses(facts, tmp_path / "a.png") and plot_losses(facts, tmp_path / "b.png")
+    picture = (tmp_path / "a.png").read_bytes()
+    assert picture == (tmp_path / "b.png").read_bytes() and picture.startswith(b"\x89PNG")
+    assert plot_losses(read_card_facts(run, step=4), tmp_path / "c.png")
+    assert picture != (tmp_path / "c.png").read_bytes()
+
+
+def test_a_local_architecture_asks_for_trust(tmp_path):
+    model = {"model_type": "deepone", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    run = write_run(tmp_path / "x", model={**model, "intermediate_size": 64, "vocab_size": 512}, steps=(4,))
+    write_card(run, tmp_path, OFFER, model_folder=run / "final")
+    assert 'model="me/tiny", trust_remote_code=True' in (tmp_path / "README.md").read_text()

@@ -1,0 +1,351 @@
+"""Steering a live run by files: requests, answers, and everything that must not steer it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from contextlib import contextmanager
+
+import pytest
+
+from pretrain.errors import InputError
+from pretrain.processes import folder_lock
+from pretrain.runs.control import (
+    ANSWER_FILE,
+    COMMANDS,
+    REQUEST_FILE,
+    Control,
+    send,
+    wait_for_answer,
+    withdraw,
+    write_replacing,
+)
+from pretrain.runs.status import read_json, read_status
+from support.project import ROOT, events, free_port, run_script
+from support.run_logs import end_line, finished_run, start_line, train_line, write_run
+
+START = "start-1"
+SOON = 120.0
+"""Seconds that no machine, however busy, needs for what takes one or two."""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that this process trains, as far as its folder tells."""
+    folder = write_run(tmp_path / "run", [start_line(start_id=START), train_line(1)])
+    with folder_lock(folder / ".lock"):
+        yield folder
+
+
+def ask(run, timeout_seconds=SOON, command="save"):
+    return wait_for_answer(run, send(run, command), timeout_seconds=timeout_seconds, show=lambda seconds: None)
+
+
+def answer_one(run, step):
+    """A trainer that takes one command, as the loop does, in a thread of its own."""
+    control = Control(run, START)
+
+    def loop():
+        deadline = time.monotonic() + SOON
+        while time.monotonic() < deadline:
+            if control.poll():
+                control.acknowledge(step)
+                return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_request_is_taken_once_and_its_answer_told(run, command):
+    control = Control(run, START)
+    assert control.poll() is None
+    send(run, command)
+    assert control.poll() == command
+    assert control.poll() is None
+    control.acknowledge(1234)
+    assert json.loads((run / ANSWER_FILE).read_text())["command"] == command
+    assert control.poll() is None
+
+
+def test_the_sender_hears_at_which_step_it_was_done(run):
+    trainer = answer_one(run, step=1234)
+    assert ask(run) == "saved at step 1,234"
+    trainer.join()
+
+
+def test_a_second_request_is_taken_after_the_first(run):
+    control = Control(run, START)
+    for command in ("save", "save", "stop"):
+        request = send(run, command)
+        assert control.poll() == command
+        control.acknowledge(7)
+        assert json.loads((run / ANSWER_FILE).read_text())["id"] == request["id"]
+
+
+def test_a_request_for_an_earlier_start_steers_nobody(run):
+    send(run, "stop")
+    restarted = Control(run, "start-2")
+    assert restarted.poll() is None
+
+
+def test_a_request_that_was_answered_is_not_taken_again_by_a_new_reader(run):
+    send(run, "save")
+    first = Control(run, START)
+    assert first.poll() == "save"
+    first.acknowledge(5)
+    assert Control(run, START).poll() is None
+
+
+def test_the_newest_start_is_the_one_that_is_meant(run):
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(start_line(1, start_id="start-2")) + "\n")
+    assert send(run, "save")["start_id"] == "start-2"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"id": 3, "command": "save"}', '{"id": "x", "command": "format"}']
+)
+def test_what_is_no_request_is_left_alone_with_a_warning(run, content):
+    said = []
+    (run / "control").mkdir()
+    (run / REQUEST_FILE).write_text(content)
+    control = Control(run, START, warn=said.append)
+    assert control.poll() is None and control.poll() is None
+    assert len(said) == 1 and "send save, stop, abort, anneal by runs.py" in said[0]
+    send(run, "save")
+    assert control.poll() == "save"
+
+
+def test_polling_costs_next_to_nothing(run):
+    send(run, "save")
+    control = Control(run, START)
+    control.poll()
+
+    def seconds_of_a_hundred(look=control.poll) -> float:
+        start = time.perf_counter()
+        for _ in range(100):
+            look()
+        return time.perf_counter() - start
+
+    polling = min(seconds_of_a_hundred() for _ in range(50))
+    # 2 microseconds each, where reading the file each time takes 20; the best of many, for a busy machine.
+    assert polling < min(seconds_of_a_hundred(lambda: read_json(run / REQUEST_FILE)) for _ in range(50)) / 2
+
+
+def test_acknowledging_nothing_writes_nothing(run):
+    Control(run, START).acknowledge(3)
+    assert not (run / ANSWER_FILE).exists()
+
+
+def test_no_reader_sees_half_a_file(tmp_path):
+    path = tmp_path / "folder" / "file.json"
+    write_replacing(path, {"n": 0})
+    stop = threading.Event()
+
+    def write():
+        n = 0
+        while not stop.is_set():
+            n += 1
+            write_replacing(path, {"n": n, "filling": "x" * 5000})
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(200):
+            assert json.loads(path.read_text())["n"] >= 0
+    finally:
+        stop.set()
+        thread.join()
+    assert [file.name for file in path.parent.iterdir()] == ["file.json"]
+
+
+def test_without_an_answer_the_request_is_withdrawn(run):
+    with pytest.raises(InputError, match=r"no answer within 0.3 s, so save is withdrawn.*--timeout"):
+        ask(run, timeout_seconds=0.3)
+    assert not (run / REQUEST_FILE).exists()
+
+
+def test_only_its_own_request_is_withdrawn(run):
+    first, second = send(run, "save"), send(run, "stop")
+    withdraw(run, first)
+    assert json.loads((run / REQUEST_FILE).read_text()) == second
+    withdraw(run, second)
+    withdraw(run, second)
+    assert not (run / REQUEST_FILE).exists()
+
+
+def test_ctrl_c_stops_waiting_and_withdraws(run):
+    sender = subprocess.Popen(
+        [sys.executable, "runs.py", "save", run], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    wait_until((run / REQUEST_FILE).exists, sender)
+    sender.send_signal(signal.SIGINT)
+    _, said = sender.communicate(timeout=SOON)
+    assert sender.returncode == 130 and "no longer waits; withdrawn" in said and "Traceback" not in said
+    assert not (run / REQUEST_FILE).exists()
+
+
+def test_a_request_that_another_one_replaced_says_so(run):
+    request = send(run, "save")
+    send(run, "stop")
+    with pytest.raises(InputError, match=f"stop, sent by process {os.getpid()} on .* took the place of this save"):
+        wait_for_answer(run, request, timeout_seconds=SOON, show=lambda seconds: None)
+
+
+def test_a_run_that_dies_before_it_answers_is_noticed(tmp_path):
+    folder = write_run(tmp_path / "run", [start_line(start_id=START), train_line(1)])
+    with folder_lock(folder / ".lock"):
+        request = send(folder, "save")
+    (folder / ".lock").write_text(json.dumps({"pid": 2**22 + 1, "host": socket.gethostname()}))
+    with pytest.raises(InputError, match=r"ended before it answered save; see its train.log"):
+        wait_for_answer(folder, request, timeout_seconds=SOON, show=lambda seconds: None)
+
+
+def test_a_run_that_nobody_trains_is_not_steered(tmp_path):
+    finished = finished_run(tmp_path / "finished")
+    unlocked = write_run(tmp_path / "unlocked", [start_line(), train_line(1)])
+    crashed = write_run(tmp_path / "crashed", [start_line(), train_line(1)])
+    preempted = write_run(tmp_path / "preempted", [start_line(), train_line(4), end_line(4, 75, "preempted")])
+    for folder in (crashed, preempted):
+        # What a process that was killed leaves behind: a lock that no living process holds.
+        (folder / ".lock").write_text(json.dumps({"pid": 2**22 + 1, "host": socket.gethostname()}))
+    cases = {
+        finished: "no process trains it (finished at step 100), so there is nothing to save; its model is in final",
+        unlocked: "no process trains it (it has neither lock nor heartbeat)",
+        crashed: "no process trains it (crashed at step 1), so there is nothing to save; the command that started it",
+        preempted: "no process trains it (stopped: preempted at step 4)",
+        tmp_path / "nowhere": "no such run",
+        tmp_path: "is not a run but holds 4",
+    }
+    for folder, message in cases.items():
+        with pytest.raises(InputError) as error:
+            send(folder, "save")
+        assert message in str(error.value)
+        assert not (folder / "control").exists()
+
+
+def test_a_run_that_ends_in_good_order_before_it_answers_is_noticed(tmp_path):
+    folder = write_run(tmp_path / "run", [start_line(start_id=START), train_line(1)])
+    with folder_lock(folder / ".lock"):
+        request = send(folder, "stop")
+    assert not (folder / ".lock").exists()
+    with pytest.raises(InputError, match="ended before it answered stop"):
+        wait_for_answer(folder, request, timeout_seconds=SOON, show=lambda seconds: None)
+
+
+def test_a_run_on_another_machine_is_judged_by_its_heartbeat(tmp_path):
+    run = write_run(tmp_path / "run", [start_line(start_id=START), train_line(1)])
+    (run / ".lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
+    beat = run / "heartbeats" / "rank-00000.json"
+    beat.parent.mkdir()
+    beat.write_text(json.dumps({"pid": 1, "host": "elsewhere", "step": 1, "time": time.time()}))
+    trainer = answer_one(run, step=2)
+    assert ask(run) == "saved at step 2"
+    trainer.join()
+    beat.write_text(json.dumps({"pid": 1, "host": "elsewhere", "step": 1, "time": time.time() - 600}))
+    os.utime(beat, (time.time() - 600,) * 2)
+    with pytest.raises(InputError, match="no process trains it"):
+        send(run, "save")
+
+
+def test_a_folder_that_cannot_be_written_is_named(run):
+    (run / "control").write_text("a file where the folder should be")
+    with pytest.raises(InputError, match=r"control/request.json: cannot be written"):
+        send(run, "save")
+
+
+def test_the_default_warning_is_pythons_own(run):
+    (run / "control").mkdir()
+    (run / REQUEST_FILE).write_text("{}")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Control(run, START).poll()
+    assert len(caught) == 1
+
+
+def test_the_command_line_steers_and_refuses(run, tmp_path):
+    trainer = answer_one(run, step=42)
+    assert run_script("runs.py", "stop", run).stdout == "saved and stopped at step 42\n"
+    trainer.join()
+    for folder in (tmp_path / "nowhere", finished_run(tmp_path / "done")):
+        result = run_script("runs.py", "anneal", folder, check=False)
+        assert result.returncode == 2 and "Traceback" not in result.stderr and str(folder) in result.stderr
+    result = run_script("runs.py", "save", run, "--timeout", "0", check=False)
+    assert result.returncode == 2 and "0 is not above 0" in result.stderr
+
+
+ALL = os.environ.get("STRATEGIES") == "all"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"] if ALL else ["ddp"])
+def test_a_live_run_of_two_processes_is_steered(strategy, recipe, tmp_path):
+    run = tmp_path / "run"
+    with live_run(strategy, recipe, run) as trainer:
+        for command in ("save", "stop"):
+            step = steer(run, command)
+            assert (run / "checkpoints" / f"step-{step:08d}" / "MANIFEST.json").exists()
+        trainer.wait(timeout=SOON)
+    assert [line["code"] for line in events(run, "end")] == [130]
+    assert read_status(run).state == "stopped"
+    said = run_script("runs.py", "save", run, check=False)
+    assert said.returncode == 2 and "no process trains it (stopped at step" in said.stderr
+    if not ALL:
+        return
+    with live_run(strategy, recipe, run) as trainer:
+        wait_until(lambda: events(run, "train")[-1]["step"] >= 50, trainer)  # a decay of several steps
+        step = steer(run, "anneal")
+        trainer.wait(timeout=SOON)
+    assert events(run, "end")[-1]["code"] == 0 and read_status(run).state == "finished"
+    assert step < events(run, "train")[-1]["step"] <= 1.2 * step + 1
+    assert events(run, "train")[-1]["learning_rate"] < 0.5 * 0.003
+
+
+def steer(run, command):
+    """Sends the command; the step at which the run says that it was done, in its answer and in its log alike."""
+    said = run_script("runs.py", command, run).stdout
+    step = int(said.split("step ")[1].split()[0].replace(",", ""))
+    assert [line["step"] for line in events(run, "control") if line["command"] == command][-1] == step
+    return step
+
+
+@contextmanager
+def live_run(strategy, recipe, run):
+    """A training of two processes that would take for ever, once it has logged a step of its own."""
+    before = len(events(run, "train")) if run.exists() else 0
+    trainer = subprocess.Popen(
+        [
+            sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
+            "--num_processes", "2", "--main_process_port", str(free_port()), "train.py", "--config", recipe,
+            "--budget.steps", "100000", "--validation.every_steps", "100000", "--checkpoint.every_steps", "100000",
+        ],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        wait_until(lambda: len(events(run, "train")) > before, trainer)
+        yield trainer
+    finally:
+        if trainer.poll() is None:
+            trainer.terminate()  # the launcher passes it on to its processes
+            trainer.wait(timeout=SOON)
+
+
+def wait_until(happened, process, seconds=300):
+    """Until the process has come so far."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if happened():
+                return
+        except (FileNotFoundError, ValueError):  # not begun, or in the middle of a line
+            pass
+        time.sleep(0.02)
+    pytest.fail(f"it did not come so far; exit status {process.poll()}")

@@ -1,0 +1,146 @@
+"""runs.py parity: what it makes of curves and of refusals; the runs themselves are those of test_strategies.py."""
+
+import json
+import math
+
+import pytest
+
+from pretrain.runs import parity
+from pretrain.runs.parity import (
+    Curve,
+    Outcome,
+    distance,
+    largest,
+    read_curve,
+    refusals,
+    report,
+    run_overrides,
+    strategy_names,
+    table,
+)
+from support.project import ROOT, run_script
+
+REFERENCE = Curve({1: 6.0, 2: 5.0}, {1: 2.0, 2: 1.0})
+EQUAL = Outcome(REFERENCE)
+BOUNDS = (1e-5, 1e-4)
+LOG = """[2026-11-21 04:10:12,178] [WARNING] [real_accelerator.py:213:get_accelerator] Setting accelerator to CPU.
+/x/y.py:3: FutureWarning: is deprecated
+optim.name: muon does not run under zero1; choose adamw, or a strategy that runs it, as ddp does
+batch.sequences_per_micro_batch: 3 is not a multiple of 2
+E1121 05:10:12.243000 28475 api.py:1002] failed (exitcode: 2) local_rank: 0 (pid: 28537) of binary: python
+Traceback (most recent call last):
+ChildFailedError: train.py FAILED
+  exitcode  : 2 (pid: 28537)
+"""
+
+
+def test_distances_are_absolute_or_relative():
+    assert distance(5.25, 5.0, relative=False) == 0.25
+    assert distance(1.5, 2.0, relative=True) == 0.25
+    assert distance(math.nan, math.nan, relative=True) == 0, "the same step skipped in both is the same"
+    assert distance(math.nan, 1.0, relative=False) == distance(1.0, math.nan, relative=False) == math.inf
+
+
+def test_the_largest_is_over_all_steps_and_a_missing_step_is_infinitely_far():
+    assert largest({1: 6.0, 2: 5.25}, REFERENCE.loss, relative=False) == 0.25
+    assert largest({1: 6.0}, REFERENCE.loss, relative=False) == math.inf
+
+
+def test_refusals_are_read_from_the_log_of_the_launch():
+    assert refusals(LOG, 1) == LOG.splitlines()[2:4]
+    assert refusals(LOG.replace("exitcode  : 2", "exitcode  : 1").replace("exitcode: 2", "exitcode: 1"), 1) == []
+    assert refusals("model: nothing of the kind\n", 2) == ["model: nothing of the kind"], "one process, no torchrun"
+
+
+def test_those_that_ran_decide_the_exit_status(tmp_path, capsys):
+    good = {"single": EQUAL, "ddp": Outcome(Curve({1: 6.000001, 2: 5.0}, REFERENCE.grad_norm))}
+    assert report(good, BOUNDS, tmp_path) == 0
+    assert "1 of the 1 that can run this recipe here train as single does" in capsys.readouterr().out
+    refused = {**good, "tp": Outcome(None, ("optim.name: muon does not run under tp", "model: too small"))}
+    assert report(refused, BOUNDS, tmp_path) == 0
+    out = capsys.readouterr().out
+    assert (
+        "tp                   refused: optim.name: muon does not run under tp\n" in out and "model: too small" in out
+    )
+    assert "1 refused it, which proves nothing" in out
+    assert json.loads((tmp_path / "parity.json").read_text())["tp"]["refused"][1] == "model: too small"
+
+
+def test_what_differs_or_fails_is_a_failure(tmp_path, capsys):
+    other = Outcome(Curve({1: 6.1, 2: 5.0}, REFERENCE.grad_norm))
+    assert report({"single": EQUAL, "ddp": EQUAL, "zero3": other}, BOUNDS, tmp_path) == 1
+    assert json.loads((tmp_path / "parity.json").read_text())["zero3"]["same"] is False
+    assert "zero3                DIFFERENT  loss 1.0e-01   norm 0.0e+00" in capsys.readouterr().out
+    assert report({"single": EQUAL, "ddp": EQUAL, "zero3": Outcome(None)}, BOUNDS, tmp_path) == 1
+    out = capsys.readouterr().out
+    assert f"FAILED: see {tmp_path / 'zero3'}.log" in out and "1 of the 2 that can run" in out
+
+
+def test_refusals_alone_prove_nothing(tmp_path, capsys):
+    assert report({"single": EQUAL, "tp": Outcome(None, ("model: no",))}, BOUNDS, tmp_path) == 1
+    assert "Nothing was compared." in capsys.readouterr().out
+
+
+def test_the_table_has_every_step_and_strategy(tmp_path):
+    lines = [{"event": "start"}, {"event": "train", "step": 1, "loss": 6.5, "grad_norm": None}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    curve = read_curve(tmp_path / "metrics.jsonl")
+    assert math.isnan(curve.grad_norm[1])
+    text = table("Loss", {"single": curve.loss, "ddp": {1: 6.5000005}, "zero3_offload": curve.loss}, relative=False)
+    assert text.splitlines() == [
+        "Loss",
+        "     step      single      ddp  zero3_offload",
+        "        1    6.500000    5e-07              ·",
+        "  largest                5e-07              ·",
+    ]
+
+
+def test_bad_requests_are_refused_at_once(tmp_path):
+    (tmp_path / "ddp").mkdir()
+    refused = run_script(
+        "runs.py", "parity", "--config", "recipes/demo.yaml", "--strategies", "ddp,zero4", "--output", tmp_path,
+        check=False,
+    )  # fmt: skip
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "zero4 is unknown; did you mean zero" in refused.stderr
+    assert f"{tmp_path / 'ddp'} exists" in refused.stderr
+
+
+def test_a_recipe_that_cannot_run_at_all_is_refused_with_the_reason(recipe, tmp_path):
+    recipe.write_text(recipe.read_text().replace("tokens_per_step: 256", "tokens_per_step: 250"))
+    refused = run_script(
+        "runs.py", "parity", "--config", recipe, "--strategies", "ddp", "--output", tmp_path / "out", check=False
+    )
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "batch.tokens_per_step" in refused.stderr and "[2/2]" not in refused.stderr
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_can_be_cut_short(recipe):
+    overrides = run_overrides(recipe, 20, "fp32")
+    assert overrides[overrides.index("--budget") + 1] == "{steps: 20}"
+    assert int(overrides[overrides.index("--optim.warmup_steps") + 1]) <= 2
+
+
+def test_strategies_are_the_files_there_are():
+    names = strategy_names()
+    assert names[0] == "single" and len(names) == len(set(names))
+    assert set(names) == {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+
+
+def test_an_optimizer_that_computes_in_bf16_is_compared_as_bf16(recipe, tmp_path, monkeypatch, capsys):
+    curves = {"single": REFERENCE, "ddp": Curve({1: 6.001, 2: 5.0}, REFERENCE.grad_norm)}
+    monkeypatch.setattr(parity, "train_under", lambda name, *arguments: Outcome(curves[name]))
+
+    def compare(name: str, in_bf16: bool) -> int:
+        monkeypatch.setattr(parity, "multiplies_in_bf16", lambda: in_bf16)
+        options = {"steps": 2, "strategies": ["ddp"], "processes": 2, "precision": "fp32"}
+        folder = tmp_path / f"{name}_{in_bf16}"
+        folder.mkdir()
+        text = recipe.read_text().replace("optim:", f"optim:\n  name: {name}")
+        (folder / "recipe.yaml").write_text(text)
+        return parity.measure_parity(folder / "recipe.yaml", folder, **options)
+
+    assert compare("adamw", True) == 1 and "bf16" not in capsys.readouterr().out
+    assert compare("muon", False) == 1 and "bf16" not in capsys.readouterr().out
+    assert compare("muon", True) == 0 and "muon computes its updates in bf16 here" in capsys.readouterr().out

@@ -1,0 +1,144 @@
+"""Curves and pictures: every axis, thinning that keeps spikes, a page that needs no network."""
+
+import json
+import math
+import re
+
+import pytest
+
+from pretrain.runs.curves import MEASURES, POSITIONS, Places, curves_of, differing_settings, thin
+from pretrain.runs.history import read_history
+from pretrain.runs.plots import PAGE, axis_text, picture_panels, smoothed, write_page, write_png
+from pretrain.runs.status import read_status
+from support.run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
+
+
+def curves(run, name="run"):
+    return curves_of(name, read_history(run), read_status(run))
+
+
+def test_every_group_of_columns_has_every_position(tmp_path):
+    run = curves(finished_run(tmp_path / "run"))
+    groups = [run.train, *run.validation.values(), *run.scores.values()]
+    for group in groups:
+        assert set(POSITIONS) <= set(group)
+        assert len({len(column) for column in group.values()}) == 1
+    assert run.scores["arc_easy · acc"]["value"] == [0.25] and run.scores["arc_easy · acc"]["standard_error"] == [0.01]
+    assert run.validation["demo"]["tokens"] == [20 * 2048, 60 * 2048, 100 * 2048]
+    assert {mark["event"] for mark in run.marks} == {"checkpoint", "end"}
+
+
+def test_flops_are_the_runs_own_figure_and_else_6_per_parameter(tmp_path):
+    stated = curves(write_run(tmp_path / "a", [start_line(flops_per_token=7000.0), train_line(1)]))
+    assert stated.train["flops"] == [2048 * 7000.0] and stated.flops_are_exact
+    guessed = curves(write_run(tmp_path / "b", [start_line(), train_line(1)]))
+    assert guessed.train["flops"] == [2048 * 6 * 1000.0] and not guessed.flops_are_exact
+
+
+def test_places_between_logged_steps_lie_on_straight_lines():
+    train = [train_line(10, hours=1.0), train_line(20, hours=2.0)]
+    place = Places(train, None)
+    assert place.at(15, "hours") == 1.5 and place.at(5, "tokens") == 5 * 2048 and place.at(0, "hours") == 0
+    assert place.at(25, "hours") == 2.0 and place.at(None, "hours") is None
+    assert place.of([{"step": 10}])["flops"] == [None]
+
+
+def test_a_long_curve_is_thinned_without_losing_a_spike():
+    events = [train_line(step, loss=3.0) for step in range(1, 50_001)]
+    events[31_415]["loss"], events[27_182]["loss"], events[14_142]["grad_norm"] = 9.0, 1.0, 77.0
+    kept, means = thin(events)
+    assert len(kept) <= 4 * 600 + 1
+    assert max(e["loss"] for e in kept) == 9.0 and min(e["loss"] for e in kept) == 1.0
+    assert max(e["grad_norm"] for e in kept) == 77.0
+    assert [e["step"] for e in kept] == sorted({e["step"] for e in kept})
+    assert kept[0]["step"] == 1 and kept[-1]["step"] == 50_000
+    # The smooth line goes through means of all points, not of the extremes that are kept.
+    assert len(means["loss"]) == len(kept) and max(means["loss"]) < 3.1 and set(means) == set(MEASURES)
+
+
+def test_a_short_curve_stays_whole_and_an_empty_one_empty():
+    events = [train_line(step) for step in range(1, 200)]
+    kept, means = thin(events)
+    assert kept == events and means["loss"] == [pytest.approx(e["loss"], rel=1e-5) for e in events]
+    assert thin([]) == ([], {key: [] for key in MEASURES})
+
+
+def test_the_smooth_line_neither_lags_nor_invents():
+    falling = [10.0 - n / 100 for n in range(1000)]
+    middle = slice(50, 950)
+    assert smoothed(falling)[middle] == pytest.approx(falling[middle], abs=1e-9)  # a lagging mean lies above
+    assert smoothed([2.0] * 30) == [pytest.approx(2.0)] * 30
+    noisy = smoothed([math.sin(n * 2.4) for n in range(1000)])
+    assert max(map(abs, noisy[100:])) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (1500, "1.5k"), (2e9, "2B"), (3.2e18, "3.2e18"), (0.00175, "0.00175"), (2e-6, "2e-6")],
+)
+def test_numbers_on_axes_are_short(value, text):
+    assert axis_text(value) == text
+
+
+def page_data(path):
+    text = path.read_text()
+    return text, json.loads(re.search(r'type="application/json">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_the_page_holds_everything_and_asks_for_nothing(tmp_path):
+    runs = [curves(finished_run(tmp_path / name, seed=seed), name) for name, seed in (("a", 1), ("b", 2))]
+    path = tmp_path / "plot.html"
+    write_page(runs, path)
+    text, data = page_data(path)
+    assert [run["name"] for run in data["runs"]] == ["a", "b"]
+    assert data["runs"][0]["train"]["loss"][:2] == [4.99, 4.98]
+    assert data["differences"] == {"seed": ["1", "2"]}
+    loads = r"""\b(src|href)\s*=|@import|url\(\s*['"]?(http|//)|fetch\(|XMLHttpRequest|import\s*\("""
+    assert not re.search(loads, text)
+    assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
+    assert not (tmp_path / ".plot.html.unfinished").exists()
+
+
+def test_no_text_of_a_run_breaks_out_of_the_page(tmp_path):
+    evil = "</script><script>alert(1)</script>"
+    lines = [start_line(), train_line(1), {"event": "warning", "step": 1, "message": evil}]
+    path = tmp_path / "plot.html"
+    write_page([curves(write_run(tmp_path / "run", lines), evil)], path)
+    text, data = page_data(path)
+    assert text.count("</script>") == PAGE.read_text().count("</script>") and "alert(1)</script>" not in text
+    assert data["runs"][0]["name"] == evil and evil in data["runs"][0]["marks"][0]["text"]
+
+
+def test_a_loss_that_is_not_finite_is_a_gap(tmp_path):
+    lines = [start_line(), train_line(1), {**train_line(2), "loss": None}, train_line(3), end_line(3, 16, "diverged")]
+    run = curves(write_run(tmp_path / "run", lines))
+    assert run.train["loss"] == [4.99, None, 4.97] and run.state == "stopped"
+    write_page([run], tmp_path / "plot.html")
+    write_png([run], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_has_a_panel_for_everything(tmp_path):
+    lines = [start_line(), *(train_line(step) for step in range(1, 60))]
+    lines += [{"event": kind, "step": 30} for kind in ("spike", "skip", "rollback", "resume", "control", "warning")]
+    lines += [validation_line(50, 4.0, "web"), validation_line(50, 3.0, "code")]
+    busy = curves(write_run(tmp_path / "busy", lines), "busy")
+    path = tmp_path / "plot.png"
+    plain = [curves(finished_run(tmp_path / name), name) for name in ("plain", "other")]
+    write_png([busy, *plain], path)
+    header = path.read_bytes()[:24]
+    width, height = int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
+    # Four losses, validation, learning rate, norm, speed and one evaluation: three rows of three panels.
+    assert width == 1760 and height == round((3 * 4.1 + 0.9) * 110)
+    titles = [title for title, _, _ in picture_panels([busy, *plain])]
+    assert len(titles) == 9 and titles[-1] == "Evaluation: arc_easy · acc"
+    assert len(picture_panels([busy, plain[0]])) == 8  # a single number is no picture
+
+
+def test_settings_that_differ_are_found_whichever_run_has_them(tmp_path):
+    a, b = (curves(finished_run(tmp_path / str(rate), learning_rate=rate), str(rate)) for rate in (1e-3, 2e-3))
+    (tmp_path / "0.002" / "strategy.json").unlink()
+    b = curves(tmp_path / "0.002", "b")
+    found = differing_settings([a, b])
+    assert found["optim.learning_rate"] == ["0.001", "0.002"] and found["strategy.ranks"] == ["2", "-"]
+    assert "seed" not in found

@@ -1,0 +1,181 @@
+"""The benchmarks' logic, with contestants that train nothing and shapes that take no time."""
+
+import itertools
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bench import contest, cpu, gpu, peers
+from bench.contest import Contestant
+from bench.plain_gpt import PlainGPT
+from bench.shapes import CPU_SHAPES, GPU_SHAPES, LLAMA_14M, write_shards
+from pretrain.data.shards import open_shards, verify_shards
+from pretrain.errors import InputError
+from pretrain.recipe import read_run_config
+from support.project import ROOT, run_script
+
+TINY = replace(LLAMA_14M, layers=1, hidden_size=32, heads=2, vocabulary_size=256, sequence_length=16, sequences=2)
+WRITES_LINES = """
+import json, sys, time
+with open(sys.argv[1], "w") as file:
+    for step in range(1, 1_000_000):
+        time.sleep({seconds})
+        file.write(json.dumps({{"event": "train", "step": step, "time": time.time()}}) + "\\n")
+        file.flush()
+"""
+
+
+def contestant(folder: Path, name: str, seconds: float, tokens_per_step: int = 100) -> Contestant:
+    steps_file = folder / f"{name}.jsonl"
+    return Contestant(name, ["-c", WRITES_LINES.format(seconds=seconds), str(steps_file)], steps_file, tokens_per_step)
+
+
+def test_contestants_take_turns_and_none_is_left(tmp_path):
+    slow, fast = contestant(tmp_path, "slow", 0.2), contestant(tmp_path, "fast", 0.02)
+    contest.hold([slow, fast], ROOT, rounds=2, reports=3, warm_up=1)
+    assert slow.process is None and fast.process is None
+    assert len(slow.tokens_per_second) == len(fast.tokens_per_second) == 6 and len(slow.cpu_seconds_per_step) == 2
+    # Each stood still while the other ran, and no interval holds a standstill: 0.2 s of sleep are 500 tokens/s.
+    assert max(slow.tokens_per_second) <= 500 and max(slow.tokens_per_second) < max(fast.tokens_per_second)
+    lines = [json.loads(line) for line in fast.steps_file.read_text().splitlines()]
+    standstill = max(after["time"] - before["time"] for before, after in itertools.pairwise(lines))
+    assert standstill > 0.5
+    assert slow.start_seconds > 0.2 and slow.peak_memory_bytes > 2**20
+    size = fast.steps_file.stat().st_size
+    time.sleep(0.1)
+    assert fast.steps_file.stat().st_size == size, "the process goes on"
+
+
+def test_contestant_that_dies_is_named_with_its_last_words_and_the_others_end(tmp_path):
+    well, bad = contestant(tmp_path, "well", 0.02), contestant(tmp_path, "bad", 0.02)
+    bad.command = ["-c", "raise SystemExit('no such model')"]
+    with pytest.raises(InputError, match="bad ended") as refused:
+        contest.hold([well, bad], ROOT, rounds=1, reports=1)
+    assert "no such model" in str(refused.value) and well.process is None
+
+
+def test_table_has_medians_and_ratios_to_the_first():
+    first, second = (Contestant(name, [], Path("x"), 1) for name in ("groundwork", "other"))
+    first.tokens_per_second, second.tokens_per_second = [90.0, 100.0, 500.0], [50.0]
+    first.cpu_seconds_per_step, second.cpu_seconds_per_step = [2.0], [3.0]
+    rows = contest.table([first, second], flops_per_token=2.0, peak_flops=1000.0)
+    assert rows[2].startswith("| groundwork | 100 | 20.0% | 1.000 x | 2.000 | 1.000 x |")
+    assert rows[3].startswith("| other | 50 | 10.0% | 2.000 x | 3.000 | 1.500 x |")
+    assert {row.count("|") for row in rows} == {9}
+
+
+def test_speeds_count_the_steps_between_reports():
+    lines = [{"step": 10, "time": 5.0}, {"step": 20, "time": 7.0}, {"step": 30, "time": 11.0}]
+    assert contest.speeds(lines, tokens_per_step=4) == [20.0, 10.0]
+
+
+def test_made_up_shards_are_sound(tmp_path):
+    folder = write_shards(tmp_path / "shards", vocabulary_size=300, tokens=20_000)
+    tokenizer_is_missing = [problem for problem in verify_shards(folder) if "tokenizer" in problem]
+    assert verify_shards(folder) == tokenizer_is_missing
+    assert open_shards(folder, "train").tokens == 20_000
+
+
+@pytest.mark.parametrize("shape", [*CPU_SHAPES.values(), *GPU_SHAPES.values()], ids=[*CPU_SHAPES, *GPU_SHAPES])
+def test_shapes_have_the_parameters_that_their_names_say(shape):
+    values = shape.model_json()
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    wanted = {"124m": 124e6, "350m": 354e6, "1.3b": 1.3e9, "7b": 6.6e9, "llama": 13.8e6, "gpt2": 14e6}
+    name = next(name for name, other in (CPU_SHAPES | GPU_SHAPES).items() if other is shape)
+    if name in wanted:
+        assert parameters == pytest.approx(wanted[name], rel=0.03)
+
+
+def test_recipe_is_one_that_train_accepts(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(cpu.recipe(TINY, Path("model.json"), Path("shards"), tmp_path / "run"))
+    config = read_run_config(path)
+    assert config.batch.tokens_per_step == TINY.tokens_per_step and not config.data.document_mask
+
+
+def test_plain_gpt_learns_and_begins_near_chance():
+    torch.manual_seed(0)
+    model = PlainGPT(TINY)
+    ids = torch.randint(TINY.vocabulary_size, (2, 17))
+    before = model(ids[:, :-1], ids[:, 1:])
+    assert before.item() == pytest.approx(torch.tensor(256.0).log().item(), abs=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(ids[:, :-1], ids[:, 1:]).backward()
+        optimizer.step()
+    assert model(ids[:, :-1], ids[:, 1:]) < before - 1
+
+
+def test_plain_gpt_sees_no_later_token():
+    model, ids = PlainGPT(TINY), torch.randint(TINY.vocabulary_size, (1, 16))
+    changed = ids.clone()
+    changed[0, 8:] = (ids[0, 8:] + 1) % TINY.vocabulary_size
+    targets = torch.full_like(ids, -100)
+    targets[0, :8] = ids[0, :8]
+    assert torch.equal(model(ids, targets), model(changed, targets))
+
+
+@pytest.mark.parametrize("peer", ["plain", "bare", "trainer"])
+def test_peers_train_and_write_their_steps(peer, tmp_path):
+    shards = write_shards(tmp_path / "shards", TINY.vocabulary_size, tokens=2_000)
+    steps_file = tmp_path / "steps.jsonl"
+    command = peers.command_of(peer, TINY, shards, steps_file, compiles=False, report_every=2)
+    run_script(*command, "--steps", "5")
+    lines = [json.loads(line) for line in steps_file.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4] and lines[0]["time"] < lines[1]["time"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shapes", "lama"], "--shapes: 'lama'; did you mean llama?"),
+        (["--contestants", "groundwrok"], "--contestants: 'groundwrok'; did you mean groundwork?"),
+        (["--rounds", "0"], "--rounds: must be at least 1"),
+        (["--set", "compile"], "--set: 'compile' must be SETTING=VALUE"),
+    ],
+)
+def test_mistyped_arguments_are_refused_in_words(arguments, message):
+    with pytest.raises(InputError) as refused:
+        cpu.parse_arguments(arguments)
+    assert message in refused.value.problems
+
+
+def test_gpu_bench_crosses_what_runs_and_says_why_the_rest_does_not():
+    """Its logic on a CPU, where flex_attention has no backward pass."""
+    rows = gpu.measure_shape(
+        TINY, ["compile=none"], attentions=["auto", "flex_attention"], losses=["logits"], peers=[], reports=1,
+        report_every=1,
+    )  # fmt: skip
+    assert [(row.name, row.documents, row.attention) for row in rows] == [
+        ("groundwork", "off", "auto"),
+        ("groundwork", "off", "flex_attention"),
+        ("groundwork_documents", "on", "auto"),
+        ("groundwork_documents", "on", "flex_attention"),
+    ]
+    lines = gpu.table("tiny", TINY, rows, peak=1e12)
+    assert rows[0].tokens_per_second > 0 and rows[0].peak_memory_bytes > 2**20 and rows[1].tokens_per_second is None
+    assert len([line for line in lines if line.startswith("| groundwork")]) == 2
+    assert any("flex_attention has no backward pass on cpu" in line for line in lines)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_bench_says_that_there_is_no_gpu():
+    assert "torch sees none here" in run_script("bench/gpu.py").stdout
+
+
+def test_gpu_bench_refuses_names_that_there_are_not():
+    with pytest.raises(InputError) as refused:
+        gpu.parse_arguments(["--shapes", "124M", "--losses", "chunkd", "--reports", "0"])
+    assert refused.value.problems == [
+        "--shapes: '124M'; did you mean 124m?",
+        "--losses: 'chunkd'; did you mean chunked?",
+        "--reports: 0, must be at least 1",
+    ]

@@ -1,0 +1,414 @@
+"""Evaluation against what it must agree with: the training run, the harness, transformers, itself on two ranks."""
+
+import importlib.util
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import pretrain.model.architectures  # noqa: F401
+from pretrain.data.shards import read_manifest
+from pretrain.errors import InputError
+from pretrain.evaluation.evaluate import evaluate_models
+from pretrain.evaluation.lm_harness import evaluate_package_importable, match_names, select_tasks
+from pretrain.files import commit
+from pretrain.model.build import build_model, save_model_metadata, set_end_of_document
+from support.project import ROOT, cpu_seconds, events, free_port, run_script
+from support.tiny_models import TINY_LLAMA
+
+SENTENCES = (
+    "def f(x):",
+    "import os",
+    "for line in file:",
+    "return value",
+    "class A:",
+    "x = 1",
+    "if a is None:",
+    "try:",
+)
+
+
+def script():
+    """evaluate.py as a module, under a name that shadows nothing."""
+    spec = importlib.util.spec_from_file_location("evaluate_script", ROOT / "evaluate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read(*words):
+    return script().read_arguments([str(word) for word in words])
+
+
+def evaluate(*words):
+    """Evaluation in this process, as the script's command line asks for it."""
+    return evaluate_models(read(*words))[0]
+
+
+def problems_of(call, *words) -> str:
+    with pytest.raises(InputError) as caught:
+        call(*words)
+    return "\n".join(caught.value.problems)
+
+
+def save_tiny(folder, tokenizer, manifest, model_type="llama", **changes) -> Path:
+    """A model folder with weights twenty times the usual size, so that its predictions differ from each other."""
+    config = AutoConfig.for_model(**{**TINY_LLAMA, "model_type": model_type, **changes})
+    set_end_of_document(config, manifest.end_of_document_id)
+    model = build_model(config, seed=3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "embed" not in name:
+                parameter.mul_(5)
+    model.save_pretrained(folder)
+    save_model_metadata(model, folder)
+    for path in tokenizer.iterdir():
+        shutil.copy(path, folder / path.name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def manifest(shards):
+    return read_manifest(shards)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory, tokenizer, manifest):
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", tokenizer, manifest)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """Three tasks, one of each kind of request, and a group. The first imports the `evaluate` library, as some do."""
+    folder = tmp_path_factory.mktemp("tasks")
+    lines = [
+        {"text": f"{a}\n    {b}", "start": a, "choices": [b, c, "é" * (i + 1)], "answer": i % 2}
+        for i, (a, b, c) in enumerate(zip(SENTENCES, SENTENCES[1:] + SENTENCES[:1], SENTENCES[::-1], strict=True))
+    ]
+    (folder / "documents.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "texts.py").write_text(
+        "import evaluate\n\n\ndef start(document):\n    assert evaluate.load\n    return document['start']\n"
+    )
+    common = f"""
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: "{folder}/documents.jsonl", train: "{folder}/documents.jsonl"}}}}
+validation_split: validation
+training_split: train
+fewshot_split: train
+"""
+    choice = "output_type: multiple_choice\ndoc_to_target: answer\ndoc_to_choice: '{{choices}}'\n"
+    accuracy = "metric_list: [{metric: acc}, {metric: acc_norm}]\n"
+    (folder / "one.yaml").write_text(
+        f"task: tiny_choice\ndoc_to_text: !function texts.start\n{common}{choice}{accuracy}"
+    )
+    (folder / "two.yaml").write_text(f"task: tiny_plain\ndoc_to_text: '{{{{start}}}}'\n{common}{choice}{accuracy}")
+    (folder / "three.yaml").write_text(
+        f"task: tiny_rolling\ndoc_to_text: ''\ndoc_to_target: '{{{{text}}}}'\n{common}"
+        "output_type: loglikelihood_rolling\nmetric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]\n"
+    )
+    (folder / "four.yaml").write_text(
+        f"task: tiny_text\ndoc_to_text: '{{{{start}}}}'\ndoc_to_target: ' x'\n{common}output_type: generate_until\n"
+        "generation_kwargs: {max_gen_toks: 4, until: ['\\n']}\nmetric_list: [{metric: exact_match}]\n"
+    )
+    (folder / "group.yaml").write_text(
+        "group: tiny_group\ntask: [tiny_choice, tiny_plain]\n"
+        "aggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
+    return folder
+
+
+ALL_TASKS = "tiny_choice,tiny_plain,tiny_rolling,tiny_text"
+
+
+def harness_alone(folder, include_path, names, **settings):
+    """The scores of the lm_eval command: the same call, with a manager that knows the local tasks alone."""
+    with evaluate_package_importable():
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+
+        results = simple_evaluate(
+            model="hf",
+            model_args={"pretrained": str(folder)},
+            tasks=names.split(","),
+            task_manager=TaskManager(include_path=str(include_path), include_defaults=False),
+            batch_size=1,
+            device="cpu",
+            log_samples=False,
+            **settings,
+        )
+    return {
+        task: {key.removesuffix(",none"): value for key, value in row.items() if key.endswith(",none")}
+        for task, row in {**results["results"], **results.get("groups", {})}.items()
+    }
+
+
+def flat(evaluation) -> dict:
+    """{task: {metric: value, metric_stderr: value}}; the harness writes N/A where there is no standard error."""
+    tasks = evaluation["tasks"] if isinstance(evaluation, dict) else evaluation.as_dict()["tasks"]
+    about = ("few_shots", "samples", "version", "is_part")
+    return {
+        task: {key: "N/A" if value is None else value for key, value in row.items() if key not in about}
+        for task, row in tasks.items()
+    }
+
+
+def test_help_is_instant_and_importing_does_nothing():
+    assert "--include_path" in run_script("evaluate.py", "--help").stdout
+    assert cpu_seconds("evaluate.py", "--help") < cpu_seconds("-c", "import numpy"), "0.04 s where that takes 0.1"
+    code = "import evaluate, sys; assert not {'torch', 'lm_eval', 'numpy', 'rich'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_base_set_is_what_is_measured_when_nothing_is_named():
+    # By its path: the library named `evaluate` must stay importable beside this script.
+    spec = importlib.util.spec_from_file_location("evaluation_script", ROOT / "evaluate.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    read_arguments = script.read_arguments
+    assert read_arguments(["--model", "runs/x"]).tasks == ["base"]
+    assert read_arguments(["--model", "runs/x", "--prompt", ""]).tasks == []
+    assert read_arguments(["--model", "runs/x", "--tasks", "a,b", "c"]).tasks == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--modle", "a"], "--modle: unknown; did you mean --model?"),
+        (["--prompt", "Once", "upon"], "upon: belongs to no setting; quote a prompt"),
+        (["--limit", "many"], "--limit many: must be a number above 0"),
+        (["--limit", "0"], "--limit 0: must be a number above 0"),
+        (["--limit", "2.5"], "--limit 2.5: must be a whole number of documents, or a fraction below 1"),
+        (["--batch_size", "0"], "--batch_size 0: must be a whole number from 1"),
+        (["--num_fewshot", "-1"], "--num_fewshot -1: must be a whole number from 0"),
+        (["--precision", "fp23"], "--precision fp23; did you mean fp32?"),
+        (["--split", "test"], "--split test; "),
+        (["--document_mask", "yes"], "--document_mask yes; allowed: off, on"),
+        (["--top_k", "5"], "--top_k: chooses among drawn tokens; give --temperature too"),
+        (["--temperature", "nan"], "--temperature nan: must be a number above 0"),
+    ],
+)
+def test_messages_of_the_command_line(words, message):
+    text = problems_of(read, *words)
+    assert message in text
+    assert "--model is missing" in text  # all problems at once
+
+
+def test_all_problems_of_the_inputs_at_once(model_folder, tmp_path):
+    text = problems_of(
+        evaluate, "--model", model_folder, tmp_path / "none", "--data", tmp_path / "no_data", "--output", tmp_path,
+        "--plot", "scores.gif",
+    )  # fmt: skip
+    for part in (
+        f"--model {tmp_path}/none: no such folder",
+        f"{tmp_path}/no_data: no such folder of prepared shards",
+        f"--output {tmp_path}: is a folder",
+        "--plot scores.gif: ends in .gif; allowed: .png, .svg, .pdf",
+    ):
+        assert part in text
+
+
+# Loss on shards
+
+
+def test_loss_equals_the_models_own(model_folder, shards, manifest):
+    (result,) = evaluate(
+        "--model", model_folder, "--data", shards, "--sequence_length", 128, "--document_mask", "off", "--precision",
+        "fp32",
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    ids = np.concatenate([np.fromfile(shards / s.file, "<u2") for s in manifest.of_split("validation")]).astype(int)
+    windows = torch.tensor(np.stack([ids[i : i + 129] for i in range(0, len(ids) - 128, 128)]))
+    with torch.no_grad():
+        logits = model(input_ids=windows[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
+    measured = result.sources["source"]
+    tokens, _, text_bytes = manifest.totals("validation")
+    assert measured["tokens"] == windows[:, 1:].numel()
+    assert measured["loss"] == pytest.approx(loss, rel=1e-5)  # fp32, summed in another order
+    assert measured["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+    assert measured["bits_per_byte"] == pytest.approx(loss / math.log(2) * tokens / text_bytes, rel=1e-5)
+
+
+def test_another_tokenizer_is_refused(model_folder, shards, tokenizer, manifest, tmp_path):
+    small = save_tiny(tmp_path / "small", tokenizer, manifest, vocab_size=256)
+    text = problems_of(evaluate, "--model", small, "--data", shards)
+    assert "(512 ids)" in text and "has a vocabulary of 256" in text
+    other = tmp_path / "other"
+    shutil.copytree(model_folder, other)
+    changed = json.loads((other / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps(changed, indent=4))
+    evaluate("--model", other, "--data", shards, "--sequences", 1)  # the same tokenizer in another spelling
+    changed["model"]["merges"] = changed["model"]["merges"][:-3]
+    (other / "tokenizer.json").write_text(json.dumps(changed))
+    text = problems_of(evaluate, "--model", other, "--data", shards)
+    assert "has another tokenizer (512 ids, sha256 " in text and manifest.tokenizer_sha256[:12] in text
+
+
+def test_an_id_outside_the_vocabulary_names_its_shard(model_folder, shards, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(shards, broken)
+    ids = np.memmap(broken / "validation-00000.bin", dtype="<u2", mode="r+")
+    ids[40] = 600
+    ids.flush()
+    text = problems_of(evaluate, "--model", model_folder, "--data", broken, "--sequence_length", 32)
+    assert f"{broken}: split validation holds id 600 between tokens 32 and 65" in text
+
+
+def test_sequences_that_are_too_long(model_folder, shards):
+    text = problems_of(evaluate, "--model", model_folder, "--data", shards, "--sequence_length", 129)
+    assert "--sequence_length 129: " in text and "has 128 positions; at most --sequence_length 128" in text
+
+
+def test_the_runs_own_validation_is_repeated(recipe, shards, tasks, tmp_path):
+    """Trains, and finds the numbers that the run itself wrote, on one rank and two; the lines go to the run."""
+    run_script("train.py", "--config", recipe)
+    run = tmp_path / "run"
+    last = events(run, "validation")[-1]
+    words = ["--data", shards, "--sequences", 8]
+    (result,) = evaluate("--model", f"{run}@12", *words)
+    # The run's windows, masks and micro-batches, and fp32 weights: nothing is left that could differ.
+    assert {name: result.sources["source"][name] for name in result.sources["source"]} == {
+        name: last[name] for name in ("loss", "perplexity", "bits_per_byte", "tokens")
+    }
+    two = run_script(
+        "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "2",
+        "--main_process_port", free_port(), "evaluate.py", "--model", f"{run}@12", f"{run}/final", *words, "--tasks",
+        ALL_TASKS, "--include_path", tasks, "--num_fewshot", "2", "--output", tmp_path / "two.json",
+    )  # fmt: skip
+    assert two.stdout.count("bits per byte") == 1  # one table, from one rank
+    checkpoint, final = json.loads((tmp_path / "two.json").read_text())["models"]
+    assert checkpoint["sources"]["source"]["loss"] == pytest.approx(last["loss"], rel=1e-6)  # two partial sums
+    assert checkpoint["step"] == final["step"] == 12 and checkpoint["tokens"] == 12 * 256
+    expected = harness_alone(run / "checkpoints/step-00000012", tasks, ALL_TASKS, num_fewshot=2)
+    assert flat(checkpoint) == expected  # few-shot examples included, which the harness alone draws per rank
+    lines = events(run, "evaluation")
+    assert [line["model"] for line in lines] == [f"{run}@12"] * 6 + [f"{run}/final"] * 5
+    assert {"step", "tokens", "time", "loss", "perplexity", "bits_per_byte"} <= set(lines[0])
+    by_task = {line.get("task"): line for line in lines[1:]}
+    assert by_task["tiny_choice"]["acc"] == final["tasks"]["tiny_choice"]["acc"]
+
+
+def test_scores_are_the_harness_own_to_the_last_digit(model_folder, tasks):
+    (result,) = evaluate("--model", model_folder, "--tasks", f"{ALL_TASKS},tiny_group", "--include_path", tasks)
+    expected = harness_alone(model_folder, tasks, "tiny_group,tiny_rolling,tiny_text")
+    assert flat(result) == expected
+    assert result.as_dict()["tasks"]["tiny_choice"]["samples"] == len(SENTENCES)
+    assert 0 < result.tasks[0].standard_errors["acc"] < 1
+    assert not any(score.is_part for score in result.tasks)  # all were asked for by name
+
+
+def test_models_side_by_side_do_not_influence_each_other(model_folder, tasks, tmp_path, tokenizer, manifest, capsys):
+    """A local architecture is among them, without trust_remote_code."""
+    deepone = save_tiny(tmp_path / "deepone", tokenizer, manifest, "deepone")
+    words = ["--tasks", "tiny_group,tiny_rolling", "--include_path", tasks, "--limit", 5]
+    first, second, third = evaluate("--model", model_folder, deepone, model_folder, *words)
+    assert flat(first) == flat(third) != flat(second)
+    shown = capsys.readouterr().out
+    assert "2 parts of groups are not shown" in shown
+    assert "±" in shown and "deepone" in shown
+
+
+def test_task_names_are_checked_first(model_folder, tasks, tmp_path):
+    from lm_eval.tasks import TaskManager
+
+    local = TaskManager(include_path=str(tasks), include_defaults=False)
+    assert match_names(local, ["tiny_choice", "tiny_p*"]) == (["tiny_choice", "tiny_plain"], [])
+    specs, unknown = match_names(local, ["tiny_chioce", "no.yaml"])
+    assert specs == []
+    assert unknown[0] == "--tasks tiny_chioce: no such task, group, set or .yaml file; did you mean tiny_choice?"
+    assert unknown[1].startswith("--tasks no.yaml: no such task")
+    text = problems_of(
+        evaluate, "--model", model_folder, "--tasks", "tiny_choice", "--include_path", tmp_path / "none",
+    )  # fmt: skip
+    assert f"--include_path {tmp_path}/none: no such folder" in text
+
+
+def test_a_task_without_its_data(tasks, tmp_path):
+    copied = yaml.safe_load((tasks / "two.yaml").read_text())
+    copied["dataset_kwargs"] = {"data_files": {"validation": str(tmp_path / "gone.jsonl")}}
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump({**copied, "task": "tiny_gone"}))
+    with pytest.raises(
+        InputError, match=r"--tasks tiny_gone: its data or its definition cannot be loaded .*gone.jsonl"
+    ):
+        select_tasks(["tiny_gone"], tmp_path)
+
+
+# Samples, JSON, plot
+
+
+def test_a_sample_continues_the_prompt(model_folder, capsys):
+    words = ["--model", model_folder, "--prompt", "def f", "--max_new_tokens", 8]
+    (greedy,) = evaluate(*words)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
+    ids = tokenizer("def f", return_tensors="pt").input_ids
+    output = model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert greedy.sample == tokenizer.decode(output[0], skip_special_tokens=True)
+    assert greedy.sample in capsys.readouterr().out
+    drawn = [evaluate(*words, "--temperature", 5, "--seed", seed)[0].sample for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert evaluate(*words, "--temperature", 5, "--top_k", 1)[0].sample == greedy.sample
+    text = problems_of(evaluate, "--model", model_folder, "--prompt", "x", "--max_new_tokens", 200)
+    assert "exceed the model's 128 positions; at most --max_new_tokens 127" in text
+
+
+def test_a_model_without_a_tokenizer(model_folder, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(model_folder, bare, ignore=shutil.ignore_patterns("tokenizer*", "vocab*", "merges*", "special*"))
+    text = problems_of(evaluate, "--model", bare, "--prompt", "x")
+    assert "its tokenizer cannot be loaded, which --tasks and --prompt need" in text
+
+
+def test_json_and_plot_over_a_run(model_folder, shards, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(model_folder, run / "final")
+    for step in (4, 8):
+        folder = run / "checkpoints" / f"step-{step:08d}"
+        unfinished = folder.with_name(f".saving-{step}")
+        shutil.copytree(model_folder, unfinished)
+        (unfinished / "trainer_state.json").write_text(json.dumps({"state": {"step": step, "tokens": 10 * step}}))
+        commit(unfinished, folder, {})
+    values = {
+        "model": str(model_folder), "output": str(run), "precision": "fp32", "budget": {"steps": 8},
+        "data": {"train": [{"shards": str(shards)}], "sequence_length": 64},
+        "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 4}, "optim": {"learning_rate": 0.001},
+        "trackers": ["tensorboard"],
+    }  # fmt: skip
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+    (run / "metrics.jsonl").write_text('{"event": "end", "code": 0, "step": 8, "tokens": 80}\n{"event": "tra')
+    evaluate(
+        "--model", f"{run}@all", "--data", shards, "--sequences", 4, "--output", tmp_path / "new/results.json",
+        "--plot", tmp_path / "scores.png",
+    )  # fmt: skip
+    assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
+    results = json.loads((tmp_path / "new/results.json").read_text())
+    assert [model["tokens"] for model in results["models"]] == [40, 80]
+    assert results["models"][0]["source_settings"]["sequence_length"] == 64  # the run's own
+    assert results["settings"]["sequences"] == 4
+    assert {"torch", "transformers", "lm_eval"} <= set(results["versions"])
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert lines[1] == '{"event": "tra'  # what a crash left is not touched, and spoils no other line
+    assert [json.loads(line)["step"] for line in lines[2:]] == [4, 8]
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run / "tensorboard"))
+    board.Reload()
+    logged = [event.value for event in board.Scalars("evaluation/loss/source")]
+    assert logged == pytest.approx([model["sources"]["source"]["loss"] for model in results["models"]], rel=1e-6)
+
+
+def test_an_emulated_precision_is_said(model_folder, shards):
+    """Where the variables make an old CPU of this one, whose own choice is fp32."""
+    asked = ("evaluate.py", "--model", model_folder, "--data", shards, "--sequences", "1")
+    old_cpu = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "CUDA_VISIBLE_DEVICES": ""}
+    said = run_script(*asked, "--precision", "bf16", **old_cpu).stderr
+    assert "warning: bf16 is emulated here" in said and "give --precision fp32" in said
+    assert "emulated" not in run_script(*asked, **old_cpu).stderr

@@ -1,0 +1,236 @@
+"""plan.py: what it says of a run, and what it refuses."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from pretrain.errors import InputError
+from pretrain.gpus import GPUS, find_gpu
+from pretrain.hardware import PEAK_FLOPS_BF16
+from pretrain.planning.candidates import command_of, largest, micro_batches, storage_of, work_of_run
+from pretrain.planning.report import build_plan, comment_of, plan_json, remarks
+from pretrain.recipe import read_run_config
+from support.project import ROOT, run_script
+from support.tiny_models import TINY_LLAMA
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "tiny.json").write_text(json.dumps(TINY_LLAMA))
+    values = {
+        "model": str(folder / "tiny.json"),
+        "output": str(folder / "run"),
+        "data": {
+            "train": [{"shards": str(folder / "a"), "weight": 0.75}, {"shards": str(folder / "b"), "weight": 0.25}]
+        }
+        | {"sequence_length": 64},
+        "budget": {"tokens": "1M"},
+        "batch": {"tokens_per_step": "8k", "sequences_per_micro_batch": 4},
+        "optim": {"learning_rate": 1e-3},
+        "compile": "none",
+        "checkpoint": {"every_steps": 10, "keep_last": 2, "keep_best": 1, "milestones_every": 50},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    return folder / "recipe.yaml"
+
+
+def plan_of(recipe, *overrides, gpu="h100", gpus=8, machines=1, **options):
+    config = read_run_config(recipe, list(overrides))
+    gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    return build_plan(config, str(recipe), list(overrides), gpu, gpus=gpus, machines=machines, **options)
+
+
+@pytest.fixture(scope="module")
+def plan(recipe):
+    return plan_of(recipe, mfu=0.4)
+
+
+def candidate(plan, name):
+    return next(candidate for candidate in plan.candidates if candidate.name == name)
+
+
+def test_work_of_a_run_is_arithmetic(plan):
+    values = json.loads(plan_json(plan))
+    assert values["steps"] == math.ceil(1_000_000 / 8192) == 123 and values["tokens"] == 123 * 8192
+    layers, hidden, length = 2, 64, 64
+    assert values["flops_per_token"] == 6 * values["non_embedding_parameters"] + 12 * layers * hidden * length
+    assert values["flops"] == values["flops_per_token"] * values["tokens"]
+
+
+def test_hours_cost_and_energy_follow_from_the_mfu(plan):
+    chosen = plan.recommended
+    assert chosen.communication_seconds > 0, "so small a model waits for its gradients"
+    computing = plan.work.flops / (8 * 989e12 * 0.4)
+    assert plan.work.steps * (chosen.step_seconds - chosen.communication_seconds) == pytest.approx(computing)
+    assert plan.gpu_hours == 8 * plan.hours
+    assert plan.cost == plan.gpu_hours * GPUS["h100"].price_per_hour
+    assert plan.kilowatt_hours == pytest.approx(plan.gpu_hours * 0.7)
+
+
+def test_a_command_is_ready_to_paste(plan, recipe):
+    assert plan.command == (
+        f"accelerate launch --config_file accelerate_configs/{plan.recommended.name}.yaml --num_processes 8 "
+        f"train.py --config {recipe}"
+    )
+    several = plan_of(recipe, ("optim.learning_rate", "2e-3"), gpus=16, machines=2)
+    assert "--num_machines 2 --machine_rank RANK --main_process_ip ADDRESS" in several.command
+    assert several.command.endswith("--optim.learning_rate 2e-3")
+
+
+def test_a_command_says_how_groups_are_made_where_the_file_says_otherwise(recipe):
+    plan = plan_of(recipe, ("batch.sequences_per_micro_batch", "1"), gpus=32, machines=4)
+    hardware, config = plan.hardware, plan.config
+    hsdp = command_of(candidate(plan, "hsdp"), str(recipe), [], hardware, config)
+    assert "--parallelism_config_dp_replicate_size 4 --num_machines 4" in hsdp
+    tp = command_of(replace(candidate(plan, "tp"), micro_batch=1), str(recipe), [], hardware, config)
+    assert "--parallelism_config_tp_size 8" in tp
+
+
+def test_the_largest_micro_batch_fits_and_divides_the_batch(recipe):
+    small = find_gpu("t4", memory_bytes=2.4e9)
+    plan = plan_of(recipe, ("precision", "fp32"), gpu=small, gpus=2)
+    chosen = candidate(plan, "ddp")
+    possible = micro_batches(plan.config, 2)
+    assert possible == [1, 2, 4, 8, 16, 32, 64]
+    assert chosen.largest_micro_batch in possible
+    assert chosen.memory.total <= plan.hardware.usable_bytes
+
+
+@pytest.mark.parametrize(("limit", "found"), [(0, None), (1, 1), (5, 4), (8, 8), (100, 16)])
+def test_largest_is_found_by_bisection(limit, found):
+    assert largest([1, 2, 4, 8, 16], lambda n: n <= limit) == found
+
+
+def test_what_cannot_run_is_said_with_the_reason(recipe):
+    plan = plan_of(recipe, ("optim.name", "adafactor"))
+    text = "\n".join(remarks(plan))
+    assert "optim.name: adafactor does not run under fsdp2; choose adamw or muon" in text
+    assert "num_key_value_heads 2" in text and "cannot all be divided by 8" in text
+    assert not candidate(plan, "zero2").runs and candidate(plan, "ddp").runs
+
+
+def test_a_batch_that_does_not_divide_is_said(recipe):
+    plan = plan_of(recipe, ("batch.sequences_per_micro_batch", "3"))
+    assert "is not a multiple of 3 sequences per micro-batch x 64 tokens x 8 processes" in "\n".join(remarks(plan))
+    assert f"--batch.sequences_per_micro_batch {plan.recommended.micro_batch}" in plan.command
+
+
+def test_one_gpu_runs_single(recipe):
+    plan = plan_of(recipe, gpus=1)
+    assert plan.recommended.name == "single"
+    assert candidate(plan, "ddp").problems == ["needs more than one GPU"]
+
+
+def test_recomputing_for_nothing_is_said(recipe):
+    plan = plan_of(recipe, ("activation_checkpointing", "full"), gpus=1)
+    assert "single: fits with --activation_checkpointing none too, which takes a quarter less time" in remarks(plan)
+
+
+def test_nothing_fits_is_said(recipe):
+    plan = plan_of(recipe, gpu=find_gpu("h100", memory_bytes=2.2e9))
+    assert plan.recommended is None and plan.command is None and plan.hours is None
+    assert "Nothing fits on 8 x h100: use more GPUs" in "\n".join(remarks(plan))
+
+
+def test_disk_counts_what_is_kept(recipe):
+    config = read_run_config(recipe)
+    from pretrain.model.model_config import load_model_config
+
+    work = work_of_run(config, load_model_config(config.model))
+    storage, total = storage_of(config, work), work.sizes.total
+    assert storage.checkpoint == 12 * total, "fp32 weights and AdamW's two moments"
+    assert storage.kept == 2 + 1 + 123 // 50
+    assert storage.total == 12 * total * 6 + 2 * total, "one more while it is written, and final/ in bf16"
+
+
+def test_sources_say_what_is_drawn_from_each(plan, recipe, shards):
+    drawn = {row["source"].rsplit("/", 1)[-1]: row["tokens"] for row in plan.sources}
+    assert drawn == {"a": 0.75 * plan.work.tokens, "b": 0.25 * plan.work.tokens}
+    prepared = plan_of(recipe, ("data.train", f"[{{shards: {shards}}}]"), gpus=1)
+    (row,) = prepared.sources
+    assert row["epochs"] == pytest.approx(prepared.work.tokens / row["available"], rel=0.01)
+
+
+def test_sources_that_run_out_are_said(recipe, shards):
+    plan = plan_of(recipe, ("data.train", f"[{{shards: {shards}, max_epochs: 1}}]"), gpus=1)
+    assert "the sources are used up" in "\n".join(remarks(plan))
+
+
+def test_the_comment_fits_a_recipe(plan):
+    text = comment_of(plan, "plan.py --config x --gpus 8 --gpu h100")
+    assert all(line.startswith("# ") and len(line) <= 119 for line in text.splitlines())
+    assert "123 steps" in text and "8 x h100" in text
+
+
+def test_the_table_agrees_with_the_peaks_that_mfu_is_logged_against():
+    names = {"h100": "H100", "h200": "H200", "gh200": "GH200", "b200": "B200", "a100": "A100", "l40s": "L40S"}
+    names |= {"l4": "L4", "a10g": "A10G", "a40": "A40", "a6000": "A6000", "rtx_4090": "RTX 4090", "t4": "T4"}
+    for ours, theirs in names.items():
+        assert GPUS[ours].bf16_flops == pytest.approx(PEAK_FLOPS_BF16[theirs]), ours
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "h10O"], "--gpu: h10O is not in the table; did you mean h100?"),
+        (["--gpu", "mine", "--gpu_memory", "48GB"], "any other can be described with --gpu_memory 80GB and --peak"),
+        (["--gpus", "0"], "--gpus 0: at least 1"),
+        (["--gpus", "12"], "--gpus 12: is not a multiple of 8 GPUs per machine; say --machines"),
+        (["--gpus", "8", "--machines", "3"], "--machines 3: 8 GPUs cannot be shared equally"),
+        (["--mfu", "40"], "--mfu 40.0: a part of the peak, above 0 and at most 1; 40 % is 0.4"),
+        (["--gpu_memory", "lots"], "--gpu_memory lots: a size such as 80GB"),
+        (["--optim.learning_rat", "1"], "--optim.learning_rat: unknown key; did you mean learning_rate?"),
+    ],
+)
+def test_bad_input_is_refused(recipe, arguments, message):
+    result = run_script("plan.py", "--config", recipe, *arguments, check=False)
+    assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_all_problems_at_once(recipe):
+    result = run_script("plan.py", "--config", recipe, "--gpu", "x", "--gpus", "0", "--seed", "-1", check=False)
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "message"),
+    [
+        ([("precision", "fp8")], "a100", "precision: fp8 does not run on a100"),
+        ([("precision", "bf16")], "v100", "precision: bf16 does not run on v100; use --precision fp16"),
+        ([("batch.tokens_per_step", "1000")], "h100", "1,000 is not a multiple of data.sequence_length 64"),
+        ([("data.sequence_length", "256")], "h100", "is more than the model's max_position_embeddings"),
+    ],
+)
+def test_runs_that_cannot_be_planned_are_refused(recipe, overrides, gpu, message):
+    with pytest.raises(InputError, match=message):
+        plan_of(recipe, *overrides, gpu=gpu)
+
+
+def test_a_gpu_that_nobody_knows_can_be_described():
+    gpu = find_gpu("mine", memory_bytes=48e9, peak_flops=2e14, price_per_hour=0.5)
+    assert (gpu.memory_bytes, gpu.bf16_flops, gpu.price_per_hour) == (48e9, 2e14, 0.5)
+    assert find_gpu("RTX 4090").name == "rtx_4090"
+
+
+def test_a_calibrated_plan_follows_from_real_steps(recipe):
+    """Twenty steps on this machine, one process, on random tokens; the plan's speed and memory come from them."""
+    result = run_script(
+        "plan.py", "--config", recipe, "--gpus", "1", "--precision", "fp32", "--calibrate", "--json",
+        OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    plan = json.loads(result.stdout[result.stdout.index("{\n") :])
+    found = plan["calibration"]
+    assert found["tokens_per_second"] == pytest.approx(8192 / found["step_seconds"])
+    assert plan["hours"] == pytest.approx(123 * found["step_seconds"] / 3600, rel=0.01)
+    assert found["predicted_peak_bytes"] == pytest.approx(found["measured_peak_bytes"], rel=0.15)
+
+
+def test_the_page_is_readable_when_piped(recipe):
+    result = run_script("plan.py", "--config", recipe, "--gpus", "8", "--gpu", "a100")
+    assert "\x1b" not in result.stdout
+    assert "Recommended: " in result.stdout and "accelerate launch --config_file accelerate_configs/" in result.stdout
+    assert str(ROOT) not in result.stdout

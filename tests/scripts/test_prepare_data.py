@@ -1,0 +1,328 @@
+import gzip
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import prepare_data
+from pretrain.data.shards import read_manifest, verify_shards
+from pretrain.data.tokenizer import load_tokenizer
+from pretrain.errors import InputError
+from pretrain.preparation.documents.hub_dataset import open_dataset
+from pretrain.preparation.documents.records import Reading
+from pretrain.preparation.documents.sources import BEGINNING, Position
+from pretrain.preparation.encode import FastEncoder, ReferenceEncoder
+from pretrain.preparation.worker import is_validation_text
+from support.prepared import END, content_of, stream_of, texts, write_jsonl
+from support.project import ROOT, cpu_seconds, run_script
+
+
+def test_shards_hold_every_document_in_order_closed_by_the_end_id(tmp_path, run, tokenizer):
+    documents = texts()
+    write_jsonl(tmp_path / "a.jsonl", documents)
+    run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--validation_fraction", "0.1")
+    encoder = ReferenceEncoder(load_tokenizer(tokenizer))
+    end = read_manifest(tmp_path / "out").end_of_document_id
+    for split in ("train", "validation"):
+        of_split = [d.encode() for d in documents if is_validation_text(d.encode(), 0.1) == (split == "validation")]
+        expected = [i for ids in encoder.encode(of_split) for i in [*ids.tolist(), end]]
+        assert stream_of(tmp_path / "out", split).tolist() == expected
+        assert read_manifest(tmp_path / "out").totals(split) == (
+            len(expected),
+            len(of_split),
+            sum(map(len, of_split)),
+        )
+    assert 20 < len(of_split) < 60
+    assert verify_shards(tmp_path / "out") == []
+
+
+def test_the_tokenizer_travels_with_the_shards(tmp_path, run, tokenizer):
+    from transformers import AutoTokenizer
+
+    write_jsonl(tmp_path / "a.jsonl", ["one text"])
+    run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--validation_fraction", "0")
+    decode = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer").decode
+    assert decode(stream_of(tmp_path / "out", "train")) == "one text" + END
+
+
+def test_workers_engines_and_order_of_options_change_no_byte(tmp_path, run, monkeypatch):
+    monkeypatch.setattr("pretrain.preparation.documents.formats.PART_BYTES", 2000)
+    monkeypatch.setattr("pretrain.preparation.documents.sources.PART_BYTES", 2000)
+    monkeypatch.setattr("pretrain.preparation.documents.byte_stream.READ_BYTES", 1000)
+    write_jsonl(tmp_path / "a.jsonl", texts())
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    folders = []
+    for number, options in enumerate((["--workers", 1], ["--workers", 3], ["--engine", "reference", "--workers", 2])):
+        folders.append(tmp_path / f"out{number}")
+        run("--input", f"{tmp_path}/*.jsonl*", "--output", folders[-1], "--shard_tokens", "5k", *options)
+    assert len(read_manifest(folders[0]).shards) > 5
+    assert content_of(folders[0]) == content_of(folders[1]) == content_of(folders[2])
+
+
+def test_the_manifest_tells_nothing_of_the_machine(tmp_path, run):
+    write_jsonl(tmp_path / "a.jsonl", texts(5))
+    run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--workers", 1)
+    text = (tmp_path / "out" / "manifest.json").read_text()
+    assert str(tmp_path) not in text
+    assert json.loads(text)["sources"][0]["path"] == "a.jsonl"
+    assert "workers" not in text
+
+
+def test_running_again_redoes_nothing(tmp_path, run):
+    write_jsonl(tmp_path / "a.jsonl", texts(20))
+    arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
+    run(*arguments)
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*")}
+    assert "is done already, nothing to do" in run(*arguments)
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*")} == before
+
+
+def test_a_folder_made_from_something_else_is_refused_with_the_difference(tmp_path, run):
+    write_jsonl(tmp_path / "a.jsonl", texts(20))
+    arguments = ("--input", f"{tmp_path}/*.jsonl", "--output", tmp_path / "out")
+    run(*arguments)
+    before = content_of(tmp_path / "out")
+    with pytest.raises(InputError, match=r"finished from something else: options\.shard_tokens was 100000000, is now"):
+        run(*arguments, "--shard_tokens", "1M")
+    write_jsonl(tmp_path / "b.jsonl", ["new"])
+    write_jsonl(tmp_path / "a.jsonl", texts(21))
+    with pytest.raises(InputError, match=r"source b.jsonl is new; source a.jsonl has changed; use another --output"):
+        run(*arguments)
+    assert content_of(tmp_path / "out") == before
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path, run):
+    write_jsonl(tmp_path / "a.jsonl", texts(5))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious.txt").write_text("x")
+    with pytest.raises(InputError, match=r"holds something else already \(precious.txt\)"):
+        run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
+    assert content_of(tmp_path / "out") == {"precious.txt": b"x"}
+
+
+def test_limits_are_kept_to_the_document(tmp_path, run):
+    write_jsonl(tmp_path / "a.jsonl", texts())
+    run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "n", "--max_documents", 7, "--validation_fraction", 0)
+    assert read_manifest(tmp_path / "n").totals("train")[1] == 7
+    whole = stream_of(tmp_path / "n", "train")
+    ends = np.flatnonzero(whole == read_manifest(tmp_path / "n").end_of_document_id) + 1
+    limit = int(ends[3]) + 1
+    run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "t", "--max_tokens", limit, "--validation_fraction", 0)
+    assert stream_of(tmp_path / "t", "train").tolist() == whole[: ends[3]].tolist()
+
+
+BAD_LINES = {
+    "broken JSON": b'{"text": "cut',
+    "no field 'text'": b'{"body": "x"}',
+    "not UTF-8": b'{"text": "\xff\xfe"}',
+    "half of a surrogate pair": b'{"text": "\\udc00"}',
+}
+
+
+@pytest.mark.parametrize(("reason", "line"), BAD_LINES.items())
+def test_a_bad_line_stops_with_its_place_and_leaves_nothing(tmp_path, run, reason, line):
+    write_jsonl(tmp_path / "a.jsonl", texts(3), [b"", line, b'{"text": "after"}'])
+    with pytest.raises(InputError) as caught:
+        run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
+    (problem,) = caught.value.problems
+    assert f"{tmp_path}/a.jsonl, line 5: " in problem
+    assert reason in problem
+    assert "mend the input, or use --on_error skip" in problem
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_lines_are_skipped_and_counted_up_to_the_limit(tmp_path, run):
+    write_jsonl(tmp_path / "a.jsonl", texts(3), [*BAD_LINES.values(), b'{"text": ""}', b'{"text": "NUL \\u0000"}'])
+    arguments = ("--input", tmp_path / "a.jsonl", "--validation_fraction", 0, "--on_error", "skip")
+    printed = run(*arguments, "--output", tmp_path / "out", "--max_errors", 4)
+    assert "4; skipped 1 empty, 4 bad" in printed
+    assert "a.jsonl, line 4: broken JSON" in printed
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["skipped"]["empty_documents"] == 1
+    assert manifest["skipped"]["bad_records"] == 4
+    assert manifest["skipped"]["first_bad_records"][3].startswith("a.jsonl, line 7: not Unicode text")
+    with pytest.raises(InputError, match=r"line 7: .*one more than --max_errors 3 bad records"):
+        run(*arguments, "--output", tmp_path / "other", "--max_errors", 3)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_truncated_gzip_is_named_and_can_be_skipped(tmp_path, run):
+    rng = np.random.default_rng(0)
+    write_jsonl(tmp_path / "whole", [rng.bytes(100).hex() for _ in range(500)])
+    content = gzip.compress((tmp_path / "whole").read_bytes())
+    (tmp_path / "a.jsonl.gz").write_bytes(content[: len(content) // 2])
+    arguments = ("--input", tmp_path / "a.jsonl.gz", "--output", tmp_path / "out")
+    with pytest.raises(InputError, match=r"a.jsonl.gz, line \d+: gz data ends too early: the file is truncated"):
+        run(*arguments)
+    assert not (tmp_path / "out").exists()
+    assert "skipped 0 empty, 1 bad" in run(*arguments, "--on_error", "skip")
+
+
+@pytest.mark.parametrize("content", [b"", b'{"text": ""}\n', b"\n\n"])
+def test_input_without_documents_is_an_error_that_leaves_nothing(tmp_path, run, content):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=r"the input holds no documents .* nothing was made"):
+        run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_long_document_goes_through(tmp_path, run):
+    text = "a long line of text, " * 400_000
+    write_jsonl(tmp_path / "a.jsonl", ["before", text, "after"])
+    run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--validation_fraction", 0)
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.totals("train")[1:] == (3, len(text) + len("beforeafter"))
+    assert verify_shards(tmp_path / "out") == []
+
+
+def test_all_that_is_wrong_with_the_command_is_told_at_once(tmp_path, run):
+    with pytest.raises(InputError) as caught:
+        run(
+            *("--input", f"{tmp_path}/*.jsonl", "--tokenizer", "./none", "--shard_tokens", "0", "--max_tokens", "ten"),
+            *("--validation_fraction", "1.5", "--engine", "quick", "--documents", "page", "--workers", "1.5"),
+            with_tokenizer=False,
+        )
+    told = "\n".join(caught.value.problems)
+    for expected in (
+        "give --output FOLDER",
+        "--input",
+        "no such file",
+        "./none: no such tokenizer folder or file",
+        "--shard_tokens 0: must be a whole number of at least 1",
+        "--max_tokens ten: must be a whole number",
+        "--validation_fraction 1.5: must be a number from 0 (none) to below 1",
+        "--engine quick: must be auto, fast or reference",
+        "--documents page: must be file, line or paragraph",
+        "--workers 1.5: must be a whole number",
+    ):
+        assert expected in told
+
+
+def test_what_to_read_and_what_to_make_must_be_said_once(tmp_path, run):
+    with pytest.raises(InputError) as caught:
+        run(with_tokenizer=False)
+    assert [problem.split(",")[0] for problem in caught.value.problems] == [
+        "give either --input 'FILES' or --dataset NAME",
+        "give --output FOLDER",
+        "give either --tokenizer FOLDER|FILE|HUB_ID",
+    ]
+
+
+@pytest.mark.parametrize("wrong", ["one of the first documents", "some later ones"])
+def test_a_wrong_fast_path_is_noticed_and_everything_is_made_anew(
+    tmp_path, run, monkeypatch, tokenizer, capsys, wrong
+):
+    monkeypatch.setattr("pretrain.preparation.documents.formats.PART_BYTES", 2000)
+    monkeypatch.setattr("pretrain.preparation.documents.sources.PART_BYTES", 2000)
+    monkeypatch.setattr("pretrain.preparation.documents.byte_stream.READ_BYTES", 1000)
+    documents = [text.replace(END, "") for text in texts()]
+    write_jsonl(tmp_path / "a.jsonl", documents)
+    arguments = ("--input", tmp_path / "a.jsonl", "--workers", 1)
+    run(*arguments, "--output", tmp_path / "right")
+    is_wrong = {
+        "one of the first documents": lambda text: text == documents[1].encode(),
+        "some later ones": lambda text: text.startswith(b"3"),
+    }[wrong]
+    made = FastEncoder.__init__
+
+    def wrong_after_a_while(self, *given):
+        made(self, *given)
+        right = self._encode
+        self._encode = lambda text: right(text)[:-1] if is_wrong(text) else right(text)
+
+    monkeypatch.setattr(FastEncoder, "__init__", wrong_after_a_while)
+    monkeypatch.setattr(sys, "argv", ["prepare_data.py", *map(str, arguments), "--output", str(tmp_path / "out")])
+    sys.argv += ["--tokenizer", str(tokenizer)]
+    assert prepare_data.main() == 0
+    assert "starting anew with tokenizers: gigatoken gives other ids" in capsys.readouterr().err
+    assert content_of(tmp_path / "out") == content_of(tmp_path / "right")
+
+
+def test_datasets_by_folder_with_a_number_of_examples(tmp_path, run, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("pretrain.preparation.documents.hub_dataset.ROWS_PER_PART", 8)
+    (tmp_path / "set").mkdir()
+    write_jsonl(tmp_path / "set" / "train.jsonl", texts(50))
+    same = ("--validation_fraction", 0)
+    run("--dataset", f"{tmp_path}/set:20", "--output", tmp_path / "loaded", *same)
+    run("--dataset", f"{tmp_path}/set:20", "--streaming", "--output", tmp_path / "streamed", *same)
+    run("--input", tmp_path / "set" / "*.jsonl", "--max_documents", 20, "--output", tmp_path / "files", *same)
+    expected = stream_of(tmp_path / "files", "train").tolist()
+    assert stream_of(tmp_path / "loaded", "train").tolist() == expected
+    assert stream_of(tmp_path / "streamed", "train").tolist() == expected
+    with pytest.raises(InputError, match=r"split tran: Unknown split .* Should be one of \['train'\]"):
+        run("--dataset", tmp_path / "set", "--split", "tran", "--output", tmp_path / "x")
+    with pytest.raises(InputError, match=r"no column 'body' \(columns: text\)"):
+        run("--dataset", tmp_path / "set", "--text_field", "body", "--output", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_stream_goes_on_from_any_part_without_the_files_before(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("pretrain.preparation.documents.hub_dataset.ROWS_PER_PART", 8)
+    (tmp_path / "set").mkdir()
+    for number in range(3):
+        write_jsonl(tmp_path / f"set/train-{number}.jsonl", [f"{number} {row}" for row in range(20)])
+
+    def parts_from(dataset, start):
+        parts = list(dataset.parts(Reading(), start))
+        return parts, [record.text.decode() for part in parts for _, record in part.records(Reading())]
+
+    whole = [f"{number} {row}" for number in range(3) for row in range(20)]
+    for limit, expected in (("", whole), (":45", whole[:45]), (":20", whole[:20])):
+        dataset = open_dataset(f"{tmp_path}/set{limit}", None, "train", streaming=True)
+        parts, texts_read = parts_from(dataset, BEGINNING)
+        assert texts_read == expected
+        done = 0
+        for part in parts:
+            done += len(part.found)
+            # As it comes back from progress.json.
+            start = Position(*json.loads(json.dumps(part.after)))
+            assert parts_from(dataset, start)[1] == expected[done:], (limit, start)
+    assert parts[-1].source.name == "set/train/00000" and parts[-1].found[-1].place == 20
+    dataset = open_dataset(f"{tmp_path}/set", None, "train", streaming=True)
+    third = next(part.after for part in dataset.parts(Reading(), BEGINNING) if part.after[:2] == (2, 1))
+    (tmp_path / "set/train-0.jsonl").unlink()
+    (tmp_path / "set/train-1.jsonl").unlink()
+    assert parts_from(dataset, third)[1] == whole[48:]
+
+
+def test_a_dataset_that_is_nowhere_is_named(run, tmp_path, monkeypatch):
+    # Read from the environment when the libraries are imported: without these they would ask the network for long.
+    for name in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
+        monkeypatch.setattr(name, True)
+    with pytest.raises(InputError, match=r"--dataset nobody/nothing \(no such folder here, so it was looked for on"):
+        run("--dataset", "nobody/nothing", "--output", tmp_path / "x")
+
+
+def test_verify_tells_good_from_bad(tmp_path, run):
+    write_jsonl(tmp_path / "a.jsonl", texts(9))
+    run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--validation_fraction", 0)
+    assert "all 1 shards are as they were made" in run("--verify", tmp_path / "out", with_tokenizer=False)
+    content = bytearray((tmp_path / "out" / "train-00000.bin").read_bytes())
+    content[10] ^= 4
+    (tmp_path / "out" / "train-00000.bin").write_bytes(content)
+    with pytest.raises(InputError, match=r"train-00000.bin: its content has changed"):
+        run("--verify", tmp_path / "out", with_tokenizer=False)
+
+
+def test_bad_input_exits_with_2_and_no_traceback_and_help_is_fast(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"x")
+    command = [sys.executable, "prepare_data.py", "--input", f"{tmp_path}/a.jsonl", "--output", f"{tmp_path}/out"]
+    failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("give either --tokenizer")
+    assert "Traceback" not in failed.stderr
+    assert "--max_tokens" in run_script("prepare_data.py", "--help").stdout
+    # 0.05 s, where an import of numpy takes 0.1 and one of torch 1.5.
+    assert cpu_seconds("prepare_data.py", "--help") < cpu_seconds("-c", "import numpy")
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys, prepare_data; print([m for m in ('torch', 'numpy', 'transformers', 'tqdm') if m in sys.modules])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert loaded.stdout.strip() == "[]"

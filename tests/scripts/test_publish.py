@@ -1,0 +1,474 @@
+"""publish.py, end to end against a stand-in for the Hub on this machine."""
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from huggingface_hub import HfApi
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import publish
+from pretrain.errors import InputError
+from pretrain.files import commit, damage
+from pretrain.processes import hold_while_open
+from pretrain.recipe import read_run_config
+from pretrain.runs.history import append_events
+from pretrain.runs.publishing.card import Publication
+from pretrain.runs.publishing.hub_upload import login_problems, offer_problems, publish_in_background, set_tag
+from pretrain.runs.publishing.publish import Model, checkpoint_model, find_models, stage
+from pretrain.training.background_jobs import publish_cut_short
+from pretrain.training.run_plan import derive
+from support.hub_server import TOKEN, running_hub
+from support.project import ROOT, events, run_script
+from support.run_folders import write_run
+
+SOON = 300
+"""Seconds that no machine, however busy, needs for what is waited for here."""
+OFFER = ("--license", "apache-2.0", "--language", "en")
+WENT_UP = {
+    "README.md", "config.json", "generation_config.json", "loss.png", "model.safetensors", "tokenizer.json",
+    "tokenizer_config.json",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """A run with milestones at the steps 4 and 8; not to be changed."""
+    return write_run(tmp_path_factory.mktemp("runs") / "x")
+
+
+@pytest.fixture
+def run(finished_run, tmp_path):
+    return shutil.copytree(finished_run, tmp_path / "x")
+
+
+@pytest.fixture
+def hub():
+    with running_hub() as hub:
+        yield hub
+
+
+@pytest.fixture
+def home(tmp_path):
+    """An account of its own: the developer's token and cache are not a test's."""
+    return {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "", "HF_TOKEN_PATH": str(tmp_path / "home/token")}
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "publish" not in path.relative_to(folder).parts
+    }
+
+
+def publish_run(run, hub, home, *arguments, check=True, **environment):
+    return run_script(
+        "publish.py", "--run", run, "--repo", "me/tiny", *OFFER, *arguments, check=check,
+        **{**home, **hub.environment, **environment},
+    )  # fmt: skip
+
+
+def test_final_and_milestones_go_up_and_come_back(run, hub, home, tmp_path):
+    before = fingerprint(run)
+    out = publish_run(run, hub, home, "--final", "--milestones")
+    repository = hub.repositories["models", "me/tiny"]
+    assert set(repository.branches) == {"main", "step-4", "step-8"}
+    assert repository.tags == {"tokens-4k": repository.branches["step-4"], "tokens-8k": repository.branches["step-8"]}
+    assert repository.messages == ["initial commit", "Step 4, 4k tokens", "Step 8, 8k tokens", "Step 8, 8k tokens"]
+    assert not repository.private
+    for revision in ("main", "step-4", "step-8", "tokens-4k"):
+        assert set(hub.files("me/tiny", revision)) == WENT_UP | {".gitattributes"}
+    assert TOKEN not in out.stdout + out.stderr
+    assert f"main is at {hub.url}/me/tiny/tree/main" in out.stdout
+    assert fingerprint(run) == before and not list((run / "publish").iterdir())
+
+    # What the world gets: the logits of the weights that were trained, rounded to bf16 as the recipe says.
+    program = (
+        "import torch\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "from safetensors.torch import save_file\n"
+        "logits = {}\n"
+        "for revision in ('main', 'step-4', 'tokens-8k'):\n"
+        "    model = AutoModelForCausalLM.from_pretrained('me/tiny', revision=revision)\n"
+        "    assert model.dtype == torch.bfloat16\n"
+        "    logits[revision] = model(torch.arange(12).view(1, 12)).logits.detach().contiguous()\n"
+        "assert AutoTokenizer.from_pretrained('me/tiny', revision='step-4').eos_token_id == 0\n"
+        f"save_file(logits, {str(tmp_path / 'logits.safetensors')!r})\n"
+    )
+    run_script("-c", program, **{**home, **hub.environment})
+    loaded = load_file(tmp_path / "logits.safetensors")
+    ids_BT = torch.arange(12).view(1, 12)
+    for revision, folder in (("main", "final"), ("step-4", "checkpoints/step-00000004")):
+        model = AutoModelForCausalLM.from_pretrained(run / folder, dtype=torch.bfloat16)
+        assert torch.equal(loaded[revision], model(ids_BT).logits)
+    assert torch.equal(loaded["tokens-8k"], loaded["main"])
+
+    # Once more: nothing is sent twice, and no empty commit is made.
+    uploads = list(hub.uploads)
+    publish_run(run, hub, home, "--final", "--milestones")
+    assert hub.uploads == uploads and len(repository.messages) == 4
+
+
+def test_a_dry_run_writes_exactly_what_goes_up(run, hub, home, tmp_path):
+    output = tmp_path / "dry"
+    out = publish_run(run, hub, home, "--checkpoint", "4", "--final", "--dry_run", "--output", output, HF_TOKEN="")
+    assert "main: step 8, 7 files" in out.stdout and not hub.repositories
+    publish_run(run, hub, home, "--checkpoint", "4", "--final")
+    for revision in ("main", "step-4"):
+        gone_up = {name: file.content for name, file in hub.files("me/tiny", revision).items()}
+        del gone_up[".gitattributes"]
+        assert {path.name: path.read_bytes() for path in (output / revision).iterdir()} == gone_up
+
+
+def test_an_upload_that_was_killed_is_completed(run, hub, home):
+    reached, go_on, numbers = threading.Event(), threading.Event(), itertools.count(1)
+
+    def stop_at_the_second_file(sha256):
+        if next(numbers) == 2:
+            reached.set()
+            go_on.wait(SOON)
+            raise ConnectionError("who sent it is dead")
+
+    hub.before_upload = stop_at_the_second_file
+    command = [sys.executable, "publish.py", "--run", str(run), "--repo", "me/tiny", *OFFER]
+    environment = {**os.environ, **home, **hub.environment}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        assert reached.wait(SOON), "the upload did not come to its second file"
+        wait_for(lambda: len(hub.uploads) == 1)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        go_on.set()
+    hub.before_upload = lambda sha256: None
+    assert set(hub.files("me/tiny")) == {".gitattributes"}, "half a model must not be visible"
+    before = fingerprint(run)
+    publish_run(run, hub, home)
+    assert set(hub.files("me/tiny")) == WENT_UP | {".gitattributes"}
+    assert len(hub.uploads) == len(set(hub.uploads)) == 2, "what had arrived is not sent again"
+    assert fingerprint(run) == before
+
+
+def test_control_c_ends_in_words(run, hub, home):
+    reached, go_on = threading.Event(), threading.Event()
+    hub.before_upload = lambda sha256: (reached.set(), go_on.wait(SOON))
+    # A shell that starts a process in the background has it ignore Ctrl-C; Python then leaves it so.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    command = [sys.executable, "publish.py", "--run", str(run), "--repo", "me/tiny", *OFFER]
+    try:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **home, **hub.environment}, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert reached.wait(SOON)
+    process.send_signal(signal.SIGINT)
+    go_on.set()
+    _, said = process.communicate(timeout=SOON)
+    assert process.returncode == 130 and "interrupted; the same command continues" in said
+    assert "Traceback" not in said
+
+
+def test_a_network_that_is_down_is_said_and_the_run_is_intact(run, hub, home):
+    before = fingerprint(run)
+    out = publish_run(run, hub, home, check=False, HF_ENDPOINT="http://127.0.0.1:9")
+    assert out.returncode == 1
+    assert "publishing to me/tiny at http://127.0.0.1:9 failed: ConnectError" in out.stderr
+    assert "the same command continues" in out.stderr and "Traceback" not in out.stderr
+    assert fingerprint(run) == before
+
+
+def test_failures_are_retried(run, hub, home):
+    hub.failures_left = 2
+    out = publish_run(run, hub, home, "--attempts", "3", "--first_wait", "0")
+    assert "attempt 2 of 3" in out.stderr and hub.failures_left == 0
+    assert set(hub.files("me/tiny")) == WENT_UP | {".gitattributes"}
+    assert TOKEN not in out.stderr
+
+
+def test_what_the_user_must_change_is_said(run, hub, home):
+    def refused(*arguments, **environment):
+        out = publish_run(run, hub, home, *arguments, check=False, **environment)
+        assert out.returncode == 2 and "Traceback" not in out.stderr
+        assert TOKEN not in out.stdout + out.stderr
+        return out.stderr
+
+    assert "does not accept the token: log in again" in refused(HF_TOKEN="hf_wrong" + "0" * 20)
+    assert "--repo you/tiny: the token may not write there" in refused("--repo", "you/tiny")
+    assert "does not accept the model card" in refused("--license", "my-own")
+    # The card was refused before a file of the model went up.
+    assert set(hub.files("me/tiny")) == {".gitattributes"} and not hub.uploads
+    assert "me/tiny is public already, and it was to be private" in refused("--private")
+
+
+def test_a_private_repository_is_made_private(run, hub, home):
+    publish_run(run, hub, home, "--private", "--message", "first light")
+    repository = hub.repositories["models", "me/tiny"]
+    assert repository.private and repository.messages[-1] == "first light"
+
+
+def refusal(*arguments):
+    with pytest.raises(InputError) as caught:
+        publish.main([str(argument) for argument in arguments])
+    return caught.value.problems
+
+
+@pytest.fixture
+def logged_out(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no token"))
+
+
+def test_everything_wrong_is_said_at_once(finished_run, logged_out):
+    problems = refusal(
+        "--run", finished_run, "--repo", "a/b/c", "--language", "english", "--checkpoint", 5, "x", "--dryrun",
+        "--attempts", 0, "--output", "somewhere",
+    )  # fmt: skip
+    for words in (
+        "--dryrun: unknown; did you mean --dry_run?",
+        "--checkpoint x: must be a step",
+        "--attempts 0: must be a whole number from 1",
+        "--output: belongs to --dry_run",
+        "--repo a/b/c: Repo id must be",
+        "--license is missing: nobody may use a model that has none; give one, such as apache-2.0",
+        "--language english: must be an ISO 639 code",
+        "not logged in to the Hub: run `hf auth login`",
+        f"--checkpoint 5: {finished_run} has no checkpoint of this step; steps there: 4, 8",
+    ):
+        assert any(words in problem for problem in problems), (words, problems)
+    assert len(problems) == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--run is missing"),
+        (["--run", "no/such/run"], "--run no/such/run: not the folder of a run"),
+        (["--repo", "tiny"], "--repo tiny: give OWNER/NAME, such as me/tiny"),
+        ([], "--repo is missing: give OWNER/NAME"),
+        (["--license", "Apache 2.0"], "--license Apache 2.0: not a licence id of the Hub; did you mean apache-2.0?"),
+        (["--dry_run"], "--dry_run: give --output DIR"),
+    ],
+)
+def test_bad_input_is_refused(arguments, words, logged_out):
+    assert any(words in problem for problem in refusal(*arguments))
+
+
+def test_a_run_that_is_not_done_offers_its_checkpoint(run, logged_out):
+    shutil.rmtree(run / "final")
+    assert f"--run {run}: has no final/, so it has not come to its end; give --checkpoint 8" in refusal("--run", run)
+
+
+def test_a_damaged_model_is_not_published(run, logged_out):
+    weights = run / "checkpoints/step-00000004/model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    problems = refusal("--run", run, "--milestones")
+    assert f"{weights.parent} is damaged: model.safetensors does not have the sha256 that was written" in problems
+
+
+def test_a_recipe_without_milestones_has_none(run, logged_out):
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("milestones_every: 4", "milestones_every: null"))
+    assert any(
+        "keeps none (checkpoint.milestones_every)" in problem for problem in refusal("--run", run, "--milestones")
+    )
+
+
+def test_the_recipe_says_where_and_under_which_licence(tmp_path, logged_out):
+    publication = {"license": "mit", "language": ["en"]}
+    run = write_run(tmp_path / "x", steps=(4,), hub={"repository": "me/x", "private": True}, publish=publication)
+    assert publish.main(["--run", str(run), "--dry_run", "--output", str(tmp_path / "dry")]) == 0
+    card = (tmp_path / "dry/main/README.md").read_text()
+    assert "license: mit" in card and "- en" in card and 'model="me/x"' in card
+    assert any("main is in it already" in p for p in refusal("--run", run, "--dry_run", "--output", tmp_path / "dry"))
+
+
+def test_no_secret_goes_up(tmp_path, logged_out, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "canary-0123456789")
+    run = write_run(tmp_path / "x", steps=(4,), trackers=["https://user:canary-0123456789@host"])
+    problems = refusal("--run", run, "--repo", "me/x", *OFFER, "--dry_run", "--output", tmp_path / "dry")
+    assert problems == [
+        "README.md holds the value of WANDB_API_KEY, which is not for others: take it out of the recipe and publish "
+        "again"
+    ]
+    assert not list((tmp_path / "dry").iterdir()), "not even staged"
+
+
+def test_a_checkpoint_in_several_files_is_rounded_file_by_file(run, tmp_path):
+    folder = run / "checkpoints/step-00000004"
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    (folder / "model.safetensors").unlink()
+    (folder / "MANIFEST.json").unlink()
+    whole.save_pretrained(folder, max_shard_size="100KB")
+    sharded = tmp_path / "again"
+    folder.rename(sharded)
+    commit(sharded, folder, {})
+    staged = stage(run, checkpoint_model(folder, 4), Publication("me/tiny", dtype="bf16"), tmp_path / "staged")
+    index = json.loads((staged / "model.safetensors.index.json").read_text())
+    weights = {}
+    for path in staged.glob("model-*.safetensors"):
+        weights |= load_file(path)
+    assert len(list(staged.glob("model-*.safetensors"))) > 2 and set(index["weight_map"]) == set(weights)
+    assert index["metadata"]["total_size"] == sum(tensor.numel() * 2 for tensor in weights.values())
+    loaded = AutoModelForCausalLM.from_pretrained(staged)
+    assert all(
+        torch.equal(tensor.bfloat16(), loaded.state_dict()[name]) for name, tensor in whole.state_dict().items()
+    )
+    assert AutoTokenizer.from_pretrained(staged).eos_token_id == 0
+
+
+def test_a_checkpoint_goes_up_whole_with_its_optimizer(run, tmp_path):
+    folder = run / "checkpoints/step-00000004"
+    (model,) = find_models(run, steps=["best"], milestones=False, final=False, with_optimizer=True)
+    assert model.step == 4, "the one with the lowest validation loss"
+    staged = stage(run, model, Publication("me/tiny", dtype="bf16"), tmp_path / "staged")
+    assert {path.name for path in folder.iterdir()} | {"README.md", "loss.png"} == {
+        path.name for path in staged.iterdir()
+    }
+    for name in ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json"):
+        assert (staged / name).read_bytes() == (folder / name).read_bytes()
+    card = (staged / "README.md").read_text()
+    assert "| dtype of the weights | fp32 |" in card and 'revision="step-4"' in card
+    # As it comes back, with what a download leaves beside it, a run continues from it.
+    (staged / ".gitattributes").write_text("")
+    (staged / ".cache").mkdir()
+    (staged / ".cache/download.json").write_text("{}")
+    assert damage(staged) == []
+    with pytest.raises(InputError, match=r"--with_optimizer: final/ has none; give --checkpoint STEP or --milestones"):
+        find_models(run, steps=[], milestones=False, final=True, with_optimizer=True)
+
+
+def test_no_best_where_nothing_was_measured(run, logged_out):
+    for folder in (run / "checkpoints").iterdir():
+        (folder / "trainer_state.json").write_text('{"state": {}}')
+    problems = refusal("--run", run, "--checkpoint", "best")
+    assert f"--checkpoint best: no checkpoint of {run} has a validation loss; give a step" in problems
+
+
+def wait_for(is_so, log=None):
+    """Until the processes beside have come so far."""
+    deadline = time.monotonic() + SOON
+    while not is_so():
+        assert time.monotonic() < deadline, log.read_text() if log else "too late"
+        time.sleep(0.1)
+
+
+def test_training_publishes_without_waiting_and_the_scores_follow(run, hub, home, monkeypatch):
+    for name, value in {**home, **hub.environment, "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert offer_problems("me/tiny", "apache-2.0", ["en"]) == [] == login_problems()
+    evaluation = run / "evaluations/step-00000004.log"
+    evaluation.parent.mkdir()
+    returned = threading.Event()
+    hub.before_upload = lambda sha256: returned.wait(SOON)
+    offer = {"private": False, "license": "apache-2.0", "languages": ["en"]}
+    with open(evaluation, "a+b") as held:
+        hold_while_open(held)  # as the evaluation of this step does
+        assert publish_in_background(run, "me/tiny", step=4, **offer) is None
+        assert not hub.uploads, "it does not wait for what cannot go on before it has returned"
+        returned.set()
+        log = run / "publish" / "publish.log"
+        wait_for(lambda: "step-4: waits for the scores of its evaluation" in log.read_text(), log)
+        files = hub.files("me/tiny", "step-4")
+        assert set(files) == WENT_UP | {".gitattributes"} and b"hellaswag" not in files["README.md"].content
+        event = {"event": "evaluation", "step": 4, "task": "hellaswag", "acc": 0.25, "acc_stderr": 0.01}
+        append_events(run, [{**event, "limit": None}])
+    wait_for(lambda: log.read_text().count("step-4 is at") == 2, log)
+    again = hub.files("me/tiny", "step-4")
+    assert b"| hellaswag | acc | 0.2500 " in again["README.md"].content
+    assert again["model.safetensors"] == files["model.safetensors"] and len(hub.uploads) == len(set(hub.uploads))
+    assert TOKEN not in log.read_text()
+    wait_for(lambda: len(events(run, "publish")) == 2)
+    commit = hub.repositories["models", "me/tiny"].branches["step-4"]
+    assert [event["commit"] == commit for event in events(run, "publish")] == [False, True]
+    assert not list((run / "publish").glob(".*.waiting"))
+    # Where nothing can be started or written, the run is told so in words and goes on.
+    problem = publish_in_background(run / "no such run", "me/tiny", step=4, **offer)
+    assert "could not be started" in problem
+
+
+def test_a_run_trains_while_the_hub_is_down_and_completes_its_uploads_later(recipe, hub, home, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    settings = ["--budget.steps", 8, "--checkpoint.milestones_every", 4, "--publish.license", "mit"]
+    settings += ["--hub.repository", "me/tiny", "--hub.every", "milestones", "--validation.every_steps", 100]
+    down = {**home, **hub.environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    try:
+        run_script("train.py", "--config", recipe, *settings, **down)
+        wait_for(lambda: len(events(run, "publish")) == 3, run / "publish/publish.log")
+    finally:
+        everybody = psutil.process_iter(["cmdline"])
+        publishers = [process for process in everybody if str(run) in (process.info["cmdline"] or [])]
+        for process in publishers:
+            process.kill()
+    psutil.wait_procs(publishers, timeout=SOON)
+    assert len(publishers) == 3, "they try again for hours, after the run has ended"
+    assert events(run, "end")[0]["code"] == 0 and (run / "final/MANIFEST.json").exists()
+    assert all("ConnectError" in event["problem"] for event in events(run, "publish")) and not hub.repositories
+
+    # The machine went down with them: the next start of the run takes their work up again.
+    for name, value in {**home, **hub.environment}.items():
+        monkeypatch.setenv(name, value)
+    warnings = []
+    metrics = SimpleNamespace(is_main=True, write=lambda event, **values: warnings.append(values))
+    publish_cut_short(read_run_config(run / "config.yaml", []), metrics)
+    wait_for(lambda: not list((run / "publish").glob(".*.waiting")), run / "publish/publish.log")
+    repository = hub.repositories["models", "me/tiny"]
+    assert set(repository.branches) == {"main", "step-4", "step-8"} and not warnings
+    assert repository.private, "what nobody has looked at is not for the world unless the recipe says so"
+    assert set(hub.files("me/tiny", "step-4")) == WENT_UP | {".gitattributes"}
+    assert b"source" in hub.files("me/tiny")["README.md"].content and TOKEN not in (run / "train.log").read_text()
+
+
+def test_a_disk_that_cannot_be_written_is_said(run, hub, home):
+    (run / "publish").write_text("a file where a folder should be")
+    out = publish_run(run, hub, home, check=False)
+    assert out.returncode == 1 and "publish cannot be written" in out.stderr and "Traceback" not in out.stderr
+
+
+def test_a_tag_stays_with_the_first_of_two_steps_that_round_to_it(hub, capsys):
+    repository = hub.create("models", "me/x", private=False)
+    first, second = (Model(Path("unused"), step, 100_000 + step, f"step-{step}", "tokens-100k") for step in (1, 2))
+    for model in (first, second):
+        repository.commit(model.revision, {}, model.revision)
+    api = HfApi(endpoint=hub.url, token=TOKEN)
+    set_tag(api, "me/x", first)
+    set_tag(api, "me/x", second)
+    assert "tokens-100k stays with step-1" in capsys.readouterr().out
+    assert repository.tags == {"tokens-100k": repository.branches["step-1"]}
+    # A new version of the first takes its tag along.
+    repository.commit("step-1", {}, "again")
+    set_tag(api, "me/x", first)
+    assert repository.tags == {"tokens-100k": repository.branches["step-1"]}
+
+
+def test_the_recipes_offer_is_checked_before_training(recipe, monkeypatch):
+    problems = offer_problems("tiny", None, ["xx-", "en"])
+    assert [problem.split()[0] for problem in problems] == ["hub.repository", "publish.license", "publish.language"]
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub = [("hub.repository", "me/x"), ("hub.every", "milestones")]
+    with pytest.raises(InputError) as caught:
+        derive(read_run_config(recipe, hub), ranks=1)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["publish.license is missing", "hub.every"]
+    derive(read_run_config(recipe, [*hub, ("publish.license", "mit"), ("checkpoint.milestones_every", "4")]), ranks=1)

@@ -1,0 +1,279 @@
+"""The whole of a run through the real scripts: train, kill, resume, on one process and two."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+from pretrain.errors import InputError
+from pretrain.recipe import read_run_config
+from pretrain.training.run_plan import derive
+from support.faults import launch_with_faults
+from support.numbered_shards import write_shards
+from support.project import ROOT, cpu_seconds, events, losses, run_script
+
+GOLDEN = {1: 6.24694, 4: 6.21027, 8: 6.16098, 12: 6.13158}
+"""{step: loss} on made-up shards, which no version of Python changes. If these move, then so does what every user
+trains: initial weights, order of the data, loss or optimizer. Say why in the commit that moves them."""
+
+
+def train(recipe, *overrides, **kwargs):
+    return run_script("train.py", "--config", recipe, *overrides, **kwargs)
+
+
+def weights(run, step):
+    return load_file(run / f"checkpoints/step-{step:08d}/model.safetensors")
+
+
+def test_a_run_from_start_to_finish(recipe, tmp_path):
+    out = train(recipe).stdout
+    run = tmp_path / "run"
+    curve = losses(run)
+    assert list(curve) == list(range(1, 13))
+    assert curve[12] < curve[1] - 0.5
+    assert [event["step"] for event in events(run, "validation")] == [0, 6, 12]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "LATEST",
+        "step-00000008",
+        "step-00000012",
+    ]
+    (end,) = events(run, "end")
+    assert (end["code"], end["reason"], end["tokens"]) == (0, "done", 12 * 256)
+    for line in ("tokens per step", "256 = 1 sequences x 64 tokens x 1 processes x 4 micro-steps", "attention"):
+        assert line in out
+    for name in ("config.yaml", "model.json", "data.json", "strategy.json", "environment.json", "train.log"):
+        assert (run / name).stat().st_size > 0
+
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(run / "final"),
+        AutoTokenizer.from_pretrained(run / "final"),
+    )
+    assert model.dtype == torch.bfloat16
+    exported, trained = model.state_dict(), weights(run, 12)
+    assert all(torch.equal(exported[name], tensor.bfloat16()) for name, tensor in trained.items())
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    text = pipeline("text-generation", model=model, tokenizer=tokenizer)("def ", max_new_tokens=5)[0]["generated_text"]
+    assert text.startswith("def ")
+
+    again = train(recipe)
+    assert "is done: 12 steps" in again.stdout
+    assert losses(run) == curve, "a finished run must not be trained again"
+
+
+def test_golden_losses(recipe, tmp_path, tokenizer):
+    folder = tmp_path / "made_up"
+    write_shards(folder, 1)
+    noise = np.random.RandomState(0).randint(0, 8, 20_000)
+    ids = np.zeros(20_000, np.uint16)
+    for position in range(1, len(ids)):
+        ids[position] = (ids[position - 1] * 5 + 7 + noise[position]) % 512
+    ids.tofile(folder / "train-00000.bin")
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"vocabulary_size": 512}
+    manifest["shards"][0] |= {"tokens": len(ids), "text_bytes": 4 * len(ids)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    shutil.copytree(tokenizer, folder / "tokenizer")
+    train(recipe, "--data.train", f"[{{shards: {folder}}}]")
+    curve = losses(tmp_path / "run")
+    # Sums in another order, on another processor, move the last of twelve losses by some 1e-5.
+    assert {step: curve[step] for step in GOLDEN} == pytest.approx(GOLDEN, abs=1e-3)
+
+
+def test_a_run_longer_than_before_goes_on(recipe, tmp_path):
+    train(recipe, "--optim.schedule", "constant")
+    first = losses(tmp_path / "run")
+    train(recipe, "--optim.schedule", "constant", "--budget.steps", "14")
+    assert {step: loss for step, loss in losses(tmp_path / "run").items() if step <= 12} == first
+    assert events(tmp_path / "run", "resume")[0]["step"] == 12
+    assert max(losses(tmp_path / "run")) == 14
+
+
+def test_control_c_ends_in_words(recipe):
+    # What starts the tests may ignore SIGINT, as a shell does for its background jobs, and processes inherit that.
+    process = subprocess.Popen(
+        [sys.executable, "train.py", "--config", str(recipe), "--budget.steps", "100000"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        for line in process.stdout:
+            if line.startswith("step 5/"):
+                process.send_signal(signal.SIGINT)
+                break
+        _, errors = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "the same command continues" in errors and "Traceback" not in errors
+
+
+def test_a_killed_run_continues_to_the_last_bit(recipe, tmp_path):
+    """One process; tests/parallel/test_kill_strategies.py kills several."""
+    # Dropout on: randomness must be a function of the step as well.
+    model = json.loads((tmp_path / "tiny_llama.json").read_text()) | {"attention_dropout": 0.1}
+    (tmp_path / "tiny_llama.json").write_text(json.dumps(model))
+    arguments = ["train.py", "--config", str(recipe), "--budget.steps", "40", "--attention", "eager"]
+    run_script(*arguments, "--output", tmp_path / "whole")
+    broken = tmp_path / "broken"
+    for step in (6, 23):
+        kill = [{"where": "backward", "step": step, "micro_step": 2, "what": "SIGKILL"}]
+        killed = launch_with_faults(tmp_path / f"{step}", "single", 1, *arguments[1:], "--output", broken, faults=kill)
+        assert killed.code == -signal.SIGKILL, killed.output
+    run_script(*arguments, "--output", broken)
+    assert losses(broken) == losses(tmp_path / "whole")
+    expected, found = weights(tmp_path / "whole", 40), weights(broken, 40)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert not list((broken / "checkpoints").glob(".*")), "no litter of a killed save"
+
+
+def test_the_micro_batch_changes_speed_only(recipe, tmp_path):
+    train(recipe, "--output", tmp_path / "one")
+    train(recipe, "--output", tmp_path / "four", "--batch.sequences_per_micro_batch", "4")
+    one, four = losses(tmp_path / "one"), losses(tmp_path / "four")
+    assert all(abs(one[step] - four[step]) < 1e-5 for step in one)
+
+
+def test_other_settings_than_the_checkpoints_are_refused(recipe, tmp_path):
+    train(recipe, "--budget.steps", "4")
+    recipe.write_text(
+        recipe.read_text().replace("seed: 1", "seed: 2").replace("sequence_length: 64", "sequence_length: 32")
+    )
+    refused = train(recipe, check=False)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "seed: the run was started with 1, the recipe now says 2" in refused.stderr
+    assert "data.sequence_length: the run was started with 64, the recipe now says 32" in refused.stderr
+    assert train(recipe, "--seed", "2", "--data.sequence_length", "32").returncode == 0, "named, so it is meant"
+
+
+def test_a_damaged_checkpoint_is_passed_over(recipe, tmp_path):
+    train(recipe)
+    whole = losses(tmp_path / "run")
+    path = tmp_path / "run/checkpoints/step-00000012/model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    out = train(recipe).stdout
+    assert "step-00000012 cannot be used: model.safetensors does not have the sha256" in out
+    assert events(tmp_path / "run", "resume")[-1]["path"] == "step-00000008"
+    assert losses(tmp_path / "run") == whole
+
+    for folder in (tmp_path / "run/checkpoints").glob("step-*"):
+        (folder / "MANIFEST.json").unlink()
+    refused = train(recipe, check=False)
+    assert refused.returncode == 17 and "none of the" in refused.stderr
+
+
+def test_check_finds_everything_and_starts_nothing(recipe, tmp_path):
+    assert "The recipe can run." in train(recipe, "--check").stdout
+    imports = cpu_seconds("-c", "import torch, transformers, accelerate", tries=1)
+    checking = cpu_seconds("train.py", "--config", recipe, "--check", tries=1)
+    assert checking < 5 * imports, "5 s, of which the imports are half"
+    bad = train(
+        recipe, "--check", "--batch.tokens_per_step", "300", "--data.sequence_length", "256",
+        "--data.train", "[{shards: no/such/folder}]", check=False,
+    )  # fmt: skip
+    assert bad.returncode == 2 and "Traceback" not in bad.stderr
+    assert "batch.tokens_per_step: 300 is not a multiple of 1 sequences per micro-batch x 256 tokens" in bad.stderr
+    assert "nearest: 256 or 512" in bad.stderr
+    assert "sequence_length: 256 is more than the model's max_position_embeddings, 128" in bad.stderr
+    assert "no/such/folder: no such folder of prepared shards" in bad.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--optim.warmup_steps", "100"], "warmup_steps 100 is longer than the run of 12 steps"),
+        (["--model", "model_configs/lama_30m.json"], "lama_30m.json"),
+        (["--precision", "fp16"], "precision: fp16 needs a GPU"),
+        (["--precision", "fp8"], "precision: fp8 needs a GPU with fp8 matrix units"),
+        (["--attention", "flash_attention_2"], "flash_attention_2"),
+        (["--attention", "flex_attention"], "flex_attention"),
+        (["--optim.name", "adamw_8bit"], "adamw_8bit"),
+        (["--data.train.0.max_epochs", "0.001"], "used up"),
+    ],
+)
+def test_what_cannot_work_is_refused(recipe, tmp_path, overrides, message):
+    refused = train(recipe, *overrides, check=False)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert message in refused.stderr and "Traceback" not in refused.stderr
+    assert not (tmp_path / "run/checkpoints").exists() or not any((tmp_path / "run/checkpoints").iterdir())
+
+
+def test_vocabulary_larger_than_the_models(recipe, tmp_path):
+    model = json.loads((tmp_path / "tiny_llama.json").read_text()) | {"vocab_size": 256}
+    (tmp_path / "tiny_llama.json").write_text(json.dumps(model))
+    refused = train(recipe, check=False)
+    assert refused.returncode == 2
+    assert "512" in refused.stderr and "256" in refused.stderr and "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["--precision", "bf16", "--compile", "regional"],
+        ["--optim.name", "muon", "--optim.schedule", "wsd"],
+        ["--optim.name", "adafactor", "--optim.stochastic_rounding", "true", "--optim.schedule", "linear"],
+        ["--activation_checkpointing", "full", "--loss.z_loss", "1e-4", "--optim.schedule", "infinite"],
+        ["--data.document_mask", "false", "--batch.ramp.from", "0.5", "--data.sampling", "random_windows"],
+    ],
+)
+def test_settings_train(recipe, tmp_path, overrides):
+    train(recipe, *overrides)
+    curve = losses(tmp_path / "run")
+    assert curve[12] < curve[1] - 0.3, "the loss must fall"
+
+
+def test_trackers_get_the_same_numbers(recipe, tmp_path):
+    train(recipe, "--trackers", "[tensorboard, wandb]", WANDB_MODE="offline")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    board.Reload()
+    logged = {event.step: event.value for event in board.Scalars("train/loss")}
+    assert logged == pytest.approx(losses(tmp_path / "run"), rel=1e-6)
+    assert list((tmp_path / "run/wandb").glob("offline-run-*")), "wandb must have written its offline run"
+
+
+def check_problems(recipe, *overrides) -> str:
+    """What --check says, in this process."""
+    with pytest.raises(InputError) as caught:
+        derive(read_run_config(recipe, list(overrides)), ranks=1)
+    return "\n".join(caught.value.problems)
+
+
+def test_check_looks_at_the_places_that_a_run_comes_to(recipe, tmp_path):
+    (tmp_path / "file").touch()
+    assert f"output: {tmp_path}/file: {tmp_path}/file is a file" in check_problems(
+        recipe, ("output", f"{tmp_path}/file")
+    )
+    assert "is no folder but a file" in check_problems(recipe, ("output", f"{tmp_path}/file/run"))
+    assert "a name has at most 255 bytes" in check_problems(recipe, ("output", f"{tmp_path}/{'x' * 500}"))
+    assert "a name holds no character of number 0" in check_problems(recipe, ("output", '"a\\0b"'))
+    evaluates = ("evaluation.every_steps", "4")
+    found = check_problems(
+        recipe,
+        ("branch_from", f"{tmp_path}/trunk@500"),
+        ("init", "pretrained"),
+        evaluates,
+        ("evaluation.tasks", "helaswag"),
+        ("evaluation.include_path", str(tmp_path)),
+    )
+    assert "branch_from: " in found and "give RUN@STEP" in found
+    assert "evaluation.tasks: helaswag: no such task" in found and "did you mean hellaswag?" in found
+    assert "evaluation.include_path: " in found and "holds no .yaml file" in found
+    assert "init: pretrained, but model: " in found
+
+
+def test_a_run_that_has_begun_needs_its_trunk_no_more(recipe, tmp_path):
+    (tmp_path / "run/checkpoints/step-00000004").mkdir(parents=True)
+    assert derive(read_run_config(recipe, [("branch_from", "gone@500")]), ranks=1)

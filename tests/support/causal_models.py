@@ -1,0 +1,104 @@
+"""A configuration that works, of every causal language model of transformers, and what becomes of each.
+
+`PYTHONPATH=. python tests/support/causal_models.py` writes the table of docs/models.md.
+"""
+
+import re
+from pathlib import Path
+
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- table of architectures: begin -->", "<!-- table of architectures: end -->"
+NAMES = {"groundwork_sdpa": "sdpa", "groundwork_eager": "eager"}
+COMPLETED = {
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": 2},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "full_attention"]},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "xlstm": {"hidden_size": 64, "num_heads": 4, "num_hidden_layers": 2},
+}
+"""Settings that a class leaves open, or without which the defaults of its configuration do not run."""
+
+
+def causal_models() -> list[str]:
+    """model_type of everything that AutoModelForCausalLM builds."""
+    return sorted({config_class.model_type for config_class in MODEL_FOR_CAUSAL_LM_MAPPING})
+
+
+def config_of(model_type: str) -> PreTrainedConfig:
+    """The class's own defaults, completed; raises whatever the class raises where it has none that work."""
+    return CONFIG_MAPPING[model_type](**COMPLETED.get(model_type, {}))
+
+
+def outcome(model_type: str, document_mask: bool) -> str:
+    """One word on how the model trains, or 'refused: ' and why."""
+    from pretrain.errors import InputError
+    from pretrain.model.model_config import refuse_composites
+    from pretrain.training.probe import probe
+
+    try:
+        config = config_of(model_type)
+    except Exception as error:  # configurations that have no defaults raise whatever they like
+        return f"refused: no default configuration ({type(error).__name__})"
+    try:
+        refuse_composites(model_type, config)
+        found = probe(config, attention="auto", document_mask=document_mask)
+    except InputError as error:
+        return "refused: " + "; ".join(error.problems)
+    logits = "" if found.from_hidden_states else ", whole logits"
+    return NAMES.get(found.attention, f"the library's {without_windows(found.attention)}") + logits
+
+
+def table() -> str:
+    """Markdown: every architecture once, by what becomes of it."""
+    works: dict[tuple[str, str], list[str]] = {}
+    refused: dict[str, list[str]] = {}
+    for model_type in causal_models():
+        on, off = outcome(model_type, True), outcome(model_type, False)
+        if off.startswith("refused"):
+            refused.setdefault(reason_of(off), []).append(model_type)
+        else:
+            works.setdefault(("refused" if on.startswith("refused") else on, off), []).append(model_type)
+    rows = ["| with document_mask | without | architectures |", "|---|---|---|"]
+    for (on, off), names in sorted(works.items(), key=lambda item: -len(item[1])):
+        rows.append(f"| {on} | {off} | {' '.join(names)} |")
+    rows += ["", "| refused, because | architectures |", "|---|---|"]
+    for reason, names in sorted(refused.items(), key=lambda item: -len(item[1])):
+        rows.append(f"| {reason} | {' '.join(names)} |")
+    return "\n".join(rows)
+
+
+def without_windows(attention: str) -> str:
+    return re.sub(r"\+masks\(.*\)", "+masks", attention)
+
+
+def reason_of(refusal: str) -> str:
+    """A refusal in the few words of the table."""
+    for pattern, words in {
+        "sees the future": "it sees later tokens",
+        "get no gradient": "some of its parameters get no gradient (cross-attention, parts trained apart)",
+        "gives no initial values": "it leaves parameters without initial values",
+        "a model of text and of something else": "it is more than a language model",
+        "no default configuration": "its configuration has no defaults that work",
+        "does not run on token ids alone": "its default configuration does not run on token ids alone",
+    }.items():
+        if pattern in refusal:
+            return words
+    return refusal
+
+
+def table_on_page() -> dict[str, tuple[str, ...]]:
+    """{model_type: the cells beside it} of the table as docs/models.md has it."""
+    lines = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()
+    cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("|")]
+    return {name: tuple(row[:-1]) for row in cells for name in row[-1].split()}
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text()
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")

@@ -1,0 +1,158 @@
+"""Runs the project's scripts on mutated input, many in a second or two each: a process that has everything imported
+forks one child per case, which is then the script itself, arguments, exit status, output and all.
+
+    python tests/support/fuzzing.py < cases.jsonl      # one JSON object per line in, one out: what happened
+"""
+
+import contextlib
+import json
+import os
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MOST_CPU_SECONDS, MOST_SECONDS = 20, 120
+"""Of one case. The second is for one that waits: other processes may keep the machine busy."""
+MOST_BYTES = 16 << 30
+IMPORTS = (
+    "pretrain.evaluation.evaluate", "pretrain.planning.report", "pretrain.preparation.prepare",
+    "pretrain.runs.publishing.publish", "pretrain.runs.history", "pretrain.runs.status", "pretrain.runs.comparison",
+    "pretrain.runs.curves", "pretrain.runs.step_documents", "pretrain.runs.publishing.hub_upload",
+    "pretrain.data.tokenizer", "pretrain.preparation.documents.sources", "pretrain.preparation.slices",
+    "pretrain.data.shards", "pretrain.preparation.inspect",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line, and what a refusal of it must name."""
+
+    script: str
+    arguments: list[str]
+    names: list[str] = field(default_factory=list)
+    """Settings, flags or values that were changed: a refusal names one of them, in any case of letters."""
+    folder: str = ""
+    """Where it runs; what it makes by a relative name is made there."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What happened."""
+
+    code: int
+    output: str
+    seconds: float
+    timed_out: bool = False
+
+    def problem(self, case: Case) -> str | None:
+        """What is wrong with it; None for an end that a user can live with."""
+        if self.timed_out:
+            return f"took longer than {MOST_CPU_SECONDS} s of a processor, or {MOST_SECONDS} s"
+        if "Traceback (most recent call last)" in self.output:
+            return "a traceback"
+        if self.code not in (0, 2):
+            return f"exit status {self.code}"
+        said = without_usage(self.output).lower()
+        if self.code == 2 and not any(name.lower() in said for name in case.names):
+            return f"names none of {case.names}"
+        if len(self.output) > 30_000 + sum(map(len, case.arguments)):
+            return f"{len(self.output):,} characters of output"
+        return None
+
+
+def without_usage(output: str) -> str:
+    """argparse lists every flag before it says which one is wrong."""
+    _, mark, error = output.rpartition("error: ")
+    return error if mark and "usage: " in output else output
+
+
+def run_cases(cases: Iterable[Case]) -> Iterator[tuple[Case, Result]]:
+    """Every case with its result, in order."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {"HF_TOKEN": "hf_of_nobody", "CUDA_VISIBLE_DEVICES": ""}
+    worker = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        for case in cases:
+            worker.stdin.write(json.dumps(asdict(case)) + "\n")
+            worker.stdin.flush()
+            line = worker.stdout.readline()
+            if not line:
+                raise RuntimeError(f"the process that runs the cases has died at {case}")
+            yield case, Result(**json.loads(line))
+    finally:
+        worker.stdin.close()
+        worker.wait(30)
+
+
+def serve() -> None:
+    """Reads cases from stdin until it ends. No thread of this process may live when a child is forked."""
+    answers = os.fdopen(os.dup(1), "w")
+    sys.path.insert(0, str(ROOT))
+    for name in IMPORTS:
+        __import__(name)
+    runpy.run_path(str(ROOT / "train.py"), run_name="imported")  # and all that it imports
+    for line in sys.stdin:
+        answers.write(json.dumps(asdict(run_case(Case(**json.loads(line))))) + "\n")
+        answers.flush()
+
+
+def run_case(case: Case) -> Result:
+    with tempfile.TemporaryFile() as output:
+        begun = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            become(case, output.fileno())
+        timer = threading.Timer(MOST_SECONDS, os.killpg, (child, signal.SIGKILL))
+        timer.start()
+        _, status = os.waitpid(child, 0)
+        timer.cancel()
+        timer.join()
+        seconds = time.monotonic() - begun
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)  # processes that it has left
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGKILL, signal.SIGXCPU)
+    return Result(os.waitstatus_to_exitcode(status), text[:100_000], round(seconds, 2), killed)
+
+
+def become(case: Case, output: int) -> None:
+    """The child: the script, until it ends. A session of its own, so that all it starts can be ended with it."""
+    code = 1
+    try:
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_SECONDS, MOST_CPU_SECONDS + 1))
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for number, stream in ((nothing, 0), (output, 1), (output, 2)):
+            os.dup2(number, stream)
+        os.chdir(case.folder or tempfile.gettempdir())
+        sys.argv = [case.script, *case.arguments]
+        runpy.run_path(str(ROOT / case.script), run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,88 @@
+"""Documents to prepare, in files of several formats, and what prepare_data.py makes of them."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import zstandard
+
+from pretrain.data.shards import open_shards
+from support.project import ROOT
+
+END = "<|endoftext|>"
+
+
+def texts(count=400):
+    rng = np.random.default_rng(1)
+    words = ["loss", "falls", "the", "model", "learns", "naïve", "漢字", "123", END, "\0", "don't", "\n"]
+    return [f"{n} " + " ".join(rng.choice(words, int(rng.integers(1, 60)))) for n in range(count)]
+
+
+def write_jsonl(path, documents, extra=()):
+    lines = [json.dumps({"text": text}).encode() for text in documents] + list(extra)
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+def content_of(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def stream_of(folder, split):
+    reader = open_shards(folder, split)
+    ids = np.zeros(reader.tokens, dtype=np.int64)
+    reader.read(0, ids)
+    return ids
+
+
+def as_jsonl_zst(documents):
+    # A frame for each line: one frame of so little text comes out in one piece.
+    return b"".join(zstandard.compress(json.dumps({"text": text}).encode() + b"\n") for text in documents)
+
+
+def as_parquet(documents):
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": documents}), file, row_group_size=7)
+    return file.getvalue()
+
+
+def as_csv(documents):
+    file = io.StringIO()
+    csv.writer(file).writerows([["text"], *([text.replace("\0", "")] for text in documents)])
+    return file.getvalue().encode()
+
+
+WRITERS = {"jsonl.zst": as_jsonl_zst, "parquet": as_parquet, "csv": as_csv}
+
+
+# Runs prepare_data.py with tiny parts, a commit after each, and SIGKILL at the given call of fsync.
+KILLED = """
+import os, signal, sys
+from pretrain.preparation.documents import byte_stream
+from pretrain.preparation.documents import formats
+from pretrain.preparation import prepare as preparation
+from pretrain.preparation.documents import sources
+byte_stream.READ_BYTES, formats.PART_BYTES, sources.PART_BYTES, preparation.COMMIT_SECONDS = 500, 1000, 1000, 0.0
+remaining, sync = int(sys.argv.pop(1)), os.fsync
+def fsync(descriptor):
+    global remaining
+    sync(descriptor)
+    remaining -= 1
+    if remaining == 0:
+        import psutil
+        print(*[child.pid for child in psutil.Process().children()], flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+os.fsync = fsync
+import prepare_data
+from pretrain.errors import run_script
+run_script(prepare_data.main)
+"""
+
+
+def run_killed(at, *arguments):
+    command = [sys.executable, "-c", KILLED, str(at), *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -1,0 +1,79 @@
+"""The project from its root: its scripts run as a user would, its launcher, and what a run has written down."""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FIRST_PORT = 12_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PORTS = (FIRST_PORT + number % 1000 for number in itertools.count(os.getpid()))
+
+
+def run_script(*arguments, check=True, timeout=600, **environment) -> subprocess.CompletedProcess:
+    """Runs a script of the project from its root; fails with its output unless it may fail."""
+    result = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    if check and result.returncode:
+        pytest.fail(f"{' '.join(map(str, arguments))} exited {result.returncode}\n{result.stdout}\n{result.stderr}")
+    return result
+
+
+@functools.cache
+def cpu_seconds(*arguments, tries=3) -> float:
+    """The least that a script of the project needs of a processor, whatever else the machine does."""
+
+    def used() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    seconds = []
+    for _ in range(tries):
+        before = used()
+        run_script(*arguments)
+        seconds.append(used() - before)
+    return min(seconds)
+
+
+def free_port() -> int:
+    """A port that nobody else takes until it is used: the system gives out others by itself (on Linux from 32768 on),
+    and the processes that run tests side by side have ranges of their own.
+    """
+    while True:
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("", port := next(PORTS)))
+            return port
+
+
+def launch(strategy: str, processes: int, *arguments, check=True, **environment) -> subprocess.CompletedProcess:
+    """Runs a script under `accelerate launch` with a shipped strategy file."""
+    return run_script(
+        "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
+        "--num_processes", processes, "--main_process_port", free_port(), *arguments, check=check, **environment,
+    )  # fmt: skip
+
+
+def events(run: Path, name: str) -> list[dict]:
+    """The events of one name in a run's metrics.jsonl."""
+    # A line without its end is still being written.
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()]
+    return [line for line in lines if line["event"] == name]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """{step: loss} of a run; where a step was repeated after a resume, the last."""
+    return {line["step"]: line["loss"] for line in events(run, "train")}

@@ -1,0 +1,22 @@
+"""Runs train.py with the arguments given, and writes when each compilation began to the file $COMPILATIONS."""
+
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+
+from torch._dynamo.callback import callback_handler
+
+COMPILATIONS = Path(os.environ["COMPILATIONS"] + os.environ.get("RANK", "0"))
+
+
+def note(arguments) -> None:
+    with COMPILATIONS.open("a") as file:
+        file.write(f"{time.time()} {arguments}\n")
+
+
+callback_handler.register_start_callback(note)
+train = Path(__file__).parents[2] / "train.py"
+sys.argv[0], sys.path[0] = str(train), str(train.parent)
+runpy.run_path(str(train), run_name="__main__")

@@ -1,0 +1,169 @@
+"""Trains several runs under several strategies in one set of processes, whose start costs more than a tiny run does.
+
+    accelerate launch ... tests/support/train_strategies.py RECIPE RUNS.json
+
+RUNS.json is a list of runs, each with its `strategy` and the `arguments` of train.py, and if need be
+
+    nan_at_call         the call of the model, counted from 0, whose loss becomes NaN on the last rank
+    start_from          a checkpoint to copy into the run's folder first
+    exits_with          the exit status it must end with, 0 unless given
+    kill_in_step        [step, seconds]: so long after this step has begun, counted from 1, the launcher and all its
+                        processes are killed with SIGKILL
+
+After every load the tensors in the running model and optimizer are compared with those in the checkpoint, bit by bit.
+The folder of every run gets a hash of the weights it started from, and in replicas.json the differences between the
+copies of its weights: at the end of the run, and once more when one number on the last rank was changed.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import psutil
+import torch
+from accelerate.state import AcceleratorState
+
+import train
+from pretrain.parallel.replicas import differences
+from pretrain.parallel.strategy import Strategy
+from pretrain.recipe import read_command_line
+from support.launcher_environment import LAUNCHER_VARIABLES, launcher_environment
+
+
+def check_load(load):
+    """Wraps Strategy.load: what was put in must come out again."""
+
+    def checked(strategy, model, optimizer):
+        load(strategy, model, optimizer)
+        for group, saved in ((strategy.model_tensors(), model), (strategy.optimizer_tensors(), optimizer)):
+            assert set(group.shapes) == set(saved), f"{strategy.name}: {set(group.shapes) ^ set(saved)}"
+            for name in group.shapes:
+                running = group.fetch(name)
+                assert running.dtype == saved[name].dtype and torch.equal(running, saved[name]), (strategy.name, name)
+
+    return checked
+
+
+def record_initial_weights(prepare, run: dict):
+    """Wraps Strategy.prepare: writes a hash of the weights that a run starts from into its folder."""
+
+    def recorded(strategy, model, *arguments):
+        if run.get("nan_at_call") is not None and strategy.rank == strategy.ranks - 1:
+            model.register_forward_hook(spoil_call(run["nan_at_call"]))
+        model = prepare(strategy, model, *arguments)
+        group, digest = strategy.model_tensors(), hashlib.sha256()
+        for name in sorted(group.shapes):
+            digest.update(name.encode() + group.fetch(name).contiguous().view(torch.uint8).numpy().tobytes())
+        if strategy.is_main:
+            strategy.config.output.mkdir(parents=True, exist_ok=True)
+            (strategy.config.output / "initial_weights.sha256").write_text(digest.hexdigest())
+        return model
+
+    return recorded
+
+
+def spoil_call(number: int):
+    """A forward hook that turns the loss of one training call into NaN, whose backward pass spoils every gradient."""
+    calls = itertools.count()
+
+    def hook(module, inputs, outputs):
+        loss, cross_entropy = outputs
+        return (loss * float("nan") if module.training and next(calls) == number else loss), cross_entropy
+
+    return hook
+
+
+def kill_in_step(set_learning_rate, run: dict):
+    """Wraps Strategy.set_learning_rate, with which every step begins: the last rank may end the whole launch in it."""
+
+    def wrapped(strategy, learning_rate):
+        set_learning_rate(strategy, learning_rate)
+        run["steps_begun"] = run.get("steps_begun", 0) + 1
+        step, seconds = run.get("kill_in_step", (0, 0))
+        if step and strategy.rank == strategy.ranks - 1:
+            if step == run["steps_begun"]:
+                while not (strategy.config.output / "checkpoints/LATEST").exists():
+                    time.sleep(0.01)  # on a slow disk there would be nothing to go on from
+                threading.Thread(target=kill_launch, args=(seconds,)).start()
+            elif step < run["steps_begun"]:
+                threading.Event().wait()  # on a fast machine the run could be over before the kill
+
+    return wrapped
+
+
+def kill_launch(seconds: float) -> None:
+    """Kills the launcher, the other ranks and this one, none of which gets to do anything about it."""
+    time.sleep(seconds)
+    launcher = psutil.Process().parent()
+    family = [launcher, *launcher.children(recursive=True)]
+    for process in sorted(family, key=lambda process: process.pid == os.getpid()):
+        process.send_signal(signal.SIGKILL)
+
+
+def record_replicas(strategy, code: int, run: dict) -> None:
+    """Instead of Strategy.exit: compares the copies of the weights, and again with one number changed."""
+    assert code == run.get("exits_with", 0), f"{strategy.config.output} ended with status {code}"
+    groups = strategy.replicas()
+    found = [differences(groups, strategy.device)]
+    if groups and strategy.rank == strategy.ranks - 1:
+        last = list(groups[-1][1].values())[-1]
+        last.detach().view(-1)[-1] += 1
+    found.append(differences(groups, strategy.device))
+    if strategy.is_main:
+        (strategy.config.output / "replicas.json").write_text(json.dumps(found))
+    strategy.barrier()
+
+
+def copy_checkpoint(source: str, run: Path) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        (run / "checkpoints").mkdir(parents=True)
+        shutil.copytree(source, run / "checkpoints" / Path(source).name)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def all_strategies(base: type = Strategy) -> list[type]:
+    return [base, *(found for child in base.__subclasses__() for found in all_strategies(child))]
+
+
+if __name__ == "__main__":
+    import pretrain.parallel.fully_sharded
+    import pretrain.parallel.pipeline
+    import pretrain.parallel.tensor_parallel
+    import pretrain.parallel.zero
+
+    run: dict = {}
+    # Tests that run side by side share the cores: threads that wait for each other there make a step take seconds.
+    pretrain.parallel.strategy.use_all_cores = lambda: torch.set_num_threads(1)
+    for strategy_class in all_strategies():
+        if "load" in vars(strategy_class):
+            strategy_class.load = check_load(strategy_class.load)
+        if "prepare" in vars(strategy_class):
+            strategy_class.prepare = record_initial_weights(strategy_class.prepare, run)
+    Strategy.set_learning_rate = kill_in_step(Strategy.set_learning_rate, run)
+    Strategy.exit = lambda strategy, code: record_replicas(strategy, code, run)  # the processes outlive a run
+    for description in json.loads(Path(sys.argv[2]).read_text()):
+        run.clear()
+        run.update(description)
+        for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
+            del os.environ[name]
+        file = Path(__file__).parents[2] / f"accelerate_configs/{run['strategy']}.yaml"
+        os.environ.update(launcher_environment(file, int(os.environ.get("WORLD_SIZE", "1"))))
+        command_line = read_command_line(["--config", sys.argv[1], *run["arguments"]], "")
+        if "start_from" in run:
+            copy_checkpoint(run["start_from"], command_line.config.output)
+        print(f"=== {run}", flush=True)
+        train.start(command_line)
+        AcceleratorState._reset_state(True)  # the next run has another strategy
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,177 @@
+"""Runs train.py with faults put into it; the product knows nothing of them.
+
+    FAULTS_TO_INJECT=JSON accelerate launch ... tests/support/train_with_faults.py --config RECIPE ...
+
+JSON has `faults` and a `folder`, which gets a file with the time for every fault that has struck, and what every rank
+has read. A fault has
+
+    where     read, forward, backward, validation, sample, check (of the export), write (of a checkpoint's tensors),
+              mkdir or fsync
+    rank      which process it strikes; default: the last
+    step      the step it strikes in, counted from 1, and perhaps `micro_step`, also from 1; or `nth`: the n-th time
+              this process comes there, counted from 1; default: any time
+    what      nan, spike, change (a parameter), sleep (`seconds`, default for ever), error, memory, the name of an
+              errno such as ENOSPC, or of a signal: to the process itself, or with `to: launcher` to its launcher
+    always    strike every time; default: once, whatever the number of restarts
+"""
+
+import errno
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import psutil
+import torch
+
+import pretrain.checkpoint.checkpoints
+import pretrain.checkpoint.export_check
+import pretrain.training.samples
+from pretrain.model.loss import LanguageModelLoss
+from pretrain.parallel.strategy import Strategy
+from pretrain.training.prefetch import ReadAhead
+
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+SETTINGS = json.loads(os.environ["FAULTS_TO_INJECT"])
+FOLDER = Path(SETTINGS["folder"])
+
+
+def age() -> float:
+    """Seconds since this process began; psutil's create_time is up to a second off."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Faults:
+    """Which faults strike here and now."""
+
+    def __init__(self):
+        self.step, self.micro_step, self.visits = 0, 0, {}
+        self.module: LanguageModelLoss | None = None
+        self.log = open(FOLDER / f"rank-{RANK}.jsonl", "a", buffering=1)  # noqa: SIM115
+        self.note(event="start", pid=os.getpid(), time=psutil.Process().create_time(), began=time.time() - age())
+
+    def note(self, **values) -> None:
+        self.log.write(json.dumps(values) + "\n")
+
+    def at(self, where: str) -> float:
+        """Strikes; returns the factor on the loss, 1 if nothing is to happen to it."""
+        self.visits[where] = self.visits.get(where, 0) + 1
+        factor = 1.0
+        for number, fault in enumerate(SETTINGS["faults"]):
+            struck = FOLDER / f"fault-{number}"
+            here = fault["where"] == where and fault.get("rank", RANKS - 1) == RANK
+            place = {"nth": self.visits[where], "step": self.step, "micro_step": self.micro_step}
+            now = all(fault.get(key, value) == value for key, value in place.items())
+            if here and now and (fault.get("always") or not struck.exists()):
+                struck.write_text(str(time.time()))
+                factor *= self.strike(fault)
+        return factor
+
+    def strike(self, fault: dict) -> float:
+        what = fault["what"]
+        if what in ("nan", "spike"):
+            return float("nan") if what == "nan" else fault.get("factor", 10.0)
+        if what.startswith("SIG"):
+            os.kill(os.getppid() if fault.get("to") == "launcher" else os.getpid(), getattr(signal, what))
+        elif what == "sleep":
+            time.sleep(fault.get("seconds", 1e6))
+        elif what == "change":
+            next(self.module.parameters()).data.view(-1)[0] += 1.0
+        elif what == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        elif what == "error":
+            raise RuntimeError("injected")
+        else:
+            number = getattr(errno, what)
+            raise OSError(number, os.strerror(number))
+        return 1.0
+
+
+def strike_around_a_step(faults: Faults) -> None:
+    """Patches the taking of a micro-batch (which a thread may have read before), forward and backward."""
+    read, forward, backward = ReadAhead.micro_batch, LanguageModelLoss.forward, Strategy.backward
+
+    def read_with_faults(read_ahead, run, step, micro_step):
+        if faults.step == 0:
+            faults.note(event="first read", time=time.time())
+        faults.step, faults.micro_step = step + 1, micro_step + 1
+        faults.at("read")
+        batch = read(read_ahead, run, step, micro_step)
+        strategy = read_ahead.strategy
+        sequences = run.sequences_per_micro_batch * strategy.micro_batches_per_call
+        number = micro_step * strategy.data_ranks + strategy.data_rank
+        first = run.batches.ramp.sequences_before(step) + number * sequences
+        faults.note(event="read", step=step + 1, windows=run.batches.locate(first, sequences))
+        return batch
+
+    def forward_with_faults(module, *inputs, **named):
+        faults.module = module
+        factor = faults.at("forward" if module.training else "validation")
+        loss, cross_entropy = forward(module, *inputs, **named)
+        return (loss, cross_entropy) if factor == 1.0 else (loss * factor, cross_entropy * factor)
+
+    def backward_with_faults(strategy, loss):
+        faults.at("backward")
+        return backward(strategy, loss)
+
+    ReadAhead.micro_batch, LanguageModelLoss.forward = read_with_faults, forward_with_faults
+    Strategy.backward = backward_with_faults
+
+
+def strike_between_steps(faults: Faults) -> None:
+    """Patches what the main rank does in a thread while the others wait."""
+    continue_prompts, verify_export = (
+        pretrain.training.samples._continue_prompts,
+        pretrain.checkpoint.export_check.verify_export,
+    )
+
+    def continue_prompts_with_faults(*arguments):
+        faults.at("sample")
+        return continue_prompts(*arguments)
+
+    def verify_export_with_faults(*arguments, **named):
+        faults.at("check")
+        return verify_export(*arguments, **named)
+
+    pretrain.training.samples._continue_prompts = continue_prompts_with_faults
+    pretrain.checkpoint.export_check.verify_export = verify_export_with_faults
+
+
+def strike_in_a_save(faults: Faults) -> None:
+    """Patches what a checkpoint's writer calls."""
+    save_file, fsync, mkdir = pretrain.checkpoint.checkpoints.save_file, os.fsync, Path.mkdir
+
+    def save_file_with_faults(tensors, path, **named):
+        faults.at("write")
+        return save_file(tensors, path, **named)
+
+    def fsync_with_faults(descriptor):
+        faults.at("fsync")
+        return fsync(descriptor)
+
+    def mkdir_with_faults(path, *arguments, **named):
+        if path.name.startswith(".saving-"):
+            faults.at("mkdir")
+        return mkdir(path, *arguments, **named)
+
+    pretrain.checkpoint.checkpoints.save_file, os.fsync, Path.mkdir = (
+        save_file_with_faults,
+        fsync_with_faults,
+        mkdir_with_faults,
+    )
+
+
+if __name__ == "__main__":
+    everything = Faults()
+    strike_around_a_step(everything)
+    strike_between_steps(everything)
+    strike_in_a_save(everything)
+    sys.argv[0] = str(Path(__file__).parents[2] / "train.py")
+    runpy.run_path(sys.argv[0], run_name="__main__")

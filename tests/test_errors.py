@@ -1,0 +1,69 @@
+"""What ends a script with status 2 and without a traceback."""
+
+import errno
+import os
+
+import pytest
+
+from pretrain.errors import InputError, or_exit
+from support.project import ROOT, run_script
+
+
+def status_of(error: Exception) -> int:
+    def fail():
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        or_exit(fail)
+    return ended.value.code
+
+
+def test_every_problem_is_told(capsys):
+    assert status_of(InputError("a: is bad; mend it", "b: is worse; remove it")) == 2
+    assert capsys.readouterr().err == "a: is bad; mend it\nb: is worse; remove it\n"
+
+
+def test_a_file_that_this_user_may_not_open_is_named(capsys):
+    assert status_of(PermissionError(13, "Permission denied", "data/docs/train-00000.bin")) == 2
+    assert capsys.readouterr().err.startswith("data/docs/train-00000.bin: Permission denied; give this user access")
+
+
+def test_an_operation_that_is_not_permitted_is_no_input_error():
+    with pytest.raises(PermissionError):
+        or_exit(lambda: (_ for _ in ()).throw(PermissionError(1, os.strerror(1))))
+
+
+def test_the_value_is_passed_on():
+    assert or_exit(lambda: 3) == 3
+
+
+def test_a_path_that_the_system_refuses_is_named_in_short(capsys):
+    assert status_of(OSError(errno.ENAMETOOLONG, "File name too long", "x" * 5000)) == 2
+    error = capsys.readouterr().err
+    assert "File name too long; give a shorter name" in error and len(error) < 400
+
+
+def test_a_process_of_a_group_leaves_without_the_interpreters_destructors(tmp_path):
+    """gloo's threads, destroyed with the interpreter, sometimes abort a process that has done everything."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, sys\n"
+        "atexit.register(lambda: print('the interpreter ends'))\n"
+        "from pretrain.errors import InputError, run_script\n"
+        "def main():\n"
+        "    if 'group' in sys.argv:\n"
+        "        from torch.distributed import init_process_group\n"
+        f"        init_process_group('gloo', init_method='file://{tmp_path}/meet', rank=0, world_size=1)\n"
+        "    print('done')\n"
+        "    if 'error' in sys.argv:\n"
+        "        raise InputError('bad')\n"
+        "run_script(main)\n"
+    )
+    for words, code, lines in (
+        (["alone"], 0, ["done", "the interpreter ends"]),
+        (["group"], 0, ["done"]),
+        (["group", "error"], 2, ["done"]),
+    ):
+        ended = run_script(script, *words, check=False, PYTHONPATH=str(ROOT))
+        assert (ended.returncode, ended.stdout.splitlines()) == (code, lines), ended.stderr
+        (tmp_path / "meet").unlink(missing_ok=True)

@@ -1,0 +1,129 @@
+"""When a start is one too many, when a restart should not go on, and what to do when memory runs out."""
+
+import json
+import os
+
+import pytest
+import torch
+import yaml
+
+from pretrain.errors import InputError
+from pretrain.recipe import read_run_config
+from pretrain.training.attempt import (
+    CrashLoop,
+    advice_on_memory,
+    crashes_without_progress,
+    end_to_repeat,
+    is_out_of_memory,
+    refuse_crash_loop,
+    sole_use,
+)
+from support.save_and_die import strategy_of
+from support.tiny_models import TINY_LLAMA
+
+
+def write(run, *lines):
+    """A metrics.jsonl: 4 is a start at step 4, "t7" a logged step, "e75" an end."""
+    kinds = {"t": ("train", "step"), "e": ("end", "code")}
+    with open(run / "metrics.jsonl", "w") as file:
+        for line in lines:
+            event, name = ("start", "step") if isinstance(line, int) else kinds[line[0]]
+            file.write(json.dumps({"event": event, name: line if isinstance(line, int) else int(line[1:])}) + "\n")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([], (0, 4)),
+        ([4, "t6", "e1"], (1, 6)),
+        ([4, "t6", 4, "t6", "e1", 4, "t5"], (3, 6)),
+        ([4, "t6", 4, "t9", "e1"], (1, 9)),  # further than before: progress
+        ([0, "t6", 0, "t6", 4, "t6"], (1, 6)),  # from a later checkpoint: progress
+        ([4, "t6", 4, "t6", "e75", 4, "t6"], (1, 6)),  # an end that was meant
+    ],
+)
+def test_crashes_without_progress(tmp_path, lines, expected):
+    assert crashes_without_progress(write(tmp_path, *lines), 4) == expected
+
+
+def test_the_fourth_restart_is_refused_in_words(tmp_path):
+    refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 3), 4, strategy_of())
+    with pytest.raises(CrashLoop, match="started 4 times from step 4 and never came further than step 6"):
+        refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 4), 4, strategy_of())
+    refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 4, "e18"), 4, strategy_of())
+
+
+def test_all_ranks_refuse_though_one_already_sees_the_end_that_the_other_wrote(tmp_path):
+    views = [write(tmp_path, *[4, "t6", "e1"] * 4), tmp_path / "later"]
+    views[1].mkdir()
+    write(views[1], *[4, "t6", "e1"] * 4, "e18")
+    children = []
+    for rank in (0, 1):
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                refuse_crash_loop(views[rank], 4, strategy_of(rank, 2, tmp_path / "store"))
+            except CrashLoop as stop:
+                code = stop.exit_code
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [18, 18]
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        ([0, "e75"], 75),
+        ([0, "e16"], 16),
+        ([0, "e18"], 18),
+        ([0, "e1"], None),
+        ([0, "e0"], None),
+        ([0, "e75", 4, "t6"], None),  # preempted long ago, and killed just now: that is to be continued
+        ([], None),
+    ],
+)
+def test_a_restart_by_the_launcher_repeats_an_end_that_was_meant(tmp_path, monkeypatch, lines, code):
+    write(tmp_path, *lines)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert end_to_repeat(tmp_path) == code
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert end_to_repeat(tmp_path) is None, "a person's start goes on"
+
+
+def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
+    path = write(tmp_path, 4, "t6") / "metrics.jsonl"
+    with open(path, "a") as file:
+        file.write('{"event": "end", "co')
+    assert crashes_without_progress(tmp_path, 4) == (1, 6)
+
+
+def test_a_folder_belongs_to_one_process(tmp_path):
+    run = tmp_path / "run"
+    refused = pytest.raises(InputError, match=f"process {os.getpid()} on")
+    with sole_use(run, strategy_of()), refused, sole_use(run, strategy_of()):
+        pytest.fail("two processes must not train here")
+    assert not run.exists(), "nothing happened in it"
+    run.touch()
+    with pytest.raises(InputError, match="cannot be written"), sole_use(run, strategy_of()):
+        pytest.fail("a file is no folder")
+
+
+def test_advice_when_memory_runs_out_names_numbers_and_the_next_strategy(tmp_path, monkeypatch):
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")) and not is_out_of_memory(RuntimeError("x"))
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY_LLAMA))
+    recipe = {
+        "model": str(tmp_path / "tiny.json"), "output": "o", "compile": "none", "precision": "fp32",
+        "data": {"train": [{"shards": "s"}], "sequence_length": 64}, "optim": {"learning_rate": 1e-3},
+        "batch": {"tokens_per_step": 1024, "sequences_per_micro_batch": 4},
+    }  # fmt: skip
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    strategy = strategy_of()
+    strategy.name, strategy.ranks, strategy.precision, strategy.device = "ddp", 2, "fp32", torch.device("cpu")
+    monkeypatch.setattr("pretrain.training.attempt.memory_bytes", lambda device: 2**20)
+    rungs = advice_on_memory(read_run_config(path), strategy).splitlines()[1:-1]
+    assert "--activation_checkpointing full" in rungs[0] and "--batch.sequences_per_micro_batch 2: needs" in rungs[1]
+    assert any("accelerate_configs/zero1.yaml: needs" in rung for rung in rungs)
+    assert all("of 1.0 MB" in rung for rung in rungs)

@@ -1,0 +1,89 @@
+"""What runs but may not be meant is said, with figures, at the check and in the run."""
+
+import pytest
+import torch
+
+from pretrain.recipe import read_run_config
+from pretrain.training import cautions as cautions_module
+from pretrain.training.cautions import cautions
+from pretrain.training.run_plan import derive
+from pretrain.training.run_records import banner
+from support.project import events, run_script
+
+CPU = torch.device("cpu")
+OLD_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+
+
+def said(recipe, *overrides):
+    config = read_run_config(recipe, list(overrides))
+    return cautions(config, derive(config, ranks=1), frozenset(name for name, _ in overrides), CPU)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"optim.learning_rate": "1e-2"}, "the peak of 0.01 is 10 times what auto gives adamw at"),
+        ({"optim.learning_rate": "1e-4"}, "the peak of 0.0001 is 1/10 of what auto gives adamw at"),
+        ({"optim.base_learning_rate": "1e-2"}, "base_learning_rate: the peak of 0.02 is 20 times what auto"),
+        ({"optim.learning_rate": "4e-3"}, None),
+        ({"optim.learning_rate": "auto"}, None),
+        ({"optim.name": "muon", "optim.learning_rate": "1e-2"}, None),
+        ({"optim.name": "muon", "optim.learning_rate": "4e-4"}, "1/7.5 of what auto gives muon at"),
+        # The recipe's rate of 3e-3 is not far from what AdamW takes, but nobody chose it for Adafactor.
+        ({"optim.name": "adafactor"}, "the recipe's, while --optim.name adafactor is the command line's, and 3 times"),
+        ({"optim.name": "adafactor", "optim.learning_rate": "3e-3"}, None),
+        ({"optim.name": "muon"}, None),
+    ],
+)  # fmt: skip
+def test_a_rate_far_from_the_optimizers_own_is_said(recipe, overrides, message):
+    found = said(recipe, *overrides.items())
+    assert found == [] if message is None else len(found) == 1 and message in found[0]
+    assert message is None or "parameters, 0.00" in found[0], "auto's own figure"
+
+
+def test_the_demo_under_adamw_says_both_rates(shards):
+    name, rate = said("recipes/demo.yaml", ("data.train.0.shards", str(shards)), ("optim.name", "adamw"))[0].split(
+        ": "
+    )
+    assert name == "optim.learning_rate"
+    assert rate.startswith("the peak of 0.01 is the recipe's, while --optim.name adamw is the command line's, and 10")
+    assert "what auto gives adamw at 2.82M parameters, 0.001;" in rate
+    assert said("recipes/demo.yaml", ("data.train.0.shards", str(shards))) == []
+
+
+def test_an_emulated_precision_is_said_where_it_was_asked_for(recipe, monkeypatch):
+    monkeypatch.setattr(cautions_module, "emulation_of_bf16", lambda device: "bf16 is emulated here (12 against 240)")
+    assert said(recipe, ("precision", "bf16")) == [
+        "precision: bf16 is emulated here (12 against 240); use precision: fp32 or auto"
+    ]
+    assert said(recipe, ("precision", "auto")) == said(recipe) == []
+
+
+def test_the_banner_says_why_auto_is_fp32(recipe, monkeypatch):
+    monkeypatch.setattr(
+        "pretrain.training.run_records.missing_bf16", lambda device_type: "this CPU has no bf16 instructions"
+    )
+    monkeypatch.setattr(
+        "pretrain.parallel.strategy.missing_bf16", lambda device_type: "this CPU has no bf16 instructions"
+    )
+
+    def row(precision):
+        config = read_run_config(recipe, [("precision", precision)])
+        return next(
+            line for line in banner(config, derive(config, 1), {}).splitlines() if line.startswith("precision")
+        )
+
+    assert "  fp32 (auto: this CPU has no bf16 instructions), weights and optimizer in fp32" in row("auto")
+    assert "  fp32, weights" in row("fp32") and "  bf16, weights" in row("bf16")
+
+
+def test_check_and_run_say_it_on_an_old_cpu(recipe, tmp_path):
+    """Through the script, where the variables make an old CPU of this one."""
+    asked = ("train.py", "--config", recipe, "--precision", "bf16", "--budget.steps", "2", "--optim.warmup_steps", "0")
+    environment = OLD_CPU | {"CUDA_VISIBLE_DEVICES": ""}
+    warning = "warning: precision: bf16 is emulated here"
+    checked = run_script(*asked, "--check", **environment).stdout
+    assert warning in checked and "GFLOP/s); use precision: fp32 or auto" in checked
+    assert "The recipe can run." in checked
+    assert warning in run_script(*asked, **environment).stdout
+    assert "bf16 is emulated here" in events(tmp_path / "run", "warning")[0]["message"]

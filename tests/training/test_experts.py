@@ -1,0 +1,348 @@
+"""Mixtures of experts: routers are found and followed, their loss is the stated one, active parameters are counted."""
+
+import copy
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+import pretrain.model.expert_products
+from pretrain.config import Loss
+from pretrain.errors import InputError
+from pretrain.model.build import count_parameters
+from pretrain.model.compile import checkpoint_activations, compile_model
+from pretrain.model.flops import active_parameters, flops_per_token
+from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.routers import inactive_parameters, routers_of
+from pretrain.training import experts as experts_module
+from pretrain.training.experts import Experts, RouterLosses, router_losses
+from support.project import run_script
+
+COMMON = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+COMMON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+GROUPS = {"n_group": 2, "topk_group": 1, "moe_intermediate_size": 16, "num_key_value_heads": 4}
+MODELS = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
+    "qwen2_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 2},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
+    "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 16},
+    "deepseek_v2": {**LATENT, **GROUPS, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    | {"topk_method": "group_limited_greedy", "first_k_dense_replace": 1},
+    "deepseek_v3": {**LATENT, **GROUPS, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    | {"first_k_dense_replace": 1},
+    "llama4_text": {"num_local_experts": 8, "num_experts_per_tok": 1, "head_dim": 8, "intermediate_size_mlp": 48}
+    | {"interleave_moe_layer_step": 1, "attention_chunk_size": 32},
+    "jetmoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "kv_channels": 8},
+    "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 2},
+    "phimoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "router_jitter_noise": 0.0},
+    "jamba": {"num_experts": 8, "num_experts_per_tok": 2, "attn_layer_period": 1, "attn_layer_offset": 0},
+    "minimax": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "layer_types": ["full_attention"] * 3,
+    },
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8},
+    "qwen3_next": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    | {"shared_expert_intermediate_size": 16, "layer_types": ["full_attention"] * 3},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0},
+    "glm4_moe": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "lfm2_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 0}
+    | {"layer_types": ["full_attention"] * 3},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 8},
+}
+SIGMOID = ("deepseek_v3", "glm4_moe", "dots1", "llama4_text", "lfm2_moe", "minimax_m2")
+CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+LOGITS_AT = {"llama4_text": 1, "jetmoe": 4}
+BALANCE, Z_LOSS = 0.5, 0.1
+
+
+def tiny_config(name: str, **more):
+    return AutoConfig.for_model(name, **{**COMMON, **MODELS[name], **more})
+
+
+def tiny_model(name: str, **more):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(name, **more), attn_implementation="eager").train()
+    with torch.no_grad():  # so that experts are far from equally loaded
+        for router in routers_of(model):
+            for parameter in router.module.parameters():
+                parameter.normal_(std=0.5)
+    return model
+
+
+def followed(model, balance: float = BALANCE, z_loss: float = Z_LOSS, **strategy) -> Experts:
+    alone = {"device": torch.device("cpu"), "data_ranks": 1, "sum": lambda tensor: tensor, "state": dict}
+    return Experts(model, SimpleNamespace(**{**alone, **strategy}), RouterLosses(9, balance, z_loss))
+
+
+def batch(rows: int = 4):
+    ids = torch.randint(0, 128, (rows, 25), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def step(experts: Experts, model, micro_batches: list) -> dict[str, torch.Tensor]:
+    """Gradients of one step without an update."""
+    loss_of, micro_steps = LanguageModelLoss(model), len(micro_batches)
+    experts.begin_step(micro_steps)
+    for ids, targets in micro_batches:
+        (loss_of(ids, targets)[0] / micro_steps).backward()
+        experts.count()
+    experts.end_step()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return gradients
+
+
+def probabilities(name: str, logits):
+    scores = logits.sigmoid() if name in SIGMOID else logits.softmax(-1)
+    return scores / scores.sum(-1, keepdim=True)
+
+
+def recorded_logits(model, name: str) -> dict:
+    """{router's number: its logits in the last forward pass}."""
+    logits = {}
+
+    def record(number):
+        def hook(module, inputs, outputs):
+            logits[number] = outputs[LOGITS_AT.get(name, 0)].flatten(0, -2).float()
+
+        return hook
+
+    for number, router in enumerate(routers_of(model)):
+        logits[number] = None
+        router.module.register_forward_hook(record(number))
+    return logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_the_loss_written_out(name):
+    """f is that of the step before: even in the first step, where the balancing loss has no gradient."""
+    model, twin = tiny_model(name), tiny_model(name)
+    experts = followed(model)
+    first = step(experts, model, [batch()])
+    counts, sizes = experts.counts(), experts.sizes
+    share = [torch.tensor(row, dtype=torch.float32) / batch()[0].numel() for row in counts]
+    top_k = next(MODELS[name][key] for key in CHOSEN if key in MODELS[name])
+    assert all(row.sum().item() == pytest.approx(top_k) and row.max() > 1.2 * top_k / 8 for row in share)
+    second = step(experts, model, [batch()])
+
+    logits, loss_of = recorded_logits(twin, name), LanguageModelLoss(twin)
+    for found, shares in ((first, [torch.full((e,), top_k / e) for e in sizes]), (second, share)):
+        loss = loss_of(*batch())[0]
+        for z, f in zip(logits.values(), shares, strict=True):
+            balance = z.shape[-1] * (f * probabilities(name, z).mean(0)).sum()
+            loss = loss + (BALANCE * balance + Z_LOSS * z.logsumexp(-1).square().mean()) / len(shares)
+        loss.backward()
+        expected = {name: p.grad.clone() for name, p in twin.named_parameters() if p.grad is not None}
+        twin.zero_grad()
+        for key, gradient in expected.items():
+            torch.testing.assert_close(found[key], gradient, rtol=1e-5, atol=1e-6)
+    assert experts.counts() == counts
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_the_scale_is_that_of_transformers_so_that_a_models_own_coefficient_means_the_same(name):
+    model = tiny_model(name, num_hidden_layers=2)  # qwen3_moe: the first layer is dense
+    logits = recorded_logits(model, name)
+    experts = followed(model)
+    step(experts, model, [batch()])
+    expected = [load_balancing_loss_func((z,), num_experts=8, top_k=2).item() for z in logits.values()]
+    assert experts.figures()["router_balance_loss"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+
+
+def test_figures_are_those_of_the_assignments():
+    model = tiny_model("mixtral")
+    logits, experts = recorded_logits(model, "mixtral"), followed(model)
+    step(experts, model, [batch()])
+    parts = [torch.bincount(z.topk(2).indices.flatten(), minlength=8) / (2 * len(z)) for z in logits.values()]
+    entropies = [-sum(p * math.log(p) for p in part.tolist() if p) / math.log(8) for part in parts]
+    figures = experts.figures()
+    assert figures["expert_entropy"] == pytest.approx(sum(entropies) / 3, rel=1e-5)
+    assert figures["expert_entropy_min"] == pytest.approx(min(entropies), rel=1e-5)
+    assert figures["expert_load_max"] == pytest.approx(8 * max(part.max().item() for part in parts), rel=1e-5)
+    assert figures["expert_load_min"] == pytest.approx(8 * min(part.min().item() for part in parts), rel=1e-5)
+    z_losses = [z.logsumexp(-1).square().mean().item() for z in logits.values()]
+    assert figures["router_z_loss"] == pytest.approx(sum(z_losses) / 3, rel=1e-5)
+
+
+def test_micro_batches_and_ranks_do_not_change_the_step():
+    (ids, targets), model = batch(4), tiny_model("mixtral")
+    whole = followed(model)
+    gradients = [step(whole, model, [(ids, targets)]) for _ in range(2)][1]
+    twin = tiny_model("mixtral")
+    parts = followed(twin)
+    found = [step(parts, twin, [(ids[i : i + 1], targets[i : i + 1]) for i in range(4)]) for _ in range(2)][1]
+    assert parts.counts() == whole.counts()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+    for name, value in whole.figures().items():
+        assert parts.figures()[name] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize(("mode", "checkpointing"), [("none", "full"), ("regional", "none"), ("regional", "full")])
+def test_compiled_and_recomputed_blocks_count_once_and_have_the_same_gradients(mode, checkpointing):
+    model, twin = tiny_model("qwen3_moe"), tiny_model("qwen3_moe")
+    plain, experts = followed(model), followed(twin)
+    checkpoint_activations(twin, checkpointing)
+    torch._dynamo.utils.counters.clear()
+    compile_model(twin, twin, mode)
+    for _ in range(2):
+        expected, found = step(plain, model, [batch()]), step(experts, twin, [batch()])
+    assert experts.counts() == plain.counts()
+    assert not torch._dynamo.utils.counters["graph_break"]
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_evaluation_counts_nothing():
+    model = tiny_model("mixtral")
+    experts = followed(model)
+    step(experts, model, [batch()])
+    before = experts.counts()
+    with torch.no_grad():
+        LanguageModelLoss(model.eval())(*batch(2))
+    experts.end_step()
+    assert experts.counts() != before and experts.counts() is None
+
+
+def test_a_saved_step_goes_on_as_it_would_have():
+    model, twin = tiny_model("mixtral"), tiny_model("mixtral")
+    experts, resumed = followed(model), followed(twin)
+    step(experts, model, [batch()])
+    resumed.load(json.loads(json.dumps(experts.counts())))
+    expected, found = step(experts, model, [batch(2)]), step(resumed, twin, [batch(2)])
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    resumed.load(None)
+    assert not torch.equal(
+        step(resumed, twin, [batch(2)])["model.layers.0.mlp.gate.weight"], expected["model.layers.0.mlp.gate.weight"]
+    )
+
+
+def test_an_fp16_loss_scale_scales_the_routers_losses_too():
+    model, twin = tiny_model("mixtral"), tiny_model("mixtral")
+    plain, scaled = followed(model), followed(twin, state=lambda: {"scale": 1024.0})
+    plain.load(counts := [[40, 0, 0, 0, 0, 0, 0, 8]] * 3)
+    scaled.load(counts)
+    plain.begin_step(1)
+    scaled.begin_step(1)
+    LanguageModelLoss(model)(*batch())[0].backward()
+    (LanguageModelLoss(twin)(*batch())[0] * 1024.0).backward()
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(other.grad / 1024.0, parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_experts_without_tokens_are_warned_of_once(monkeypatch):
+    monkeypatch.setattr(experts_module, "IDLE_STEPS", 3)
+    model = tiny_model("mixtral")
+    with torch.no_grad():
+        routers_of(model)[1].module.weight.zero_()  # equal logits: the same two are chosen always
+    experts = followed(model, balance=0.0, z_loss=0.0)
+    told = []
+    for _ in range(5):
+        step(experts, model, [batch(16)])
+        told.append(experts.newly_dead())
+    assert told[:2] == [None, None] and told[3:] == [None, None]
+    assert "6 dead experts" in told[2] and "model.layers.1.mlp.gate 6 of 8" in told[2]
+    with torch.no_grad():
+        routers_of(model)[1].module.weight.normal_()
+    step(experts, model, [batch(16)])
+    assert experts.newly_dead() is None and experts.figures()["expert_load_min"] > 0
+    with torch.no_grad():
+        routers_of(model)[1].module.weight.zero_()
+    for _ in range(3):
+        assert experts.newly_dead() is None
+        step(experts, model, [batch(16)])
+    assert "6 dead experts" in experts.newly_dead()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_active_parameters_are_those_of_a_model_with_as_many_experts_as_a_token_visits(name):
+    """Less the rows of the routers for the experts that such a model does not have."""
+    key = next(key for key in EXPERTS if key in MODELS[name])
+    chosen = next(MODELS[name][key] for key in CHOSEN if key in MODELS[name])
+    whole, small = tiny_model(name), tiny_model(name, **{key: chosen, "topk_group": 1, "n_group": 1})
+    row = COMMON["hidden_size"] + (1 if name in ("gpt_oss", "ernie4_5_moe") else 0)  # a bias
+    rows = (8 - chosen) * row * len(routers_of(whole))
+    inactive = inactive_parameters(whole)
+    assert inactive > 0
+    assert whole.num_parameters() - inactive == small.num_parameters() + rows
+
+
+def test_a_dense_model_is_active_as_a_whole():
+    config = AutoConfig.for_model("qwen3", **{**COMMON, "head_dim": 16})
+    assert active_parameters(config) == count_parameters(config)
+    more = flops_per_token(config, 64) - flops_per_token(config, 32)
+    assert more == 12 * 3 * (4 * 16) * 32, "heads x head width, which is not the hidden width"
+    config = tiny_config("deepseek_v3")
+    more = flops_per_token(config, 64) - flops_per_token(config, 32)
+    assert more == 6 * 3 * 4 * ((8 + 8) + 8) * 32, "keys and values of different width"
+
+
+def test_experts_multiply_in_the_precision_of_the_run(monkeypatch):
+    seen = []
+
+    def spied(experts, hidden_states, *arguments):
+        seen.append((experts.gate_up_proj.dtype, experts.down_proj.dtype, hidden_states.dtype))
+        return original(experts, hidden_states, *arguments)
+
+    original = pretrain.model.expert_products.grouped_mm_experts_forward
+    monkeypatch.setattr(pretrain.model.expert_products, "grouped_mm_experts_forward", spied)
+    model = tiny_model("mixtral")
+    exact = model(*batch()[:1]).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model(*batch()[:1]).logits
+    assert set(seen[:3]) == {(torch.float32,) * 3} and set(seen[3:]) == {(torch.bfloat16,) * 3}
+    assert 0 < (rounded - exact).abs().max() < 0.05 * exact.abs().max()
+    rounded.float().mean().backward()
+    assert model.model.layers[0].mlp.experts.gate_up_proj.grad.dtype == torch.float32
+
+
+def test_a_recipe_s_coefficient_goes_before_the_models():
+    assert router_losses(Loss(), tiny_config("olmoe", router_aux_loss_coef=0.03)) == RouterLosses(3, 0.03, 0.0)
+    assert router_losses(Loss(router_balance=0.0, router_z_loss=0.1), tiny_config("olmoe")) == RouterLosses(3, 0, 0.1)
+    assert router_losses(Loss(), tiny_config("mixtral", router_z_loss_coef=0.002)).z_loss == 0.002
+    assert router_losses(Loss(), AutoConfig.for_model("llama", **COMMON)) == RouterLosses()
+
+
+def test_deepseeks_own_coefficient_is_translated_in_the_refusal():
+    """Theirs is summed over layers (2 here) and 1 where all experts get the same, ours averaged, and K (2) there."""
+    with pytest.raises(InputError, match=r"aux_loss_alpha 0\.004 would be 0\.004 here"):
+        router_losses(Loss(), tiny_config("deepseek_v2", aux_loss_alpha=0.004))
+
+
+@pytest.mark.parametrize("strategy", ["tp", "pp"])
+def test_model_parallel_strategies_are_refused(monkeypatch, strategy):
+    monkeypatch.setattr(experts_module, "requested_strategy", lambda: strategy)
+    with pytest.raises(InputError, match=f"launcher: {strategy} does not train mixtures of experts"):
+        router_losses(Loss(), tiny_config("mixtral"))
+
+
+def test_a_model_without_a_coefficient_is_refused_until_one_is_stated(recipe, tmp_path):
+    keys = {key: value for key, value in {**COMMON, **MODELS["deepseek_v3"]}.items() if key != "pad_token_id"}
+    (tmp_path / "moe.json").write_text(json.dumps({**keys, "model_type": "deepseek_v3", "vocab_size": 512}))
+    recipe.write_text(yaml.safe_dump({**yaml.safe_load(recipe.read_text()), "model": str(tmp_path / "moe.json")}))
+    refused = run_script("train.py", "--config", recipe, "--check", check=False)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "state loss.router_balance: 0.001, or 0 to train without" in refused.stderr + refused.stdout
+    accepted = run_script("train.py", "--config", recipe, "--check", "--loss.router_balance", "0.002")
+    assert "2, balancing loss x 0.002, z-loss x 0" in accepted.stdout
+    assert "active of" in accepted.stdout and "per active parameter" in accepted.stdout
+
+
+def test_copies_of_a_followed_model_are_followed_alike():
+    model = tiny_model("mixtral")
+    followed(model)
+    assert [router.name for router in routers_of(copy.deepcopy(model))] == [r.name for r in routers_of(model)]

@@ -1,0 +1,218 @@
+"""The thread beside the loop, in processes of its own, since it ends them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from support.project import ROOT
+
+PROGRAM = """
+import os, sys, threading, time
+from pathlib import Path
+from pretrain.training.watchdog import Watch
+
+run, step_timeout, neighbour = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+def on_end(reason, code):
+    (run / "end").write_text(f"{code} {reason}")
+    {last_words}
+watch = Watch(run, 0, [neighbour] if neighbour else [], step_timeout_seconds=step_timeout,
+              first_step_timeout_seconds=60, on_end=on_end)
+{prepare}
+watch.start()
+begun = time.monotonic()
+watch.beat(1)
+print("ready", begun, flush=True)
+{loop}
+"""
+BEATS = "while not watch.request:\n    watch.beat()\n    time.sleep(0.01)\nwatch.close()\nsys.exit(40 + watch.request)"
+BEATS_ON = "while True:\n    watch.beat()\n    time.sleep(0.01)"
+HANGS = "threading.Event().wait()"
+CLOCK_OF_SIGNALS = """
+# Between two signals 0.6 s pass for the watch, however long they take here.
+import pretrain.training.watchdog
+from types import SimpleNamespace
+now, take = [time.monotonic()], watch._take
+def taken(number):
+    take(number)
+    now[0] += 0.6
+    print("taken", flush=True)
+watch._take = taken
+pretrain.training.watchdog.time = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
+"""
+SOON = 120
+"""Seconds that no machine, however busy, needs for what takes one or two."""
+
+
+def program_of(loop, last_words="", prepare="") -> str:
+    return PROGRAM.replace("{loop}", loop).replace("{last_words}", last_words).replace("{prepare}", prepare)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a process with a watch; ends it after the test. It tells as `begun` when, at the latest, it beat."""
+    started = []
+
+    def start(loop, step_timeout=600.0, neighbour=0, last_words="", prepare="", **options):
+        program = program_of(loop, last_words, prepare)
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path), str(step_timeout), str(neighbour)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # What runs the tests may ignore SIGHUP, as under nohup, and processes inherit that.
+            **{"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL), **options},
+        )
+        started.append(process)
+        said, process.begun = process.stdout.readline().split()
+        assert said == "ready"
+        process.begun = float(process.begun)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def neighbour():
+    """A process that sleeps."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    ("number", "request_number"),
+    [(signal.SIGTERM, 3), (signal.SIGUSR1, 3), (signal.SIGHUP, 3), (signal.SIGINT, 4)],
+)
+def test_a_signal_is_a_request(start, number, request_number):
+    process = start(BEATS)
+    process.send_signal(number)
+    assert process.wait(SOON) == 40 + request_number
+
+
+def test_nohup_is_respected(start):
+    process = start(BEATS, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.7)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_the_second_signal_ends_a_loop_that_never_comes_back(start, tmp_path, number, code):
+    process = start(HANGS, prepare=CLOCK_OF_SIGNALS)
+    for _ in range(2):  # the terminal's and the launcher's: one signal
+        process.send_signal(number)
+        assert process.stdout.readline() == "taken\n"
+    assert process.poll() is None
+    process.send_signal(number)
+    assert process.wait(SOON) == code
+    assert (tmp_path / "end").read_text().startswith(f"{code} {signal.Signals(number).name} after a first signal")
+
+
+def test_a_hang_is_ended_in_time_with_stacks(start, tmp_path):
+    seconds = 100.0
+    for _ in range(3):  # a machine that stands still for a moment is late once
+        process = start(HANGS, step_timeout=2.0)
+        assert process.wait(SOON) == 1
+        seconds = min(seconds, time.monotonic() - process.begun)
+        if seconds < 2.7:
+            break
+    assert 2.0 < seconds < 2.2 + 0.5, "10 % and what a busy machine takes"
+    assert re.search(r"1 no progress, \d+ s after step 1", (tmp_path / "end").read_text())
+    stacks = (tmp_path / "stacks-rank-00000.txt").read_text()
+    assert 'File "<string>"' in stacks and "wait" in stacks
+
+
+@pytest.mark.parametrize("last_words", ["raise OSError(28, 'disk full')", "raise KeyError('bug')", "time.sleep(1000)"])
+def test_nothing_keeps_a_hanging_process_alive(start, last_words):
+    process = start(HANGS, step_timeout=0.5, last_words=last_words)
+    assert process.wait(SOON) == 1
+
+
+def test_stacks_that_cannot_be_written_do_not_keep_it_alive(start, tmp_path):
+    (tmp_path / "stacks-rank-00000.txt").mkdir()
+    assert start(HANGS, step_timeout=0.5).wait(SOON) == 1
+
+
+def test_nobody_reads_what_is_said(start):
+    process = start(BEATS)
+    process.stderr.close()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(SOON) == 43
+
+
+def test_a_dead_neighbour_ends_a_process_that_waits(start, tmp_path, neighbour):
+    process = start(HANGS, neighbour=neighbour.pid)
+    neighbour.kill()  # and it stays a zombie, as with a launcher that is busy
+    assert process.wait(SOON) == 1
+    assert f"process {neighbour.pid} of this run has died" in (tmp_path / "end").read_text()
+
+
+def test_a_stopped_neighbour_is_killed_even_where_this_loop_beats(start, tmp_path, neighbour):
+    """As while both wait for a checkpoint to be written."""
+    process = start(BEATS_ON, step_timeout=2.0, neighbour=neighbour.pid)
+    neighbour.send_signal(signal.SIGSTOP)
+    assert process.wait(SOON) == 1
+    assert neighbour.wait(SOON) == -signal.SIGKILL
+    assert f"process {neighbour.pid} of this run is stopped" in (tmp_path / "end").read_text()
+
+
+def test_a_pause_of_the_process_itself_is_no_hang(start):
+    """Ctrl-Z for longer than the timeout, then fg."""
+    process = start(f"beats = 0\n{BEATS}", step_timeout=3.0)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(6.0)
+    process.send_signal(signal.SIGCONT)
+    time.sleep(1.0)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(SOON) == 43
+
+
+LAUNCHER = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", *sys.argv[1:]])
+"""
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_launcher_that_dies_is_noticed(tmp_path):
+    """It starts the watched process and is killed; the process ends by itself."""
+    loop = BEATS.replace("sys.exit(40 + watch.request)", '(run / "code").write_text(str(watch.request))')
+    program = program_of(loop)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, program, str(tmp_path), "600", "0"],
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_MIXED_PRECISION": "no"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert launcher.stdout.readline().startswith(b"ready ")
+    launcher.kill()
+    launcher.wait()
+    code = tmp_path / "code"
+    wait_for(lambda: code.exists() and code.read_text())
+    assert code.read_text() == "3"
+
+
+def test_heartbeats(start, tmp_path):
+    process = start(BEATS_ON)
+    wait_for((tmp_path / "heartbeats/rank-00000.json").exists)
+    beat = json.loads((tmp_path / "heartbeats/rank-00000.json").read_text())
+    assert beat["pid"] == process.pid and beat["step"] in (0, 1)
