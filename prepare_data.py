@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, run_script
-from pretrain.preparation.arguments import Request, available_cores, parse_arguments, read_request
+from pretrain.preparation.arguments import PreparationRequest, available_cores, parse_arguments, read_request
 
 if TYPE_CHECKING:
     from pretrain.preparation.collector import Tally
     from pretrain.preparation.plan import Documents
-    from pretrain.preparation.prepare import Encode, Outcome
+    from pretrain.preparation.prepare import Encode, PreparationOutcome
 
 
 def main() -> int:
@@ -64,7 +64,7 @@ def inspect(folder: str) -> int:
     return 0
 
 
-def train(request: Request) -> int:
+def train(request: PreparationRequest) -> int:
     """Trains a tokenizer on the documents."""
     from pretrain.preparation.tokenizer_training import train_tokenizer
 
@@ -74,7 +74,7 @@ def train(request: Request) -> int:
     return 0
 
 
-def prepare_shards(request: Request) -> int:
+def prepare_shards(request: PreparationRequest) -> int:
     """Makes the folder of shards, or one slice of it."""
     from pretrain.preparation.prepare import StoppedError, prepare
     from pretrain.preparation.progress import DocumentProgress
@@ -110,7 +110,7 @@ def prepare_shards(request: Request) -> int:
     return 0
 
 
-def encoder_of(request: Request, documents: "Documents") -> "Encode | None":
+def encoder_of(request: PreparationRequest, documents: "Documents") -> "Encode | None":
     """Where encoded parts come from: slices to merge, a Ray cluster, or (None) processes of this machine."""
     if request.merge_slices:
         from pretrain.preparation.slices import merged_parts, require_slices
@@ -126,7 +126,7 @@ def encoder_of(request: Request, documents: "Documents") -> "Encode | None":
     return None
 
 
-def print_summary(outcome: "Outcome", output: str, is_slice: bool) -> None:
+def print_summary(outcome: "PreparationOutcome", output: str, is_slice: bool) -> None:
     """What was made, in figures, and what to do with it."""
     tally, manifest = outcome.tally, outcome.manifest
     ids_bytes = tally.tokens * manifest.bytes_per_id

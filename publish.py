@@ -168,12 +168,12 @@ def note(arguments: argparse.Namespace, **facts: object) -> None:
 
 def insist(arguments: argparse.Namespace, act: Callable[[], str]) -> str:
     """What `act` returns, tried as often as the command line says. Raises the last PublishFailed."""
-    from pretrain.runs.publishing.publish import PublishFailed
+    from pretrain.runs.publishing.publish import PublishError
 
     for attempt in range(1, arguments.attempts):
         try:
             return act()
-        except PublishFailed as failure:
+        except PublishError as failure:
             if attempt == 1:
                 note(arguments, problem=f"{failure}; is tried again")
             wait = min(arguments.first_wait * 2 ** (attempt - 1), LONGEST_WAIT_SECONDS)
@@ -195,7 +195,7 @@ def say_contents(folder: Path, model: "Model", *, whole: bool) -> None:
 def find_all(arguments: argparse.Namespace, problems: list[str]) -> list["Model"]:
     """What is to be published. Raises InputError with the problems given and all others that show without the Hub."""
     from pretrain.runs.publishing.hub_upload import login_problems, offer_problems
-    from pretrain.runs.publishing.publish import find_models
+    from pretrain.runs.publishing.publish import find_publishable
 
     problems = Problems(problems)
     unusable = add_recipe(arguments)
@@ -206,7 +206,7 @@ def find_all(arguments: argparse.Namespace, problems: list[str]) -> list["Model"
     models = None
     if not unusable:
         models = problems.attempt(
-            find_models,
+            find_publishable,
             arguments.run,
             steps=arguments.checkpoint,
             milestones=arguments.milestones,
@@ -221,11 +221,11 @@ def find_all(arguments: argparse.Namespace, problems: list[str]) -> list["Model"
 
 def main(argv: list[str]) -> int:
     arguments, problems = read_arguments(argv)  # before torch is imported: --help and a mistyped flag answer at once
-    from pretrain.runs.publishing.publish import PublishFailed
+    from pretrain.runs.publishing.publish import PublishError
 
     try:
         publish_all(arguments, find_all(arguments, problems))
-    except PublishFailed as failure:
+    except PublishError as failure:
         note(arguments, problem=str(failure))
         print(failure, file=sys.stderr)
         return EXIT_NOT_PUBLISHED

@@ -75,7 +75,7 @@ class Source(Section):
     """Stop drawing from here after so many passes; the other sources share what it leaves. null: no limit."""
 
 
-class Stage(Section):
+class CurriculumStage(Section):
     train: Annotated[list[Source], Field(min_length=1)]
     """The mixture of this stage."""
     until: PositiveFraction | None = None
@@ -94,7 +94,7 @@ class ValidationSource(Section):
 class Data(Section):
     train: Annotated[list[Source], Field(min_length=1)] | None = None
     """The mixture, for runs of one stage."""
-    stages: Annotated[list[Stage], Field(min_length=1)] | None = None
+    stages: Annotated[list[CurriculumStage], Field(min_length=1)] | None = None
     """A curriculum: mixtures one after the other. Instead of `train`."""
     validation: list[ValidationSource] | None = None
     """What validation measures; null: the validation split of every training folder that has one."""
@@ -106,9 +106,9 @@ class Data(Section):
     """epochs: every window once per pass, in a seeded order. random_windows: windows at random offsets."""
 
     @property
-    def mixtures(self) -> list[Stage]:
+    def mixtures(self) -> list[CurriculumStage]:
         """The stages of the run; a plain mixture is a run of one stage."""
-        return self.stages or [Stage(train=self.train)]
+        return self.stages or [CurriculumStage(train=self.train)]
 
     @model_validator(mode="after")
     def one_way_to_mix(self):

@@ -18,7 +18,7 @@ EXIT_BAD_INPUT = 2
 EXIT_NUMERIC, EXIT_NO_VALID_CHECKPOINT, EXIT_CRASH_LOOP = 16, 17, 18
 EXIT_PREEMPTED, EXIT_INTERRUPTED = 75, 130
 
-Value = TypeVar("Value")
+_Value = TypeVar("Value")
 
 UNUSABLE_PATHS = {
     errno.EACCES: "give this user access, or name another",
@@ -47,7 +47,7 @@ class InputError(Exception):
 class Problems(list[str]):
     """What is wrong with an input, over checks that do not depend on each other, so that all of it is said at once."""
 
-    def attempt(self, check: Callable[..., Value], *given: Any, **named: Any) -> Value | None:
+    def attempt(self, check: Callable[..., _Value], *given: Any, **named: Any) -> _Value | None:
         """What the check returns; None where it raises an InputError, whose problems are then among these."""
         try:
             return check(*given, **named)
@@ -75,7 +75,7 @@ def is_first_on_machine() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def or_exit(function: Callable[[], Value]) -> Value:
+def or_exit(function: Callable[[], _Value]) -> _Value:
     """What the function returns; an InputError instead ends the process with status 2, its problems on stderr.
 
     So does a path that the system refuses, such as a file that this user may not open, wherever it is met.

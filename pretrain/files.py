@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
+"""The project: its scripts, launcher files and model configurations."""
+
 
 def write_durably(path: Path, content: bytes | str) -> None:
     """Replaces a file by rename, so that at every moment the old or the new content is there, also after a crash."""
@@ -46,7 +49,7 @@ def as_json(fields: Any) -> bytes:
     return (json.dumps(fields, ensure_ascii=False, indent=1) + "\n").encode()
 
 
-MANIFEST_FILE = "MANIFEST.json"
+SEAL_FILE = "MANIFEST.json"
 FORMAT = {"format": "groundwork-checkpoint", "version": 1}
 REMOVED = ".removing-"
 
@@ -63,7 +66,7 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
         if path.is_file() and name not in files:
             files = {**files, name: seal(path)}
     contents = {**FORMAT, "files": dict(sorted(files.items()))}
-    write_durably(unfinished / MANIFEST_FILE, json.dumps(contents, indent=1))
+    write_durably(unfinished / SEAL_FILE, json.dumps(contents, indent=1))
     for folder in [*(path for path in unfinished.rglob("*") if path.is_dir()), unfinished]:
         sync_folder(folder)
     if final.exists():
@@ -97,15 +100,15 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None]
     beat: called before each file, which takes a while to read.
     """
     try:
-        manifest = json.loads((folder / MANIFEST_FILE).read_text())
+        manifest = json.loads((folder / SEAL_FILE).read_text())
         expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except FileNotFoundError:
-        return [f"{MANIFEST_FILE} is missing"]
+        return [f"{SEAL_FILE} is missing"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})"]
+        return [f"{SEAL_FILE} cannot be read ({type(error).__name__}: {error})"]
     if {key: manifest.get(key) for key in FORMAT} != FORMAT:
-        return [f"{MANIFEST_FILE} is not of {FORMAT['format']} version {FORMAT['version']}"]
-    present = {p.relative_to(folder) for p in folder.rglob("*") if p.is_file()} - {Path(MANIFEST_FILE)}
+        return [f"{SEAL_FILE} is not of {FORMAT['format']} version {FORMAT['version']}"]
+    present = {p.relative_to(folder) for p in folder.rglob("*") if p.is_file()} - {Path(SEAL_FILE)}
     # Downloads leave hidden files beside what they fetch; nothing reads them.
     present = {str(name) for name in present if not any(part.startswith(".") for part in name.parts)}
     problems = [f"{name} is not in the manifest" for name in sorted(present - set(expected))] if rank == 0 else []

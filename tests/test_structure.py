@@ -240,3 +240,21 @@ def test_the_project_speaks_of_itself_only(path):
     text = path.read_text()
     assert not re.search(r"/work/|/root/|/home/\w+", text)
     assert "TODO" not in text and "FIXME" not in text
+
+
+def test_no_public_name_means_two_things():
+    """Functions, classes and constants of the package: one name, one module."""
+    homes: dict[str, set[str]] = {}
+    for path in MODULES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names = [node.name]
+            else:
+                targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+                names = [
+                    n.id for target in targets for n in ast.walk(target or ast.Tuple([])) if isinstance(n, ast.Name)
+                ]
+            for name in names:
+                homes.setdefault(name, set()).add(str(path.relative_to(ROOT)))
+    several = {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1 and not name.startswith("_")}
+    assert several == {}

@@ -27,8 +27,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from pretrain import config
-from pretrain.checkpoint.run_state import RunStopped
-from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, index_of, shares
+from pretrain.checkpoint.run_state import RunStoppedError
+from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, shares, tensor_index
 from pretrain.errors import EXIT_NO_VALID_CHECKPOINT
 from pretrain.files import REMOVED, commit, damage, remove, seal, write_durably
 from pretrain.parallel.strategy import Strategy, TensorGroup
@@ -39,13 +39,13 @@ SLOWEST_SAVE_SECONDS = 3600.0
 """A disk may take so long; after that a wait for it counts as a hang."""
 
 
-class NoValidCheckpoint(RunStopped):
+class NoValidCheckpointError(RunStoppedError):
     """There are checkpoints, and none can be trusted: starting from scratch would hide the loss."""
 
     exit_code = EXIT_NO_VALID_CHECKPOINT
 
 
-class SaveFailed(RunStopped):
+class SaveError(RunStoppedError):
     """The save was given up on every rank; what was there before is untouched."""
 
 
@@ -86,7 +86,7 @@ class Checkpoints:
         self._in_flight: Save | None = None
         self._done: list[Save] = []
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
-        with strategy.together(SaveFailed):
+        with strategy.together(SaveError):
             if strategy.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for litter in [*self.folder.glob(f"{UNFINISHED}*"), *self.folder.glob(f"{REMOVED}*")]:
@@ -119,18 +119,18 @@ class Checkpoints:
         unfinished = self.folder / f"{UNFINISHED}{final.name}"
         save = Save(step, final, {}, {}, contents, describe, started=begun)
         try:
-            with self.strategy.together(SaveFailed):
+            with self.strategy.together(SaveError):
                 if self.strategy.is_main:
                     require_space(self.folder, sum(bytes_of(group) for group in groups.values()))
                     shutil.rmtree(unfinished, ignore_errors=True)
                     unfinished.mkdir()
-        except SaveFailed as error:
+        except SaveError as error:
             save.problem = str(error)
             self._done.append(save)
             return
         for prefix, group in groups.items():
             save.files |= self._staged(prefix, group, beat)
-            save.indices |= index_of(group, prefix)
+            save.indices |= tensor_index(group, prefix)
         save.thread = threading.Thread(target=self._write, args=(save, unfinished), name="checkpoint", daemon=True)
         self._in_flight = save
         save.thread.start()
@@ -225,7 +225,7 @@ class Checkpoints:
         """A checkpoint of any run, once its files are found to be as they were written. Raises NoValidCheckpoint."""
         share = damage(folder, self.strategy.rank, self.strategy.ranks)
         if problems := [problem for found in self.strategy.gather(share) for problem in found]:
-            raise NoValidCheckpoint(f"{folder} cannot be used: {'; '.join(problems)}")
+            raise NoValidCheckpointError(f"{folder} cannot be used: {'; '.join(problems)}")
         return folder
 
     def newest_valid(
@@ -249,12 +249,12 @@ class Checkpoints:
                 return folder
             aside = folder.with_name(f"{DAMAGED}{folder.name}")
             log(f"checkpoint {folder.name} cannot be used: {'; '.join(problems)}; it is now {aside.name}")
-            with self.strategy.together(SaveFailed):
+            with self.strategy.together(SaveError):
                 if self.strategy.is_main:
                     shutil.rmtree(aside, ignore_errors=True)
                     folder.rename(aside)
         if at_most is None and (lost := self.strategy.gather(self._lost())[0]):
-            raise NoValidCheckpoint(
+            raise NoValidCheckpointError(
                 f"none of the checkpoints in {self.folder} is intact ({lost}); restore one from a copy as step-..., "
                 "or start again with another --output"
             )
@@ -270,7 +270,7 @@ class Checkpoints:
     def discard_after(self, step: int) -> None:
         """Removes the checkpoints of later steps: training goes back to `step` and takes another way."""
         self.wait()
-        with self.strategy.together(SaveFailed):
+        with self.strategy.together(SaveError):
             if self.strategy.is_main:
                 write_durably(self.folder / "LATEST", f"step-{step:08d}")
                 for folder in self.folder.glob("step-*"):
@@ -332,8 +332,8 @@ class SavedRun:
 def load_saved(folder: Path) -> SavedRun:
     """The contents of a checkpoint that was found valid."""
     if (contents := read_state(folder)) is None:
-        raise NoValidCheckpoint(f"{folder}: its trainer_state.json cannot be read")
+        raise NoValidCheckpointError(f"{folder}: its trainer_state.json cannot be read")
     try:
         return SavedRun(SavedTensors(folder, "model"), SavedTensors(folder, "optimizer"), contents)
     except (OSError, SafetensorError) as error:
-        raise NoValidCheckpoint(f"{folder}: {error}") from error
+        raise NoValidCheckpointError(f"{folder}: {error}") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from pretrain.checkpoint.checkpoints import SaveFailed
+from pretrain.checkpoint.checkpoints import SaveError
 from pretrain.checkpoint.tensor_files import write_group
 from pretrain.files import commit
 from pretrain.hardware import DTYPES
@@ -42,16 +42,16 @@ def export_final(
 ) -> Path:
     """Writes run/final, whole or not at all; all ranks together. Raises SaveFailed if one cannot write."""
     final, unfinished = run / "final", run / ".saving-final"
-    with strategy.together(SaveFailed):
+    with strategy.together(SaveError):
         if strategy.is_main:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-    with strategy.together(SaveFailed):
+    with strategy.together(SaveError):
         written = write_group(
             unfinished, "model", strategy.model_tensors(), strategy.rank, strategy.ranks, DTYPES[dtype], beat
         )
     files = {name: entry for share in strategy.gather(written) for name, entry in share.items()}
-    with strategy.together(SaveFailed):
+    with strategy.together(SaveError):
         if strategy.is_main:
             describe(unfinished, dtype=DTYPES[dtype])
             if problem := describe_training(run, unfinished):

@@ -93,7 +93,7 @@ def verify_export(
         exported = load_whole(folder, check)
         if exported is None:
             return check
-        check.problems += tokenizer_problems(folder, exported)
+        check.problems += exported_tokenizer_problems(folder, exported)
         ids_BT = probe_ids(exported.config.vocab_size)
         if training_losses and readers:
             losses = losses_of(exported, readers, sequence_length, document_mask)
@@ -101,7 +101,7 @@ def verify_export(
             compare_losses(check, losses, training_losses, tolerance)
         else:
             check.left_out.append("the loss, for want of validation data")
-        logits_BTV = logits_of(exported, ids_BT)
+        logits_BTV = exported_logits(exported, ids_BT)
         del exported  # one model in memory at a time: each may be half of what there is
         compare_logits(check, logits_BTV, checkpoint, ids_BT, DTYPES[dtype])
     return check
@@ -137,7 +137,7 @@ def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:
     return None if any(misplaced.values()) else model.eval()
 
 
-def tokenizer_problems(folder: Path, model: PreTrainedModel) -> list[str]:
+def exported_tokenizer_problems(folder: Path, model: PreTrainedModel) -> list[str]:
     """Where the folder's tokenizer and model disagree about their ids."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -159,7 +159,7 @@ def probe_ids(vocabulary_size: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def logits_of(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tensor:
+def exported_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tensor:
     """(B, T, V), in the model's own arithmetic."""
     return model(input_ids=ids_BT, use_cache=False).logits
 
@@ -174,10 +174,10 @@ def compare_logits(
     masters = load_whole(checkpoint, check)
     if masters is None:
         return
-    exact_BTV = logits_of(masters, ids_BT)
+    exact_BTV = exported_logits(masters, ids_BT)
     for parameter in masters.parameters():
         parameter.data = parameter.data.to(dtype).float()
-    rounded_BTV = logits_of(masters, ids_BT)
+    rounded_BTV = exported_logits(masters, ids_BT)
     if rounded_BTV.shape != logits_BTV.shape:
         check.problems.append(f"its logits have the shape {tuple(logits_BTV.shape)}, not {tuple(rounded_BTV.shape)}")
     elif not torch.equal(rounded_BTV, logits_BTV):
@@ -206,7 +206,7 @@ def losses_of(
         bounds = [*sorted(starts), sequence_length]
         total = 0.0
         for start, end in itertools.pairwise(bounds):
-            logits_TV = logits_of(model, ids_T[None, start:end])[0]
+            logits_TV = exported_logits(model, ids_T[None, start:end])[0]
             total += F.cross_entropy(logits_TV.float(), ids_T[start + 1 : end + 1], reduction="sum").item()
         losses[name] = total / sequence_length
     return losses

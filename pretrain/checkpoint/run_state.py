@@ -79,13 +79,13 @@ def recorded_rollbacks(run: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-class RunStopped(Exception):
+class RunStoppedError(Exception):
     """A run ends here, on all ranks, for the reason given."""
 
     exit_code = CRASHED
 
 
-class NumericStop(RunStopped):
+class NumericStopError(RunStoppedError):
     """The numbers of a run are beyond repair."""
 
     exit_code = EXIT_NUMERIC

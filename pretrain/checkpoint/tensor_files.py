@@ -51,7 +51,7 @@ def plan_files(group: TensorGroup, prefix: str, max_file_bytes: int = MAX_FILE_B
     return {f"{prefix}-{i:05d}-of-{len(bundles):05d}.safetensors": names for i, names in enumerate(bundles, start=1)}
 
 
-def index_of(group: TensorGroup, prefix: str, dtype: torch.dtype | None = None) -> dict[str, dict]:
+def tensor_index(group: TensorGroup, prefix: str, dtype: torch.dtype | None = None) -> dict[str, dict]:
     """{file name: contents} of HF's index of which tensor is in which file; {} where there is one file."""
     files = plan_files(group, prefix)
     if len(files) == 1:
@@ -111,7 +111,7 @@ def write_group(
         save_file(tensors, folder / file, metadata={"format": "pt"})
         written[file] = seal(folder / file)
     if rank == 0:
-        for file, index in index_of(group, prefix, dtype).items():
+        for file, index in tensor_index(group, prefix, dtype).items():
             (folder / file).write_text(json.dumps(index, indent=1))
     return written
 

@@ -108,7 +108,7 @@ class Batches:
         self.sequence_length = data.sequence_length
         self.random_windows = data.sampling == "random_windows"
         self.seed, self.ramp, self.skipped = seed, ramp, tuple(skipped)
-        self.readers = open_sources(data)
+        self.readers = open_training(data)
         self.folders = list(self.readers)
         self.windows = np.array([(r.tokens - 1) // self.sequence_length for r in self.readers.values()], np.int64)
         self.segments = self._plan(data)
@@ -285,7 +285,7 @@ def interleave(weights: np.ndarray) -> np.ndarray:
     return numbers[np.lexsort((numbers, places))]
 
 
-def open_sources(data: Data) -> dict[str, ShardReader]:
+def open_training(data: Data) -> dict[str, ShardReader]:
     """Opens the training split of every source of the run, once each. Raises InputError with every problem found."""
     readers: dict[str, ShardReader] = {}
     problems = Problems()

@@ -10,7 +10,7 @@ import numpy as np
 
 from pretrain.errors import InputError
 
-SUFFIX = ".documents"
+DOCUMENTS_SUFFIX = ".documents"
 DOCUMENT = np.dtype([("end", "<u8"), ("place", "<u8"), ("text_bytes", "<u4"), ("source", "<u4")])
 """end: tokens of the shard up to and with the document's end id. place: its line, row or number in its source, from 1.
 
@@ -18,9 +18,9 @@ text_bytes: UTF-8 bytes of its text. source: number in the manifest's list of so
 """
 
 
-def index_of(shard: Path) -> Path:
+def index_path(shard: Path) -> Path:
     """The index file that belongs to a shard file."""
-    return shard.with_suffix(SUFFIX)
+    return shard.with_suffix(DOCUMENTS_SUFFIX)
 
 
 def document_table(
@@ -43,7 +43,7 @@ def read_index(shard: Path, documents: int) -> np.ndarray | None:
 
     Raises InputError when the file is not of `documents` documents.
     """
-    path = index_of(shard)
+    path = index_path(shard)
     if not path.is_file():
         return None
     if path.stat().st_size != documents * DOCUMENT.itemsize:

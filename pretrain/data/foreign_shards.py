@@ -23,7 +23,7 @@ LLM_C_MAGIC = (20240520, 20240801)
 """First int32 of a llm.c .bin, which has a header of 1,024 bytes."""
 COUNTED_IDS = 1 << 20
 LARGEST_COUNTED_WHOLE = 100 << 20
-FINGERPRINT_BYTES = 1 << 16
+SAMPLED_BYTES = 1 << 16
 
 
 def foreign_files(path: Path) -> dict[str, Path] | None:
@@ -31,7 +31,7 @@ def foreign_files(path: Path) -> dict[str, Path] | None:
     if path.suffix == ".bin" and path.is_file():
         return {_split_of(path): path}
     beside = path.parent / f"{path.name}.bin"
-    if beside.is_file() and beside.with_suffix(megatron.SUFFIX).is_file():
+    if beside.is_file() and beside.with_suffix(megatron.IDX_SUFFIX).is_file():
         return {_split_of(beside): beside}
     found = {split: path / name for split, name in NANOGPT_FILES.items() if (path / name).is_file()}
     return found or None
@@ -101,10 +101,10 @@ def _tokenizer_folder(name_or_path: str) -> Path:
 
 
 def _dtype_of(file: Path, vocabulary_size: int) -> str:
-    index = file.with_suffix(megatron.SUFFIX)
+    index = file.with_suffix(megatron.IDX_SUFFIX)
     dtype, tokens = dtype_for(vocabulary_size), None
     if index.is_file():
-        dtype, tokens, _ = megatron.read_index(index)
+        dtype, tokens, _ = megatron.read_idx(index)
     with file.open("rb") as content:
         first = int.from_bytes(content.read(4), "little")
     if first in LLM_C_MAGIC:
@@ -156,7 +156,7 @@ def _fingerprint(file: Path) -> bytes:
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as content:
-        for start in sorted({0, size // 2, max(0, size - FINGERPRINT_BYTES)}):
+        for start in sorted({0, size // 2, max(0, size - SAMPLED_BYTES)}):
             content.seek(start)
-            digest.update(content.read(FINGERPRINT_BYTES))
+            digest.update(content.read(SAMPLED_BYTES))
     return digest.digest()

@@ -12,12 +12,12 @@ import numpy as np
 
 from pretrain.errors import InputError
 
-SUFFIX = ".idx"
+IDX_SUFFIX = ".idx"
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 # Megatron has no uint32: the ids of any vocabulary are below 2^31, where int32 is the same bytes.
 CODES = {"uint16": 8, "uint32": 4}
-DTYPES = {8: "uint16", 4: "uint32"}
+IDX_DTYPES = {8: "uint16", 4: "uint32"}
 
 
 def index_bytes(document_tokens: np.ndarray, dtype: str) -> bytes:
@@ -32,7 +32,7 @@ def index_bytes(document_tokens: np.ndarray, dtype: str) -> bytes:
     return header + lengths.tobytes() + pointers.tobytes() + first_sequences.tobytes()
 
 
-def read_index(path: Path) -> tuple[str, int, int]:
+def read_idx(path: Path) -> tuple[str, int, int]:
     """(id type, tokens, documents) that an .idx tells of its .bin.
 
     Raises InputError when it is no such file, damaged, of an id type that no tokenizer gives, or of sequences that do
@@ -42,7 +42,7 @@ def read_index(path: Path) -> tuple[str, int, int]:
     if len(content) < HEADER.size or not content.startswith(MAGIC):
         raise InputError(f"{path}: is no index of Megatron's indexed dataset; give the .idx that came with the .bin")
     _, version, code, sequences, boundaries = HEADER.unpack_from(content)
-    if version != 1 or code not in DTYPES:
+    if version != 1 or code not in IDX_DTYPES:
         raise InputError(
             f"{path}: version {version}, id type {code}; version 1 with type 8 (uint16) or 4 (int32) can be read"
         )
@@ -52,7 +52,7 @@ def read_index(path: Path) -> tuple[str, int, int]:
         raise InputError(f"{path}: has {len(content):,} bytes, must have {expected:,}; restore the file")
     lengths = np.frombuffer(content, "<i4", sequences, HEADER.size).astype(np.int64)
     pointers = np.frombuffer(content, "<i8", sequences, HEADER.size + 4 * sequences)
-    item = 2 if DTYPES[code] == "uint16" else 4
+    item = 2 if IDX_DTYPES[code] == "uint16" else 4
     if not np.array_equal(pointers, (np.cumsum(lengths) - lengths) * item):
         raise InputError(f"{path}: its sequences do not stand end to end; write it again with Megatron's tools")
-    return DTYPES[code], int(lengths.sum()), max(0, boundaries - 1)
+    return IDX_DTYPES[code], int(lengths.sum()), max(0, boundaries - 1)

@@ -17,19 +17,19 @@ from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.errors import InputError, Problems
 from pretrain.evaluation.lm_harness import TaskSelection, score_tasks, select_tasks
 from pretrain.evaluation.results import (
-    Evaluation,
+    ModelResults,
     append_to_run,
     output_problems,
     plot_problems,
     plot_scores,
     print_table,
-    write_json,
+    write_results,
 )
 from pretrain.evaluation.shard_loss import (
     ShardSettings,
     Wishes,
     measure_shards,
-    open_sources,
+    open_evaluation_shards,
     run_config_of,
     settings_for,
     tokenizer_problems,
@@ -40,7 +40,7 @@ from pretrain.model.model_config import load_model_config
 from pretrain.parallel.strategy import Strategy
 from pretrain.runs.addresses import ModelAddress, find_models
 from pretrain.runs.history import read_end
-from pretrain.runs.status import is_alive
+from pretrain.runs.status import is_training
 from pretrain.training.generation import Sampling, encode_prompt, generate_text
 from pretrain.training.trackers import Trackers
 
@@ -57,12 +57,12 @@ class Job:
     prompt_ids_BT: torch.Tensor | None = None
 
 
-def evaluate_models(arguments: argparse.Namespace) -> tuple[list[Evaluation], Strategy]:
+def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], Strategy]:
     """Does what evaluate.py's command line says; every rank returns the same, and the strategy, which ends a script.
 
     Raises InputError, before anything is measured, with all that cannot work.
     """
-    jobs, tasks = prepare(arguments)
+    jobs, tasks = find_everything(arguments)
     strategy = Strategy("fp32")  # precision is each model's own; see measure_shards
     if not strategy.is_main or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -77,11 +77,11 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[Evaluation], St
             append_to_run(evaluation)
             track(evaluation)
             if arguments.output:
-                write_json(arguments.output, evaluations, settings_of(arguments))
+                write_results(arguments.output, evaluations, command_line_settings(arguments))
             if evaluation.sample is not None:
                 print(f"--- {job.address.name}\n{evaluation.sample}\n---", flush=True)
     if strategy.is_main:
-        report(evaluations, arguments)
+        report_evaluation(evaluations, arguments)
     return evaluations, strategy
 
 
@@ -92,10 +92,10 @@ def measures_in_bf16(jobs: list[Job], tasks: TaskSelection | None, precision: st
     return on_shards or (tasks is not None and (precision == "bf16" or (precision == "auto" and saved)))
 
 
-def track(evaluation: Evaluation) -> None:
+def track(evaluation: ModelResults) -> None:
     """Sends the scores to the trackers of the model's run, unless it trains now and so fetches them itself."""
     run = evaluation.address.run
-    if run is None or is_alive(run):
+    if run is None or is_training(run):
         return
     try:
         config = run_config_of(evaluation.address)
@@ -110,7 +110,7 @@ def track(evaluation: Evaluation) -> None:
     trackers.finish()
 
 
-def report(evaluations: list[Evaluation], arguments: argparse.Namespace) -> None:
+def report_evaluation(evaluations: list[ModelResults], arguments: argparse.Namespace) -> None:
     """The table, and where the rest is."""
     if arguments.data or arguments.tasks:
         print_table(evaluations)
@@ -121,7 +121,7 @@ def report(evaluations: list[Evaluation], arguments: argparse.Namespace) -> None
         print(f"Everything is in {arguments.output}.")
 
 
-def prepare(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelection | None]:
+def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelection | None]:
     """Finds models, shards and tasks. Raises InputError with every problem of all of them."""
     problems = Problems(output_problems("--output", arguments.output))
     addresses = [address for text in arguments.model for address in problems.attempt(find_models, [text]) or []]
@@ -163,7 +163,9 @@ def add_sources(job: Job, arguments: argparse.Namespace) -> None:
         sequences_per_micro_batch=None if arguments.batch_size == "auto" else arguments.batch_size,
     )
     job.settings = settings_for(job.address, job.config, wishes)
-    job.readers = open_sources(arguments.data, arguments.split, job.settings.sequence_length, arguments.tokenizer)
+    job.readers = open_evaluation_shards(
+        arguments.data, arguments.split, job.settings.sequence_length, arguments.tokenizer
+    )
     manifests = [reader.manifest for reader in job.readers.values()]
     problems = [p for manifest in manifests for p in tokenizer_problems(job.address, job.config, manifest)]
     if problems:
@@ -193,12 +195,12 @@ def add_prompt(job: Job, arguments: argparse.Namespace) -> None:
     )
 
 
-def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy) -> Evaluation:
+def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy) -> ModelResults:
     """Everything asked for of one model."""
     started = time.perf_counter()
     model = load_pretrained(str(job.address.folder), trust_remote_code=arguments.trust_remote_code)
     model.eval()
-    result = Evaluation(job.address, parameters=sum(parameter.numel() for parameter in model.parameters()))
+    result = ModelResults(job.address, parameters=sum(parameter.numel() for parameter in model.parameters()))
     if job.prompt_ids_BT is not None and strategy.is_main:
         sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.seed)
         result.sample = generate_text(model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling)
@@ -226,7 +228,7 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
     return result
 
 
-def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+def command_line_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The command line, for the record."""
 
     def plain(value: Any) -> Any:

@@ -18,7 +18,7 @@ from pretrain.errors import InputError, did_you_mean
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.task_names import TASK_SETS, task_problems
 
-DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+HARNESS_DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 PROJECT = Path(__file__).resolve().parents[2]
 BOOKKEEPING = ("alias", "name", "sample_len", "sample_count")
 
@@ -211,7 +211,7 @@ def score_tasks(
         model = _shared_model(strategy)(
             pretrained=str(folder),
             device=str(strategy.device),
-            dtype=DTYPES[precision],
+            dtype=HARNESS_DTYPES[precision],
             batch_size=batch_size,
             max_batch_size=64,
             trust_remote_code=trust_remote_code,

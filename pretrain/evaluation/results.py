@@ -15,7 +15,7 @@ from pretrain.evaluation.lm_harness import TaskScore
 from pretrain.runs.addresses import ModelAddress
 from pretrain.runs.history import append_events
 from pretrain.training.metrics import finite
-from pretrain.training.run_records import PACKAGES, commit_of
+from pretrain.training.run_records import RECORDED_PACKAGES, commit_of
 from pretrain.units import count_text
 
 PLOT_ENDINGS = (".png", ".svg", ".pdf")
@@ -23,7 +23,7 @@ SOURCE_MEASURES = {"loss": "{:.4f}", "perplexity": "{:.2f}", "bits_per_byte": "{
 
 
 @dataclass
-class Evaluation:
+class ModelResults:
     """Everything measured of one model."""
 
     address: ModelAddress
@@ -95,7 +95,7 @@ def _with_stderr(metric: str) -> str:
     return f"{name}_stderr{comma}{chosen_by}"
 
 
-def append_to_run(evaluation: Evaluation) -> None:
+def append_to_run(evaluation: ModelResults) -> None:
     """Adds the lines to the metrics.jsonl of the model's run, if it has one; nothing that stands there changes."""
     run, lines = evaluation.address.run, evaluation.lines()
     if run is None or not lines:
@@ -118,7 +118,7 @@ def output_problems(flag: str, path: Path | None) -> list[str]:
     return []
 
 
-def write_json(path: Path, evaluations: list[Evaluation], settings: dict[str, Any]) -> None:
+def write_results(path: Path, evaluations: list[ModelResults], settings: dict[str, Any]) -> None:
     """Replaces the file whole: also when called after every model, it is never half a file."""
     contents = {
         "format": "groundwork-evaluation",
@@ -135,7 +135,7 @@ def write_json(path: Path, evaluations: list[Evaluation], settings: dict[str, An
 
 def _versions() -> dict[str, str]:
     found = {}
-    for package in (*PACKAGES, "lm_eval"):
+    for package in (*RECORDED_PACKAGES, "lm_eval"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -143,7 +143,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def print_table(evaluations: list[Evaluation]) -> None:
+def print_table(evaluations: list[ModelResults]) -> None:
     """Measures down, models across. Parts of a group that has its own score are left to the JSON."""
     from rich.console import Console
     from rich.table import Table
@@ -165,7 +165,7 @@ def print_table(evaluations: list[Evaluation]) -> None:
         console.print(f"{parts} parts of groups are not shown; --output FILE.json has them.")
 
 
-def _heading(evaluation: Evaluation) -> str:
+def _heading(evaluation: ModelResults) -> str:
     address = evaluation.address
     details = [f"{count_text(evaluation.parameters)} parameters"]
     if address.step is not None:
@@ -175,7 +175,7 @@ def _heading(evaluation: Evaluation) -> str:
     return f"{address.name}\n{', '.join(details)}"
 
 
-def _cells(evaluation: Evaluation) -> dict[tuple[str, str], str]:
+def _cells(evaluation: ModelResults) -> dict[tuple[str, str], str]:
     """{(source or task, measure): value ± standard error}"""
     cells = {}
     for source, measures in evaluation.sources.items():
@@ -207,7 +207,7 @@ def plot_problems(path: Path | None, addresses: list[ModelAddress]) -> list[str]
     return problems
 
 
-def plot_scores(path: Path, evaluations: list[Evaluation]) -> None:
+def plot_scores(path: Path, evaluations: list[ModelResults]) -> None:
     """One panel per source and task: its first measure against training tokens, a line per run, with error bars."""
     import matplotlib
 
@@ -243,7 +243,7 @@ def plot_scores(path: Path, evaluations: list[Evaluation]) -> None:
     plt.close(figure)
 
 
-def _panel_values(evaluation: Evaluation) -> dict[tuple[str, str], tuple[float, float]]:
+def _panel_values(evaluation: ModelResults) -> dict[tuple[str, str], tuple[float, float]]:
     """{(source or task, measure): (value, standard error)}: the loss of a source, the first metric of a task."""
     values = {(source, "loss"): (measures["loss"], 0.0) for source, measures in evaluation.sources.items()}
     for score in evaluation.tasks:

@@ -142,7 +142,7 @@ def run_config_of(address: ModelAddress) -> RunConfig | None:
         ) from error
 
 
-def open_sources(
+def open_evaluation_shards(
     folders: list[Path], split: str, sequence_length: int, tokenizer: str | None = None
 ) -> dict[str, ShardReader]:
     """{name: reader}; tokenizer: of files that others prepared. Raises InputError with every unusable folder."""

@@ -39,7 +39,7 @@ def graph_backend(graphs: LayerGraphs, hidden_shape: tuple[int, ...]) -> Callabl
         # The output itself is the next layer's input, and counted there.
         for node in outputs[1:]:
             if isinstance(node, fx.Node) and (node.op != "placeholder" or shape_of(node) == hidden_shape):
-                saved.update(storage_of(node))
+                saved.update(tensor_storage(node))
         graphs.kept = sum(saved.values())
         return make_boxed_func(graph_module.forward)
 
@@ -59,7 +59,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(getattr(node.meta.get("val"), "shape", ()))
 
 
-def storage_of(node: fx.Node) -> list[tuple[int, int]]:
+def tensor_storage(node: fx.Node) -> list[tuple[int, int]]:
     """[(identity, bytes)] of the memory behind a node's tensor; views of one tensor share it."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
@@ -88,17 +88,17 @@ def peak_beyond_inputs(graph: fx.Graph) -> float:
     written: set[int] = set()
     for place, node in enumerate(nodes):
         for operand in node.all_input_nodes:
-            for key, _ in storage_of(operand):
+            for key, _ in tensor_storage(operand):
                 last_use[key] = place
                 if not is_fusible(node):
                     written.add(key)
         if node.op == "call_function" and not is_fusible(node):
-            written |= {key for key, _ in storage_of(node)}
-    live = {key: size for node in nodes if node.op == "placeholder" for key, size in storage_of(node)}
+            written |= {key for key, _ in tensor_storage(node)}
+    live = {key: size for node in nodes if node.op == "placeholder" for key, size in tensor_storage(node)}
     at_start = peak = sum(live.values())
     for place, node in enumerate(nodes):
         if node.op == "call_function":
-            live |= {key: size for key, size in storage_of(node) if key in written}
+            live |= {key: size for key, size in tensor_storage(node) if key in written}
         peak = max(peak, sum(live.values()))
         live = {key: size for key, size in live.items() if last_use.get(key, len(nodes)) > place}
     return peak - at_start

@@ -10,12 +10,12 @@ import functools
 import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pretrain.config import RunConfig
+from pretrain.files import ROOT
 from pretrain.memory.parts import FP32, Memory, Work, at_peak, loss_bytes, optimizer_bytes, update_bytes, work_of
-from pretrain.parallel.pipeline import SCHEDULES
+from pretrain.parallel.pipeline import STAGE_LAYOUTS
 
 DEEPSPEED_FILES = {
     "zero1": "ds_configs/zero1.json",
@@ -80,7 +80,7 @@ def footprint(
     make_work = functools.partial(work_of, config, precision=precision, device_type=device_type)
     if name == "pp":
         settings, ranks = config.pipeline, layout.per_group
-        microbatches = SCHEDULES[settings.schedule].stages_per_rank * settings.microbatch_scale
+        microbatches = STAGE_LAYOUTS[settings.schedule].stages_per_rank * settings.microbatch_scale
         rows = max(1, sequences // microbatches)
         work = make_work(model_config, sequences=rows, micro_steps=micro_steps)
         return pipeline(work, ranks, settings.schedule, settings.microbatch_scale)
@@ -94,9 +94,6 @@ def footprint(
     if deepspeed is None:
         deepspeed = json.loads((ROOT / DEEPSPEED_FILES[name]).read_text(encoding="utf-8"))["zero_optimization"]
     return zero(work, int(name[4]), layout.ranks, deepspeed)
-
-
-ROOT = Path(__file__).parents[2]
 
 
 def sliced(model_config: Any, shares: int) -> Any:
@@ -234,7 +231,7 @@ def pipeline(work: Work, ranks: int, schedule: str, microbatch_scale: int) -> Me
 
     `work` is that of one pipeline microbatch, with the whole model.
     """
-    sizes, act, layout = work.sizes, work.activations, SCHEDULES[schedule]
+    sizes, act, layout = work.sizes, work.activations, STAGE_LAYOUTS[schedule]
     stages = len(layout.owners(ranks))
     microbatches = stages * microbatch_scale
     layers = math.ceil(sizes.layers / ranks)

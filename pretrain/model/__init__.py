@@ -10,6 +10,8 @@ file in architectures/ (docs/models.md).
     attention, cpu_attention: kernels, document mask
     loss: the loss without whole logits
     compile, fp8: how layers are compiled; fp8 layers
-    routers, flops: routers of mixtures of experts; what a token costs
+    routers, expert_products: routers of mixtures of experts; their products in the run's precision
+    flops: what a token costs
+    small_copy, reference: a small copy of any architecture, and what the library computes with it
     model_values: values that no model has
 """

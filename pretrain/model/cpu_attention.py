@@ -20,7 +20,7 @@ FP32_SEGMENT_TOKENS = 256
 SHORTEST_IN_BLOCKS, LONGEST_IN_BLOCKS = 128, 1024
 """Segments of these lengths are computed in blocks of queries; measured in docs/performance.md."""
 BLOCK_QUERIES = 128
-BLOCK_BYTES = 7 * 2**20
+SCORES_BYTES = 7 * 2**20
 """fp32 scores of one block of queries, over the windows that are taken together: more leaves the caches, less makes
 more calls."""
 
@@ -50,7 +50,7 @@ def segments_of(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slic
     return segments
 
 
-def parts_of(cu_seq_lens: Tensor, query_BHTE: Tensor) -> list[tuple[slice, slice, bool]]:
+def query_blocks(cu_seq_lens: Tensor, query_BHTE: Tensor) -> list[tuple[slice, slice, bool]]:
     """(rows, positions, whether in blocks of queries) in the order of computation."""
     batch, heads, length, _ = query_BHTE.shape
     parts = []
@@ -59,7 +59,7 @@ def parts_of(cu_seq_lens: Tensor, query_BHTE: Tensor) -> list[tuple[slice, slice
         if not SHORTEST_IN_BLOCKS <= tokens <= LONGEST_IN_BLOCKS:
             parts.append((rows, positions, False))
             continue
-        together = max(1, BLOCK_BYTES // (4 * heads * BLOCK_QUERIES * tokens))
+        together = max(1, SCORES_BYTES // (4 * heads * BLOCK_QUERIES * tokens))
         for row in range(rows.start, rows.stop, together):
             parts.append((slice(row, min(row + together, rows.stop)), positions, True))
     return parts
@@ -170,7 +170,7 @@ def _packed_attention(
     """
     out_BHTE, lse_BHT, kept = _empty_outputs(query_BHTE, keeps)
     probabilities = _Probabilities(kept) if keeps else None
-    for rows, positions, in_blocks in parts_of(cu_seq_lens, query_BHTE):
+    for rows, positions, in_blocks in query_blocks(cu_seq_lens, query_BHTE):
         inputs = [x[rows, :, positions] for x in (query_BHTE, key_BGTE, value_BGTE)]
         if in_blocks:
             _forward_in_blocks(out_BHTE[rows, :, positions], *inputs, scale, probabilities)
@@ -201,7 +201,7 @@ def _packed_attention_backward(
     inputs = (query_BHTE, key_BGTE, value_BGTE)
     gradients = tuple(_empty_like_heads_last(x) for x in inputs)
     probabilities = _Probabilities(kept)
-    for rows, positions, in_blocks in parts_of(cu_seq_lens, query_BHTE):
+    for rows, positions, in_blocks in query_blocks(cu_seq_lens, query_BHTE):
         arguments = [x[rows, :, positions] for x in (grad_out_BHTE, *inputs)]
         views = [x[rows, :, positions] for x in gradients]
         if in_blocks:

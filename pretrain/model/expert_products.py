@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 TAKEN_OVER = ("num_experts", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
 TAKEN_OVER += ("act_fn", "_apply_gate", "post_expert_norm")
 
@@ -19,7 +19,7 @@ class CastExperts:
     """An experts module as transformers' function sees it, its weights in another dtype."""
 
     def __init__(self, experts: nn.Module, dtype: torch.dtype):
-        for name in (*TAKEN_OVER, *WEIGHTS, *(f"{weight}_bias" for weight in WEIGHTS)):
+        for name in (*TAKEN_OVER, *EXPERT_WEIGHTS, *(f"{weight}_bias" for weight in EXPERT_WEIGHTS)):
             value = getattr(experts, name, None)
             is_weight = isinstance(value, Tensor) and value.is_floating_point()
             setattr(self, name, value.to(dtype) if is_weight else value)

@@ -28,7 +28,7 @@ READ_INTO_ROPE_PARAMETERS = {"rope_theta", "rope_scaling", "partial_rotary_facto
 # The rest of the many known types are one typo away from these or are listed on the Hub.
 COMMON_MODEL_TYPES = ("llama", "qwen3", "gpt2", *pretrain.model.architectures.MODEL_TYPES)
 SHIPPED_CONFIGS = Path(__file__).parents[2] / "model_configs"
-COUNTS = (
+COUNT_FIELDS = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -234,7 +234,7 @@ def _type_problem(name: str, value: Any, fields: dict) -> str | None:
     """What is wrong with a value's type by the class's annotations, or None."""
     if name not in fields:
         is_count = isinstance(value, int) and not isinstance(value, bool)
-        return None if name not in COUNTS or is_count else f"{shortened(repr(value))} is no whole number"
+        return None if name not in COUNT_FIELDS or is_count else f"{shortened(repr(value))} is no whole number"
     expected = fields[name].type
     try:
         huggingface_hub.dataclasses.type_validator(name, value, expected)
@@ -273,8 +273,8 @@ def _theta_problems(key: str, theta: Any) -> list[str]:
 
 def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]) -> list[str]:
     """Impossible shapes among the values of right type, by the library's standard names for them."""
-    own_name = {name: config_class.attribute_map.get(name, name) for name in COUNTS}
-    count = {name: values.get(own_name[name]) for name in COUNTS}
+    own_name = {name: config_class.attribute_map.get(name, name) for name in COUNT_FIELDS}
+    count = {name: values.get(own_name[name]) for name in COUNT_FIELDS}
     count = {name: value for name, value in count.items() if isinstance(value, int)}
     problems = [f"{own_name[name]} is {value}; it must be at least 1" for name, value in count.items() if value < 1]
     if problems:

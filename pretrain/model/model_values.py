@@ -25,7 +25,7 @@ LARGEST = (
 """(keys, largest value, of what). The first whose pattern is found counts. The largest models that are known have some
 130 layers, 128 heads, 16,384 experts, 300,000 tokens, 110,000 numbers in a vector, 10 million positions."""
 MAY_BE_NEGATIVE = re.compile(r"(?:_id|_index|_bound|_min|clamp_len|_ids)$")
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+CONFIG_DTYPES = ("bfloat16", "float16", "float32", "float64")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 POSITIVE_IN_ROPE = (
     "rope_theta",
@@ -63,8 +63,8 @@ def _kind_problems(keys: Mapping[str, Any]) -> list[str]:
     """What is wrong with keys that every class has."""
     problems = []
     for key in ("dtype", "torch_dtype"):
-        if (value := keys.get(key)) is not None and value not in DTYPES:
-            problems.append(f"{key}: {_shown(value)} is no dtype{did_you_mean(str(value), DTYPES)}")
+        if (value := keys.get(key)) is not None and value not in CONFIG_DTYPES:
+            problems.append(f"{key}: {_shown(value)} is no dtype{did_you_mean(str(value), CONFIG_DTYPES)}")
     for key in ("id2label", "label2id"):
         if (value := keys.get(key)) is not None and not isinstance(value, dict):
             problems.append(f"{key}: {_shown(value)} is no object of labels; a language model needs none: remove it")

@@ -37,7 +37,7 @@ from pretrain.parallel.strategy import OptimizerBuilder, TensorGroup
 
 
 @dataclass(frozen=True)
-class Schedule:
+class StageLayout:
     """How a schedule of torch's lays the stages out."""
 
     stages_per_rank: int
@@ -53,17 +53,17 @@ class Schedule:
         return [stage % ranks for stage in range(ranks * self.stages_per_rank)]
 
 
-SCHEDULES: dict[str, Schedule] = {
-    "GPipe": Schedule(1),
-    "1F1B": Schedule(1),
-    "Interleaved1F1B": Schedule(2),
-    "LoopedBFS": Schedule(2),
-    "InterleavedZeroBubble": Schedule(2, splits_backward=True),
-    "ZBVZeroBubble": Schedule(2, is_v=True, splits_backward=True),
+STAGE_LAYOUTS: dict[str, StageLayout] = {
+    "GPipe": StageLayout(1),
+    "1F1B": StageLayout(1),
+    "Interleaved1F1B": StageLayout(2),
+    "LoopedBFS": StageLayout(2),
+    "InterleavedZeroBubble": StageLayout(2, splits_backward=True),
+    "ZBVZeroBubble": StageLayout(2, is_v=True, splits_backward=True),
 }
 
 
-class Pipeline(nn.Module):
+class PipelineModel(nn.Module):
     """This process's stages, to be called like the whole model, by all ranks of the pipeline with the same batch.
 
     In training a call runs the schedule and leaves the gradient of the micro-batch's mean loss in the parameters;
@@ -107,7 +107,7 @@ class Pipeline(nn.Module):
         for stage in self.stages:
             stage.begin(microbatches)
         # A compiled layer computes all its gradients at once: taken apart, it would compute them all twice.
-        eager = SCHEDULES[self.schedule_name].splits_backward
+        eager = STAGE_LAYOUTS[self.schedule_name].splits_backward
         with torch.compiler.set_stance("force_eager") if eager else nullcontext():
             return self.run(input_ids_BT, microbatches)
 
@@ -156,7 +156,7 @@ class Pipeline(nn.Module):
             for number, stage in self.numbered.items()
         ]
         schedule_class = get_schedule_class(self.schedule_name)
-        one = SCHEDULES[self.schedule_name].stages_per_rank == 1
+        one = STAGE_LAYOUTS[self.schedule_name].stages_per_rank == 1
         # scale_grads would divide what earlier micro-steps have accumulated as well; the losses are weighted instead.
         return schedule_class(
             stages[0] if one else stages, self.microbatches, loss_fn=output_as_loss, scale_grads=False
@@ -226,14 +226,14 @@ class PipelineParallel(ModelParallel):
 
     def __init__(self, precision: str, config: RunConfig):
         super().__init__(precision, config)
-        self.schedule = SCHEDULES[config.pipeline.schedule]
+        self.schedule = STAGE_LAYOUTS[config.pipeline.schedule]
         self.owners = self.schedule.owners(self.model_ranks)
         self.micro_batches_per_call = self.model_ranks
 
     @classmethod
     def problems(cls, config: RunConfig) -> list[str]:
         problems, name = super().problems(config), config.pipeline.schedule
-        schedule, batch = SCHEDULES[name], config.batch.sequences_per_micro_batch
+        schedule, batch = STAGE_LAYOUTS[name], config.batch.sequences_per_micro_batch
         parts = schedule.stages_per_rank * config.pipeline.microbatch_scale
         if batch % parts:
             below, above = batch // parts * parts, (batch // parts + 1) * parts
@@ -243,7 +243,7 @@ class PipelineParallel(ModelParallel):
                 f"nearest: {f'{below} or ' if below else ''}{above}"
             )
         if schedule.splits_backward and config.activation_checkpointing != "none":
-            others = ", ".join(other for other in SCHEDULES if not SCHEDULES[other].splits_backward)
+            others = ", ".join(other for other in STAGE_LAYOUTS if not STAGE_LAYOUTS[other].splits_backward)
             problems.append(
                 f"activation_checkpointing: {config.activation_checkpointing} does not run with pipeline.schedule "
                 f"{name}, which computes the gradients of inputs and of weights apart; use none, or one of {others}"
@@ -269,7 +269,7 @@ class PipelineParallel(ModelParallel):
         if cls.size_problems():
             return []
         ranks, name = parallel_size(cls.size_variable), config.pipeline.schedule
-        problem = layer_problem(model_config, len(SCHEDULES[name].owners(ranks)), ranks, name)
+        problem = layer_problem(model_config, len(STAGE_LAYOUTS[name].owners(ranks)), ranks, name)
         return [problem] if problem else []
 
     @property
@@ -285,7 +285,7 @@ class PipelineParallel(ModelParallel):
         mine = [number for number, owner in enumerate(self.owners) if owner == self.model_rank]
         stages = {number: Stage(model, ranges[number], self.precision) for number in mine}
         fill_stages(self.causal_lm, list(stages.values()), weights)
-        self.model = Pipeline(
+        self.model = PipelineModel(
             stages,
             self.owners,
             schedule=self.config.pipeline.schedule,

@@ -33,7 +33,7 @@ from pretrain.parallel.launcher import PRECISIONS, launcher_problems, processes_
 from pretrain.parallel.rendezvous import choose_interface, meet_afresh
 from pretrain.parallel.replicas import ReplicaGroup
 
-Value = TypeVar("Value")
+_Value = TypeVar("Value")
 
 
 def device_type() -> str:
@@ -299,7 +299,7 @@ class Strategy:
                 on_failure()
             raise error("; ".join(problems))
 
-    def by_main(self, work: Callable[[], Value], beat: Callable[[], None]) -> Value | None:
+    def by_main(self, work: Callable[[], _Value], beat: Callable[[], None]) -> _Value | None:
         """Runs `work` in a thread of the main rank while all ranks wait and call `beat`; its result is there alone.
 
         Where `beat` raises, which it must on all ranks alike, the work goes on with nobody waiting for it.

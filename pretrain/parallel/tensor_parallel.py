@@ -33,7 +33,7 @@ SUMMED = "replicated_with_grad_allreduce"
 """Style of a norm inside a split part: each process has the whole weight and the gradient of its own heads alone."""
 
 
-def plan_of(model_config: Any) -> dict[str, str]:
+def tensor_plan_of(model_config: Any) -> dict[str, str]:
     """The model's plan, {pattern of a module's name in the base model: style}; empty where it has none."""
     return dict(getattr(model_config, "base_model_tp_plan", None) or {})
 
@@ -45,7 +45,7 @@ def style_of(name: str, plan: Mapping[str, str]) -> str | None:
 
 def plan_problem(model_config: Any, size: int) -> str | None:
     """Why this model cannot be split over `size` processes, with what works; None if it can."""
-    plan = plan_of(model_config)
+    plan = tensor_plan_of(model_config)
     unknown = sorted(set(plan.values()) - {*STYLES, SUMMED})
     if not plan or unknown:
         reason = f"has {', '.join(unknown)} in its tensor-parallel plan" if unknown else "has no tensor-parallel plan"
@@ -93,7 +93,7 @@ class TensorParallel(ModelParallel):
     ) -> torch.nn.Module:
         """As in `Strategy`. No process ever holds more whole layers than one."""
         self.causal_lm = causal_lm = model.causal_lm
-        plan = plan_of(causal_lm.config)
+        plan = tensor_plan_of(causal_lm.config)
         for unit in units_of(causal_lm):
             weights.fill(causal_lm, unit)
             split(causal_lm, unit, plan, self.model_mesh, self.device)

@@ -31,7 +31,7 @@ from pretrain.training.run_plan import derive
 
 TOKENS_PER_DOCUMENT = 600
 """Of the random text that is used where the recipe's shards are not there."""
-STEPS, MOST_MICRO_STEPS = 20, 4
+CALIBRATION_STEPS, MOST_MICRO_STEPS = 20, 4
 FIRST_STEPS = 2
 """Steps that compile, and create the optimizer's state."""
 
@@ -198,7 +198,7 @@ def calibrate(config: RunConfig, strategy: Strategy) -> Measurement:
     tokens_per_micro_step = config.batch.sequences_per_micro_batch * config.data.sequence_length
     micro_steps = max(1, min(MOST_MICRO_STEPS, config.batch.tokens_per_step // tokens_per_micro_step))
     run = Steps(config, strategy)
-    timed = [run.step(number, micro_steps) for number in range(STEPS)][FIRST_STEPS:]
+    timed = [run.step(number, micro_steps) for number in range(CALIBRATION_STEPS)][FIRST_STEPS:]
     data = run.data
     del run
     gc.collect()

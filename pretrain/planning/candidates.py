@@ -19,7 +19,7 @@ from pretrain.gpus import Gpu
 from pretrain.memory.footprint import LAUNCHER_FILES, Layout, data_ranks, footprint, layout_of
 from pretrain.memory.parts import FP32, Memory, optimizer_elements, sizes_of
 from pretrain.model.flops import active_parameters, flops_per_token, matrix_parameters
-from pretrain.parallel.pipeline import SCHEDULES
+from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.strategy import STRATEGIES
 from pretrain.planning.step_time import ALONE, Hardware, RunWork, Speed
 from pretrain.training.run_plan import ramp_of, sequences_of, too_long
@@ -119,7 +119,9 @@ def consider(
     micro_batch = config.batch.sequences_per_micro_batch
     memory = need(micro_batch)
     parts = pipeline_parts(config) if name == "pp" else 1
-    fitting = largest([n for n in possible if n % parts == 0], lambda n: need(n).total <= hardware.usable_bytes)
+    fitting = largest_that_fits(
+        [n for n in possible if n % parts == 0], lambda n: need(n).total <= hardware.usable_bytes
+    )
     fits = memory.total <= hardware.usable_bytes
     notes = [] if micro_batch in possible else [batch_problem(config, ranks)]
     used = micro_batch if fits and micro_batch in possible else fitting
@@ -134,7 +136,7 @@ def consider(
     return Candidate(name, [], memory, fits, fitting, used, seconds, exposed, notes)
 
 
-def largest(ascending: list[int], fits) -> int | None:
+def largest_that_fits(ascending: list[int], fits) -> int | None:
     """The last of these that fits, where each needs more than the one before."""
     low, high = 0, len(ascending)
     while low < high:
@@ -154,7 +156,7 @@ def batch_problem(config: RunConfig, ranks: int) -> str:
 
 def pipeline_parts(config: RunConfig) -> int:
     """What sequences_per_micro_batch must be a multiple of under a pipeline."""
-    return SCHEDULES[config.pipeline.schedule].stages_per_rank * config.pipeline.microbatch_scale
+    return STAGE_LAYOUTS[config.pipeline.schedule].stages_per_rank * config.pipeline.microbatch_scale
 
 
 def strategy_problems(name: str, config: RunConfig, hardware: Hardware, layout: Layout, precision: str) -> list[str]:

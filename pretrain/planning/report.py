@@ -9,7 +9,7 @@ from typing import Any
 
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
-from pretrain.gpus import Gpu
+from pretrain.gpus import GIB, Gpu
 from pretrain.hardware import peak_flops
 from pretrain.memory.footprint import LAUNCHER_FILES, Layout, footprint
 from pretrain.model.flops import FORMULA
@@ -38,7 +38,6 @@ from pretrain.planning.step_time import (
 )
 from pretrain.units import bytes_text, count_text, duration_text
 
-GIB = 2**30
 TABLE_WIDTH = 132
 
 
@@ -323,10 +322,10 @@ def remarks(plan: Plan) -> list[str]:
             f"process; peak of tensors {bytes_text(measured)}, predicted {bytes_text(predicted)} "
             f"({predicted / measured - 1:+.1%})."
         )
-    return [*lines, "", *verdict(plan)]
+    return [*lines, "", *plan_verdict(plan)]
 
 
-def verdict(plan: Plan) -> list[str]:
+def plan_verdict(plan: Plan) -> list[str]:
     chosen = plan.recommended
     if chosen is None:
         return [

@@ -20,7 +20,7 @@ from pretrain.planning.calibration import measure_peak
 from pretrain.runs.history import read_metrics
 from pretrain.training.run_plan import derive
 
-STEPS = 100
+SMOKE_STEPS = 100
 FAILED = 1
 MEMORY_TOLERANCE = 0.15
 SMALL_BYTES = 32e6
@@ -36,7 +36,7 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
     whose earlier contents are removed. Returns 0 if every part passes, 1 if one fails, or the status of training.
     """
     run = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
-    steps = min(STEPS, run.total_steps)
+    steps = min(SMOKE_STEPS, run.total_steps)
     half = max(1, steps // 2)
     folder = config.output.with_name(f"{config.output.name}-smoke")
     config = short(config, folder, half)

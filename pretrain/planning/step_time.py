@@ -10,7 +10,7 @@ from pretrain.config import RunConfig
 from pretrain.gpus import Gpu
 from pretrain.memory.footprint import Layout, data_ranks
 from pretrain.memory.parts import FP32, Sizes
-from pretrain.parallel.pipeline import SCHEDULES
+from pretrain.parallel.pipeline import STAGE_LAYOUTS
 
 FRAGMENTATION = 0.08
 """Part of a GPU's memory that torch's allocator cannot use: pieces of the wrong size."""
@@ -115,7 +115,7 @@ class Speed:
 
 def bubble(config: RunConfig, ranks: int) -> float:
     """Time a pipeline's processes wait, relative to the time they compute (Narayanan et al., arXiv 2104.04473)."""
-    layout = SCHEDULES[config.pipeline.schedule]
+    layout = STAGE_LAYOUTS[config.pipeline.schedule]
     if layout.splits_backward:
         return 0.0
     microbatches = len(layout.owners(ranks)) * config.pipeline.microbatch_scale

@@ -72,7 +72,7 @@ def parse_arguments(description: str, argv: list[str] | None = None) -> argparse
 
 
 @dataclass(frozen=True)
-class Request:
+class PreparationRequest:
     """What the command line asks for. `vocabulary_size`: of the tokenizer to train; None where one is given.
 
     `output` is a folder of this machine; `destination` the URL to which it is copied, if any.
@@ -93,7 +93,7 @@ class Request:
     sample_bytes: int | None
 
 
-def read_request(arguments: argparse.Namespace) -> Request:
+def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     """What the command line asks for. Raises InputError with everything that is wrong with it."""
     from pretrain.data.tokenizer import load_tokenizer
     from pretrain.preparation.slices import parse_slice
@@ -106,7 +106,7 @@ def read_request(arguments: argparse.Namespace) -> Request:
         tokenizer = problems.attempt(load_tokenizer, arguments.tokenizer, arguments.end_of_document)
     output, destination = problems.attempt(_output, arguments) or (None, None)
     _, on_ray = _engine(arguments.engine)
-    request = Request(
+    request = PreparationRequest(
         documents,
         options,
         tokenizer,
@@ -141,7 +141,7 @@ def _missing(arguments: argparse.Namespace) -> list[str]:
     return problems
 
 
-def _division_problems(request: Request) -> list[str]:
+def _division_problems(request: PreparationRequest) -> list[str]:
     """What is wrong with --slice and --merge_slices."""
     from pretrain.preparation.slices import slice_problems
 
@@ -194,12 +194,17 @@ def _engine(given: str) -> tuple[str, bool]:
 
 def _options(arguments: argparse.Namespace) -> "PreparationOptions":
     """The options that decide the output's bytes. Raises InputError with everything that is wrong with them."""
-    from pretrain.preparation.documents.formats import UNITS
+    from pretrain.preparation.documents.formats import DOCUMENT_UNITS
     from pretrain.preparation.encode import ENGINES
     from pretrain.preparation.plan import PreparationOptions
 
     problems = Problems()
-    choices = {"documents": UNITS, "on_error": ("stop", "skip"), "engine": ENGINES, "format": ("shards", "megatron")}
+    choices = {
+        "documents": DOCUMENT_UNITS,
+        "on_error": ("stop", "skip"),
+        "engine": ENGINES,
+        "format": ("shards", "megatron"),
+    }
     for name, allowed in choices.items():
         given = _engine(arguments.engine)[0] if name == "engine" else getattr(arguments, name)
         if given not in allowed:

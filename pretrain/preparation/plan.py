@@ -9,7 +9,7 @@ from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
 from pretrain.preparation.documents.records import Reading
-from pretrain.preparation.documents.sources import Part, Position, Source, expected_bytes, parts_of, slice_range
+from pretrain.preparation.documents.sources import InputFile, Part, Position, expected_bytes, parts_of, slice_range
 from pretrain.preparation.documents.urls import fingerprint, size_of
 
 SHOWN_DIFFERENCES = 8
@@ -36,7 +36,7 @@ class Documents(Protocol):
 class Files:
     """Documents from files, of this machine or by URL. slice: (number, count) of the slice that is read; None: all."""
 
-    sources: Sequence[Source]
+    sources: Sequence[InputFile]
     slice: tuple[int, int] | None = None
     maximum_documents: None = None
 

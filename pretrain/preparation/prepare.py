@@ -36,7 +36,7 @@ SKIPPED_COUNTS = ("empty_documents", "filtered_documents", "duplicate_documents"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PreparationOutcome:
     """How a preparation ended. `already_done` means that nothing had to be made; seconds are this process's."""
 
     manifest: Manifest
@@ -67,7 +67,7 @@ def prepare(
     say: Callable[[str], None] = print,
     report: Report = lambda tally: None,
     encode: Encode | None = None,
-) -> Outcome:
+) -> PreparationOutcome:
     """Makes, continues or recognises the prepared folder `output`.
 
     encode: the encoded parts from a position on; None: by `workers` processes of this machine.
@@ -133,7 +133,7 @@ def _disk_problem(output: Path, error: OSError) -> str:
     )
 
 
-def _finished(output: Path, plan: dict[str, Any]) -> Outcome | None:
+def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
     if not (output / MANIFEST_FILE).is_file():
         return None
     manifest = read_manifest(output)
@@ -147,7 +147,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> Outcome | None:
         validation_tokens=totals[1][0],
         **{name: made_from["skipped"].get(name, 0) for name in SKIPPED_COUNTS},
     )
-    return Outcome(manifest, tally, already_done=True, continued=False, seconds=0.0, tokens_made=0)
+    return PreparationOutcome(manifest, tally, already_done=True, continued=False, seconds=0.0, tokens_made=0)
 
 
 def _check_free(output: Path) -> None:
@@ -192,7 +192,7 @@ class _Run:
         # What an earlier process left is not this one's to throw away.
         self.worth_keeping = self.plan_path.exists()
 
-    def complete(self, engine: str, say: Callable[[str], None]) -> Outcome:
+    def complete(self, engine: str, say: Callable[[str], None]) -> PreparationOutcome:
         """Tokenises what is left and writes the manifest."""
         started = time.monotonic()
         progress = self._load_progress()
@@ -217,7 +217,9 @@ class _Run:
             tally, shards = self._tokenise(None, ReferenceEncoder(self.tokenizer))
         manifest = self._finish(tally, shards)
         seconds = time.monotonic() - started
-        return Outcome(manifest, tally, False, progress is not None, seconds, tally.tokens - before, dict(self.stages))
+        return PreparationOutcome(
+            manifest, tally, False, progress is not None, seconds, tally.tokens - before, dict(self.stages)
+        )
 
     def _load_progress(self) -> dict[str, Any] | None:
         if not self.plan_path.is_file():

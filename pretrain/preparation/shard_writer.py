@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from pretrain.data import megatron
-from pretrain.data.document_index import DOCUMENT, SUFFIX, index_of, tokens_of
+from pretrain.data.document_index import DOCUMENT, DOCUMENTS_SUFFIX, index_path, tokens_of
 from pretrain.data.manifest import SPLITS, Shard, id_dtype
 from pretrain.data.shards import VERIFY_BLOCK_BYTES, sha256_of
 from pretrain.errors import InputError
@@ -91,7 +91,7 @@ class ShardWriter:
         known = {name for shard in self._finished for name in (shard.file, *shard.beside)}
         for split, fields in (state or {}).get("open", {}).items():
             path = self._folder / _file_name(split, fields["number"])
-            known |= {path.name, index_of(path).name}
+            known |= {path.name, index_path(path).name}
         for path in shard_files(self._folder):
             if path.name not in known:
                 path.unlink()
@@ -105,7 +105,7 @@ class ShardWriter:
     def _opened_files(self, split: str, shard: _OpenShard) -> _OpenShard:
         path = self._folder / _file_name(split, shard.number)
         shard.ids = _HashedFile(path, shard.tokens * self._dtype.itemsize)
-        shard.index = _HashedFile(index_of(path), shard.documents * DOCUMENT.itemsize)
+        shard.index = _HashedFile(index_path(path), shard.documents * DOCUMENT.itemsize)
         return shard
 
     def write(self, split: str, ids: np.ndarray, documents: np.ndarray) -> None:
@@ -145,7 +145,7 @@ class ShardWriter:
         sha256 = shard.ids.finish()
         beside = {shard.index.path.name: shard.index.finish()}
         if self._with_megatron_index:
-            path = shard.ids.path.with_suffix(megatron.SUFFIX)
+            path = shard.ids.path.with_suffix(megatron.IDX_SUFFIX)
             tokens = tokens_of(np.fromfile(shard.index.path, DOCUMENT))
             write_durably(path, megatron.index_bytes(tokens, self._dtype_name))
             beside[path.name] = sha256_of(path)
@@ -194,5 +194,5 @@ def _file_name(split: str, number: int) -> str:
 
 def shard_files(folder: Path) -> list[Path]:
     """Every file of a shard in a folder: ids and what stands beside them."""
-    names = [f"{split}-*{suffix}" for split in SPLITS for suffix in (".bin", SUFFIX, megatron.SUFFIX)]
+    names = [f"{split}-*{suffix}" for split in SPLITS for suffix in (".bin", DOCUMENTS_SUFFIX, megatron.IDX_SUFFIX)]
     return sorted(path for name in names for path in folder.glob(name))

@@ -22,7 +22,7 @@ from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
 from pretrain.preparation.deduplicate import document_hashes
 from pretrain.preparation.documents.records import Reading, Record
-from pretrain.preparation.documents.sources import Part, Position, Source, records_of_part
+from pretrain.preparation.documents.sources import InputFile, Part, Position, records_of_part
 from pretrain.preparation.encode import Encoder, FastEncoder
 
 PARTS_AHEAD_PER_WORKER = 2
@@ -196,7 +196,7 @@ class PartEncoder:
         return self._encoder.disagreement([t[:SAMPLE_BYTES].decode(errors="ignore").encode() for t in compared])
 
 
-def _problem(documents_before: int, source: Source, record: Record) -> Problem:
+def _problem(documents_before: int, source: InputFile, record: Record) -> Problem:
     place = record.place
     return Problem(documents_before, source.place(place), source.recorded_place(place), record.problem)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.errors import InputError, Problems, did_you_mean, is_first_on_machine
-from pretrain.files import MANIFEST_FILE, damage
+from pretrain.files import SEAL_FILE, damage
 from pretrain.runs.history import read_metrics
 from pretrain.runs.run_folder import METRICS_FILE, best_step, checkpoint_folders, read_state
 
@@ -146,7 +146,7 @@ def trunk_checkpoint(text: str) -> Path:
 
 
 def _refuse_damaged(text: str, folder: Path) -> None:
-    if (folder / MANIFEST_FILE).is_file() and (problems := damage(folder)):
+    if (folder / SEAL_FILE).is_file() and (problems := damage(folder)):
         raise InputError(f"--model {text}: {folder} is damaged: {'; '.join(problems)}; give another checkpoint")
 
 

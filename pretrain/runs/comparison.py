@@ -21,22 +21,24 @@ EXPORTED = ("train", "validation", "evaluation")
 WIDEST_CELL = 44
 
 
-def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:
     """{'a': {'b': 1}} -> {'a.b': 1}; lists of plain values stay whole, others go by position."""
     if isinstance(values, dict) and values:
         return {
-            key: leaf for name, value in values.items() for key, leaf in flatten(value, f"{prefix}{name}.").items()
+            key: leaf
+            for name, value in values.items()
+            for key, leaf in flatten_settings(value, f"{prefix}{name}.").items()
         }
     if isinstance(values, list) and any(isinstance(value, dict | list) for value in values):
-        return flatten(dict(enumerate(values)), prefix)
+        return flatten_settings(dict(enumerate(values)), prefix)
     return {prefix.removesuffix("."): values}
 
 
-def settings_of(run: Path) -> dict[str, Any]:
+def recorded_settings(run: Path) -> dict[str, Any]:
     """Every setting that the run's folder records, by dotted name; files that are missing are left out."""
     settings = {}
     for name, prefix in RECORDS.items():
-        settings |= {f"{prefix}{key}": value for key, value in flatten(_record(run / name)).items() if key}
+        settings |= {f"{prefix}{key}": value for key, value in flatten_settings(_record(run / name)).items() if key}
     return settings
 
 
@@ -52,7 +54,7 @@ def _record(path: Path) -> dict:
     return values if isinstance(values, dict) else {}
 
 
-def differences(settings: list[dict[str, Any]]) -> dict[str, list[Any]]:
+def setting_differences(settings: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """{name: its value in each run} of the settings that differ; None where a run has no such setting."""
     names = dict.fromkeys(itertools.chain.from_iterable(settings))
     rows = {name: [of_run.get(name) for of_run in settings] for name in names}
@@ -117,8 +119,8 @@ def comparison_text(runs: list[tuple[History, RunStatus]]) -> str:
     """Settings that differ and results, one column per run."""
     histories = [history for history, _ in runs]
     header = ["", *names_of(histories)]
-    settings = [settings_of(history.folder) for history in histories]
-    differ = differences(settings)
+    settings = [recorded_settings(history.folder) for history in histories]
+    differ = setting_differences(settings)
     # Where a run writes is its name, which heads the column.
     shown = {name: row for name, row in differ.items() if name not in ("output", "model.transformers_version")}
     lines = ["settings that differ"]
@@ -146,7 +148,7 @@ def _cell(value: Any) -> str:
 
 def summary_text(history: History, status: RunStatus) -> str:
     """A run on one page: what it is, what it came to, what happened to it."""
-    settings = settings_of(history.folder)
+    settings = recorded_settings(history.folder)
     start = history.last("start")
     parameters = f", {start['parameters']:,} parameters" if is_number(start.get("parameters")) else ""
     data = [value for key, value in settings.items() if key.startswith("data.") and key.endswith(".shards")]

@@ -20,7 +20,7 @@ from pathlib import Path
 from pretrain.errors import InputError
 from pretrain.runs.history import last_start, require_run
 from pretrain.runs.run_folder import read_json
-from pretrain.runs.status import is_alive, read_status, state_text
+from pretrain.runs.status import is_training, read_status, state_text
 
 COMMANDS = {
     "save": "save a checkpoint now and go on",
@@ -101,7 +101,7 @@ def send(run: Path, command: str, request_id: str | None = None) -> dict:
     Raises InputError for a folder that is no run, a run that no process trains, and a folder that cannot be written.
     """
     require_run(run)
-    if not is_alive(run):
+    if not is_training(run):
         raise InputError(_not_alive(run, command))
     start = last_start(run)
     start_id = start.get("start_id", start.get("time"))
@@ -145,7 +145,7 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: C
     start, command = time.monotonic(), request["command"]
     while (waited := time.monotonic() - start) < timeout_seconds:
         # Asked before the answer is read: a trainer that stops answers first and dies then.
-        alive = is_alive(run)
+        alive = is_training(run)
         answer = read_json(run / ANSWER_FILE)
         if answer.get("id") == request["id"] and isinstance(answer.get("step"), int):
             return DONE[command].format(step=answer["step"])

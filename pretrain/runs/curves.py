@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from pretrain.runs.comparison import differences, results_of, settings_of
+from pretrain.runs.comparison import recorded_settings, results_of, setting_differences
 from pretrain.runs.history import MARKS, Event, History, is_number
 from pretrain.runs.status import RunStatus, event_text
 
@@ -51,7 +51,7 @@ def curves_of(name: str, history: History, status: RunStatus) -> RunCurves:
         folder=str(history.folder),
         state=status.state,
         results=results_of(history, status),
-        settings={key: str(value) for key, value in settings_of(history.folder).items()},
+        settings={key: str(value) for key, value in recorded_settings(history.folder).items()},
         flops_are_exact=exact,
         train={**place.of(train), **{key: [_number(e.get(key)) for e in train] for key in MEASURES}},
         train_means=means,
@@ -162,5 +162,5 @@ def _marks(history: History, place: Places) -> list[dict[str, Any]]:
 
 def differing_settings(runs: list[RunCurves]) -> dict[str, list[str]]:
     """{setting: its value in each run}, of those that differ; where a run writes is its name."""
-    rows = differences([run.settings for run in runs])
+    rows = setting_differences([run.settings for run in runs])
     return {name: ["-" if value is None else value for value in row] for name, row in rows.items() if name != "output"}

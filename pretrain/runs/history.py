@@ -21,7 +21,7 @@ BESIDE = frozenset({"evaluation", "publish"})
 """Events that other processes write, also long after the run's own has ended."""
 MARKS = ("resume", "checkpoint", "spike", "skip", "explosion", "divergence", "rollback", "control", "warning", "end")
 """Events worth a mark on a plot, beside the curves."""
-BLOCK_BYTES = 1 << 16
+READ_BACK_BYTES = 1 << 16
 MOST_SOURCES = 20
 
 Event = dict[str, Any]
@@ -281,7 +281,7 @@ def read_end(run: Path, *, lines: int = 2000, look_back_bytes: int = 1 << 22) ->
     """
     with open(run / METRICS_FILE, "rb") as file:
         size = file.seek(0, os.SEEK_END)
-        length = BLOCK_BYTES
+        length = READ_BACK_BYTES
         while True:
             file.seek(max(0, size - length))
             block = file.read(min(size, length))

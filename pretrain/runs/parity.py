@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.errors import EXIT_BAD_INPUT, InputError, did_you_mean
+from pretrain.files import ROOT
 from pretrain.recipe import read_run_config
 
-ROOT = Path(__file__).parents[2]
 REFERENCE = "single"
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, None), "fp16": (2e-2, None)}
 """{precision: (largest difference of the loss, largest relative difference of the gradient norm)}. In half precision
@@ -31,7 +31,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StrategyOutcome:
     """What became of one strategy."""
 
     curve: Curve | None
@@ -65,7 +65,7 @@ def measure_parity(
     if problems:
         raise InputError(*problems)
     overrides = run_overrides(recipe, steps, precision)
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, StrategyOutcome] = {}
     for number, name in enumerate(strategies, start=1):
         count = 1 if name == REFERENCE else processes
         on = "1 process" if count == 1 else f"{count} processes"
@@ -79,7 +79,7 @@ def measure_parity(
     if precision == "fp32" and optimizer in COMPUTE_IN_BF16 and multiplies_in_bf16():
         print(f"{optimizer} computes its updates in bf16 here: losses are compared as those of bf16.\n")
         precision = "bf16"
-    return report(outcomes, TOLERANCES[precision], output)
+    return report_parity(outcomes, TOLERANCES[precision], output)
 
 
 def multiplies_in_bf16() -> bool:
@@ -100,7 +100,7 @@ def run_overrides(recipe: Path, steps: int, precision: str) -> list[str]:
     ]
 
 
-def train_under(name: str, processes: int, recipe: Path, output: Path, overrides: list[str]) -> Outcome:
+def train_under(name: str, processes: int, recipe: Path, output: Path, overrides: list[str]) -> StrategyOutcome:
     """What one run made. What it said is in output.log."""
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch"),
@@ -113,8 +113,8 @@ def train_under(name: str, processes: int, recipe: Path, output: Path, overrides
     with open(log, "w", encoding="utf-8") as file:
         status = subprocess.run(command, cwd=ROOT, env=os.environ, stdout=file, stderr=subprocess.STDOUT).returncode
     if status == 0:
-        return Outcome(read_curve(output / "metrics.jsonl"))
-    return Outcome(None, tuple(refusals(log.read_text(encoding="utf-8", errors="replace"), status)))
+        return StrategyOutcome(read_curve(output / "metrics.jsonl"))
+    return StrategyOutcome(None, tuple(refusals(log.read_text(encoding="utf-8", errors="replace"), status)))
 
 
 def refusals(log: str, status: int) -> list[str]:
@@ -141,7 +141,7 @@ def read_curve(metrics: Path) -> Curve:
     return Curve(by_step("loss"), by_step("grad_norm"))
 
 
-def table(title: str, curves: Mapping[str, Mapping[int, float]], relative: bool) -> str:
+def distance_table(title: str, curves: Mapping[str, Mapping[int, float]], relative: bool) -> str:
     """Every step's value of the reference, and how far each strategy is from it, the largest distance last.
 
     A dot is equality to the last digit.
@@ -158,7 +158,9 @@ def table(title: str, curves: Mapping[str, Mapping[int, float]], relative: bool)
     for step, value in reference.items():
         distances = {n: distance(c.get(step, math.nan), value, relative) for n, c in others.items()}
         lines.append(row(f"{step:,}", f"{value:.6f}", distances))
-    lines.append(row("largest", "", {name: largest(curve, reference, relative) for name, curve in others.items()}))
+    lines.append(
+        row("largest", "", {name: largest_distance(curve, reference, relative) for name, curve in others.items()})
+    )
     return "\n".join(lines)
 
 
@@ -170,20 +172,24 @@ def distance(found: float, expected: float, relative: bool) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def largest(curve: Mapping[int, float], reference: Mapping[int, float], relative: bool) -> float:
+def largest_distance(curve: Mapping[int, float], reference: Mapping[int, float], relative: bool) -> float:
     """The largest distance over the reference's steps; inf where one of the two has a step that the other lacks."""
     if curve.keys() != reference.keys():
         return math.inf
     return max((distance(curve[step], reference[step], relative) for step in reference), default=0.0)
 
 
-def report(outcomes: Mapping[str, Outcome], tolerances: tuple[float, float | None], output: Path) -> int:
+def report_parity(
+    outcomes: Mapping[str, StrategyOutcome], tolerances: tuple[float, float | None], output: Path
+) -> int:
     """Prints curves and verdicts, writes the verdicts to parity.json; 0 if all that could run are near enough."""
     loss_tolerance, norm_tolerance = tolerances
     curves = {name: outcome.curve for name, outcome in outcomes.items() if outcome.curve is not None}
     losses, norms = ({n: getattr(c, key) for n, c in curves.items()} for key in ("loss", "grad_norm"))
-    print(table(f"Loss, and differences from {REFERENCE}", losses, relative=False))
-    print("\n" + table(f"Gradient norm, and relative differences from {REFERENCE}", norms, relative=True) + "\n")
+    print(distance_table(f"Loss, and differences from {REFERENCE}", losses, relative=False))
+    print(
+        "\n" + distance_table(f"Gradient norm, and relative differences from {REFERENCE}", norms, relative=True) + "\n"
+    )
     results: dict[str, dict] = {}
     for name, outcome in outcomes.items():
         if name == REFERENCE:
@@ -191,18 +197,18 @@ def report(outcomes: Mapping[str, Outcome], tolerances: tuple[float, float | Non
         if outcome.curve is None:
             results[name] = {"refused": outcome.refusals} if outcome.refusals else {"failed": f"{output / name}.log"}
             continue
-        loss = largest(losses[name], losses[REFERENCE], relative=False)
-        norm = largest(norms[name], norms[REFERENCE], relative=True)
+        loss = largest_distance(losses[name], losses[REFERENCE], relative=False)
+        norm = largest_distance(norms[name], norms[REFERENCE], relative=True)
         same = loss <= loss_tolerance and (norm_tolerance is None or norm <= norm_tolerance)
         results[name] = {"loss": loss, "grad_norm": norm, "same": same}
     for name, result in results.items():
-        print(f"  {name:<20} {verdict(result)}")
+        print(f"  {name:<20} {parity_verdict(result)}")
     (output / "parity.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     bounds = f"loss within {loss_tolerance:g}" + (f", norm within {norm_tolerance:g}" if norm_tolerance else "")
     return conclude(results, bounds)
 
 
-def verdict(result: Mapping) -> str:
+def parity_verdict(result: Mapping) -> str:
     """One strategy's result in words."""
     if "refused" in result:
         return "refused: " + ("\n" + 32 * " ").join(result["refused"])

@@ -33,7 +33,7 @@ MOST_SCORE_PANELS = 9
 MARK_HEIGHT = 0.035
 """Of a run's line of event marks, as a share of the panel."""
 SMOOTHED_SHARE = 0.04
-BEGINNING = 0.02
+SHARE_LEFT_OUT_OF_RANGE = 0.02
 """Share of a run that does not decide the range of the loss."""
 
 
@@ -173,7 +173,7 @@ def _draw_marks(axis: Any, runs: list[RunCurves], position: str) -> None:
 def _leave_out_beginning(axis: Any, curves: list[tuple[list[float], list[float]]], *, marks: bool) -> None:
     """The axis fits what comes after the first 2 %: the fall from the initial loss would flatten all the rest."""
     end = max((x[-1] for x, _ in curves if x), default=0)
-    later = [value for x, y in curves for at, value in zip(x, y, strict=True) if at >= BEGINNING * end]
+    later = [value for x, y in curves for at, value in zip(x, y, strict=True) if at >= SHARE_LEFT_OUT_OF_RANGE * end]
     if later:
         spread = (max(later) - min(later)) or 1.0
         below = MARK_HEIGHT * (len(curves) + 0.5) if marks else 0.0

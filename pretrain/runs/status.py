@@ -12,9 +12,9 @@ from pretrain.runs.history import Event, first_event, is_number, last_start, rea
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, heartbeat_path, read_json
 from pretrain.units import count_text, duration_text, table
 
-HEARTBEAT_SECONDS = 60.0
+STALE_HEARTBEAT_SECONDS = 60.0
 """A heartbeat older than this says that the process is gone or hangs; it is written every few seconds."""
-SILENCE_SECONDS = 60.0
+LONG_STEP_SECONDS = 60.0
 SHOWN_EVENTS = 8
 SPARKS = "▁▂▃▄▅▆▇█"
 
@@ -53,7 +53,7 @@ class RunStatus:
         return self.step / self.total_steps if self.step is not None and self.total_steps else None
 
 
-def is_alive(run: Path) -> bool | None:
+def is_training(run: Path) -> bool | None:
     """Whether a process trains this run now; None if nothing in the folder can tell.
 
     On the machine of the process its lock tells, from elsewhere its heartbeat.
@@ -67,7 +67,7 @@ def is_alive(run: Path) -> bool | None:
         return None
     # The clock of the writer and that of the disk may each be off: the later one counts.
     last = max(touched, read_json(heartbeat_path(run)).get("time") or 0.0)
-    return time.time() - last < HEARTBEAT_SECONDS
+    return time.time() - last < STALE_HEARTBEAT_SECONDS
 
 
 def _holds_lock(path: Path, holder: dict) -> bool:
@@ -94,10 +94,10 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
     heartbeat = read_json(heartbeat_path(run))
     last = {event["event"]: event for event in events}
     train, start = last.get("train", {}), last.get("start", {})
-    alive, end = is_alive(run), _end_of(events)
+    alive, end = is_training(run), _end_of(events)
     age = time.time() - (run / METRICS_FILE).stat().st_mtime
     if alive is None:
-        alive = end is None and age < HEARTBEAT_SECONDS
+        alive = end is None and age < STALE_HEARTBEAT_SECONDS
     reached = (train.get("step"), start.get("step"), last.get("rollback", {}).get("to_step"))
     step = next((step for step in reached if is_number(step)), None)
     total_steps = _total_steps(run, events, heartbeat, step)
@@ -205,7 +205,7 @@ def status_text(status: RunStatus) -> str:
             f"{'█' * filled}{'░' * (30 - filled)} {status.progress:.1%} · "
             f"step {status.step:,} of {status.total_steps:,}{tokens}"
         )
-    if status.silent_seconds is not None and status.silent_seconds >= SILENCE_SECONDS:
+    if status.silent_seconds is not None and status.silent_seconds >= LONG_STEP_SECONDS:
         rows["silence"] = f"nothing from its loop for {duration_text(status.silent_seconds)}: a long step, or it hangs"
     if status.seconds_left is not None:
         finish = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + status.seconds_left))

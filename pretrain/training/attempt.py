@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from pretrain.checkpoint.run_state import RunStopped
+from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.config import RunConfig
 from pretrain.errors import CRASHED, EXIT_BAD_INPUT, EXIT_CRASH_LOOP, EXIT_INTERRUPTED, InputError, end_now
 from pretrain.hardware import memory_bytes
@@ -21,11 +21,11 @@ from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE
 from pretrain.training.metrics import Metrics
 
 RESTARTS_WITHOUT_PROGRESS = 3
-SILENCE_SECONDS = 30.0
+ABANDONED_LOCK_SECONDS = 30.0
 """A holder on another machine that has not touched its lock for so long is gone; it touches it every 2 s."""
 
 
-class CrashLoop(RunStopped):
+class CrashLoopError(RunStoppedError):
     """The run fails at the same place every time it is started."""
 
     exit_code = EXIT_CRASH_LOOP
@@ -43,7 +43,7 @@ def attempt(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], in
         metrics = Metrics(config.output, is_main=strategy.is_main)
         try:
             return train(metrics)
-        except RunStopped as stop:  # all ranks know
+        except RunStoppedError as stop:  # all ranks know
             metrics.end(stop.exit_code, str(stop))
             return stop.exit_code
         except InputError as error:
@@ -74,7 +74,7 @@ def sole_use(run: Path, strategy: Strategy) -> Iterator[None]:
         if strategy.is_main:
             try:
                 run.mkdir(parents=True, exist_ok=True)
-                held.enter_context(folder_lock(run / LOCK_FILE, silence_seconds=SILENCE_SECONDS))
+                held.enter_context(folder_lock(run / LOCK_FILE, silence_seconds=ABANDONED_LOCK_SECONDS))
             except InputError as error:
                 problems = error.problems
             except OSError as error:
@@ -104,7 +104,7 @@ def refuse_crash_loop(run: Path, step: int, strategy: Strategy) -> None:
     # The main rank reads for all: it writes the end of this very start there, and a slower rank would go on alone.
     crashes, furthest = strategy.gather(crashes_without_progress(run, step))[0]
     if crashes > RESTARTS_WITHOUT_PROGRESS:
-        raise CrashLoop(
+        raise CrashLoopError(
             f"started {crashes} times from step {step:,} and never came further than step {furthest:,}: the end of "
             f"{run}/train.log and the stacks in {run} say why; once that is mended, the same command tries again"
         )

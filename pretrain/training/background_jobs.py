@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain import config
+from pretrain.files import ROOT
 from pretrain.parallel.launcher import environment_alone
 from pretrain.parallel.strategy import Strategy
 from pretrain.processes import hold_while_open, is_held
@@ -19,7 +20,6 @@ from pretrain.runs.publishing.hub_upload import cut_short, publish_in_background
 from pretrain.runs.publishing.publish import EVALUATIONS, evaluation_log
 from pretrain.training.metrics import Metrics
 
-ROOT = Path(__file__).parents[2]
 THEN_REMOVE = '"$@"; status=$?; rm -rf -- "$0"; exit $status'
 """For a shell: runs a command, removes the folder that stands before it, and exits as the command did."""
 

@@ -5,7 +5,7 @@ import torch
 from pretrain.config import RunConfig
 from pretrain.hardware import emulation_of_bf16
 from pretrain.optim.learning_rate import learning_rate_for_parameters
-from pretrain.training.run_plan import Derived
+from pretrain.training.run_plan import RunPlan
 from pretrain.units import count_text
 
 FAR = 5.0
@@ -14,7 +14,7 @@ FAR_FOR_ANOTHER_OPTIMIZER = 2.0
 """The same where the command line names the optimizer and the rate is the recipe's, made for its own."""
 
 
-def cautions(config: RunConfig, run: Derived, overridden: frozenset[str], device: torch.device) -> list[str]:
+def cautions(config: RunConfig, run: RunPlan, overridden: frozenset[str], device: torch.device) -> list[str]:
     """One sentence or two for each; takes a fifth of a second where bf16 is emulated, else nothing.
 
     Args:
@@ -30,7 +30,7 @@ def emulated_precision(config: RunConfig, device: torch.device) -> str | None:
     return f"precision: {problem}; use precision: fp32 or auto" if problem else None
 
 
-def unusual_learning_rate(config: RunConfig, run: Derived, overridden: frozenset[str]) -> str | None:
+def unusual_learning_rate(config: RunConfig, run: RunPlan, overridden: frozenset[str]) -> str | None:
     """That the peak is far from what auto would be for this optimizer and size; None where it is near, or auto."""
     optim, stated = config.optim, run.peak_learning_rate
     if optim.learning_rate == "auto":

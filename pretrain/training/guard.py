@@ -36,7 +36,7 @@ class Finding:
     stop: bool = False
 
 
-class Guard:
+class StepGuard:
     """Judges each step's report.
 
     Args:

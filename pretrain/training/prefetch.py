@@ -5,7 +5,7 @@ from typing import Any
 
 from pretrain.model.inputs import HostBatch
 from pretrain.parallel.strategy import Strategy
-from pretrain.training.run_plan import Derived
+from pretrain.training.run_plan import RunPlan
 
 
 class ReadAhead:
@@ -15,9 +15,9 @@ class ReadAhead:
         self.strategy = strategy
         # One thread reads them all: what a run's `Batches` remembers between reads needs no lock then.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read_ahead")
-        self._begun: tuple[Derived, int, int, Future[HostBatch]] | None = None
+        self._begun: tuple[RunPlan, int, int, Future[HostBatch]] | None = None
 
-    def micro_batch(self, run: Derived, step: int, micro_step: int) -> dict[str, Any]:
+    def micro_batch(self, run: RunPlan, step: int, micro_step: int) -> dict[str, Any]:
         """The model's arguments for one call of this process, on its device; begins to read what comes after.
 
         Raises InputError for shards that have been damaged since the start.
@@ -31,5 +31,5 @@ class ReadAhead:
             self._begun = (run, *following, self._begin(run, *following))
         return batch.on_device(self.strategy.device, run.attention)
 
-    def _begin(self, run: Derived, step: int, micro_step: int) -> Future[HostBatch]:
+    def _begin(self, run: RunPlan, step: int, micro_step: int) -> Future[HostBatch]:
         return self._thread.submit(run.micro_batch, step, micro_step, self.strategy)

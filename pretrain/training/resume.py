@@ -5,11 +5,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.checkpoints import Checkpoints, SavedRun, SaveFailed, load_saved
-from pretrain.checkpoint.run_state import NumericStop, RunState, record_rollbacks, recorded_rollbacks
+from pretrain.checkpoint.checkpoints import Checkpoints, SavedRun, SaveError, load_saved
+from pretrain.checkpoint.run_state import NumericStopError, RunState, record_rollbacks, recorded_rollbacks
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
-from pretrain.files import MANIFEST_FILE
+from pretrain.files import SEAL_FILE
 from pretrain.parallel.strategy import Strategy
 from pretrain.runs.addresses import trunk_checkpoint
 from pretrain.runs.run_folder import step_of
@@ -17,7 +17,7 @@ from pretrain.training.attempt import refuse_crash_loop
 from pretrain.training.background_jobs import publish_beside
 from pretrain.training.guard import Finding
 from pretrain.training.metrics import Metrics
-from pretrain.training.run_plan import Derived, identity_problems
+from pretrain.training.run_plan import RunPlan, identity_problems
 
 
 class Continuation:
@@ -32,7 +32,7 @@ class Continuation:
     """
 
     def __init__(
-        self, config: RunConfig, plan: Derived, overridden: frozenset[str], strategy: Strategy, metrics: Metrics
+        self, config: RunConfig, plan: RunPlan, overridden: frozenset[str], strategy: Strategy, metrics: Metrics
     ):
         self.config, self.plan, self.strategy, self.metrics = config, plan, strategy, metrics
         self.checkpoints = Checkpoints(config.output, strategy, config.checkpoint)
@@ -55,7 +55,7 @@ class Continuation:
         recorded = strategy.gather(recorded_rollbacks(config.output))[0]
         self.state.rollbacks = max(self.state.rollbacks, recorded, key=len)
         metrics.stands_at(self.state.step, self.state.tokens)
-        final = config.output / "final" / MANIFEST_FILE
+        final = config.output / "final" / SEAL_FILE
         self.is_done: bool = strategy.gather(self.state.step >= self.run.total_steps and final.exists())[0]
         if not self.is_done:
             refuse_crash_loop(config.output, self.state.step, strategy)
@@ -75,7 +75,7 @@ class Continuation:
                 "such as --optim.schedule constant"
             )
         final = self.config.output / "final"
-        with self.strategy.together(SaveFailed):
+        with self.strategy.together(SaveError):
             if self.strategy.is_main and final.exists():
                 final.rename(final.with_name(f"final-{self.found.name}"))
         self.strategy.print(f"goes on from {stable.name}: the learning rate had not begun to decay there")
@@ -96,7 +96,7 @@ class Continuation:
         self.state.validation_loss = None
 
     @property
-    def run(self) -> Derived:
+    def run(self) -> RunPlan:
         """The plan as it is in effect: without the data that was left out, with the end that was asked for."""
         run = self.plan.leaving_out(self.state.left_out)
         return run.annealing(self.state.anneal_from, self.state.anneal_steps)
@@ -143,7 +143,7 @@ class Continuation:
         self.checkpoints.wait(beat)
         self.report_saves()
         if required and not self.is_saved:
-            raise SaveFailed(f"the checkpoint of step {self.state.step:,} could not be written: see train.log")
+            raise SaveError(f"the checkpoint of step {self.state.step:,} could not be written: see train.log")
 
     def report_saves(self) -> None:
         """Tells of the saves that have ended since the last call; ranks need not call in the same step."""
@@ -165,7 +165,7 @@ class Continuation:
         if self.config.hub.every == "milestones" and milestones and step % milestones == 0:
             publish_beside(self.config, step, self.metrics)
 
-    def anneal(self) -> Derived:
+    def anneal(self) -> RunPlan:
         """The final decay begins now; returns the run as it is from here on."""
         if self.state.anneal_from is None:
             left = self.run.total_steps - self.state.step
@@ -182,13 +182,13 @@ class Continuation:
         """
         guard, state = self.config.guard, self.state
         if not finding.roll_back or guard.roll_back == "off" or len(state.rollbacks) >= guard.max_rollbacks:
-            raise NumericStop(f"{finding.message}; the run went back {len(state.rollbacks)} times before")
+            raise NumericStopError(f"{finding.message}; the run went back {len(state.rollbacks)} times before")
         first, last = finding.roll_back
         log = self.strategy.print
         target = self.checkpoints.newest_valid(log, at_most=max(first - 1 - guard.distance, 0), beat=beat)
         target = target or self.checkpoints.newest_valid(log, at_most=first - 1, beat=beat)
         if target is None:
-            raise NumericStop(f"{finding.message}; there is no checkpoint from before to go back to")
+            raise NumericStopError(f"{finding.message}; there is no checkpoint from before to go back to")
         self.saved = load_saved(target)
         earlier = RunState(**self.saved.contents["state"])
         skips = guard.roll_back == "skip_data"

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pretrain.config import Cadence, RunConfig
-from pretrain.data.batches import Batches, SkippedRange, open_sources
+from pretrain.data.batches import Batches, SkippedRange, open_training
 from pretrain.errors import InputError, Problems
 from pretrain.hardware import DTYPES
 from pretrain.model.attention import choose_attention
@@ -44,7 +44,7 @@ from pretrain.training.trackers import tracker_problems
 
 
 @dataclass(frozen=True)
-class Derived:
+class RunPlan:
     """Everything the loop needs to know before it starts."""
 
     model_config: Any
@@ -100,25 +100,25 @@ class Derived:
     def learning_rate(self, step: int) -> float:
         return self.schedule.learning_rate(step, self.peak_learning_rate)
 
-    def leaving_out(self, ranges: Sequence[SkippedRange]) -> "Derived":
+    def leaving_out(self, ranges: Sequence[SkippedRange]) -> "RunPlan":
         """The same run without these samples; later ones take their place."""
         return replace(self, batches=self.batches.leaving_out(ranges)) if ranges else self
 
-    def annealing(self, from_step: int | None, steps: int | None) -> "Derived":
+    def annealing(self, from_step: int | None, steps: int | None) -> "RunPlan":
         """The same run, ended by a decay of so many steps that begins at `from_step`; None: as it is."""
         if from_step is None:
             return self
         schedule = Annealing(self.schedule, from_step, steps)
         return replace(self, schedule=schedule, ramp=replace(self.ramp, total_steps=from_step + steps))
 
-    def extending(self, earlier: Mapping[str, Any]) -> "Derived":
+    def extending(self, earlier: Mapping[str, Any]) -> "RunPlan":
         """The same run where it is longer than an `earlier` one, of which `planned` speaks: without rewinding
         the learning rate."""
         if self.total_steps <= earlier["total_steps"] or self.schedule.name != earlier["schedule"]["name"]:
             return self
         return replace(self, schedule=self.schedule.extending(earlier["schedule"]))
 
-    def cut(self, steps: int | None) -> "Derived":
+    def cut(self, steps: int | None) -> "RunPlan":
         """The first so many steps of the same run: the schedule stays that of the whole."""
         if steps is None or steps >= self.total_steps:
             return self
@@ -141,7 +141,7 @@ class Derived:
         return max(1, round(steps * factor)) if steps else None
 
 
-def derive(config: RunConfig, ranks: int) -> Derived:
+def derive(config: RunConfig, ranks: int) -> RunPlan:
     """Checks a run as a whole. Raises InputError with everything that cannot work."""
     problems = Problems(place_problems(config))
     data, batch = config.data, config.batch
@@ -157,7 +157,7 @@ def derive(config: RunConfig, ranks: int) -> Derived:
                 "hub.every: milestones, but checkpoint.milestones_every keeps none: give it a number of steps, or set "
                 "hub.every to end"
             )
-    readers = problems.attempt(open_sources, data)
+    readers = problems.attempt(open_training, data)
     device = problems.attempt(device_type)
     precision = problems.attempt(resolve_precision, config.precision) if device else None
     problems.attempt(
@@ -189,7 +189,7 @@ def derive(config: RunConfig, ranks: int) -> Derived:
     schedule = problems.attempt(schedule_of, config, ramp.total_steps)
     batches = problems.attempt(Batches, data, seed=config.seed, ramp=ramp)
     problems.stop_if_any()
-    return Derived(
+    return RunPlan(
         model_config=model_config,
         parameters=parameters,
         active_parameters=active,

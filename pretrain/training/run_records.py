@@ -15,14 +15,14 @@ from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.recipe import as_yaml
 from pretrain.runs.publishing.card_facts import DATA_FILE, hub_datasets_of
 from pretrain.runs.run_folder import read_json
-from pretrain.training.run_plan import Derived
+from pretrain.training.run_plan import RunPlan
 from pretrain.units import count_text
 
-COUNTS = ("tokens", "documents", "text_bytes")
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
+SPLIT_TOTALS = ("tokens", "documents", "text_bytes")
+RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
 
 
-def write_record(config: RunConfig, derived: Derived, strategy: Strategy) -> None:
+def write_record(config: RunConfig, derived: RunPlan, strategy: Strategy) -> None:
     """Writes config.yaml, model.json, data.json, strategy.json and environment.json into the run's folder.
 
     Main rank only.
@@ -33,17 +33,17 @@ def write_record(config: RunConfig, derived: Derived, strategy: Strategy) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(as_yaml(config), encoding="utf-8")
     (folder / "model.json").write_text(derived.model_config.to_json_string(), encoding="utf-8")
-    write_json(
+    write_record_file(
         folder / DATA_FILE, {str(shards): data_record(reader) for shards, reader in derived.batches.readers.items()}
     )
-    write_json(folder / "strategy.json", strategy.describe())
-    write_json(folder / "environment.json", environment(strategy))
+    write_record_file(folder / "strategy.json", strategy.describe())
+    write_record_file(folder / "environment.json", environment(strategy))
 
 
 def data_record(reader: ShardReader) -> dict:
     """What a run keeps of its shards' manifest, for its card and for whoever asks when the shards have gone."""
     manifest = reader.manifest
-    splits = {split: dict(zip(COUNTS, manifest.totals(split), strict=True)) for split in SPLITS}
+    splits = {split: dict(zip(SPLIT_TOTALS, manifest.totals(split), strict=True)) for split in SPLITS}
     return {
         "manifest_sha256": manifest.sha256,
         "tokenizer": {"name": manifest.tokenizer_name, "sha256": manifest.tokenizer_sha256},
@@ -58,7 +58,7 @@ def data_record(reader: ShardReader) -> dict:
 def environment(strategy: Strategy) -> dict:
     """Versions, commit and machine."""
     versions = {}
-    for package in PACKAGES:
+    for package in RECORDED_PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -77,11 +77,11 @@ def commit_of(folder: Path) -> str | None:
     return head + ("+changes" if changed.strip() else "")
 
 
-def write_json(path: Path, values: dict) -> None:
+def write_record_file(path: Path, values: dict) -> None:
     path.write_text(json.dumps(values, indent=1), encoding="utf-8")
 
 
-def banner(config: RunConfig, derived: Derived, built: dict[str, str]) -> str:
+def banner(config: RunConfig, derived: RunPlan, built: dict[str, str]) -> str:
     """The numbers of the run as they are in effect, one per line. `built` adds what only the built objects know."""
     ramp, length = derived.ramp, config.data.sequence_length
     micro = config.batch.sequences_per_micro_batch
@@ -118,19 +118,19 @@ def banner(config: RunConfig, derived: Derived, built: dict[str, str]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
-def precision_reason(config: RunConfig, derived: Derived) -> str:
+def precision_reason(config: RunConfig, derived: RunPlan) -> str:
     """Why auto is fp32, in brackets; '' for any other precision."""
     if config.precision != "auto" or derived.precision != "fp32":
         return ""
     return f" (auto: {missing_bf16(device_type())})"
 
 
-def parameters_text(derived: Derived) -> str:
+def parameters_text(derived: RunPlan) -> str:
     """'125,264,640 parameters'; of a mixture of experts '124,000,000 active of 502,000,000 parameters'."""
     active = f"{derived.active_parameters:,} active of " if derived.active_parameters < derived.parameters else ""
     return f"{active}{derived.parameters:,} parameters"
 
 
-def schedule_record(derived: Derived) -> dict:
+def schedule_record(derived: RunPlan) -> dict:
     """The schedule and the batch levels, for the start event."""
     return {**dataclasses.asdict(derived.schedule), **dataclasses.asdict(derived.ramp)}

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.run_state import RunStopped
+from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.config import RunConfig
 from pretrain.errors import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
-from pretrain.parallel.replicas import differences
+from pretrain.parallel.replicas import replica_differences
 from pretrain.parallel.strategy import Strategy
 from pretrain.runs.control import Control
 from pretrain.runs.run_folder import LOCK_FILE
-from pretrain.training.guard import Finding, Guard
+from pretrain.training.guard import Finding, StepGuard
 from pretrain.training.metrics import Metrics
-from pretrain.training.run_plan import Derived
+from pretrain.training.run_plan import RunPlan
 from pretrain.training.step_reports import Consensus, Request, StepReport
 from pretrain.training.watchdog import Watch
 
@@ -31,18 +31,18 @@ ENDS = {
 """How the end of a run that was asked for reads."""
 
 
-class CopiesDiffer(RunStopped):
+class CopiesDifferError(RunStoppedError):
     """Ranks that should hold the same weights do not; a restart from the last checkpoint mends that."""
 
     exit_code = CRASHED
 
 
-class CutShort(Exception):
+class CutShortError(Exception):
     """The run is to end, and all ranks leave, at the same place, what they did between two steps."""
 
 
 @dataclass
-class Outcome:
+class StepOutcome:
     """What all ranks know and decide after a step, alike."""
 
     reports: list[StepReport]
@@ -79,7 +79,7 @@ class Supervisor:
     def __post_init__(self):
         strategy, guard = self.strategy, self.config.guard
         self.consensus = Consensus(strategy)
-        self.guard = Guard(guard, self.guard_state, scales_loss=self.scales_loss)
+        self.guard = StepGuard(guard, self.guard_state, scales_loss=self.scales_loss)
         self.control = Control(self.config.output, self.start_id, warn=self._warn)
         here = socket.gethostname(), pid_namespace()
         processes = strategy.gather((here, os.getpid()))
@@ -97,16 +97,16 @@ class Supervisor:
         self,
         step: int,
         figures: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        run: Derived,
+        run: RunPlan,
         *,
         settle: bool,
-    ) -> Outcome:
+    ) -> StepOutcome:
         """Hands in (loss, gradient norm, skipped) of `step`, on the device; tells what is known and to be done.
 
         settle: wait for this very step, because something is going to be done with it.
         """
         self.watch.beat(step)
-        outcome = Outcome(self.consensus.exchange(step, *figures, self._asked()))
+        outcome = StepOutcome(self.consensus.exchange(step, *figures, self._asked()))
         if settle:
             outcome.reports += self.consensus.settle()
         for report in outcome.reports:
@@ -127,14 +127,14 @@ class Supervisor:
         """Raises CutShort on all ranks at the same call if the run is to end: SLURM and torchrun do not wait long."""
         self.listen()
         if self.ends:
-            raise CutShort
+            raise CutShortError
 
     @contextmanager
     def leaving(self, work: str) -> Iterator[None]:
         """Around work that may be left: the run goes on after it, without its results."""
         try:
             yield
-        except CutShort:
+        except CutShortError:
             self._warn(f"{work} left unfinished: the run is to end")
 
     @property
@@ -142,7 +142,7 @@ class Supervisor:
         """Whether the run was asked to end."""
         return self.request > Request.ANNEAL
 
-    def _judge(self, report: StepReport, run: Derived, outcome: Outcome) -> None:
+    def _judge(self, report: StepReport, run: RunPlan, outcome: StepOutcome) -> None:
         self.request = max(self.request, report.request)
         if report.skipped:
             outcome.skipped_steps += 1
@@ -174,12 +174,12 @@ class Supervisor:
     def go_back(self, guard_state: dict[str, Any] | None) -> None:
         """Training has gone back: figures on their way from the steps after that count no more; requests do."""
         self.request = max([self.request, *(report.request for report in self.consensus.settle())])
-        self.guard = Guard(self.config.guard, guard_state, scales_loss=self.scales_loss)
+        self.guard = StepGuard(self.config.guard, guard_state, scales_loss=self.scales_loss)
 
     def compare_copies(self) -> None:
         """Raises CopiesDiffer on all ranks if some hold other weights than the rest."""
-        if found := differences(self.strategy.replicas(), self.strategy.device):
-            raise CopiesDiffer(f"copies of the weights differ: {'; '.join(found)}")
+        if found := replica_differences(self.strategy.replicas(), self.strategy.device):
+            raise CopiesDifferError(f"copies of the weights differ: {'; '.join(found)}")
 
     def _warn(self, text: str) -> None:
         self.metrics.write("warning", message=text)

@@ -11,16 +11,16 @@ from typing import Any
 
 from pretrain.config import RunConfig
 
-PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
-PROJECT = "groundwork"
+TRACKER_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
+TRACKER_PROJECT = "groundwork"
 
 
 def tracker_problems(names: list[str]) -> list[str]:
     """One line for each tracker whose package is missing."""
     return [
-        f"trackers: {name} is not installed: pip install {PACKAGES[name]}, or leave it out"
+        f"trackers: {name} is not installed: pip install {TRACKER_PACKAGES[name]}, or leave it out"
         for name in names
-        if importlib.util.find_spec(PACKAGES[name]) is None
+        if importlib.util.find_spec(TRACKER_PACKAGES[name]) is None
     ]
 
 
@@ -41,7 +41,9 @@ class Trackers:
             self._running[name] = tracker
             self._call(name, tracker.start)
             if name in self._running and not is_late:
-                self._call(name, tracker.store_init_configuration, flatten(config.model_dump(mode="json")))
+                self._call(
+                    name, tracker.store_init_configuration, flatten_for_trackers(config.model_dump(mode="json"))
+                )
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         """The same numbers to all."""
@@ -65,9 +67,9 @@ def _make(name: str, run: Path, config: RunConfig) -> Any:
 
     named = {"name": run.name, "group": config.group, "resume": "allow"}
     if name == "wandb":
-        return WandBTracker(PROJECT, dir=str(run), id=run_id(run), **named)
+        return WandBTracker(TRACKER_PROJECT, dir=str(run), id=run_id(run), **named)
     if name == "trackio":
-        return TrackioTracker(PROJECT, **named)
+        return TrackioTracker(TRACKER_PROJECT, **named)
     return TensorBoardTracker("tensorboard", logging_dir=run)
 
 
@@ -79,9 +81,11 @@ def run_id(run: Path) -> str:
     return path.read_text()
 
 
-def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+def flatten_for_trackers(values: Any, prefix: str = "") -> dict[str, Any]:
     """{'a': {'b': 1}} -> {'a.b': 1}; lists by position; None as text, which every tracker takes."""
     if isinstance(values, dict | list):
         items = values.items() if isinstance(values, dict) else enumerate(values)
-        return {key: leaf for name, value in items for key, leaf in flatten(value, f"{prefix}{name}.").items()}
+        return {
+            key: leaf for name, value in items for key, leaf in flatten_for_trackers(value, f"{prefix}{name}.").items()
+        }
     return {prefix.removesuffix("."): "null" if values is None else values}

@@ -26,7 +26,7 @@ GOLDEN_INDEX = bytes.fromhex(
 def test_the_index_of_megatron_to_the_byte(tmp_path):
     assert megatron.index_bytes(np.array([3, 1, 4]), "uint16") == GOLDEN_INDEX
     (tmp_path / "a.idx").write_bytes(GOLDEN_INDEX)
-    assert megatron.read_index(tmp_path / "a.idx") == ("uint16", 8, 3)
+    assert megatron.read_idx(tmp_path / "a.idx") == ("uint16", 8, 3)
     wide = megatron.index_bytes(np.array([3, 1, 4]), "uint32")
     assert wide[17] == 4, "int32, for want of uint32 in Megatron"
     assert struct.unpack_from("<3q", wide, 34 + 12) == (0, 12, 16)

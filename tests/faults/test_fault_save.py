@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain.checkpoint.checkpoints import Checkpoints, NoValidCheckpoint, load_saved
+from pretrain.checkpoint.checkpoints import Checkpoints, NoValidCheckpointError, load_saved
 from pretrain.config import Checkpoint
 from pretrain.files import damage, seal
 from support.faults import EVERYTHING, end_of, kill_everything, launch_with_faults, tell, wait_until
@@ -123,14 +123,14 @@ def test_added_files_and_an_emptied_folder(run):
     assert "added.bin is not in the manifest" in chosen(run)[1][0]
     shutil.rmtree(run / "checkpoints/step-00000001")
     (run / "checkpoints/step-00000001").mkdir()
-    with pytest.raises(NoValidCheckpoint, match="2 damaged"):
+    with pytest.raises(NoValidCheckpointError, match="2 damaged"):
         chosen(run)
 
 
 def test_lost_checkpoints_are_no_fresh_start(run):
     for folder in (run / "checkpoints").glob("step-*"):
         shutil.rmtree(folder)
-    with pytest.raises(NoValidCheckpoint, match="LATEST names step-00000002, which is gone"):
+    with pytest.raises(NoValidCheckpointError, match="LATEST names step-00000002, which is gone"):
         chosen(run)
     assert chosen(run.with_name("another run")) == (None, [])
 
@@ -164,7 +164,7 @@ def assert_a_pickle_is_refused(run, file, sealed, canary):
         manifest["files"][file] = seal(folder / file)
         (folder / "MANIFEST.json").write_text(json.dumps(manifest))
         assert chosen(run)[0] == folder
-        with pytest.raises(NoValidCheckpoint):
+        with pytest.raises(NoValidCheckpointError):
             load_saved(folder)
     else:
         assert chosen(run)[0].name == "step-00000001"

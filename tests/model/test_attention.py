@@ -248,7 +248,7 @@ def test_room_for_probabilities_is_enough_for_any_segments():
             cuts = torch.randint(1, 2 * length, (documents,), generator=generator).tolist()
             cu_seq_lens = torch.tensor(sorted({0, *cuts, length, 2 * length}), dtype=torch.int32)
             used = 0
-            for rows, positions, in_blocks in cpu_attention.parts_of(cu_seq_lens, query):
+            for rows, positions, in_blocks in cpu_attention.query_blocks(cu_seq_lens, query):
                 for begin in range(0, positions.stop - positions.start, cpu_attention.BLOCK_QUERIES):
                     end = min(begin + cpu_attention.BLOCK_QUERIES, positions.stop - positions.start)
                     used += in_blocks * (rows.stop - rows.start) * 3 * (end - begin) * end

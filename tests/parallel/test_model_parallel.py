@@ -10,7 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from pretrain.parallel.pipeline import SCHEDULES
+from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from support.project import events, launch, losses
 from support.tiny_models import TINY_LLAMA
 
@@ -26,7 +26,7 @@ MODELS = {
 MODELS |= {f"{name}_shallow": MODELS[name] | {"num_hidden_layers": 2} for name in ("llama", "qwen3")}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 PARITY = [
-    *(("pp", "llama", schedule) for schedule in SCHEDULES),
+    *(("pp", "llama", schedule) for schedule in STAGE_LAYOUTS),
     *(("pp", model, "Interleaved1F1B") for model in ("gpt2", "deepone", "qwen3")),
     ("tp", "llama_shallow", None),
     ("tp", "qwen3_shallow", None),
@@ -141,7 +141,7 @@ def test_losses_and_gradient_norms_are_those_of_one_process(runs, strategy, mode
 
 def test_layers_are_not_compiled_where_their_gradients_are_taken_apart(runs):
     said = (runs["llama"].parent / "ddp.txt").read_text()
-    for schedule, settings in SCHEDULES.items():
+    for schedule, settings in STAGE_LAYOUTS.items():
         line = f"compile: regional has no effect with {schedule}: a compiled layer cannot compute the gradients of its"
         assert said.count(line) == int(settings.splits_backward), schedule
 

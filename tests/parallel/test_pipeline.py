@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from pretrain.config import Pipeline
-from pretrain.parallel.pipeline import SCHEDULES, PipelineParallel
+from pretrain.parallel.pipeline import STAGE_LAYOUTS, PipelineParallel
 from pretrain.recipe import read_run_config
 from support.tiny_models import TINY_LLAMA
 
@@ -38,13 +38,13 @@ def deeper(recipe, tmp_path):
 
 
 def test_every_schedule_of_the_recipe_is_known():
-    assert tuple(SCHEDULES) == get_args(Pipeline.model_fields["schedule"].annotation)
+    assert tuple(STAGE_LAYOUTS) == get_args(Pipeline.model_fields["schedule"].annotation)
 
 
 def test_owners_of_the_stages():
-    assert SCHEDULES["1F1B"].owners(3) == [0, 1, 2]
-    assert SCHEDULES["Interleaved1F1B"].owners(3) == [0, 1, 2, 0, 1, 2]
-    assert SCHEDULES["ZBVZeroBubble"].owners(3) == [0, 1, 2, 2, 1, 0]
+    assert STAGE_LAYOUTS["1F1B"].owners(3) == [0, 1, 2]
+    assert STAGE_LAYOUTS["Interleaved1F1B"].owners(3) == [0, 1, 2, 0, 1, 2]
+    assert STAGE_LAYOUTS["ZBVZeroBubble"].owners(3) == [0, 1, 2, 2, 1, 0]
 
 
 def test_what_can_run_is_not_refused(launched, deeper):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from pretrain.parallel.replicas import CHUNK, compare, differences, digest_tensors
+from pretrain.parallel.replicas import CHUNK, compare, digest_tensors, replica_differences
 
 CPU = torch.device("cpu")
 
@@ -71,12 +71,12 @@ def in_two_groups(rank: int, folder: str) -> None:
     three = dist.new_group([0, 1, 2])
     tensors = {"norm": torch.ones(8), "head": torch.arange(6.0).view(2, 3)}
     groups = [] if rank == 3 else [(three, tensors)]
-    found = [differences(groups, CPU)]
+    found = [replica_differences(groups, CPU)]
     if rank == 1:
         tensors["head"][1, 2] = torch.nextafter(torch.tensor(5.0), torch.tensor(6.0))
-    found.append(differences(groups, CPU))
+    found.append(replica_differences(groups, CPU))
     world = {"norm": torch.ones(8) if rank < 3 else -torch.ones(8)}
-    found.append(differences([(None, world)], CPU))
+    found.append(replica_differences([(None, world)], CPU))
     with open(f"{folder}/{rank}", "w", encoding="utf-8") as file:
         file.write(repr(found))
     dist.destroy_process_group()

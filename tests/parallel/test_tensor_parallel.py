@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 import pretrain.model.architectures  # noqa: F401  (registers the local models)
 from pretrain.model.build import build_meta_model
-from pretrain.parallel.tensor_parallel import SUMMED, TensorParallel, plan_of, plan_problem, style_of
+from pretrain.parallel.tensor_parallel import SUMMED, TensorParallel, plan_problem, style_of, tensor_plan_of
 from pretrain.recipe import read_run_config
 from support.tiny_models import TINY_LLAMA
 
@@ -39,7 +39,7 @@ def test_deepone_has_a_plan_for_every_matrix_of_a_layer():
     """A matrix that is left out would be computed whole on every process, and a wrong name would split nothing."""
     config = AutoConfig.for_model("deepone", num_hidden_layers=2)
     layer = build_meta_model(config).model.layers[0]
-    split = {name: style_of(f"layers.0.{name}", plan_of(config)) for name, module in layer.named_modules()}
+    split = {name: style_of(f"layers.0.{name}", tensor_plan_of(config)) for name, module in layer.named_modules()}
     matrices = {name for name, module in layer.named_modules() if getattr(module, "weight", None) is not None}
     matrices = {name for name in matrices if layer.get_submodule(name).weight.dim() == 2}
     assert matrices == {name for name, style in split.items() if style in ("colwise", "rowwise")}

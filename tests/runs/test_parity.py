@@ -8,20 +8,20 @@ import pytest
 from pretrain.runs import parity
 from pretrain.runs.parity import (
     Curve,
-    Outcome,
+    StrategyOutcome,
     distance,
-    largest,
+    distance_table,
+    largest_distance,
     read_curve,
     refusals,
-    report,
+    report_parity,
     run_overrides,
     strategy_names,
-    table,
 )
 from support.project import ROOT, run_script
 
 REFERENCE = Curve({1: 6.0, 2: 5.0}, {1: 2.0, 2: 1.0})
-EQUAL = Outcome(REFERENCE)
+EQUAL = StrategyOutcome(REFERENCE)
 BOUNDS = (1e-5, 1e-4)
 LOG = """[2026-11-21 04:10:12,178] [WARNING] [real_accelerator.py:213:get_accelerator] Setting accelerator to CPU.
 /x/y.py:3: FutureWarning: is deprecated
@@ -42,8 +42,8 @@ def test_distances_are_absolute_or_relative():
 
 
 def test_the_largest_is_over_all_steps_and_a_missing_step_is_infinitely_far():
-    assert largest({1: 6.0, 2: 5.25}, REFERENCE.loss, relative=False) == 0.25
-    assert largest({1: 6.0}, REFERENCE.loss, relative=False) == math.inf
+    assert largest_distance({1: 6.0, 2: 5.25}, REFERENCE.loss, relative=False) == 0.25
+    assert largest_distance({1: 6.0}, REFERENCE.loss, relative=False) == math.inf
 
 
 def test_refusals_are_read_from_the_log_of_the_launch():
@@ -53,11 +53,11 @@ def test_refusals_are_read_from_the_log_of_the_launch():
 
 
 def test_those_that_ran_decide_the_exit_status(tmp_path, capsys):
-    good = {"single": EQUAL, "ddp": Outcome(Curve({1: 6.000001, 2: 5.0}, REFERENCE.grad_norm))}
-    assert report(good, BOUNDS, tmp_path) == 0
+    good = {"single": EQUAL, "ddp": StrategyOutcome(Curve({1: 6.000001, 2: 5.0}, REFERENCE.grad_norm))}
+    assert report_parity(good, BOUNDS, tmp_path) == 0
     assert "1 of the 1 that can run this recipe here train as single does" in capsys.readouterr().out
-    refused = {**good, "tp": Outcome(None, ("optim.name: muon does not run under tp", "model: too small"))}
-    assert report(refused, BOUNDS, tmp_path) == 0
+    refused = {**good, "tp": StrategyOutcome(None, ("optim.name: muon does not run under tp", "model: too small"))}
+    assert report_parity(refused, BOUNDS, tmp_path) == 0
     out = capsys.readouterr().out
     assert (
         "tp                   refused: optim.name: muon does not run under tp\n" in out and "model: too small" in out
@@ -67,17 +67,17 @@ def test_those_that_ran_decide_the_exit_status(tmp_path, capsys):
 
 
 def test_what_differs_or_fails_is_a_failure(tmp_path, capsys):
-    other = Outcome(Curve({1: 6.1, 2: 5.0}, REFERENCE.grad_norm))
-    assert report({"single": EQUAL, "ddp": EQUAL, "zero3": other}, BOUNDS, tmp_path) == 1
+    other = StrategyOutcome(Curve({1: 6.1, 2: 5.0}, REFERENCE.grad_norm))
+    assert report_parity({"single": EQUAL, "ddp": EQUAL, "zero3": other}, BOUNDS, tmp_path) == 1
     assert json.loads((tmp_path / "parity.json").read_text())["zero3"]["same"] is False
     assert "zero3                DIFFERENT  loss 1.0e-01   norm 0.0e+00" in capsys.readouterr().out
-    assert report({"single": EQUAL, "ddp": EQUAL, "zero3": Outcome(None)}, BOUNDS, tmp_path) == 1
+    assert report_parity({"single": EQUAL, "ddp": EQUAL, "zero3": StrategyOutcome(None)}, BOUNDS, tmp_path) == 1
     out = capsys.readouterr().out
     assert f"FAILED: see {tmp_path / 'zero3'}.log" in out and "1 of the 2 that can run" in out
 
 
 def test_refusals_alone_prove_nothing(tmp_path, capsys):
-    assert report({"single": EQUAL, "tp": Outcome(None, ("model: no",))}, BOUNDS, tmp_path) == 1
+    assert report_parity({"single": EQUAL, "tp": StrategyOutcome(None, ("model: no",))}, BOUNDS, tmp_path) == 1
     assert "Nothing was compared." in capsys.readouterr().out
 
 
@@ -86,7 +86,9 @@ def test_the_table_has_every_step_and_strategy(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     curve = read_curve(tmp_path / "metrics.jsonl")
     assert math.isnan(curve.grad_norm[1])
-    text = table("Loss", {"single": curve.loss, "ddp": {1: 6.5000005}, "zero3_offload": curve.loss}, relative=False)
+    text = distance_table(
+        "Loss", {"single": curve.loss, "ddp": {1: 6.5000005}, "zero3_offload": curve.loss}, relative=False
+    )
     assert text.splitlines() == [
         "Loss",
         "     step      single      ddp  zero3_offload",
@@ -130,7 +132,7 @@ def test_strategies_are_the_files_there_are():
 
 def test_an_optimizer_that_computes_in_bf16_is_compared_as_bf16(recipe, tmp_path, monkeypatch, capsys):
     curves = {"single": REFERENCE, "ddp": Curve({1: 6.001, 2: 5.0}, REFERENCE.grad_norm)}
-    monkeypatch.setattr(parity, "train_under", lambda name, *arguments: Outcome(curves[name]))
+    monkeypatch.setattr(parity, "train_under", lambda name, *arguments: StrategyOutcome(curves[name]))
 
     def compare(name: str, in_bf16: bool) -> int:
         monkeypatch.setattr(parity, "multiplies_in_bf16", lambda: in_bf16)

@@ -10,7 +10,7 @@ import yaml
 from pretrain.errors import InputError
 from pretrain.gpus import GPUS, find_gpu
 from pretrain.hardware import PEAK_FLOPS_BF16
-from pretrain.planning.candidates import command_of, largest, micro_batches, storage_of, work_of_run
+from pretrain.planning.candidates import command_of, largest_that_fits, micro_batches, storage_of, work_of_run
 from pretrain.planning.report import build_plan, comment_of, plan_json, remarks
 from pretrain.recipe import read_run_config
 from support.project import ROOT, run_script
@@ -102,7 +102,7 @@ def test_the_largest_micro_batch_fits_and_divides_the_batch(recipe):
 
 @pytest.mark.parametrize(("limit", "found"), [(0, None), (1, 1), (5, 4), (8, 8), (100, 16)])
 def test_largest_is_found_by_bisection(limit, found):
-    assert largest([1, 2, 4, 8, 16], lambda n: n <= limit) == found
+    assert largest_that_fits([1, 2, 4, 8, 16], lambda n: n <= limit) == found
 
 
 def test_what_cannot_run_is_said_with_the_reason(recipe):

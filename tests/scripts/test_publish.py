@@ -28,7 +28,7 @@ from pretrain.recipe import read_run_config
 from pretrain.runs.history import append_events
 from pretrain.runs.publishing.card import Publication
 from pretrain.runs.publishing.hub_upload import login_problems, offer_problems, publish_in_background, set_tag
-from pretrain.runs.publishing.publish import Model, checkpoint_model, find_models, stage
+from pretrain.runs.publishing.publish import Model, checkpoint_model, find_publishable, stage
 from pretrain.training.background_jobs import publish_cut_short
 from pretrain.training.run_plan import derive
 from support.hub_server import TOKEN, running_hub
@@ -341,7 +341,7 @@ def test_a_checkpoint_in_several_files_is_rounded_file_by_file(run, tmp_path):
 
 def test_a_checkpoint_goes_up_whole_with_its_optimizer(run, tmp_path):
     folder = run / "checkpoints/step-00000004"
-    (model,) = find_models(run, steps=["best"], milestones=False, final=False, with_optimizer=True)
+    (model,) = find_publishable(run, steps=["best"], milestones=False, final=False, with_optimizer=True)
     assert model.step == 4, "the one with the lowest validation loss"
     staged = stage(run, model, Publication("me/tiny", dtype="bf16"), tmp_path / "staged")
     assert {path.name for path in folder.iterdir()} | {"README.md", "loss.png"} == {
@@ -357,7 +357,7 @@ def test_a_checkpoint_goes_up_whole_with_its_optimizer(run, tmp_path):
     (staged / ".cache/download.json").write_text("{}")
     assert damage(staged) == []
     with pytest.raises(InputError, match=r"--with_optimizer: final/ has none; give --checkpoint STEP or --milestones"):
-        find_models(run, steps=[], milestones=False, final=True, with_optimizer=True)
+        find_publishable(run, steps=[], milestones=False, final=True, with_optimizer=True)
 
 
 def test_no_best_where_nothing_was_measured(run, logged_out):

@@ -16,9 +16,15 @@ from pretrain.data.shards import open_shards, verify_shards
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
 from pretrain.processes import folder_lock
-from pretrain.runs.comparison import comparison_text, differences, flatten, results_of, settings_of
+from pretrain.runs.comparison import (
+    comparison_text,
+    flatten_settings,
+    recorded_settings,
+    results_of,
+    setting_differences,
+)
 from pretrain.runs.history import read_history
-from pretrain.runs.status import is_alive, list_text, read_status, sparkline, state_text, status_text
+from pretrain.runs.status import is_training, list_text, read_status, sparkline, state_text, status_text
 from pretrain.runs.step_documents import documents_text, open_step, read_sequence
 from support.project import cpu_seconds, run_script
 from support.run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
@@ -64,9 +70,9 @@ def test_a_run_without_a_process_is_finished_stopped_or_crashed(tmp_path, lines,
 def test_a_lock_that_a_dead_process_left_is_no_life_even_if_its_number_is_taken_again(tmp_path):
     run = write_run(tmp_path / "run", [start_line(), train_line(1)])
     (run / ".lock").write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
-    assert is_alive(run) is False
+    assert is_training(run) is False
     (run / ".lock").write_text("{broken")
-    assert is_alive(run) is None
+    assert is_training(run) is None
 
 
 def test_a_reason_is_told_in_its_first_words(tmp_path):
@@ -87,9 +93,9 @@ def test_looking_at_a_lock_never_takes_it(tmp_path):
     run = write_run(tmp_path / "run", [start_line(), train_line(1)])
     with folder_lock(run / ".lock"):
         for _ in range(50):
-            assert is_alive(run)
+            assert is_training(run)
     with folder_lock(run / ".lock"):  # nothing is left in the way of the next process
-        assert is_alive(run)
+        assert is_training(run)
 
 
 def test_a_run_on_another_machine_lives_while_its_heart_beats(tmp_path):
@@ -168,10 +174,10 @@ def test_a_comparison_shows_what_differs_and_what_came_of_it(tmp_path):
 
 
 def test_differences_between_settings():
-    assert flatten({"a": {"b": 1, "c": []}, "d": [{"e": 2}], "f": [1, 2]}) == {
+    assert flatten_settings({"a": {"b": 1, "c": []}, "d": [{"e": 2}], "f": [1, 2]}) == {
         "a.b": 1, "a.c": [], "d.0.e": 2, "f": [1, 2]
     }  # fmt: skip
-    assert differences([{"a": 1, "b": 2}, {"a": 1, "c": 3}]) == {"b": [2, None], "c": [None, 3]}
+    assert setting_differences([{"a": 1, "b": 2}, {"a": 1, "c": 3}]) == {"b": [2, None], "c": [None, 3]}
 
 
 def test_damaged_records_of_a_run_are_left_out(tmp_path):
@@ -179,7 +185,7 @@ def test_damaged_records_of_a_run_are_left_out(tmp_path):
     (run / "config.yaml").write_text("a: [")
     (run / "model.json").write_text("{")
     (run / "environment.json").unlink()
-    assert settings_of(run) == {"strategy.strategy": "ddp", "strategy.ranks": 2, "strategy.precision": "bf16"}
+    assert recorded_settings(run) == {"strategy.strategy": "ddp", "strategy.ranks": 2, "strategy.precision": "bf16"}
     summary = run_script("runs.py", "summary", run).stdout
     assert summary.splitlines()[2].split() == ["model", "?,", "1,000", "parameters"]
 

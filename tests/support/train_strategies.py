@@ -34,7 +34,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 import train
-from pretrain.parallel.replicas import differences
+from pretrain.parallel.replicas import replica_differences
 from pretrain.parallel.strategy import Strategy
 from pretrain.recipe import read_command_line
 from support.launcher_environment import LAUNCHER_VARIABLES, launcher_environment
@@ -114,11 +114,11 @@ def record_replicas(strategy, code: int, run: dict) -> None:
     """Instead of Strategy.exit: compares the copies of the weights, and again with one number changed."""
     assert code == run.get("exits_with", 0), f"{strategy.config.output} ended with status {code}"
     groups = strategy.replicas()
-    found = [differences(groups, strategy.device)]
+    found = [replica_differences(groups, strategy.device)]
     if groups and strategy.rank == strategy.ranks - 1:
         last = list(groups[-1][1].values())[-1]
         last.detach().view(-1)[-1] += 1
-    found.append(differences(groups, strategy.device))
+    found.append(replica_differences(groups, strategy.device))
     if strategy.is_main:
         (strategy.config.output / "replicas.json").write_text(json.dumps(found))
     strategy.barrier()

@@ -10,7 +10,7 @@ import yaml
 from pretrain.errors import InputError
 from pretrain.recipe import read_run_config
 from pretrain.training.attempt import (
-    CrashLoop,
+    CrashLoopError,
     advice_on_memory,
     crashes_without_progress,
     end_to_repeat,
@@ -49,7 +49,7 @@ def test_crashes_without_progress(tmp_path, lines, expected):
 
 def test_the_fourth_restart_is_refused_in_words(tmp_path):
     refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 3), 4, strategy_of())
-    with pytest.raises(CrashLoop, match="started 4 times from step 4 and never came further than step 6"):
+    with pytest.raises(CrashLoopError, match="started 4 times from step 4 and never came further than step 6"):
         refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 4), 4, strategy_of())
     refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 4, "e18"), 4, strategy_of())
 
@@ -64,7 +64,7 @@ def test_all_ranks_refuse_though_one_already_sees_the_end_that_the_other_wrote(t
             code = 1
             try:
                 refuse_crash_loop(views[rank], 4, strategy_of(rank, 2, tmp_path / "store"))
-            except CrashLoop as stop:
+            except CrashLoopError as stop:
                 code = stop.exit_code
             finally:
                 os._exit(code)

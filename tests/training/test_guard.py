@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pretrain import config
-from pretrain.training.guard import FEWEST_FOR_DEVIATION, FEWEST_FOR_MEAN, Guard, SpeedGuard
+from pretrain.training.guard import FEWEST_FOR_DEVIATION, FEWEST_FOR_MEAN, SpeedGuard, StepGuard
 from pretrain.training.step_reports import Request, StepReport
 
 
@@ -25,7 +25,7 @@ def judge_all(guard, losses, first=1):
 )
 def test_one_bad_step_is_at_most_reported(loss, events):
     """Early on the mean alone counts: twice is reported, three times is one strike of three."""
-    guard = Guard(config.Guard())
+    guard = StepGuard(config.Guard())
     findings = judge_all(guard, [2.0] * FEWEST_FOR_MEAN + [loss, 2.0, 2.0])
     assert [finding.event for finding in findings] == events
     assert not any(finding.roll_back for finding in findings)
@@ -33,15 +33,15 @@ def test_one_bad_step_is_at_most_reported(loss, events):
 
 @pytest.mark.parametrize("loss", [6.1, math.nan, math.inf])
 def test_three_in_a_row_go_back_before_the_first(loss):
-    findings = judge_all(Guard(config.Guard()), [2.0] * 10 + [loss] * 3)
+    findings = judge_all(StepGuard(config.Guard()), [2.0] * 10 + [loss] * 3)
     assert findings[-1].roll_back == (11, 13) and not any(finding.roll_back for finding in findings[:-1])
-    interrupted = judge_all(Guard(config.Guard()), [2.0] * 10 + [loss, loss, 2.0, loss, loss, 2.0])
+    interrupted = judge_all(StepGuard(config.Guard()), [2.0] * 10 + [loss, loss, 2.0, loss, loss, 2.0])
     assert not any(finding.roll_back for finding in interrupted)
 
 
 def test_a_skipped_step_is_a_strike_but_not_while_fp16_looks_for_its_scale():
     for scales_loss, expected in ((False, [(1, 3)]), (True, [])):
-        guard = Guard(config.Guard(), scales_loss=scales_loss)
+        guard = StepGuard(config.Guard(), scales_loss=scales_loss)
         found = [f for step in (1, 2, 3) for f in guard.judge(report(step, grad_norm=math.inf, skipped=True))]
         assert [finding.roll_back for finding in found] == expected
 
@@ -49,30 +49,30 @@ def test_a_skipped_step_is_a_strike_but_not_while_fp16_looks_for_its_scale():
 def test_deviations_count_once_there_are_enough_and_never_below_a_tenth():
     chance = random.Random(0)
     noisy = [2.0 + chance.gauss(0, 0.05) for _ in range(FEWEST_FOR_DEVIATION)]
-    guard = Guard(config.Guard())
+    guard = StepGuard(config.Guard())
     assert judge_all(guard, noisy) == []
     assert judge_all(guard, [2.15], 100) == [], "three standard deviations"
     assert judge_all(guard, [2.6] * 3, 101)[-1].roll_back == (101, 103), "twelve"
-    even = Guard(config.Guard())
+    even = StepGuard(config.Guard())
     assert judge_all(even, [2.0] * 100 + [2.15] * 5) == [], "a deviation of 0 does not make every step a spike"
 
 
 def test_spikes_do_not_become_the_new_mean():
-    guard = Guard(config.Guard(patience=100))
+    guard = StepGuard(config.Guard(patience=100))
     assert len([f for f in judge_all(guard, [2.0] * 20 + [7.0] * 50) if f.event == "spike"]) == 50
 
 
 def test_divergence_is_said_once_and_stops_where_asked():
     losses = [2.0] * 300 + [2.0 + 0.05 * step for step in range(60)]
     for action, stops in (("warn", False), ("stop", True)):
-        guard = Guard(config.Guard(on_divergence=action, roll_back_sigmas=1e9))
+        guard = StepGuard(config.Guard(on_divergence=action, roll_back_sigmas=1e9))
         (finding,) = [f for f in judge_all(guard, losses) if f.event == "divergence"]
         assert finding.stop is stops and "over the last steps" in finding.message
-    assert judge_all(Guard(config.Guard()), [2.0 - 0.001 * step for step in range(500)]) == []
+    assert judge_all(StepGuard(config.Guard()), [2.0 - 0.001 * step for step in range(500)]) == []
 
 
 def test_gradient_explosion_is_reported():
-    (finding,) = Guard(config.Guard()).judge(report(1, grad_norm=101.0))
+    (finding,) = StepGuard(config.Guard()).judge(report(1, grad_norm=101.0))
     assert finding.event == "explosion" and "above 100" in finding.message
 
 
@@ -80,10 +80,10 @@ def test_a_restart_does_not_change_a_verdict():
     """State goes through JSON, as in a checkpoint, after every step."""
     chance = random.Random(1)
     losses = [chance.choice([2.0, 2.1, 2.05, 2.02, 4.5, 7.0, math.nan]) for _ in range(400)]
-    unbroken, resumed = Guard(config.Guard()), Guard(config.Guard())
+    unbroken, resumed = StepGuard(config.Guard()), StepGuard(config.Guard())
     for step, loss in enumerate(losses, 1):
         expected = unbroken.judge(report(step, loss))
-        resumed = Guard(config.Guard(), json.loads(json.dumps(resumed.state())))
+        resumed = StepGuard(config.Guard(), json.loads(json.dumps(resumed.state())))
         assert str(resumed.judge(report(step, loss))) == str(expected)  # as text: NaN is not equal to itself
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pretrain.training.metrics import Metrics, Throughput, finite
-from pretrain.training.trackers import flatten, tracker_problems
+from pretrain.training.trackers import flatten_for_trackers, tracker_problems
 from pretrain.units import count_text, duration_text
 
 
@@ -38,11 +38,13 @@ def test_lines_are_json_whatever_the_numbers():
 def test_words():
     assert [count_text(n) for n in (999, 1_234_567, 10**10, 2.5e12)] == ["999", "1.23M", "10B", "2.5T"]
     assert [duration_text(s) for s in (5, 65, 3725, 90_000)] == ["5 s", "1 min 05 s", "1 h 02 min", "1 d 01 h"]
-    assert flatten({"a": {"b": 1}, "c": [2, {"d": None}]}) == {"a.b": 1, "c.0": 2, "c.1.d": "null"}
+    assert flatten_for_trackers({"a": {"b": 1}, "c": [2, {"d": None}]}) == {"a.b": 1, "c.0": 2, "c.1.d": "null"}
 
 
 def test_a_tracker_that_is_not_installed_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr("pretrain.training.trackers.PACKAGES", {"wandb": "wandb", "trackio": "no_such_package"})
+    monkeypatch.setattr(
+        "pretrain.training.trackers.TRACKER_PACKAGES", {"wandb": "wandb", "trackio": "no_such_package"}
+    )
     assert tracker_problems(["wandb"]) == []
     assert tracker_problems(["wandb", "trackio"]) == [
         "trackers: trackio is not installed: pip install no_such_package, or leave it out"

@@ -11,7 +11,7 @@ import torch
 from pretrain.checkpoint.run_state import Request
 from pretrain.config import Guard
 from pretrain.training.metrics import Metrics
-from pretrain.training.supervisor import CutShort, Supervisor
+from pretrain.training.supervisor import CutShortError, Supervisor
 from support.save_and_die import strategy_of
 
 START = "start-1"
@@ -82,7 +82,7 @@ def test_a_save_is_no_reason_to_leave_validation(tmp_path):
     supervisor.listen_or_leave()
     assert supervisor.request == Request.SAVE, "and is done after it"
     ask(tmp_path, "stop")
-    with pytest.raises(CutShort):
+    with pytest.raises(CutShortError):
         supervisor.listen_or_leave()
 
 

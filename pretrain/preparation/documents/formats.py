@@ -25,7 +25,7 @@ from pretrain.preparation.documents.records import (
 )
 
 PART_BYTES = 4 << 20
-UNITS = ("file", "line", "paragraph")
+DOCUMENT_UNITS = ("file", "line", "paragraph")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -125,7 +125,7 @@ def _paragraphs(stream: ByteStream) -> Iterator[Record]:
         yield checked(start, b"\n".join(block).removesuffix(b"\r"))
 
 
-def read_json(stream: ByteStream, reading: Reading) -> Iterator[Record]:
+def read_json_documents(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """JSON: a list of objects, an object that holds one such list, or objects one after another."""
     try:
         text = read_whole(stream, "convert it to JSON lines").removeprefix(BYTE_ORDER_MARK).decode()

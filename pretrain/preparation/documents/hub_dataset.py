@@ -16,7 +16,7 @@ from pretrain.preparation.documents.byte_stream import DamagedFileError
 from pretrain.preparation.documents.containers import table_records
 from pretrain.preparation.documents.presets import PRESETS, Preset, find_preset
 from pretrain.preparation.documents.records import Reading, Record
-from pretrain.preparation.documents.sources import Part, Position, RecordsPart, Source, slice_range
+from pretrain.preparation.documents.sources import InputFile, Part, Position, RecordsPart, slice_range
 
 ROWS_PER_PART = 1000
 ROWS_IN_FINGERPRINT = 64
@@ -111,7 +111,7 @@ class HubDataset:
         taken = range(stop) if self.slice is None else slice_range(*self.slice, stop)
         first_part = max(start.part, taken.start)
         records = self._records(self._tables(first_part * ROWS_PER_PART), reading, first_part * ROWS_PER_PART)
-        source = Source(self.name, self.name, "dataset", None, 0)
+        source = InputFile(self.name, self.name, "dataset", None, 0)
         if self.document_start is not None:
             parts = self._joined_parts(source, records, starts_inside=first_part > 0)
         else:
@@ -134,7 +134,7 @@ class HubDataset:
             rows = self.rows_of.shard(num_shards=count, index=number, contiguous=True) if count > 1 else self.rows_of
             rows = rows if left is None else rows.take(left + first * ROWS_PER_PART)
             tables = rows.skip(first * ROWS_PER_PART).iter(batch_size=ROWS_PER_PART)
-            source = Source(self.source_names[number], self.source_names[number], "dataset", None, 0)
+            source = InputFile(self.source_names[number], self.source_names[number], "dataset", None, 0)
             for part, (found, input_bytes) in enumerate(
                 self._records(tables, reading, first * ROWS_PER_PART), first + 1
             ):
@@ -155,7 +155,7 @@ class HubDataset:
             yield records, table.nbytes if total is None else total * table.num_rows // self._rows_to_read
 
     def _joined_parts(
-        self, source: Source, tables: Iterator[tuple[list[Record], int]], starts_inside: bool
+        self, source: InputFile, tables: Iterator[tuple[list[Record], int]], starts_inside: bool
     ) -> Iterator[Part]:
         """Parts of documents that are joined from rows. A document belongs to the part in which it begins."""
         found: list[Record] = []

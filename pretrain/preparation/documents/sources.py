@@ -36,7 +36,7 @@ SUFFIXES = {
 COMPRESSIONS = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
 READERS: dict[str, Callable[[ByteStream, Reading], Iterator[Record]]] = {
     "jsonl": formats.read_jsonl,
-    "json": formats.read_json,
+    "json": formats.read_json_documents,
     "csv": formats.read_csv,
     "txt": formats.read_text,
     "parquet": containers.read_parquet,
@@ -70,7 +70,7 @@ BEGINNING = Position(0, 0)
 
 
 @dataclass(frozen=True)
-class Source:
+class InputFile:
     """One input file. `name` is its path below the folder that all inputs share; `bytes` its size as it lies there."""
 
     path: str
@@ -103,7 +103,9 @@ def _inner_suffix(path: str) -> tuple[str, str | None]:
     return (suffix if compression is None or suffix == ".tgz" else os.path.splitext(stem)[1]), compression
 
 
-def find_sources(patterns: Sequence[str], exclude: Sequence[str] = (), format_name: str | None = None) -> list[Source]:
+def find_sources(
+    patterns: Sequence[str], exclude: Sequence[str] = (), format_name: str | None = None
+) -> list[InputFile]:
     """The files that the patterns name (`**` recurses; paths or URLs), without what matches `exclude`, sorted by path.
 
     Raises InputError with every pattern that names no file and every file that cannot be read or has no known format.
@@ -156,7 +158,7 @@ def _names_below(paths: Sequence[str]) -> list[str]:
     return [posixpath.relpath(path, parent) for path in absolute]
 
 
-def _source(path: str, name: str, format_name: str | None) -> tuple[Source | None, str | None]:
+def _source(path: str, name: str, format_name: str | None) -> tuple[InputFile | None, str | None]:
     inner, compression = _inner_suffix(path)
     found = format_name or next((format_ for format_, known in SUFFIXES.items() if inner in known), None)
     if found is None:
@@ -172,13 +174,13 @@ def _source(path: str, name: str, format_name: str | None) -> tuple[Source | Non
         size = size_of(path)
     except OSError as error:
         return None, f"{shown(path)}: cannot be read: {error.strerror}; make it readable or --exclude it"
-    source = Source(path, name, found, compression, size)
+    source = InputFile(path, name, found, compression, size)
     if found == "json" and format_name is None and _holds_lines(source):
         source = replace(source, format="jsonl")
     return source, None
 
 
-def _holds_lines(source: Source) -> bool:
+def _holds_lines(source: InputFile) -> bool:
     """Whether a .json file is JSON lines in truth, as C4 and Dolma ship them."""
     try:
         with ByteStream(source.path, source.compression) as stream:
@@ -189,13 +191,13 @@ def _holds_lines(source: Source) -> bool:
     return bool(end) and first.startswith(b"{") and first.rstrip().endswith(b"}")
 
 
-def records_of(source: Source, reading: Reading) -> Iterator[Record]:
+def records_of(source: InputFile, reading: Reading) -> Iterator[Record]:
     """All records of one file. What makes its rest unreadable comes as a last record with that problem."""
     stream = ByteStream(source.path, source.compression)
     return _guarded(READERS[source.format](stream, _reading_of(source, reading)), stream)
 
 
-def _reading_of(source: Source, reading: Reading) -> Reading:
+def _reading_of(source: InputFile, reading: Reading) -> Reading:
     return replace(reading, tab_separated=".tsv" in Path(source.path).suffixes)
 
 
@@ -214,11 +216,11 @@ def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
 class FilesPart:
     """Whole files, read by the worker."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[InputFile, ...]
     after: Position
     input_bytes: int
 
-    def records(self, reading: Reading) -> Iterator[tuple[Source, Record]]:
+    def records(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
         """Every record with its source."""
         for source in self.sources:
             for record in records_of(source, reading):
@@ -229,13 +231,13 @@ class FilesPart:
 class LinesPart:
     """Lines of a large file in a line format, read and decompressed by the main process, parsed by the worker."""
 
-    source: Source
+    source: InputFile
     first_line: int
     content: bytes
     after: Position
     input_bytes: int
 
-    def records(self, reading: Reading) -> Iterator[tuple[Source, Record]]:
+    def records(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
         """Every record with its source."""
         found = formats.records_of_lines(self.first_line, self.content, self.source.format, reading)
         return ((self.source, record) for record in found)
@@ -245,12 +247,12 @@ class LinesPart:
 class RowGroupPart:
     """A row group of a parquet file, read by the worker."""
 
-    source: Source
+    source: InputFile
     row_group: int
     after: Position
     input_bytes: int
 
-    def records(self, reading: Reading) -> Iterator[tuple[Source, Record]]:
+    def records(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
         """Every record with its source."""
         stream = ByteStream(self.source.path, self.source.compression)
         found = _guarded(containers.read_parquet_rows(stream, reading, self.row_group), stream)
@@ -261,12 +263,12 @@ class RowGroupPart:
 class RecordsPart:
     """Records that the main process has read from a file that only one process can read."""
 
-    source: Source
+    source: InputFile
     found: tuple[Record, ...]
     after: Position
     input_bytes: int
 
-    def records(self, reading: Reading) -> Iterator[tuple[Source, Record]]:
+    def records(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
         """Every record with its source."""
         return ((self.source, record) for record in self.found)
 
@@ -274,7 +276,7 @@ class RecordsPart:
 Part = FilesPart | LinesPart | RowGroupPart | RecordsPart
 
 
-def records_of_part(part: Part, reading: Reading) -> Iterator[tuple[Source, Record]]:
+def records_of_part(part: Part, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
     """Every record of a part with its source; texts that are shorter or longer than `reading` allows are left out."""
     records = part.records(reading)
     if reading.min_characters is None and reading.max_characters is None:
@@ -286,7 +288,7 @@ def records_of_part(part: Part, reading: Reading) -> Iterator[tuple[Source, Reco
 
 
 def parts_of(
-    sources: Sequence[Source], reading: Reading, start: Position = BEGINNING, taken: range | None = None
+    sources: Sequence[InputFile], reading: Reading, start: Position = BEGINNING, taken: range | None = None
 ) -> Iterator[Part]:
     """The parts of all sources in order, from `start` on. What a part holds depends on the files alone.
 
@@ -313,18 +315,18 @@ def parts_of(
             offset += expected_bytes(source)
 
 
-def expected_bytes(source: Source) -> int:
+def expected_bytes(source: InputFile) -> int:
     """About how large a file is when decompressed."""
     return source.bytes * (EXPECTED_COMPRESSION_RATIO if source.compression else 1)
 
 
-def _is_small(source: Source, reading: Reading) -> bool:
+def _is_small(source: InputFile, reading: Reading) -> bool:
     """Whether a worker reads the file whole: a small one, or one that is a single document anyway."""
     return expected_bytes(source) <= PART_BYTES or (source.format == "txt" and reading.documents == "file")
 
 
 def _parts_of_large(
-    source: Source, number: int, reading: Reading, first: int, offset: int, taken: range | None
+    source: InputFile, number: int, reading: Reading, first: int, offset: int, taken: range | None
 ) -> Iterator[Part]:
     """The parts of a file from number `first` on that begin in `taken`, where the file begins at `offset`."""
     if source.format == "jsonl" or (source.format == "txt" and reading.documents == "line"):
@@ -344,7 +346,7 @@ def _parts_of_large(
         offset += part.input_bytes * (expected_bytes(source) // max(1, source.bytes))
 
 
-def _line_parts(source: Source, number: int) -> Iterator[Part]:
+def _line_parts(source: InputFile, number: int) -> Iterator[Part]:
     with ByteStream(source.path, source.compression) as stream:
         before, line, part, content = 0, 1, 0, b""
         try:
@@ -356,19 +358,19 @@ def _line_parts(source: Source, number: int) -> Iterator[Part]:
             yield RecordsPart(source, (problem,), Position(number, part + 1), source.bytes - before)
 
 
-def _has_small_row_groups(source: Source) -> bool:
+def _has_small_row_groups(source: InputFile) -> bool:
     groups = None if source.compression else containers.parquet_row_groups(source.path)
     return bool(groups) and max(size for _, size in groups) <= LARGEST_ROW_GROUP_BYTES
 
 
-def _row_group_parts(source: Source, number: int) -> Iterator[Part]:
+def _row_group_parts(source: InputFile, number: int) -> Iterator[Part]:
     groups = containers.parquet_row_groups(source.path) or []
     total = sum(size for _, size in groups) or 1
     for row_group, (_, size) in enumerate(groups):
         yield RowGroupPart(source, row_group, Position(number, row_group + 1), source.bytes * size // total)
 
 
-def _record_parts(source: Source, number: int, reading: Reading) -> Iterator[Part]:
+def _record_parts(source: InputFile, number: int, reading: Reading) -> Iterator[Part]:
     stream = ByteStream(source.path, source.compression)
     records = _guarded(READERS[source.format](stream, _reading_of(source, reading)), stream)
     before, part = 0, 0

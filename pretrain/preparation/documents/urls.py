@@ -15,10 +15,10 @@ from pretrain.errors import InputError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-Value = TypeVar("Value")
+_Value = TypeVar("Value")
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 FINGERPRINT_BYTES = 1 << 16
-BLOCK_BYTES = 8 << 20
+DOWNLOAD_BLOCK_BYTES = 8 << 20
 TRIES = 4
 IDENTITIES = ("ETag", "etag", "md5Hash", "md5", "crc32c", "content_md5", "Content-MD5", "blob_id", "Last-Modified")
 """What file systems call that which changes with a file's content."""
@@ -70,7 +70,7 @@ class RemoteFile(io.RawIOBase):
 
     def _opened(self) -> Any:
         system, path = file_system(self.url)
-        return _translated(self.url, lambda: system.open(path, "rb", block_size=BLOCK_BYTES))
+        return _translated(self.url, lambda: system.open(path, "rb", block_size=DOWNLOAD_BLOCK_BYTES))
 
     def readable(self) -> bool:
         return True
@@ -109,7 +109,9 @@ class RemoteFile(io.RawIOBase):
             self._file.seek(self._position)
             return
         passed = 0
-        while passed < self._position and (block := self._file.read(min(BLOCK_BYTES, self._position - passed))):
+        while passed < self._position and (
+            block := self._file.read(min(DOWNLOAD_BLOCK_BYTES, self._position - passed))
+        ):
             passed += len(block)
 
     def close(self) -> None:
@@ -118,7 +120,7 @@ class RemoteFile(io.RawIOBase):
         super().close()
 
 
-def _translated(url: str, action: Callable[[], Value]) -> Value:
+def _translated(url: str, action: Callable[[], _Value]) -> _Value:
     """What the action gives; whatever a file system raises becomes an UnreachableError that names it."""
     try:
         return action()

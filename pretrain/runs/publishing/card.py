@@ -13,7 +13,7 @@ import yaml
 
 from pretrain.runs.publishing.card_facts import (
     CardFacts,
-    Score,
+    CardScore,
     batch_text,
     budget_text,
     is_hub_id,
@@ -67,9 +67,9 @@ def model_card(facts: CardFacts, publication: Publication, *, has_picture: bool)
         f"# {title_of(facts, publication)}",
         introduction(facts),
         use_section(facts, publication),
-        "## Model\n\n" + table("property", architecture_rows(facts, publication)),
+        "## Model\n\n" + markdown_table("property", architecture_rows(facts, publication)),
         "## Data\n\n" + data_section(facts),
-        "## Training\n\n" + table("setting", training_rows(facts)),
+        "## Training\n\n" + markdown_table("setting", training_rows(facts)),
         "![Training and validation loss](loss.png)" if has_picture else "",
         evaluation_section(facts),
         "## Lineage\n\n" + lineage_text(facts),
@@ -266,7 +266,10 @@ def evaluation_section(facts: CardFacts) -> str:
         rows = [
             [
                 source,
-                *(f"{event[name]:.{digits}f}" if event.get(name) is not None else "" for name, digits in MEASURES),
+                *(
+                    f"{event[name]:.{digits}f}" if event.get(name) is not None else ""
+                    for name, digits in CARD_MEASURES
+                ),
             ]
             for source, event in facts.validation.items()
         ]
@@ -283,15 +286,15 @@ def evaluation_section(facts: CardFacts) -> str:
     return "## Evaluation\n\n" + "\n\n".join(parts) if parts else ""
 
 
-MEASURES = (("loss", 4), ("perplexity", 2), ("bits_per_byte", 4))
+CARD_MEASURES = (("loss", 4), ("perplexity", 2), ("bits_per_byte", 4))
 
 
-def score_name(score: Score) -> str:
+def score_name(score: CardScore) -> str:
     shots = "" if score.few_shots is None else f" ({score.few_shots}-shot)"
     return f"{score.task}{shots}" + ("" if score.is_whole else " \\*")
 
 
-def score_text(score: Score) -> str:
+def score_text(score: CardScore) -> str:
     error, digits = score.standard_error, 2 if "perplexity" in score.metric else 4
     text = f"{score.value:.{digits}f}"
     return f"{text} ± {error:.{digits}f}" if isinstance(error, int | float) else text
@@ -357,7 +360,7 @@ def without_folders(value: Any) -> Any:
     return value
 
 
-def table(named: str, rows: Iterable[tuple[str, Any]]) -> str:
+def markdown_table(named: str, rows: Iterable[tuple[str, Any]]) -> str:
     """Rows of name and value, under what the names are; what is None or empty is left out."""
     return grid([named, "value"], [[name, value] for name, value in rows if value not in (None, "")])
 

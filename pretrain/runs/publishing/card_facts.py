@@ -41,7 +41,7 @@ class DataSource:
 
 
 @dataclass(frozen=True)
-class Score:
+class CardScore:
     """One number of an evaluation of the model that the card describes."""
 
     task: str
@@ -70,7 +70,7 @@ class CardFacts:
     step: int
     total_steps: int | None
     sources: tuple[DataSource, ...] = ()
-    scores: tuple[Score, ...] = ()
+    scores: tuple[CardScore, ...] = ()
     lineage: tuple[dict[str, Any], ...] = ()
     """As in `RunState`: the runs that this one branched from."""
 
@@ -207,16 +207,16 @@ def public_name(path: str | None) -> str | None:
     return path if is_hub_id(path) else PurePath(path).name
 
 
-def read_scores(run: Path, events: list[dict[str, Any]], step: int) -> list[Score]:
+def read_scores(run: Path, events: list[dict[str, Any]], step: int) -> list[CardScore]:
     """Scores of the model of this step, from the log and from evaluation*.json; the last measured counts."""
-    scores: dict[tuple[str, str, int | None], Score] = {}
+    scores: dict[tuple[str, str, int | None], CardScore] = {}
 
     def add(task: str, measures: dict[str, Any], few_shots: int | None, is_whole: bool) -> None:
         for metric, value in measures.items():
             if isinstance(value, int | float) and "_stderr" not in metric and metric not in NOT_METRICS:
                 name, comma, chosen_by = metric.partition(",")
                 error = measures.get(f"{name}_stderr{comma}{chosen_by}")
-                scores[task, metric, few_shots] = Score(task, metric, value, error, few_shots, is_whole)
+                scores[task, metric, few_shots] = CardScore(task, metric, value, error, few_shots, is_whole)
 
     for event in events:
         if event.get("event") == "evaluation" and event.get("step") == step and not event.get("is_part"):

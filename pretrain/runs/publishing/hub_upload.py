@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import InputError, did_you_mean
-from pretrain.files import MANIFEST_FILE
+from pretrain.files import SEAL_FILE
 from pretrain.parallel.launcher import environment_alone
 from pretrain.processes import hold_while_open, is_held
 from pretrain.runs.publishing.card import PICTURE_FILE
-from pretrain.runs.publishing.publish import STAGING, Model, PublishFailed, revision_of
+from pretrain.runs.publishing.publish import STAGING, Model, PublishError, revision_of
 from pretrain.units import count_text
 
 REPLACED_ON_HUB = (
-    "*.safetensors", "*.safetensors.index.json", "*.py", PICTURE_FILE, "trainer_state.json", MANIFEST_FILE,
+    "*.safetensors", "*.safetensors.index.json", "*.py", PICTURE_FILE, "trainer_state.json", SEAL_FILE,
 )  # fmt: skip
 """What a model of before may have left in the repository under names that this one has not."""
 LICENSES = (
@@ -234,7 +234,7 @@ def hub_errors(repository: str, token: str) -> Iterator[None]:
         if isinstance(error, ValueError) and "README.md" in text:
             why = " ".join(str(error.__cause__ or error).split())
             raise InputError(f"the Hub does not accept the model card: {why}; see --license and --language") from None
-        raise PublishFailed(
+        raise PublishError(
             f"publishing to {repository} at {constants.ENDPOINT} failed: {type(error).__name__}: {text or 'no reason'}"
             "\nThe run is as it was, and what has gone up stays: the same command continues."
         ) from error

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretrain.errors import InputError
-from pretrain.files import MANIFEST_FILE, commit, damage, remove
+from pretrain.files import SEAL_FILE, commit, damage, remove
 from pretrain.runs.publishing.card import CARD_FILE, PICTURE_FILE, Publication, write_card
 from pretrain.runs.publishing.card_facts import read_events
 from pretrain.runs.run_folder import best_step, checkpoint_folders, read_json, read_state
@@ -27,7 +27,7 @@ SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CR
 SHORTEST_SECRET = 12
 
 
-class PublishFailed(Exception):
+class PublishError(Exception):
     """The disk, the network or the Hub failed; the run is as it was, and the same command goes on."""
 
 
@@ -37,7 +37,7 @@ def writing_to(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise PublishFailed(
+        raise PublishError(
             f"{folder} cannot be written, where a model waits to go up ({error}); make room there, or publish a copy "
             "of the run from another disk"
         ) from error
@@ -68,7 +68,7 @@ def evaluation_log(run: Path, checkpoint: str) -> Path:
     return run / EVALUATIONS / f"{checkpoint}.log"
 
 
-def find_models(
+def find_publishable(
     run: Path, *, steps: list[int | str], milestones: bool, final: bool, with_optimizer: bool = False
 ) -> list[Model]:
     """The models asked for, oldest first, each found intact; final/ where none is named.
@@ -149,7 +149,7 @@ def stage(run: Path, model: Model, publication: Publication, target: Path) -> Pa
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     for path in sorted(model.folder.iterdir()):
-        if not path.is_file() or path.name in (CARD_FILE, PICTURE_FILE, MANIFEST_FILE):
+        if not path.is_file() or path.name in (CARD_FILE, PICTURE_FILE, SEAL_FILE):
             continue
         if STAYS_HERE.fullmatch(path.name) and not model.with_optimizer:
             continue
@@ -166,7 +166,7 @@ def stage(run: Path, model: Model, publication: Publication, target: Path) -> Pa
         shutil.rmtree(unfinished)
         raise InputError(*problems)
     if model.with_optimizer:
-        commit(unfinished, target, read_json(model.folder / MANIFEST_FILE)["files"])
+        commit(unfinished, target, read_json(model.folder / SEAL_FILE)["files"])
         return target
     if target.exists():
         remove(target)

@@ -7,7 +7,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from pretrain.runs.publishing.card import Publication, model_card, plot_losses, write_card
-from pretrain.runs.publishing.card_facts import Score, batch_text, read_card_facts, read_scores
+from pretrain.runs.publishing.card_facts import CardScore, batch_text, read_card_facts, read_scores
 from support.run_folders import recipe_values, write_metrics, write_run
 
 OFFER = Publication("me/tiny", "main", "apache-2.0", ("en", "de"), "bf16")
@@ -126,7 +126,7 @@ def test_scores_come_from_the_log_too_and_never_from_another_run(run):
     add_event(run, event="evaluation", step=4, tokens=4000, model="x", task="arc", acc=0.1)
     write_evaluation(run, run_name="another", boolq={"acc": 0.9})
     facts = read_card_facts(run)
-    assert set(facts.scores) == {Score("arc", "acc", 0.25, 0.1, 5), Score("docs", "loss", 4.5)}
+    assert set(facts.scores) == {CardScore("arc", "acc", 0.25, 0.1, 5), CardScore("docs", "loss", 4.5)}
     assert read_scores(run, [], step=3) == []
 
 
