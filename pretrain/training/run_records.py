@@ -1,4 +1,4 @@
-"""What a run's folder says of the run: resolved config, model, strategy, environment; and the announcement at the start."""
+"""What a run's folder says of the run: resolved config, model, strategy, environment; and the start, announced."""
 
 import dataclasses
 import importlib.metadata
