@@ -64,7 +64,8 @@ class Steps:
         self.plan, self.data = self._plan()
         self.read_ahead = ReadAhead(strategy)
         built = build_training(config, self.plan, strategy, learning_rate=LEARNING_RATE)
-        self.model, self.experts = built.model.train(), built.experts
+        self.model, self.experts = built.model, built.experts
+        self.model.train()
 
     def _plan(self) -> tuple[ModelPlan, str]:
         """(the run's plan, or the model's alone where a run could not start, where batches are from)."""
