@@ -8,11 +8,13 @@ partitioner makes of it is counted (minimum cut between forward and backward, ar
 Sizes are in bytes. Everything is linear in the number of sequences but for what belongs to weights: `Line` says so.
 """
 
+import contextlib
 import copy
 import functools
 import json
 import warnings
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, PreTrainedModel
+from transformers.integrations import moe
 
 from pretrain.memory.compiled import LayerGraphs, graph_backend
 from pretrain.model.attention import TOKENS_PER_SEGMENT
@@ -241,7 +244,7 @@ def _measure(model_config, layers, sequences, length, weights, autocast, attenti
     """Bytes beyond weights and gradients: kept after the forward pass, and at the peak of the backward pass."""
     model = _meta_model(model_config, layers, attention)
     checkpoint_activations(model, checkpointing)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), _grouped_products_of_any_dtype():
         _give_sizes(model, weights)
         model.train()
         for parameter in model.parameters():
@@ -268,7 +271,7 @@ def _compiled_layer(model_config, sequences, length, weights, autocast, attentio
     model = _meta_model(model_config, 1, attention)
     torch._dynamo.reset()
     graphs = LayerGraphs()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), _grouped_products_of_any_dtype():
         _give_sizes(model, weights)
         model.train()
         hidden_shape = (sequences, length, model_config.hidden_size)
@@ -280,6 +283,23 @@ def _compiled_layer(model_config, sequences, length, weights, autocast, attentio
         _GradientOfHidden.apply(hidden).backward()
     torch._dynamo.reset()
     return graphs
+
+
+@contextlib.contextmanager
+def _grouped_products_of_any_dtype() -> Iterator[None]:
+    """torch knows the shapes of grouped_mm in bf16 alone; those of transformers' own operator for the same it knows.
+
+    Where a transformers has neither function, its grouped products are left as they are.
+    """
+    can_use = getattr(moe, "_can_use_grouped_mm", None)
+    if can_use is None:
+        yield
+        return
+    moe._can_use_grouped_mm = lambda input, weight, offs: weight.dtype == torch.bfloat16
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = can_use
 
 
 def _meta_model(model_config: Any, layers: int, attention: str) -> PreTrainedModel:

@@ -53,6 +53,13 @@ def candidate(plan, name):
     return next(candidate for candidate in plan.candidates if candidate.name == name)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_mixture_of_experts_is_planned(precision):
+    """torch knows the shapes of grouped products in bf16 alone."""
+    plan = plan_of(ROOT / "recipes/moe_5m.yaml", ("precision", precision), gpus=1, mfu=0.4)
+    assert candidate(plan, "single").fits
+
+
 def test_work_of_a_run_is_arithmetic(plan):
     values = json.loads(plan_json(plan))
     assert values["steps"] == math.ceil(1_000_000 / 8192) == 123 and values["tokens"] == 123 * 8192
