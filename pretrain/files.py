@@ -70,10 +70,10 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
     for folder in [*(path for path in unfinished.rglob("*") if path.is_dir()), unfinished]:
         sync_folder(folder)
     if final.exists():
-        doomed = final.with_name(f"{REMOVED}{final.name}")
-        final.rename(doomed)
+        leftover = final.with_name(f"{REMOVED}{final.name}")
+        final.rename(leftover)
         unfinished.rename(final)
-        shutil.rmtree(doomed)
+        shutil.rmtree(leftover)
     else:
         unfinished.rename(final)
     sync_folder(final.parent)
@@ -81,9 +81,9 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
 
 def remove(folder: Path) -> None:
     """Removes a folder; renamed first, because one that is half removed must never pass for a whole one."""
-    doomed = folder.with_name(f"{REMOVED}{folder.name}")
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+    leftover = folder.with_name(f"{REMOVED}{folder.name}")
+    folder.rename(leftover)
+    shutil.rmtree(leftover)
 
 
 def seal(path: Path) -> dict:

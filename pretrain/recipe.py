@@ -178,7 +178,7 @@ def read_run_config(path: str | Path, overrides: list[tuple[str, str]] = ()) -> 
 
 
 def set_dotted(values: dict, key: str, text: str) -> str | None:
-    """Sets values['a']['b'] = text read as YAML, for key 'a.b'; returns the problem if the path leads nowhere."""
+    """Sets values['a']['b'] = text read as YAML, for key 'a.b'; returns the problem if there is no such path."""
     *parents, last = key.split(".")
     try:
         for name in parents:
@@ -187,7 +187,7 @@ def set_dotted(values: dict, key: str, text: str) -> str | None:
             values = values[int(name) if isinstance(values, list) else name]
         index = int(last) if isinstance(values, list) else last
     except (KeyError, ValueError, IndexError, TypeError):
-        return f"--{key}: there is nothing to set at this path"
+        return f"--{key}: no such setting"
     try:
         value = parse_yaml(text)
     except ValueError as error:
@@ -195,7 +195,7 @@ def set_dotted(values: dict, key: str, text: str) -> str | None:
     try:
         values[index] = value
     except (KeyError, ValueError, IndexError, TypeError):
-        return f"--{key}: there is nothing to set at this path"
+        return f"--{key}: no such setting"
     return None
 
 

@@ -100,7 +100,7 @@ def verify_export(
             tolerance = max(LOSS_TOLERANCE[dtype], LOSS_TOLERANCE[precision])
             compare_losses(check, losses, training_losses, tolerance)
         else:
-            check.left_out.append("the loss, for want of validation data")
+            check.left_out.append("the loss (no validation data)")
         logits_BTV = exported_logits(exported, ids_BT)
         del exported  # one model in memory at a time: each may be half of what there is
         compare_logits(check, logits_BTV, checkpoint, ids_BT, DTYPES[dtype])

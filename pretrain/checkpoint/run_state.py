@@ -86,6 +86,6 @@ class RunStoppedError(Exception):
 
 
 class NumericStopError(RunStoppedError):
-    """The numbers of a run are beyond repair."""
+    """Training diverged and cannot recover."""
 
     exit_code = EXIT_NUMERIC

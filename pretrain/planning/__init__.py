@@ -5,5 +5,5 @@ Predictions come from memory and step_time; calibration holds them against a few
     candidates, report: which strategies fit, ranked; the report
     step_time: time and cost
     calibration: a few real steps
-    smoke: a hundred steps and a verdict
+    smoke: a hundred steps, pass or fail per stage
 """

@@ -94,7 +94,7 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
 
 
 def micro_batches(config: RunConfig, ranks: int) -> list[int]:
-    """Every batch.sequences_per_micro_batch with which the global batch comes out whole, ascending."""
+    """Every batch.sequences_per_micro_batch with which the global batch divides evenly, ascending."""
     levels = round(1 / config.batch.ramp.start) if config.batch.ramp else 1
     per_rank, rest = divmod(config.batch.tokens_per_step, config.data.sequence_length * ranks * levels)
     return [] if rest else [n for n in range(1, per_rank + 1) if per_rank % n == 0]
@@ -248,7 +248,7 @@ def storage_of(config: RunConfig, work: RunWork) -> Storage:
 
 
 def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
-    """For each source: the tokens drawn from it, and passes over it where its shards are there.
+    """For each source: the tokens drawn from it, and epochs where its shards exist.
 
     Raises InputError where the shards cannot serve the run: max_epochs used up, damaged, of different tokenizers.
     """

@@ -1,4 +1,4 @@
-"""A hundred steps of a recipe, and a verdict on everything that a long run relies on."""
+"""A hundred steps of a recipe, and pass or fail for everything that a long run relies on."""
 
 import json
 import math
@@ -30,7 +30,7 @@ FALLS, STAYS = 0.99, 1.05
 
 
 def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig, int], int]) -> int:
-    """Trains the recipe's first steps twice from the middle on, and prints a verdict for each part; all ranks.
+    """Trains the recipe's first steps twice from the middle on, and prints pass or fail for each part; all ranks.
 
     train: trains a config for so many steps and returns the exit status. Everything is written to <output>-smoke,
     whose earlier contents are removed. Returns 0 if every part passes, 1 if one fails, or the status of training.

@@ -1,4 +1,4 @@
-"""Run folders, as they were, as they are, and steered: runs.py.
+"""Run folders: history, status and control (runs.py).
 
 Reads what a crash may have left, imports nothing heavy, and never changes a run but through control.
 

@@ -54,7 +54,7 @@ def attempt(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], in
             metrics.end(EXIT_BAD_INPUT, str(error))
             end_now(EXIT_BAD_INPUT)
         except KeyboardInterrupt:  # before the first step; later Ctrl-C is a request
-            metrics.end(EXIT_INTERRUPTED, "interrupted; the same command continues from the newest checkpoint")
+            metrics.end(EXIT_INTERRUPTED, "interrupted; run the same command to resume from the newest checkpoint")
             end_now(EXIT_INTERRUPTED)
         except Exception as error:
             traceback.print_exc()
@@ -78,7 +78,7 @@ def sole_use(run: Path, strategy: Strategy) -> Iterator[None]:
             except InputError as error:
                 problems = error.problems
             except OSError as error:
-                problems = [f"output: {run} cannot be written ({error}); choose another --output"]
+                problems = [f"output: {run} is not writable ({error}); choose another --output"]
         if found := [problem for share in strategy.gather(problems) for problem in share]:
             raise InputError(*found)
         yield
@@ -105,8 +105,8 @@ def refuse_crash_loop(run: Path, step: int, strategy: Strategy) -> None:
     crashes, furthest = strategy.gather(crashes_without_progress(run, step))[0]
     if crashes > RESTARTS_WITHOUT_PROGRESS:
         raise CrashLoopError(
-            f"started {crashes} times from step {step:,} and never came further than step {furthest:,}: the end of "
-            f"{run}/train.log and the stacks in {run} say why; once that is mended, the same command tries again"
+            f"started {crashes} times from step {step:,} without getting past step {furthest:,}: see the "
+            f"end of {run}/train.log and the stacks in {run} for the cause; fix that, then run the same command again"
         )
 
 
@@ -163,4 +163,4 @@ def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
     except (InputError, RuntimeError, MemoryError) as error:  # the end of a run must not hide its cause
         rungs = [f"no figures ({type(error).__name__}: {error})"]
     lines = "\n".join(f"  {number}. {rung}" for number, rung in enumerate(rungs, start=1))
-    return f"Out of memory. In this order, with the same results but for rounding:\n{lines}\nSee docs/planning.md."
+    return f"Out of memory. Try in this order; results stay the same up to rounding:\n{lines}\nSee docs/failures.md."

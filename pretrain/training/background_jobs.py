@@ -44,9 +44,9 @@ class Companions:
         self.run, self.metrics = run, metrics
         self._running: list[Companion] = []
         if metrics.is_main:
-            for litter in (run / EVALUATIONS).glob("step-*/"):  # of evaluations that a crash cut short
-                if not is_held(evaluation_log(run, litter.name)):
-                    shutil.rmtree(litter)
+            for leftover in (run / EVALUATIONS).glob("step-*/"):  # of evaluations that a crash cut short
+                if not is_held(evaluation_log(run, leftover.name)):
+                    shutil.rmtree(leftover)
 
     def start(
         self, name: str, arguments: list[str], log: Path, *, device: str, results: Path, folder: Path

@@ -48,5 +48,5 @@ def unusual_learning_rate(config: RunConfig, run: RunPlan, overridden: frozenset
     origin = f"the recipe's, while --optim.name {optim.name} is the command line's, and " if another else ""
     return (
         f"{setting}: the peak of {stated:.3g} is {origin}{times} what auto gives {optim.name} at "
-        f"{count_text(run.parameters)} parameters, {usual:.3g}; use --optim.learning_rate auto unless it is meant"
+        f"{count_text(run.parameters)} parameters, {usual:.3g}; use --optim.learning_rate auto unless this is intended"
     )

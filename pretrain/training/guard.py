@@ -1,6 +1,6 @@
 """Watches the numbers of a run: values that are not finite, spikes, divergence, exploding gradients, lost speed.
 
-Every rank judges the same reports in the same order, so all come to the same verdict at the same step; what the guard
+Every rank judges the same reports in the same order, so all reach the same decision at the same step; what the guard
 remembers is part of a checkpoint, so a run that continues judges as the unbroken run would.
 """
 

@@ -28,20 +28,20 @@ SHOWN = {
     "{tokens_per_second:,.0f} tok/s{mfu_text} · {tokens_text} · {time_left} left",
     "validation": "step {step:,} · validation {source} · loss {loss:.4f} · perplexity {perplexity:.2f} · "
     "{bits_per_byte:.4f} bits/byte",
-    "checkpoint": "step {step:,} · checkpoint {path} · {bytes_text} in {seconds:.1f} s, {stall_seconds:.2f} s waited",
-    "resume": "continues from {path} at step {step:,}",
+    "checkpoint": "step {step:,} · checkpoint {path} · {bytes_text} in {seconds:.1f} s, training paused {stall_seconds:.2f} s",
+    "resume": "resumed from {path} at step {step:,}",
     "sample": "step {step:,} · {text!r}",
-    "branch": "begins with {path} of {run} and decays from there",
-    "skip": "step {step:,} · not applied: its gradient is not finite",
+    "branch": "branched from {path} of {run}; the learning rate decays from here",
+    "skip": "step {step:,} · skipped: non-finite gradient",
     "spike": "step {step:,} · SPIKE: {message}",
     "divergence": "step {step:,} · DIVERGENCE: {message}",
     "explosion": "step {step:,} · GRADIENT: {message}",
-    "rollback": "goes back to step {to_step:,}: {reason}; {change}",
-    "control": "step {step:,} · {command}, as asked by runs.py",
+    "rollback": "rolling back to step {to_step:,}: {reason}; {change}",
+    "control": "step {step:,} · {command}, requested by runs.py",
     "warning": "warning: {message}",
-    "end": "{reason}: {step:,} steps and {tokens:,} tokens; {duration} since the start; exit status {code}",
+    "end": "{reason}: {step:,} steps and {tokens:,} tokens; {duration} since start; exit status {code}",
 }
-"""How an event reads on the console and in train.log; the others are only written to metrics.jsonl."""
+"""Events as printed on the console and in train.log; all others go to metrics.jsonl only."""
 
 
 class Throughput:
@@ -96,9 +96,9 @@ class LineFile:
     def write(self, line: str) -> None:
         try:
             self._file.write(line.encode() + b"\n")
-        except (OSError, ValueError) as error:  # ValueError: closed by another thread, which ends the run
+        except (OSError, ValueError) as error:  # ValueError: closed by another thread that is ending the run
             if not self._failed:
-                print(f"{self.path} cannot be written ({error}); training goes on", file=sys.stderr, flush=True)
+                print(f"{self.path} cannot be written ({error}); training continues", file=sys.stderr, flush=True)
             self._failed = True
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class Metrics:
 
     Args:
         run: the run's folder.
-        is_main: whether this process speaks.
+        is_main: whether this process writes and prints.
     """
 
     def __init__(self, run: Path, *, is_main: bool):

@@ -1,4 +1,4 @@
-"""How a run goes on from where it was: resumes, saves, goes back before what spoiled it, and ends early."""
+"""Where a run continues: resume, save, roll back past bad data, anneal early."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -78,7 +78,7 @@ class Continuation:
         with self.strategy.together(SaveError):
             if self.strategy.is_main and final.exists():
                 final.rename(final.with_name(f"final-{self.found.name}"))
-        self.strategy.print(f"goes on from {stable.name}: the learning rate had not begun to decay there")
+        self.strategy.print(f"resuming from {stable.name}, the last checkpoint before the learning-rate decay")
         self.checkpoints.discard_after(step_of(stable))
         self.found, self.saved = stable, load_saved(stable)
 
@@ -153,7 +153,7 @@ class Continuation:
                 self.metrics.write("checkpoint", step=save.step, path=save.folder.name, **figures)
                 self._publish_milestone(save.step)
             else:
-                what_now = "training goes on, the checkpoints before are as they were"
+                what_now = "training continues; earlier checkpoints are unaffected"
                 self.metrics.write(
                     "warning",
                     step=save.step,
@@ -182,13 +182,13 @@ class Continuation:
         """
         guard, state = self.config.guard, self.state
         if not finding.roll_back or guard.roll_back == "off" or len(state.rollbacks) >= guard.max_rollbacks:
-            raise NumericStopError(f"{finding.message}; the run went back {len(state.rollbacks)} times before")
+            raise NumericStopError(f"{finding.message}; {len(state.rollbacks)} earlier rollbacks")
         first, last = finding.roll_back
         log = self.strategy.print
         target = self.checkpoints.newest_valid(log, at_most=max(first - 1 - guard.distance, 0), beat=beat)
         target = target or self.checkpoints.newest_valid(log, at_most=first - 1, beat=beat)
         if target is None:
-            raise NumericStopError(f"{finding.message}; there is no checkpoint from before to go back to")
+            raise NumericStopError(f"{finding.message}; there is no earlier checkpoint to roll back to")
         self.saved = load_saved(target)
         earlier = RunState(**self.saved.contents["state"])
         skips = guard.roll_back == "skip_data"
@@ -208,5 +208,5 @@ class Continuation:
             record_rollbacks(self.config.output, rollbacks)
         self.state = replace(earlier, rollbacks=rollbacks)
         self.load()
-        change = f"leaves out the data of steps {first:,} to {last:,}" if skips else "halves the learning rate"
+        change = f"skipping the data of steps {first:,} to {last:,}" if skips else "halving the learning rate"
         self.metrics.write("rollback", step=state.step, **rollback, change=change)

@@ -28,11 +28,11 @@ ENDS = {
     Request.STOP: "stopped",
     Request.ABORT: "aborted",
 }
-"""How the end of a run that was asked for reads."""
+"""Reasons for a requested end, as logged."""
 
 
 class CopiesDifferError(RunStoppedError):
-    """Ranks that should hold the same weights do not; a restart from the last checkpoint mends that."""
+    """Ranks that should hold the same weights do not; a restart from the last checkpoint fixes that."""
 
     exit_code = CRASHED
 
@@ -135,7 +135,7 @@ class Supervisor:
         try:
             yield
         except CutShortError:
-            self._warn(f"{work} left unfinished: the run is to end")
+            self._warn(f"{work} skipped: the run is stopping")
 
     @property
     def ends(self) -> bool:
@@ -165,7 +165,7 @@ class Supervisor:
         """The run ends because somebody asked for it; returns the exit status."""
         code = EXIT_PREEMPTED if self.request == Request.PREEMPT else EXIT_INTERRUPTED
         saved = "nothing saved" if self.request == Request.ABORT else f"saved at step {step:,}"
-        reason = f"{ENDS[self.request]}, {saved}; the same command continues"
+        reason = f"{ENDS[self.request]}, {saved}; run the same command to resume"
         self.answer(step, total_steps)
         self.watch.close()
         self.metrics.end(code, reason)

@@ -59,7 +59,7 @@ class Trackers:
             function(*arguments, **named)
         except Exception as error:  # each has its own kinds, and none is worth a run
             self._running.pop(name, None)
-            self._warn(f"the tracker {name} failed and gets nothing more: {type(error).__name__}: {error}")
+            self._warn(f"the tracker {name} failed and is switched off: {type(error).__name__}: {error}")
 
 
 def _make(name: str, run: Path, config: RunConfig) -> Any:

@@ -151,9 +151,9 @@ class Watch:
         if self._first_signal is None:
             self._first_signal = now
             self.request = max(self.request, SIGNALS[number])
-            self._say(f"{number.name}: saves and ends after this step; a second signal ends at once")
+            self._say(f"{number.name}: finishing this step and saving; press Ctrl-C again (or send another signal) to quit now")
         elif now - self._first_signal > SAME_SIGNAL_SECONDS:
-            self._end(f"{number.name} after a first signal: ends at once, nothing saved", END_CODES[SIGNALS[number]])
+            self._end(f"second signal ({number.name}): quitting now, nothing saved", END_CODES[SIGNALS[number]])
 
     def _heartbeat(self) -> None:
         now = time.monotonic()
@@ -176,7 +176,7 @@ class Watch:
         if self._launcher is not None and os.getppid() != self._launcher:
             self._launcher = None
             self.request = max(self.request, Request.PREEMPT)
-            self._say("the launcher has died: saves and ends after this step")
+            self._say("launcher exited; saving and stopping")
 
     def _look_at_neighbours(self) -> None:
         dead = [pid for pid in self.neighbours if not is_alive(pid)]
@@ -200,7 +200,7 @@ class Watch:
     def _end_hang(self, cause: str = "no progress") -> None:
         seconds = time.monotonic() - self._last_beat
         path = self.run / f"stacks-rank-{self.rank:05d}.txt"
-        reason = f"{cause}, {seconds:.0f} s after step {self.step:,}; the stacks are in {path}"
+        reason = f"{cause}, {seconds:.0f} s after step {self.step:,}; stacks written to {path}"
         try:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self.rank}: {reason}\n")
@@ -227,7 +227,7 @@ class Watch:
         try:
             self.on_end(reason, code)
         except (OSError, ValueError, RuntimeError) as error:
-            self._say(f"the end could not be recorded: {error}")
+            self._say(f"could not record the end of the run: {error}")
         with suppress(OSError, ValueError):
             sys.stdout.flush()
 
