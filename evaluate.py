@@ -1,4 +1,4 @@
-"""Evaluates models: loss on prepared shards, tasks of lm-evaluation-harness, a sample of text.
+"""Evaluates models: loss on prepared shards, lm-evaluation-harness tasks, text samples.
 
     python evaluate.py --model runs/x --data data/docs                     # loss, perplexity, bits per byte
     python evaluate.py --model runs/x@500 runs/x/final --tasks base        # benchmarks, models side by side
@@ -7,7 +7,7 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 evaluate.py --model runs/x ...
 
 --model: a run (its final/, else its newest valid checkpoint), RUN@STEP, RUN@best, RUN@all, a Hugging Face folder, or
-a Hub id, with @REVISION for a branch, tag or commit. The same numbers on any number of processes.
+a Hub id, with @REVISION for a branch, tag or commit. Results do not depend on the number of processes.
 """
 
 # `import evaluate` anywhere in the harness may find this file instead of the library of that name: importing it must
@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="FILE", help="also write everything as JSON")
     add("--plot", type=Path, metavar="FILE", help="scores against training tokens (.png, .svg, .pdf); for RUN@all")
     add("--precision", default="auto", help="auto, bf16, fp16 or fp32; auto: tasks as saved, data as the run trained")
-    add("--trust_remote_code", action="store_true", help="run the code that a model folder carries; off by default")
+    add("--trust_remote_code", action="store_true", help="run the code in the model folder; off by default")
     tasks = parser.add_argument_group("tasks of lm-evaluation-harness")
     add = tasks.add_argument
     add("--tasks", nargs="+", default=[], metavar="TASK", help="names, groups, patterns, .yaml files [base]")
@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     data = parser.add_argument_group("loss on prepared shards")
     add = data.add_argument
-    add("--data", nargs="+", default=[], type=Path, metavar="FOLDER", help="folders written by prepare_data.py, or a .bin file")
+    add("--data", nargs="+", default=[], type=Path, metavar="FOLDER", help="folders of prepared shards, or a .bin")
     add("--tokenizer", metavar="NAME", help="tokenizer (folder or Hub id) of a --data FILE.bin made by another tool")
     add("--split", default="validation", help="validation or train [validation]")
     add("--sequences", metavar="N", help="measure N sequences spread over the split [all]")

@@ -1,9 +1,9 @@
-"""Plans a run before it is launched: does it fit, how long, how much, which strategy. Needs no GPU.
+"""Plans a run before launch: memory, time, cost and strategy. Needs no GPU.
 
 python plan.py --config recipes/llama_1b.yaml --gpus 8 --gpu h100
 python plan.py --config recipes/llama_1b.yaml --gpus 64 --gpu h100 --machines 8 --mfu 0.45
 python plan.py --config recipes/llama_125m.yaml --gpus 1 --gpu mine --gpu_memory 48GB --peak_tflops 210
-python plan.py --config recipes/demo.yaml --calibrate        # 20 real steps on this machine: time and memory from them
+python plan.py --config recipes/demo.yaml --calibrate        # measures time and memory of 20 steps on this machine
 python plan.py --config recipes/llama_1b.yaml --gpus 8 --gpu h100 --json
 Any setting of the recipe can be changed by its path, as with train.py: --batch.sequences_per_micro_batch 4
 """
@@ -33,9 +33,9 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--price_per_gpu_hour", type=float, metavar="USD", help="price per GPU-hour")
     parser.add_argument("--network_gbits", type=float, help="network bandwidth between machines per GPU, in Gbit/s")
     parser.add_argument("--mfu", type=float, help="expected MFU, above 0 and at most 1 [by model size]")
-    parser.add_argument("--calibrate", action="store_true", help="run 20 steps on this machine and plan with the measured speed")
+    parser.add_argument("--calibrate", action="store_true", help="time 20 steps here and plan with that speed")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--comment", action="store_true", help="print the plan as a short comment, as in the recipes' headers")
+    parser.add_argument("--comment", action="store_true", help="print the plan as a recipe's header comment")
     return parser.parse_known_args(argv)
 
 
@@ -81,7 +81,7 @@ def option_problems(arguments: argparse.Namespace) -> list[str]:
     machines = arguments.machines
     if machines is not None and (machines < 1 or (arguments.gpus > 0 and arguments.gpus % machines)):
         problems.append(
-            f"--machines {machines}: {arguments.gpus} GPUs cannot be divided equally; give a number that divides the GPUs"
+            f"--machines {machines}: {arguments.gpus} GPUs cannot be divided equally; give a divisor of the GPUs"
         )
     if arguments.machines is None and arguments.gpus > 8 and arguments.gpus % 8:
         problems.append(f"--gpus {arguments.gpus}: is not a multiple of 8 GPUs per machine; set --machines")

@@ -1,4 +1,4 @@
-"""Documents to token shards, and tokenizers from documents.
+"""Turns documents into token shards, and trains tokenizers.
 
     python prepare_data.py --input 'docs/*.jsonl.zst' --tokenizer gpt2 --output data/docs
     python prepare_data.py --dataset HuggingFaceFW/fineweb-edu --subset sample-10BT --streaming --max_tokens 10e9 \\
@@ -9,7 +9,7 @@
     python prepare_data.py --inspect data/docs
     python prepare_data.py --verify data/docs
 
-Run the same command again to continue what was interrupted; a finished folder is recognised and left as it is.
+Run the same command again to resume an interrupted preparation; a complete folder is left unchanged.
 """
 
 import os
@@ -152,7 +152,7 @@ def print_summary(outcome: "PreparationOutcome", output: str, is_slice: bool) ->
     for split, tokens in (("train", tally.tokens - tally.validation_tokens), ("validation", tally.validation_tokens)):
         if not tokens:
             print(f"  No document fell into the {split} split: documents are assigned by hash. Use more documents")
-            print("  (--documents paragraph or line splits plain text into documents) or another --validation_fraction.")
+            print("  (--documents paragraph or line splits plain text into documents) or a larger fraction.")
     print(f"Next: train a model whose vocab_size is at least {manifest.vocabulary_size:,}, such as")
     print(f"  python train.py --config RECIPE.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
 

@@ -1,12 +1,12 @@
-"""Publishes models of a run on the Hugging Face Hub, with a model card made from the run's own records.
+"""Publishes a run's models on the Hugging Face Hub, with a model card generated from the run's records.
 
     python publish.py --run runs/x --repo me/llama-125m-base --license apache-2.0          # final/ as main
     python publish.py --run runs/x --repo me/llama-125m-base --checkpoint 5000             # as revision step-5000
     python publish.py --run runs/x --repo me/llama-125m-base --milestones --final --private
-    python publish.py --run runs/x --repo me/llama-125m-base --dry_run --output DIR        # writes what would go up
+    python publish.py --run runs/x --repo me/llama-125m-base --dry_run --output DIR        # writes what would be uploaded
 
-Log in once with `hf auth login`, or set HF_TOKEN. The same command again continues an upload that was cut short.
-Repository, licence and language may stand in the recipe (hub.repository, publish.license, publish.language).
+Log in once with `hf auth login`, or set HF_TOKEN. Run the same command again to resume an interrupted upload.
+Repository, licence and language can be set in the recipe (hub.repository, publish.license, publish.language).
 """
 
 import argparse
@@ -35,10 +35,10 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--run", type=Path, metavar="RUN", help="folder of the run")
     add("--repo", metavar="OWNER/NAME", help="repository on the Hub; created if it does not exist [the recipe's]")
-    add("--checkpoint", nargs="+", default=[], metavar="STEP", help="checkpoints to publish, each as revision step-STEP; or best")
+    add("--checkpoint", nargs="+", default=[], metavar="STEP", help="checkpoints, each a revision step-STEP; or best")
     add("--milestones", action="store_true", help="all checkpoints that checkpoint.milestones_every keeps")
     add("--final", action="store_true", help="publish final/ as main; the default")
-    add("--with_optimizer", action="store_true", help="publish whole fp32 checkpoints with optimizer state, so that others can continue training")
+    add("--with_optimizer", action="store_true", help="whole checkpoints, fp32 weights and optimizer")
     add("--private", action="store_true", help="make the repository private [the recipe's; else public]")
     add("--license", metavar="ID", help="licence id of the Hub, such as apache-2.0 [the recipe's]")
     add("--language", nargs="+", default=[], metavar="CODE", help="languages of the text, such as en [the recipe's]")
@@ -46,9 +46,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dry_run", action="store_true", help="write what would be uploaded to --output, and upload nothing")
     add("--output", type=Path, metavar="DIR", help="with --dry_run: a folder, one subfolder per revision")
     add("--attempts", default="1", metavar="N", help="number of attempts; the wait between them doubles [1]")
-    add("--first_wait", default="30", metavar="SECONDS", help="wait before the second attempt; doubles up to an hour [30]")
-    beside = "as train.py starts it: notes in metrics.jsonl what came of it, and brings the card the scores of a late "
-    add("--beside_training", action="store_true", help=f"{beside}evaluation")
+    add("--first_wait", default="30", metavar="SECONDS", help="before the second attempt; doubles, up to an hour [30]")
+    beside = "used by train.py: records the outcome in metrics.jsonl and adds the scores of a late evaluation to the "
+    add("--beside_training", action="store_true", help=f"{beside}card")
     return parser
 
 
@@ -98,7 +98,7 @@ def output_problems(output: Path, revisions: list[str]) -> list[str]:
     if output.exists() and not output.is_dir():
         return [f"--output {output}: is a file; give a folder"]
     return [
-        f"--output {output}: already contains {name}; give another folder" for name in revisions if (output / name).exists()
+        f"--output {output}: already contains {name}; give another" for name in revisions if (output / name).exists()
     ]
 
 

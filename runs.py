@@ -1,14 +1,14 @@
 """Inspects runs and controls live ones.
 
 python runs.py list [FOLDER]                 # every run under a folder: state, step, loss, speed, time left
-python runs.py status RUN                    # one run: progress, loss, last events; --watch to keep looking
-python runs.py plot RUN...                   # curves: a PNG, and a page to hover over and zoom into
+python runs.py status RUN                    # one run: progress, loss, last events; --watch to refresh
+python runs.py plot RUN...                   # curves: a PNG and an interactive HTML page
 python runs.py compare RUN...                # differing settings and results, side by side
 python runs.py summary RUN                   # a run on one page
 python runs.py export RUN... --output x.csv  # every logged line as a table
 python runs.py documents RUN --step N        # the text that a step was trained on
 python runs.py save|stop|abort|anneal RUN    # controls a live run, from any machine that shares its disk
-python runs.py parity --config recipes/NAME.yaml --steps 50     # the same losses under every strategy?
+python runs.py parity --config recipes/NAME.yaml --steps 50     # same losses under every strategy?
 """
 
 import argparse
@@ -230,7 +230,7 @@ def add_looking(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser("status", help="state and progress of a run")
     command.set_defaults(run=status)
     command.add_argument("run_folder", type=Path, metavar="RUN", nargs="?", default=ROOT_OF_RUNS)
-    command.add_argument("--watch", type=positive, nargs="?", const=2.0, metavar="SECONDS", help="refresh every SECONDS (default 2)")
+    command.add_argument("--watch", type=positive, nargs="?", const=2.0, metavar="SECONDS", help="refresh every N (2)")
     command = commands.add_parser("plot", help="curves of one or more runs, as PNG and HTML")
     command.set_defaults(run=plot)
     command.add_argument("runs", type=Path, nargs="+", metavar="RUN")
@@ -253,7 +253,7 @@ def add_looking(commands: argparse._SubParsersAction) -> None:
     command.add_argument("run_folder", type=Path, metavar="RUN")
     command.add_argument("--step", type=natural, required=True, help="as logged: the first step is 1")
     command.add_argument("--limit", type=natural, default=8, help="sequences to show (default 8)")
-    command.add_argument("--characters", type=natural, default=600, help="characters to show of each document (default 600)")
+    command.add_argument("--characters", type=natural, default=600, help="shown of each document (default 600)")
 
 
 def add_steering(commands: argparse._SubParsersAction) -> None:
@@ -268,7 +268,7 @@ def add_steering(commands: argparse._SubParsersAction) -> None:
         command = commands.add_parser(name, help=text)
         command.set_defaults(run=steer)
         command.add_argument("run_folder", type=Path, metavar="RUN")
-        command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait for the run's answer (default 60)")
+        command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default 60)")
 
 
 def add_parity(commands: argparse._SubParsersAction) -> None:
@@ -278,7 +278,7 @@ def add_parity(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--config", type=Path, required=True, metavar="RECIPE")
     command.add_argument("--steps", type=int, default=50, help="optimizer steps of each run (default 50)")
     command.add_argument("--strategies", help="names in accelerate_configs/, comma-separated (default: all)")
-    command.add_argument("--processes", type=int, default=2, help="processes of every strategy except single (default 2)")
+    command.add_argument("--processes", type=int, default=2, help="processes, except of single (default 2)")
     command.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="(default fp32)")
     command.add_argument("--output", type=Path, default=Path("runs/parity"), help="(default runs/parity)")
 

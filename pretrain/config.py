@@ -143,7 +143,7 @@ class Budget(Section):
 
 class Ramp(Section):
     start: Annotated[PositiveFraction, Field(alias="from")] = 0.25
-    """Initial batch as a fraction of the full batch: 1/2, 1/3, 1/4, ...; the batch grows in increments of this size."""
+    """Initial batch as a fraction of the full batch: 1/2, 1/3, 1/4, ...; the batch grows in steps of this size."""
     over: PositiveFraction = 0.05
     """Fraction of the run's tokens over which the batch grows."""
 
@@ -216,7 +216,7 @@ class Pipeline(Section):
     )
     """Pipeline schedule; see docs/strategies.md. GPipe and 1F1B have one stage per process, the others two."""
     microbatch_scale: Count = 1
-    """Pipeline microbatches per stage: a higher value shortens the pipeline bubble and makes matrix products smaller."""
+    """Pipeline microbatches per stage: higher values shrink the pipeline bubble and the matrix products."""
 
 
 class Loss(Section):
@@ -367,7 +367,7 @@ class RunConfig(Section):
     seed: CountFromZero = 42
     """Seed for initial weights, data order and dropout."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "bf16"
-    """Precision of forward and backward pass; weights and optimizer stay in fp32. auto: bf16 where the device has it."""
+    """Precision of forward and backward; weights and optimizer stay in fp32. auto: bf16 where the device has it."""
     data: Data
     budget: Budget = Budget(tokens_per_parameter=20)
     batch: Batch

@@ -22,10 +22,10 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "dataset": {"metavar": "NAME[:N]", "help": "Hub dataset, preset or local folder; at most N examples"},
         "subset": {"help": "the dataset's subset (configuration)"},
         "split": {"default": "train", "help": "the dataset's split (default: train)"},
-        "streaming": {"action": argparse.BooleanOptionalAction, "help": "read the dataset without downloading all of it"},
+        "streaming": {"action": argparse.BooleanOptionalAction, "help": "read it without a full download"},
         "text_field": {"default": "text", "help": "field or column of the text, such as text or meta.text"},
         "template": {"help": r"build the text from several fields, such as '{title}\n\n{meta.text}'"},
-        "only": {"nargs": "+", "default": [], "metavar": "FIELD=VALUE", "help": "keep only matching documents, such as language=en,de"},
+        "only": {"nargs": "+", "default": [], "metavar": "FIELD=VALUE", "help": "keep matches only: language=en,de"},
         "min_characters": {"metavar": "N", "help": "leave out shorter documents"},
         "max_characters": {"metavar": "N", "help": "leave out longer documents"},
         "deduplicate": {"action": "store_true", "help": "leave out exact copies of earlier documents"},
@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "output": {
         "tokenizer": {"metavar": "FOLDER|FILE|HUB_ID", "help": "the tokenizer"},
         "output": {"metavar": "FOLDER|URL", "help": "folder to create"},
-        "staging": {"default": "staging", "metavar": "FOLDER", "help": "local folder in which output for a URL is built"},
+        "staging": {"default": "staging", "metavar": "FOLDER", "help": "local folder to build URL outputs in"},
         "end_of_document": {"metavar": "TOKEN", "help": "token that ends a document (default: the eos token)"},
         "validation_fraction": {"default": "0.01", "help": "share of documents, chosen by hash (default: 0.01)"},
         "shard_tokens": {"default": "100M", "metavar": "N", "help": "tokens per shard file (default: 100M)"},
@@ -52,7 +52,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "instead": {
         "train_tokenizer": {"metavar": "SIZE", "help": "train a byte-level BPE tokenizer of this vocabulary size"},
-        "tokenizer_sample_bytes": {"default": "200M", "metavar": "N", "help": "most text to train the tokenizer on, in bytes"},
+        "tokenizer_sample_bytes": {"default": "200M", "metavar": "N", "help": "most text to train it on, in bytes"},
         "verify": {"metavar": "FOLDER", "help": "verify every hash and count of a prepared folder"},
         "inspect": {"metavar": "FOLDER", "help": "show what a prepared folder contains: lengths, tokens, a sample"},
     },
@@ -246,7 +246,7 @@ def _reading(arguments: argparse.Namespace, problems: list[str]) -> "Reading":
     shortest = _count(problems, arguments, "min_characters")
     longest = _count(problems, arguments, "max_characters")
     if shortest and longest and shortest > longest:
-        problems.append(f"--min_characters {shortest:,} is more than --max_characters {longest:,}: no document can match")
+        problems.append(f"--min_characters {shortest:,} is more than --max_characters {longest:,}: nothing matches")
     return Reading(arguments.text_field, arguments.documents, template, tuple(only), shortest, longest)
 
 

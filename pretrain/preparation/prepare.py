@@ -157,7 +157,7 @@ def _check_free(output: Path) -> None:
         others = sorted(path.name for path in output.iterdir())
         if others:
             shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
-            raise InputError(f"--output {output}: already contains something else ({shown}); give a new or empty folder")
+            raise InputError(f"--output {output}: already contains other files ({shown}); give a new or empty folder")
 
 
 def _discard(output: Path, existed: bool) -> None:

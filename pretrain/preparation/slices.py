@@ -42,9 +42,7 @@ def slice_problems(options: PreparationOptions) -> list[str]:
     """Why such a preparation cannot be divided."""
     limits = {"max_documents": options.max_documents, "max_tokens": options.max_tokens}
     given = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]
-    return (
-        [f"--slice: slices do not know of each other, so {' and '.join(given)} must be left out"] if given else []
-    )
+    return [f"--slice: slices do not know of each other, so {' and '.join(given)} must be left out"] if given else []
 
 
 def slice_of(

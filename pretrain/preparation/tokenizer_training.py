@@ -115,7 +115,7 @@ def _is_done(output: Path, record: dict[str, Any]) -> bool:
         return False
     path = output / RECORD_FILE
     if not path.is_file():
-        raise InputError(f"--output {output}: already contains something else; give a new or empty folder")
+        raise InputError(f"--output {output}: already contains other files; give a new or empty folder")
     before = json.loads(path.read_bytes())
     changed = [k for k in record if k != "sources" and _without_nulls(before.get(k)) != _without_nulls(record[k])]
     differences = [f"{key} was {before.get(key)!r}, is now {record[key]!r}" for key in changed]

@@ -40,7 +40,7 @@ class Destination:
                 return
             if held and UNFINISHED_FILE not in held:
                 others = ", ".join(sorted(held)[:5])
-                raise InputError(f"--output {self.shown}: already contains something else ({others}); give a new folder")
+                raise InputError(f"--output {self.shown}: already contains other files ({others}); give a new folder")
             system.makedirs(root, exist_ok=True)
             system.pipe_file(f"{root}/{UNFINISHED_FILE}", b"")
         except InputError:

@@ -67,10 +67,7 @@ class Control:
     def _read(self) -> str | None:
         request = read_json(self._request)
         if not isinstance(request.get("id"), str) or request.get("command") not in COMMANDS:
-            self._warn(
-                f"{self._request}: unknown request, ignored; "
-                f"send {', '.join(COMMANDS)} by runs.py"
-            )
+            self._warn(f"{self._request}: unknown request, ignored; send {', '.join(COMMANDS)} by runs.py")
             return None
         if str(request.get("start_id")) != self._start_id or request["id"] == read_json(self._answer).get("id"):
             return None

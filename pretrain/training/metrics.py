@@ -28,7 +28,8 @@ SHOWN = {
     "{tokens_per_second:,.0f} tok/s{mfu_text} · {tokens_text} · {time_left} left",
     "validation": "step {step:,} · validation {source} · loss {loss:.4f} · perplexity {perplexity:.2f} · "
     "{bits_per_byte:.4f} bits/byte",
-    "checkpoint": "step {step:,} · checkpoint {path} · {bytes_text} in {seconds:.1f} s, training paused {stall_seconds:.2f} s",
+    "checkpoint": "step {step:,} · checkpoint {path} · {bytes_text} in {seconds:.1f} s, "
+    "training paused {stall_seconds:.2f} s",
     "resume": "resumed from {path} at step {step:,}",
     "sample": "step {step:,} · {text!r}",
     "branch": "branched from {path} of {run}; the learning rate decays from here",

@@ -151,7 +151,7 @@ class Watch:
         if self._first_signal is None:
             self._first_signal = now
             self.request = max(self.request, SIGNALS[number])
-            self._say(f"{number.name}: finishing this step and saving; press Ctrl-C again (or send another signal) to quit now")
+            self._say(f"{number.name}: finishing this step and saving; press Ctrl-C again to quit now")
         elif now - self._first_signal > SAME_SIGNAL_SECONDS:
             self._end(f"second signal ({number.name}): quitting now, nothing saved", END_CODES[SIGNALS[number]])
 

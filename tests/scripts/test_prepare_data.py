@@ -97,7 +97,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", texts(5))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious.txt").write_text("x")
-    with pytest.raises(InputError, match=r"already contains something else \(precious.txt\)"):
+    with pytest.raises(InputError, match=r"already contains other files \(precious.txt\)"):
         run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
     assert content_of(tmp_path / "out") == {"precious.txt": b"x"}
 

@@ -310,8 +310,7 @@ def test_no_secret_goes_up(tmp_path, logged_out, monkeypatch):
     run = write_run(tmp_path / "x", steps=(4,), trackers=["https://user:canary-0123456789@host"])
     problems = refusal("--run", run, "--repo", "me/x", *OFFER, "--dry_run", "--output", tmp_path / "dry")
     assert problems == [
-        "README.md holds the value of WANDB_API_KEY, a secret: remove it from the recipe and publish "
-        "again"
+        "README.md holds the value of WANDB_API_KEY, a secret: remove it from the recipe and publish again"
     ]
     assert not list((tmp_path / "dry").iterdir()), "not even staged"
 

@@ -158,7 +158,7 @@ def open_repository(repository: str, *, private: bool) -> str:
         url = api.create_repo(repository, private=private, exist_ok=True)
         if private and not api.model_info(repository).private:
             raise InputError(
-                f"{repository} is already public, but a private one was requested: make it private in its settings on the "
+                f"{repository} is already public, not private as requested: make it private in its settings on the "
                 "Hub, or publish without --private"
             )
     return str(url)

@@ -38,8 +38,8 @@ def writing_to(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise PublishError(
-            f"{folder} is not writable, but models are staged there for upload ({error}); free space, or publish a copy "
-            "of the run from another disk"
+            f"{folder} is not writable, but models are staged there for upload ({error}); free space, or publish "
+            "a copy of the run from another disk"
         ) from error
 
 

@@ -192,6 +192,6 @@ def test_an_output_url_is_copied_further_after_a_failure(tmp_path, run, memory, 
 def test_an_output_url_that_holds_something_else_is_left_alone(tmp_path, run, memory):
     write_jsonl(tmp_path / "a.jsonl", texts(3))
     memory.pipe_file("/bucket/mine/thesis.txt", b"years")
-    with pytest.raises(InputError, match=r"memory://bucket/mine: already contains something else \(thesis\.txt\)"):
+    with pytest.raises(InputError, match=r"memory://bucket/mine: already contains other files \(thesis\.txt\)"):
         run("--input", tmp_path / "a.jsonl", "--output", "memory://bucket/mine", "--staging", tmp_path / "staging")
     assert of_memory(memory, "/bucket") == {"mine/thesis.txt": b"years"} and not (tmp_path / "staging").exists()
