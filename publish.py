@@ -3,7 +3,7 @@
     python publish.py --run runs/x --repo me/llama-125m-base --license apache-2.0          # final/ as main
     python publish.py --run runs/x --repo me/llama-125m-base --checkpoint 5000             # as revision step-5000
     python publish.py --run runs/x --repo me/llama-125m-base --milestones --final --private
-    python publish.py --run runs/x --repo me/llama-125m-base --dry_run --output DIR        # writes what would be uploaded
+    python publish.py --run runs/x --repo me/llama-125m-base --dry_run --output DIR        # writes the files only
 
 Log in once with `hf auth login`, or set HF_TOKEN. Run the same command again to resume an interrupted upload.
 Repository, licence and language can be set in the recipe (hub.repository, publish.license, publish.language).

@@ -345,7 +345,7 @@ class Publish(Section):
 
 
 class Hub(Section):
-    """Uploads to the Hub during training, in a separate process; see docs/publishing.md."""
+    """Uploads to the Hub during training, in a separate process; see docs/runs.md."""
 
     repository: str | None = None
     """owner/name; null: no uploads."""
