@@ -85,7 +85,7 @@ class Throughput:
 
 
 class LineFile:
-    """A file that lines are appended to. A full disk costs lines, said once, and never the run."""
+    """A file that lines are appended to. A full disk costs lines, with one warning, and never the run."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -120,7 +120,7 @@ class Metrics:
         self.total_steps = 0
         self._stand: dict[str, int] | None = None
         self.began = False
-        """Whether the run has got as far as training; the same on all ranks."""
+        """Whether the run has started training; the same on all ranks."""
         self._ended = False
         self._run = run
         if is_main:
@@ -129,7 +129,7 @@ class Metrics:
             self._bar = tqdm(unit="step", dynamic_ncols=True, disable=True)
 
     def begin(self, config: RunConfig, *, total_steps: int, first_step: int) -> None:
-        """The run is about to train: starts the progress bar, and the trackers with the whole config."""
+        """Called before training: starts the progress bar, and the trackers with the whole config."""
         self.began = True
         if not self.is_main:
             return
@@ -145,7 +145,7 @@ class Metrics:
             self.total_steps = self._bar.total = total_steps
 
     def write(self, event: str, **values: Any) -> None:
-        """One event: a line in metrics.jsonl, and in train.log and on the console in words."""
+        """Writes an event to metrics.jsonl, and as text to train.log and the console."""
         if not self.is_main:
             return
         line = {"event": event, **values, "time": round(time.time(), 3)}
@@ -161,12 +161,12 @@ class Metrics:
             self._trackers.log(numbers, step=values["step"])
 
     def track(self, numbers: dict[str, float]) -> None:
-        """Figures that came late, to the trackers: at the step of now, since they take no earlier one."""
+        """Sends late figures to the trackers, at the current step, since trackers accept no earlier one."""
         if self._trackers is not None:
             self._trackers.log(numbers, step=self._where()["step"])
 
     def say(self, text: str, is_error: bool = False) -> None:
-        """Words to the console, above the progress bar, and to train.log."""
+        """Text for the console, above the progress bar, and for train.log."""
         if not self.is_main:
             return
         self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
@@ -176,21 +176,21 @@ class Metrics:
             self._bar.write(text)
 
     def stands_at(self, step: int, tokens: int) -> None:
-        """So many steps are taken, of so many tokens: for the progress bar, and for the end, whenever it comes."""
+        """Steps and tokens so far, for the progress bar and the end event."""
         if self.is_main:
             self._stand = {"step": step, "tokens": tokens}
             if not self._bar.disable:
                 self._bar.update(step - self._bar.n)
 
     def _where(self) -> dict[str, int]:
-        """Steps and tokens so far; of an attempt that ends before it knows, those of the attempt before."""
+        """Steps and tokens so far; if this attempt ends before they are known, those of the previous attempt."""
         if self._stand is None:
             known = [event for event in read_end(self._run) if {"step", "tokens"} <= event.keys()]
             self._stand = {name: known[-1][name] if known else 0 for name in ("step", "tokens")}
         return self._stand
 
     def end(self, code: int, reason: str, **values: Any) -> None:
-        """The last event of this attempt; closes everything. Of two that come at once, the first counts.
+        """Writes the last event of this attempt and closes everything. Of two simultaneous ends the first counts.
 
         step and tokens are those of `stands_at` where they are not given.
         """

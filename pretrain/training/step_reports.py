@@ -1,7 +1,7 @@
 """What every rank knows of a step: its loss over all data, its gradient norm, and what any rank was asked to do.
 
-Figures cross from the device to the host, and then between the ranks, behind the steps that follow, so that no step
-waits for its own. All ranks get the same reports at the same step, and so decide alike without another word.
+Figures cross from the device to the host, and then between the ranks, while later steps run, so that no step
+waits for its own. All ranks get the same reports at the same step, and so decide alike without further communication.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""What looks after the steps of a run: agreement of the ranks, the guard, signals, and commands from outside."""
+"""Supervision of a run's steps: agreement of the ranks, the guard, signals, and commands of runs.py."""
 
 import os
 import socket
@@ -38,17 +38,17 @@ class CopiesDifferError(RunStoppedError):
 
 
 class CutShortError(Exception):
-    """The run is to end, and all ranks leave, at the same place, what they did between two steps."""
+    """The run is stopping, and all ranks abandon their work between two steps at the same place."""
 
 
 @dataclass
 class StepOutcome:
-    """What all ranks know and decide after a step, alike."""
+    """What all ranks know and decide after a step; identical on all ranks."""
 
     reports: list[StepReport]
-    """Of the steps whose figures have arrived: up to this step, if it was waited for."""
+    """Reports of the steps whose figures have arrived; including this step if it was waited for."""
     bad: Finding | None = None
-    """Why training should not simply go on."""
+    """Why training must not simply continue."""
     skipped_steps: int = 0
 
     @property
@@ -59,7 +59,7 @@ class StepOutcome:
 
 @dataclass
 class Supervisor:
-    """Called by all ranks after every step, and now and then during what is done between steps.
+    """Called by all ranks after every step, and regularly during work between steps.
 
     Args:
         guard_state: the guard's memory from the checkpoint that the run continues.
@@ -74,7 +74,7 @@ class Supervisor:
     scales_loss: bool = False
     watch: Watch = field(init=False)
     request: Request = field(default=Request.NONE, init=False)
-    """What was asked for and is not done yet, as all ranks know it."""
+    """The pending request, known to all ranks."""
 
     def __post_init__(self):
         strategy, guard = self.strategy, self.config.guard
@@ -101,9 +101,9 @@ class Supervisor:
         *,
         settle: bool,
     ) -> StepOutcome:
-        """Hands in (loss, gradient norm, skipped) of `step`, on the device; tells what is known and to be done.
+        """Hands in (loss, gradient norm, skipped) of `step`, on the device; returns what is known and to be done.
 
-        settle: wait for this very step, because something is going to be done with it.
+        settle: wait for this step's own figures, because they are needed now.
         """
         self.watch.beat(step)
         outcome = StepOutcome(self.consensus.exchange(step, *figures, self._asked()))
@@ -114,24 +114,24 @@ class Supervisor:
         return outcome
 
     def _asked(self) -> Request:
-        """What this rank was asked for; a command once, a signal as long as the process lives."""
+        """This rank's request: a command once, a signal for as long as the process lives."""
         command = self.control.poll() if self.strategy.is_main else None
         return max(self.watch.request, Request[command.upper()] if command else Request.NONE)
 
     def listen(self) -> None:
-        """Long work between two steps has come a little further, on all ranks: was the run asked for anything?"""
+        """Called on all ranks during long work between steps: has the run received a request?"""
         self.watch.beat()
         self.request = max(self.request, self.consensus.agree(self._asked()))
 
     def listen_or_leave(self) -> None:
-        """Raises CutShort on all ranks at the same call if the run is to end: SLURM and torchrun do not wait long."""
+        """Raises CutShort on all ranks at the same call if the run is stopping: SLURM and torchrun do not wait long."""
         self.listen()
         if self.ends:
             raise CutShortError
 
     @contextmanager
     def leaving(self, work: str) -> Iterator[None]:
-        """Around work that may be left: the run goes on after it, without its results."""
+        """Around work that may be skipped: the run continues after it, without its results."""
         try:
             yield
         except CutShortError:
@@ -155,14 +155,14 @@ class Supervisor:
             self.metrics.write(finding.event, step=finding.step, message=finding.message, **finding.values)
 
     def answer(self, step: int, total_steps: int, done: bool = True) -> None:
-        """What was asked for is over with; if it was done, whoever sent a command is told."""
+        """The request is settled; if it was carried out, the sender of a command gets an answer."""
         if done and self.request in (Request.SAVE, Request.ANNEAL, Request.STOP, Request.ABORT):
             self.metrics.write("control", step=step, command=self.request.name.lower(), total_steps=total_steps)
             self.control.acknowledge(step)
         self.request = Request.NONE
 
     def end(self, step: int, total_steps: int) -> int:
-        """The run ends because somebody asked for it; returns the exit status."""
+        """Ends the run on request; returns the exit status."""
         code = EXIT_PREEMPTED if self.request == Request.PREEMPT else EXIT_INTERRUPTED
         saved = "nothing saved" if self.request == Request.ABORT else f"saved at step {step:,}"
         reason = f"{ENDS[self.request]}, {saved}; run the same command to resume"
@@ -172,12 +172,12 @@ class Supervisor:
         return code
 
     def go_back(self, guard_state: dict[str, Any] | None) -> None:
-        """Training has gone back: figures on their way from the steps after that count no more; requests do."""
+        """After a rollback: pending figures of later steps are discarded, requests are kept."""
         self.request = max([self.request, *(report.request for report in self.consensus.settle())])
         self.guard = StepGuard(self.config.guard, guard_state, scales_loss=self.scales_loss)
 
     def compare_copies(self) -> None:
-        """Raises CopiesDiffer on all ranks if some hold other weights than the rest."""
+        """Raises CopiesDiffer on all ranks if some ranks' weights differ."""
         if found := replica_differences(self.strategy.replicas(), self.strategy.device):
             raise CopiesDifferError(f"copies of the weights differ: {'; '.join(found)}")
 

@@ -274,7 +274,7 @@ def test_shards_of_earlier_versions_have_no_origins(tmp_path, shards):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert verify_shards(folder) == []
     text = documents_text(trained(tmp_path, folder), 7, limit=2, characters=100)
-    assert "do not record from which file and line" in text and "    from " not in text
+    assert "do not record the source file and line" in text and "    from " not in text
 
 
 def test_documents_are_counted_within_the_shard(tmp_path, shards):
