@@ -1,4 +1,4 @@
-"""What is wrong with a user's input, said all at once, in full and with the remedy; and how scripts end.
+"""Input errors, reported all at once with the remedy, and the exit statuses of scripts.
 
 docs/failures.md says what each exit status means to whoever started a script.
 """
@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 EXIT_DONE = 0
 CRASHED = 1
-"""Of an end that nobody wanted."""
+"""Exit status of a crash."""
 EXIT_BAD_INPUT = 2
 EXIT_NUMERIC, EXIT_NO_VALID_CHECKPOINT, EXIT_CRASH_LOOP = 16, 17, 18
 EXIT_PREEMPTED, EXIT_INTERRUPTED = 75, 130
@@ -45,7 +45,7 @@ class InputError(Exception):
 
 
 class Problems(list[str]):
-    """What is wrong with an input, over checks that do not depend on each other, so that all of it is said at once."""
+    """Collects the problems of independent checks, so that all are reported at once."""
 
     def attempt(self, check: Callable[..., _Value], *given: Any, **named: Any) -> _Value | None:
         """What the check returns; None where it raises an InputError, whose problems are then among these."""

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent, whatever crashes.
+"""Files and folders that are complete or absent, even after a crash.
 
 A file is written aside, put on disk, then renamed. A folder is sealed: every file on disk, then a manifest of
 sizes and sha256, then one rename. A crash at any moment leaves either no folder of that name, or all of it; what a
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def write_durably(path: Path, content: bytes | str) -> None:
-    """Replaces a file by rename, so that at every moment the old or the new content is there, also after a crash."""
+    """Replaces a file by rename, so that at every moment, even after a crash, the old or the new content exists."""
     fresh = path.with_name(f".{path.name}.new")
     with fresh.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -80,7 +80,7 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder; renamed first, because one that is half removed must never pass for a whole one."""
+    """Removes a folder; renamed first, because a half-removed folder must never look complete."""
     leftover = folder.with_name(f"{REMOVED}{folder.name}")
     folder.rename(leftover)
     shutil.rmtree(leftover)

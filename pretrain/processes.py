@@ -1,4 +1,4 @@
-"""One process per output folder: a lock file that says who holds it and that dies with its holder."""
+"""One process per output folder: a lock file that names its holder and is released when the holder dies."""
 
 import contextlib
 import fcntl
@@ -87,7 +87,7 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
 
 
 def _is_silent(path: Path, silence_seconds: float | None) -> bool:
-    """Whether nobody touches the file for so long. Compares it with itself: two machines' clocks may differ.
+    """Whether nobody touches the file for this long. Compares it with itself: two machines' clocks may differ.
 
     Looks are counted and not seconds: while this machine stands still, nobody has looked.
     """

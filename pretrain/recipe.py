@@ -78,7 +78,7 @@ class CommandLine:
     verbose: bool
     """With check: every setting with its value and where it comes from."""
     smoke: bool
-    """Train 100 steps beside the run's folder, continue them from the middle, and judge."""
+    """Train 100 steps in a separate folder, resume them from the middle, and report pass or fail per stage."""
     recipe: Path
     """The file."""
 

@@ -109,7 +109,7 @@ def verify_export(
 
 @contextmanager
 def no_loading_bars() -> Iterator[None]:
-    """Loading takes seconds and its bars would stand in the run's log."""
+    """Loading takes seconds, and its progress bars would clutter the run's log."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -215,7 +215,7 @@ def losses_of(
 def compare_losses(
     check: ExportCheck, exported: dict[str, float], trained: dict[str, float], tolerance: float
 ) -> None:
-    """A difference above `tolerance` nats, or one that is no number, is a problem."""
+    """A difference above `tolerance` nats, or NaN, is a problem."""
     for name, loss in trained.items():
         difference = abs(exported[name] - loss)
         if not difference <= tolerance:

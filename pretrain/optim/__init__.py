@@ -1,4 +1,4 @@
-"""What changes the parameters: optimizers, and learning rate and batch size by step.
+"""Optimizers, and learning rate and batch size by step.
 
 Schedules are pure functions of the step and keep no state. A new schedule is one function and one line in
 learning_rate (docs/training.md); a new optimizer one entry in optimizers.

@@ -1,4 +1,4 @@
-"""What a run will take, before it runs: work, memory under every strategy, time, disk, data; and which to choose.
+"""What a run will need: work, memory under every strategy, time, disk, data; and which strategy to choose.
 
 Nothing here touches a GPU. Memory is pretrain/memory/footprint.py's, time pretrain/planning/step_time.py's.
 """
@@ -160,7 +160,7 @@ def pipeline_parts(config: RunConfig) -> int:
 
 
 def strategy_problems(name: str, config: RunConfig, hardware: Hardware, layout: Layout, precision: str) -> list[str]:
-    """What keeps this strategy from running the recipe on so many GPUs, in the words it would say itself."""
+    """Why this strategy cannot run the recipe on this many GPUs, with the strategy's own messages."""
     if (name == "single") != (hardware.gpus == 1):
         return ["runs on one GPU" if name == "single" else "needs more than one GPU"] if name not in ALONE else []
     if name == "hsdp" and layout.per_group < 2:

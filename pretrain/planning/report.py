@@ -1,4 +1,4 @@
-"""A whole plan, and how it reads: tables on a terminal, JSON for programs, a comment for the top of a recipe."""
+"""The complete plan and its output: tables for terminals, JSON for programs, a comment for recipes."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ TABLE_WIDTH = 132
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that plan.py says."""
+    """Everything that plan.py reports."""
 
     config: RunConfig
     hardware: Hardware
@@ -211,7 +211,7 @@ def candidate_values(candidate: Candidate) -> dict[str, Any]:
 
 
 def print_plan(plan: Plan) -> None:
-    """Tables with rich, which leaves colours and cursor movements out where nobody looks."""
+    """Tables with rich, which omits colours and cursor movements when the output is not a terminal."""
     from rich.console import Console
     from rich.table import Table
 

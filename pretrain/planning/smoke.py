@@ -114,7 +114,7 @@ def rate_verdict(trained: list[dict], planned: Callable[[int], float]) -> str | 
 
 
 def resume_verdict(trained: list[dict], again: list[dict], half: int) -> str | None:
-    """Losses to the last bit; a GPU's atomic additions may differ in the last digits, which is said."""
+    """Losses to the last bit; a GPU's atomic additions may differ in the last digits, which is reported."""
     whole = {event["step"]: event["loss"] for event in trained if event["step"] > half}
     resumed = {event["step"]: event["loss"] for event in again if event["event"] == "train"}
     if set(whole) != set(resumed):

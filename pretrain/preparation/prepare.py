@@ -1,4 +1,4 @@
-"""Documents to a folder of shards: what is asked for, what is there already, and the run that continues after a kill.
+"""Documents to a folder of shards: the request, existing progress, and a preparation that resumes after a kill.
 
 While it is unfinished, a folder has `.unfinished/` with the plan (what was asked for), the progress (how far shards
 are sound) and the lock. The manifest is written last: without it, nothing counts as done.

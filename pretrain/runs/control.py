@@ -1,4 +1,4 @@
-"""Steering a live run through two small files: a request in its folder, and the trainer's answer beside it.
+"""Control of a live run through two small files in its folder: a request and the trainer's answer.
 
     RUN/control/request.json   {id, command, start_id, time, host, pid}     written by `runs.py save|stop|abort|anneal`
     RUN/control/answer.json    {id, command, step}                          written by the trainer when it is done
@@ -39,7 +39,7 @@ POLL_SECONDS = 0.1
 
 
 class Control:
-    """The trainer's side; on the main rank only, which tells the others.
+    """The trainer's side; on the main rank only, which informs the others.
 
     Args:
         run_folder: the run's folder.
@@ -82,7 +82,7 @@ class Control:
 
 
 def write_replacing(path: Path, values: dict) -> None:
-    """Writes a small JSON file so that a reader sees the old one or the new one, whole."""
+    """Writes a small JSON file atomically, so that a reader sees the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     with open(unfinished, "w", encoding="utf-8") as file:
@@ -131,7 +131,7 @@ def _not_alive(run: Path, command: str) -> str:
 
 
 def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: Callable[[float], None]) -> str:
-    """What the trainer answered, in words. The files are opened anew each time, which a network disk needs.
+    """The trainer's answer as text. The files are reopened each time, as network disks require.
 
     Args:
         show: called with the seconds waited so far, a few times per second.
@@ -164,6 +164,6 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: C
 
 
 def withdraw(run: Path, request: dict) -> None:
-    """Takes a request back that nobody has taken up yet; leaves another one that came after it."""
+    """Withdraws a request that has not been picked up yet; leaves a later one."""
     if read_json(run / REQUEST_FILE).get("id") == request["id"]:
         (run / REQUEST_FILE).unlink(missing_ok=True)

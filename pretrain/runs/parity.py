@@ -118,7 +118,7 @@ def train_under(name: str, processes: int, recipe: Path, output: Path, overrides
 
 
 def refusals(log: str, status: int) -> list[str]:
-    """The problems of an input error, as a failed run's log tells them; [] if it failed otherwise.
+    """The problems of an input error in a failed run's log; [] if it failed otherwise.
 
     Launchers hide a process's exit status behind their own and write it into their last words.
     """
@@ -209,7 +209,7 @@ def report_parity(
 
 
 def parity_verdict(result: Mapping) -> str:
-    """One strategy's result in words."""
+    """One strategy's result as text."""
     if "refused" in result:
         return "refused: " + ("\n" + 32 * " ").join(result["refused"])
     if "failed" in result:

@@ -13,7 +13,7 @@ from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, heartbeat_path, re
 from pretrain.units import count_text, duration_text, table
 
 STALE_HEARTBEAT_SECONDS = 60.0
-"""A heartbeat older than this says that the process is gone or hangs; it is written every few seconds."""
+"""A heartbeat older than this means a dead or hanging process; it is written every few seconds."""
 LONG_STEP_SECONDS = 60.0
 SHOWN_EVENTS = 8
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -27,7 +27,7 @@ class RunStatus:
     state: str
     """running, finished, stopped or crashed."""
     reason: str | None
-    """Why it ended, if it said so."""
+    """Why it ended, if recorded."""
     where: str | None
     """'process 123 on host' that runs it."""
     step: int | None
@@ -43,7 +43,7 @@ class RunStatus:
     age_seconds: float
     """Since anything was logged."""
     silent_seconds: float | None
-    """How long its loop has been in the step it is in, as its heartbeat said; None unless it runs."""
+    """How long its loop has been in the current step, by its heartbeat; None unless it runs."""
     events: list[Event] = field(repr=False)
     """The last ones."""
 

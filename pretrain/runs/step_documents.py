@@ -106,7 +106,7 @@ def changed_sources(batches: Batches, identity: dict) -> list[str]:
 
 
 def newest_state(run: Path) -> tuple[dict, dict]:
-    """(the state, what the data was) of the newest checkpoint that says so; empty without one."""
+    """(the state, what the data was) of the newest checkpoint that records it; empty without one."""
     newest = next(filter(None, map(read_state, reversed(checkpoint_folders(run).values()))), {})
     return newest.get("state", {}), newest.get("identity", {})
 

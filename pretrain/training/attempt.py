@@ -22,7 +22,7 @@ from pretrain.training.metrics import Metrics
 
 RESTARTS_WITHOUT_PROGRESS = 3
 ABANDONED_LOCK_SECONDS = 30.0
-"""A holder on another machine that has not touched its lock for this long is considered dead; it touches it every 2 s."""
+"""A holder on another machine that has not touched its lock for this long is dead; it touches it every 2 s."""
 
 
 class CrashLoopError(RunStoppedError):
@@ -32,7 +32,7 @@ class CrashLoopError(RunStoppedError):
 
 
 def attempt(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], int]) -> int:
-    """Calls `train`, all ranks together; returns the exit status. The end, whatever its cause, is recorded in metrics.jsonl.
+    """Calls `train`, all ranks together; returns the exit status. The end is always recorded in metrics.jsonl.
 
     Raises InputError on all ranks if another process trains in this folder.
     """

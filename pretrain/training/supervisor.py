@@ -124,7 +124,7 @@ class Supervisor:
         self.request = max(self.request, self.consensus.agree(self._asked()))
 
     def listen_or_leave(self) -> None:
-        """Raises CutShort on all ranks at the same call if the run is stopping: SLURM and torchrun do not wait long."""
+        """Raises CutShort on all ranks at the same call if the run is stopping: schedulers do not wait long."""
         self.listen()
         if self.ends:
             raise CutShortError

@@ -37,8 +37,8 @@ ORPHAN_SECONDS = 3.0
 LAST_WORDS_SECONDS = 3.0
 """Time limit at the end for a tracker without a network or a terminal that nobody reads."""
 OWN_PAUSE_SECONDS = 5.0
-"""If the watch itself is late by more than this, or by half a step's timeout, the whole process was suspended: Ctrl-Z, or
-a machine that slept."""
+"""If the watch itself is late by more than this, or by half a step's timeout, the process was suspended: Ctrl-Z, or a
+machine that slept."""
 LAUNCHER = os.getppid()
 """As of the import, long before training: a launcher may die while its processes load."""
 
@@ -86,7 +86,7 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Called from the main thread: from now on a signal is a request to the loop, and silence of the loop is a hang."""
+        """Called from the main thread: from now on signals are requests to the loop, and silence of the loop a hang."""
         self.heartbeat_path.parent.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup means it
