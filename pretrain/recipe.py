@@ -86,7 +86,7 @@ class CommandLine:
 def read_command_line(argv: list[str], usage: str) -> CommandLine:
     """Reads `--config RECIPE [--check] [--section.key VALUE ...]`; prints the usage and every setting for --help."""
     if not argv or "--help" in argv or "-h" in argv:
-        print(usage.strip(), "\nSettings, each as --path VALUE over the recipe's:\n", sep="\n")
+        print(usage.strip(), "\nSettings; override a recipe's with --path VALUE:\n", sep="\n")
         for path, default, text in list_fields():
             print(f"  --{path}" + ("" if default == "required" else f"  [{default}]"))
             if text:

@@ -86,7 +86,7 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Called from the main thread: from now on signals are requests to the loop, and silence of the loop a hang."""
+        """Called from the main thread: from now on signals are requests to the loop, and its silence is a hang."""
         self.heartbeat_path.parent.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup means it
