@@ -41,7 +41,7 @@ from pretrain.parallel.strategy import Strategy
 from pretrain.runs.addresses import ModelAddress, find_models
 from pretrain.runs.history import read_end
 from pretrain.runs.status import is_training
-from pretrain.training.generation import Sampling, encode_prompt, generate_text
+from pretrain.training.samples import Sampling, encode_prompt, generate_text
 from pretrain.training.trackers import Trackers
 
 

@@ -4,7 +4,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,26 +12,22 @@ from typing import Any
 import numpy as np
 import torch
 
-import pretrain.model.architectures  # noqa: F401  (registers the local models)
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
 from pretrain.hardware import DTYPES
 from pretrain.model.attention import choose_attention
-from pretrain.model.build import build_meta_model
-from pretrain.model.compile import checkpoint_activations, compile_model
-from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.inputs import model_inputs
-from pretrain.model.loss import LanguageModelLoss, choose_loss
-from pretrain.model.model_config import load_model_config
-from pretrain.optim.optimizers import optimizer_builder, parameter_dtype
+from pretrain.model.model_config import load_text_model_config
 from pretrain.parallel.strategy import Strategy
+from pretrain.training.build import build_training
+from pretrain.training.experts import router_losses
 from pretrain.training.prefetch import ReadAhead
-from pretrain.training.probe import probe
-from pretrain.training.run_plan import derive
+from pretrain.training.run_plan import ModelPlan, RunPlan, derive, plan_model
 
 TOKENS_PER_DOCUMENT = 600
 """Of the random text that is used where the recipe's shards are not there."""
 CALIBRATION_STEPS, MOST_MICRO_STEPS = 20, 4
+LEARNING_RATE = 1e-4
 FIRST_STEPS = 2
 """Steps that compile, and create the optimizer's state."""
 
@@ -65,69 +61,61 @@ class Steps:
 
     def __init__(self, config: RunConfig, strategy: Strategy):
         self.config, self.strategy = config, strategy
-        model_config = load_model_config(config.model)
-        self.vocabulary_size = model_config.vocab_size
-        choose_attention(
-            config.attention,
-            device_type=strategy.device.type,
-            dtype=DTYPES[strategy.precision],
-            document_mask=config.data.document_mask,
-        )
-        found = probe(model_config, attention=config.attention, document_mask=config.data.document_mask)
-        self.attention = found.attention
-        self.causal_lm = build_meta_model(model_config, attention=self.attention)
-        checkpoint_activations(self.causal_lm, config.activation_checkpointing)
-        backend = choose_loss(config.loss.backend, device_type=strategy.device.type, compile_mode=config.compile)
-        model = LanguageModelLoss(
-            self.causal_lm,
-            z_loss=config.loss.z_loss,
-            backend=backend,
-            from_hidden_states=found.from_hidden_states,
-        )
-        build_optimizer = optimizer_builder(
-            config.optim, self.causal_lm, 1e-4, seed=config.seed, device_type=strategy.device.type
-        )
-        weights = InitialWeights(seed=config.seed, dtype=parameter_dtype(config.optim))
-        self.model = strategy.prepare(model, weights, build_optimizer)
-        compile_model(self.model, self.causal_lm, config.compile)
+        self.plan, self.data = self._plan()
+        self.read_ahead = ReadAhead(strategy)
+        built = build_training(config, self.plan, strategy, learning_rate=LEARNING_RATE)
+        self.model, self.experts = built.model, built.experts
         self.model.train()
-        self.read, self.data = self._reader()
 
-    def _reader(self) -> tuple[Callable[[int, int], dict[str, Any]], str]:
-        """(function from step and micro-step to the model's arguments, where they are from)."""
-        ranks = self.strategy.data_ranks * self.strategy.micro_batches_per_call
+    def _plan(self) -> tuple[ModelPlan, str]:
+        """(the run's plan, or the model's alone where a run could not start, where batches are from)."""
+        config, strategy = self.config, self.strategy
         try:
-            run = derive(self.config, ranks)
-            reader = ReadAhead(self.strategy)
-            return lambda step, micro_step: reader.micro_batch(run, step, micro_step % run.micro_steps(step)), "shards"
+            return derive(config, strategy.data_ranks * strategy.micro_batches_per_call), "shards"
         except InputError:
-            return self._random, "random tokens"
+            model_config = load_text_model_config(config.model)
+            choose_attention(
+                config.attention,
+                device_type=strategy.device.type,
+                dtype=DTYPES[strategy.precision],
+                document_mask=config.data.document_mask,
+            )
+            return plan_model(config, model_config, router_losses(config.loss, model_config)), "random tokens"
+
+    def _read(self, step: int, micro_step: int) -> dict[str, Any]:
+        """The model's arguments."""
+        if isinstance(self.plan, RunPlan):
+            return self.read_ahead.micro_batch(self.plan, step, micro_step % self.plan.micro_steps(step))
+        return self._random(step, micro_step)
 
     def _random(self, step: int, micro_step: int) -> dict[str, Any]:
         config = self.config
         generator = np.random.default_rng((step, micro_step))
         rows = config.batch.sequences_per_micro_batch * self.strategy.micro_batches_per_call
         shape = (rows, config.data.sequence_length + 1)
-        ids = generator.integers(1, self.vocabulary_size, shape).astype(np.uint32)
+        ids = generator.integers(1, self.plan.model_config.vocab_size, shape).astype(np.uint32)
         ids[generator.random(shape) < 1 / TOKENS_PER_DOCUMENT] = 0
         end = 0 if config.data.document_mask else None
-        return model_inputs(ids, device=self.strategy.device, attention=self.attention, end_of_document_id=end)
+        return model_inputs(ids, device=self.strategy.device, attention=self.plan.attention, end_of_document_id=end)
 
     def step(self, number: int, micro_steps: int) -> tuple[list[float], float]:
         """One optimizer step; returns (seconds of each micro-step, seconds of the update)."""
-        self.strategy.set_learning_rate(1e-4)
+        self.strategy.set_learning_rate(LEARNING_RATE)
+        self.experts.begin_step(micro_steps)
         seconds = []
         for micro_step in range(micro_steps):
             start = time.perf_counter()
-            batch = self.read(number, micro_step)
+            batch = self._read(number, micro_step)
             with self.strategy.accumulate(is_last=micro_step == micro_steps - 1):
                 loss, _ = self.model(**batch)
                 self.strategy.backward(loss / micro_steps)
+            self.experts.count()
             del loss, batch, _
             self._wait()
             seconds.append(time.perf_counter() - start)
         start = time.perf_counter()
         self.strategy.update(self.config.optim.max_grad_norm)
+        self.experts.end_step()
         self._wait()
         return seconds, time.perf_counter() - start
 

@@ -5,10 +5,12 @@ The loop stays in train.py; nothing here calls back into it. All ranks take ever
     run_plan: the numbers that follow from a recipe, and the checks of the whole
     prefetch: the next micro-batch
     probe: tests the architecture before it trains
+    build: model and optimizer
     experts: mixtures of experts: balance and load
     cautions, task_names: warnings with figures; whether benchmarks exist
+    housekeeping: the work between steps, and the end
     validation: loss on held-out windows
-    samples, generation: text from the model
+    samples: text from the model
     metrics, trackers, run_records: logging
     attempt, resume: one launch; resuming and rollback
     supervisor: requests, guard and agreement between steps

@@ -14,7 +14,7 @@ from pretrain.parallel.strategy import Strategy
 from pretrain.runs.addresses import trunk_checkpoint
 from pretrain.runs.run_folder import step_of
 from pretrain.training.attempt import refuse_crash_loop
-from pretrain.training.background_jobs import publish_beside
+from pretrain.training.background_jobs import publish_beside, publish_cut_short
 from pretrain.training.guard import Finding
 from pretrain.training.metrics import Metrics
 from pretrain.training.run_plan import RunPlan, identity_problems
@@ -35,6 +35,7 @@ class Continuation:
         self, config: RunConfig, plan: RunPlan, overridden: frozenset[str], strategy: Strategy, metrics: Metrics
     ):
         self.config, self.plan, self.strategy, self.metrics = config, plan, strategy, metrics
+        self.overridden = overridden
         self.checkpoints = Checkpoints(config.output, strategy, config.checkpoint)
         self.found: Path | None = self.checkpoints.newest_valid(log=strategy.print)
         self.is_new = self.found is None
@@ -59,6 +60,7 @@ class Continuation:
         self.is_done: bool = strategy.gather(self.state.step >= self.run.total_steps and final.exists())[0]
         if not self.is_done:
             refuse_crash_loop(config.output, self.state.step, strategy)
+        publish_cut_short(config, metrics)
 
     def _extend(self) -> None:
         """If the budget was raised, resumes from before the decay that ended the shorter run."""

@@ -44,8 +44,8 @@ from pretrain.training.trackers import tracker_problems
 
 
 @dataclass(frozen=True)
-class RunPlan:
-    """Everything the loop needs to know before it starts."""
+class ModelPlan:
+    """The model that a recipe trains, and how."""
 
     model_config: Any
     parameters: int
@@ -54,12 +54,18 @@ class RunPlan:
     router_losses: RouterLosses
     flops_per_token: float
     """See `flops.flops_per_token`."""
-    precision: str
     attention: str
     from_hidden_states: bool
     """See `loss.LanguageModelLoss`."""
     attention_passed_over: tuple[str, ...]
     """Faster attention under which this architecture would not train right, and what was found."""
+
+
+@dataclass(frozen=True)
+class RunPlan(ModelPlan):
+    """Everything the loop needs to know before it starts."""
+
+    precision: str
     ranks: int
     sequences_per_micro_batch: int
     ramp: BatchRamp
@@ -133,12 +139,62 @@ class RunPlan:
             "stable_until": self.schedule.from_step if isinstance(self.schedule, Annealing) else schedule.decays_from,
         }
 
-    def interval(self, cadence: Cadence, factor: float) -> int | None:
-        """Steps between two events of this cadence; None if it has none."""
-        steps = cadence.every_steps
-        if cadence.every_tokens:
-            steps = cadence.every_tokens / (self.ramp.sequences_per_level[-1] * self.batches.sequence_length)
-        return max(1, round(steps * factor)) if steps else None
+
+@dataclass(frozen=True)
+class Due:
+    """What is to be done between a step and the next."""
+
+    logs: bool
+    measures: bool
+    saves: bool
+    evaluates: bool
+    samples: bool
+    compares_copies: bool
+    is_last: bool
+
+    @property
+    def settles(self) -> bool:
+        """Whether the figures of this very step are needed."""
+        return self.logs or self.measures or self.saves
+
+
+@dataclass(frozen=True)
+class Cadences:
+    """Steps between two events of a kind; None: never."""
+
+    logs: int
+    measures: int | None
+    saves: int | None
+    evaluates: int | None
+    samples: int | None
+    compares_copies: int
+
+    @classmethod
+    def of(cls, config: RunConfig, run: RunPlan) -> "Cadences":
+        """Those of a recipe, some of which it may give in tokens."""
+        tokens_per_step = run.ramp.sequences_per_level[-1] * run.batches.sequence_length
+
+        def interval(cadence: Cadence) -> int | None:
+            steps = cadence.every_tokens / tokens_per_step if cadence.every_tokens else cadence.every_steps
+            return max(1, round(steps * config.cadence)) if steps else None
+
+        return cls(
+            logs=max(1, round(config.logging.every_steps * config.cadence)),
+            measures=interval(config.validation),
+            saves=interval(config.checkpoint),
+            evaluates=interval(config.evaluation),
+            samples=interval(config.samples),
+            compares_copies=config.guard.compare_copies_every_steps,
+        )
+
+    def after(self, step: int, total_steps: int) -> Due:
+        """What is due after `step`, counted from 1; only what is written down must not miss the last."""
+        due = {name: bool(every) and step % every == 0 for name, every in vars(self).items()}
+        is_last = step == total_steps
+        due["logs"] |= is_last
+        due["measures"] |= is_last
+        due["saves"] |= is_last or due["evaluates"]  # what is evaluated is a checkpoint
+        return Due(**due, is_last=is_last)
 
 
 def derive(config: RunConfig, ranks: int) -> RunPlan:
@@ -176,36 +232,47 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         problems += too_long(model_config, data.sequence_length)
         losses_of_routers = problems.attempt(router_losses, config.loss, model_config)
     problems.stop_if_any()
-    found = probe(
-        model_config,
-        attention=config.attention,
-        document_mask=data.document_mask,
-        balances=losses_of_routers.balance > 0,
-    )
+    model = plan_model(config, model_config, losses_of_routers)
 
-    parameters, active = count_parameters(model_config), active_parameters(model_config)
-    ramp = problems.attempt(ramp_of, config, sequences_per_step, ranks, active)
+    ramp = problems.attempt(ramp_of, config, sequences_per_step, ranks, model.active_parameters)
     problems.stop_if_any()
     schedule = problems.attempt(schedule_of, config, ramp.total_steps)
     batches = problems.attempt(Batches, data, seed=config.seed, ramp=ramp)
     problems.stop_if_any()
     return RunPlan(
-        model_config=model_config,
-        parameters=parameters,
-        active_parameters=active,
-        router_losses=losses_of_routers,
-        flops_per_token=flops_per_token(model_config, data.sequence_length),
+        **vars(model),
         precision=precision,
-        attention=found.attention,
-        from_hidden_states=found.from_hidden_states,
-        attention_passed_over=found.passed_over,
         ranks=ranks,
         sequences_per_micro_batch=batch.sequences_per_micro_batch,
         ramp=ramp,
         schedule=schedule,
-        peak_learning_rate=peak_learning_rate(config, parameters, sequences_per_step),
+        peak_learning_rate=peak_learning_rate(config, model.parameters, sequences_per_step),
         batches=batches,
         identity=identity_of(config, model_config, batches),
+    )
+
+
+def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLosses) -> ModelPlan:
+    """Judges the model by its own loss and gradients. Raises InputError where no attention asked for trains it right.
+
+    Args:
+        model_config: `config.model`, loaded.
+    """
+    found = probe(
+        model_config,
+        attention=config.attention,
+        document_mask=config.data.document_mask,
+        balances=losses_of_routers.balance > 0,
+    )
+    return ModelPlan(
+        model_config=model_config,
+        parameters=count_parameters(model_config),
+        active_parameters=active_parameters(model_config),
+        router_losses=losses_of_routers,
+        flops_per_token=flops_per_token(model_config, config.data.sequence_length),
+        attention=found.attention,
+        from_hidden_states=found.from_hidden_states,
+        attention_passed_over=found.passed_over,
     )
 
 

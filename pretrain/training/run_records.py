@@ -1,9 +1,10 @@
-"""What a run's folder says of the run: resolved config, model, strategy, environment; and the banner at the start."""
+"""What a run's folder says of the run: resolved config, model, strategy, environment; and the start, announced."""
 
 import dataclasses
 import importlib.metadata
 import json
 import subprocess
+import uuid
 from pathlib import Path
 
 from pretrain.config import RunConfig
@@ -15,11 +16,45 @@ from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.recipe import as_yaml
 from pretrain.runs.publishing.card_facts import DATA_FILE, hub_datasets_of
 from pretrain.runs.run_folder import read_json
+from pretrain.training.cautions import cautions
+from pretrain.training.resume import Continuation
 from pretrain.training.run_plan import RunPlan
 from pretrain.units import count_text
 
 SPLIT_TOTALS = ("tokens", "documents", "text_bytes")
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
+
+
+def announce(continuation: Continuation, peak: tuple[float | None, str]) -> str:
+    """A run starts, its model and optimizer are built: writes the record, the banner, warnings and the first events.
+
+    Args:
+        peak: FLOP/s of one process, and where that number is from.
+
+    Returns an id of this start, for commands that are meant for it.
+    """
+    config, run, state = continuation.config, continuation.run, continuation.state
+    strategy, metrics, found = continuation.strategy, continuation.metrics, continuation.found
+    if strategy.is_main and (continuation.is_new or not (config.output / "config.yaml").exists()):
+        write_record(config, run, strategy)
+    metrics.begin(config, total_steps=run.total_steps, first_step=state.step)
+    peak_flops, peak_source = peak
+    built = {
+        "strategy": f"{strategy.name}, {strategy.ranks} processes on {strategy.device.type}",
+        "optimizer": strategy.optimizer_built,
+        "peak for MFU": f"{peak_flops / 1e12:.3g} TFLOP/s per process ({peak_source})" if peak_flops else peak_source,
+    }
+    metrics.say(banner(config, run, built))
+    for caution in cautions(config, run, continuation.overridden, strategy.device) if strategy.is_main else ():
+        metrics.write("warning", step=state.step, message=caution)
+    start_id = uuid.uuid4().hex
+    facts = {"start_id": start_id, "parameters": run.parameters, "ranks": strategy.ranks, **schedule_record(run)}
+    facts |= {"active_parameters": run.active_parameters, "flops_per_token": run.flops_per_token}
+    metrics.write("start", step=state.step, **facts)
+    if found:
+        event = "branch" if continuation.is_new else "resume"
+        metrics.write(event, step=state.step, path=found.name, run=str(found.parents[1]))
+    return start_id
 
 
 def write_record(config: RunConfig, derived: RunPlan, strategy: Strategy) -> None:

@@ -1,16 +1,80 @@
-"""Text that the model in training continues, under every strategy."""
+"""Text that a model continues: one in training, under every strategy, or one that was loaded."""
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from pretrain import config
+from pretrain.errors import InputError
 from pretrain.model.build import build_model, library_attention
 from pretrain.parallel.strategy import Strategy
-from pretrain.training.generation import Sampling, encode_prompt, generate_text
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen: greedily, or sampled at `temperature` from the `top_k` most likely."""
+
+    max_new_tokens: int
+    temperature: float | None = None
+    """None: greedy."""
+    top_k: int | None = None
+    """None: all tokens."""
+    seed: int = 0
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, *, max_new_tokens: int, max_positions: int | None
+) -> torch.Tensor:
+    """Ids (1, T) of the prompt as `pipeline("text-generation")` reads it; an empty one begins a document.
+
+    Raises InputError if prompt and continuation together are longer than the model's positions.
+    """
+    ids = tokenizer(prompt)["input_ids"]
+    if not ids:
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        if start is None:
+            raise InputError(
+                "--prompt '': this tokenizer has no token that begins a text; give a prompt of some words"
+            )
+        ids = [start]
+    if max_positions is not None and len(ids) + max_new_tokens > max_positions:
+        room = max_positions - len(ids)
+        advice = f"at most --max_new_tokens {room}" if room > 0 else "shorten the prompt"
+        raise InputError(
+            f"--prompt: {len(ids):,} tokens and --max_new_tokens {max_new_tokens:,} exceed the model's "
+            f"{max_positions:,} positions; {advice}"
+        )
+    return torch.tensor([ids])
+
+
+@torch.no_grad()
+def generate_text(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids_BT: torch.Tensor, sampling: Sampling
+) -> str:
+    """Prompt and continuation as text. The same seed gives the same text on the same device."""
+    if sampling.temperature is None:
+        choice = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    else:
+        choice = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": 1.0}
+    ids_BT = ids_BT.to(model.device)
+    eos = model.generation_config.eos_token_id
+    first_eos = eos[0] if isinstance(eos, list) else eos
+    pad = model.generation_config.pad_token_id
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(sampling.seed)
+        output_BT = model.generate(
+            ids_BT,
+            attention_mask=torch.ones_like(ids_BT),
+            max_new_tokens=sampling.max_new_tokens,
+            pad_token_id=first_eos if pad is None else pad,
+            **choice,
+        )
+    return tokenizer.decode(output_BT[0], skip_special_tokens=True)
 
 
 def sample_texts(

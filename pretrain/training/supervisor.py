@@ -4,20 +4,17 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from pretrain.checkpoint.run_state import RunStoppedError
-from pretrain.config import RunConfig
 from pretrain.errors import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from pretrain.parallel.replicas import replica_differences
-from pretrain.parallel.strategy import Strategy
 from pretrain.runs.control import Control
 from pretrain.runs.run_folder import LOCK_FILE
 from pretrain.training.guard import Finding, StepGuard
-from pretrain.training.metrics import Metrics
+from pretrain.training.resume import Continuation
 from pretrain.training.run_plan import RunPlan
 from pretrain.training.step_reports import Consensus, Request, StepReport
 from pretrain.training.watchdog import Watch
@@ -57,30 +54,22 @@ class StepOutcome:
         return self.reports[-1]
 
 
-@dataclass
 class Supervisor:
     """Called by all ranks after every step, and regularly during work between steps.
 
     Args:
-        guard_state: the guard's memory from the checkpoint that the run continues.
         start_id: names this start of the run, for commands that are meant for it.
     """
 
-    config: RunConfig
-    strategy: Strategy
-    metrics: Metrics
-    start_id: str
-    guard_state: dict[str, Any] | None = None
-    scales_loss: bool = False
-    watch: Watch = field(init=False)
-    request: Request = field(default=Request.NONE, init=False)
-    """The pending request, known to all ranks."""
-
-    def __post_init__(self):
+    def __init__(self, continuation: Continuation, start_id: str):
+        self.continuation, self.config = continuation, continuation.config
+        self.strategy, self.metrics = continuation.strategy, continuation.metrics
+        self.request = Request.NONE
+        """The pending request, known to all ranks."""
         strategy, guard = self.strategy, self.config.guard
         self.consensus = Consensus(strategy)
-        self.guard = StepGuard(guard, self.guard_state, scales_loss=self.scales_loss)
-        self.control = Control(self.config.output, self.start_id, warn=self._warn)
+        self.guard = self._new_guard()
+        self.control = Control(self.config.output, start_id, warn=self._warn)
         here = socket.gethostname(), pid_namespace()
         processes = strategy.gather((here, os.getpid()))
         self.watch = Watch(
@@ -92,6 +81,11 @@ class Supervisor:
             held=self.config.output / LOCK_FILE if strategy.is_main else None,
             on_end=lambda reason, code: self.metrics.end(code, reason),
         )
+
+    def _new_guard(self) -> StepGuard:
+        """With the memory that the checkpoint keeps from which the run goes on."""
+        scales_loss = self.continuation.plan.precision == "fp16"
+        return StepGuard(self.config.guard, self.continuation.guard_state, scales_loss=scales_loss)
 
     def after_step(
         self,
@@ -142,6 +136,11 @@ class Supervisor:
         """Whether the run was asked to end."""
         return self.request > Request.ANNEAL
 
+    @property
+    def wants_save(self) -> bool:
+        """Whether the run was asked for a checkpoint, and goes on."""
+        return self.request in (Request.SAVE, Request.ANNEAL)
+
     def _judge(self, report: StepReport, run: RunPlan, outcome: StepOutcome) -> None:
         self.request = max(self.request, report.request)
         if report.skipped:
@@ -154,27 +153,33 @@ class Supervisor:
                 outcome.bad = finding
             self.metrics.write(finding.event, step=finding.step, message=finding.message, **finding.values)
 
-    def answer(self, step: int, total_steps: int, done: bool = True) -> None:
+    def answer(self) -> None:
         """The request is settled; if it was carried out, the sender of a command gets an answer."""
+        done = self.request != Request.SAVE or self.continuation.is_saved
         if done and self.request in (Request.SAVE, Request.ANNEAL, Request.STOP, Request.ABORT):
+            step, total_steps = self.continuation.state.step, self.continuation.run.total_steps
             self.metrics.write("control", step=step, command=self.request.name.lower(), total_steps=total_steps)
             self.control.acknowledge(step)
         self.request = Request.NONE
 
-    def end(self, step: int, total_steps: int) -> int:
+    def end(self) -> int:
         """Ends the run on request; returns the exit status."""
         code = EXIT_PREEMPTED if self.request == Request.PREEMPT else EXIT_INTERRUPTED
-        saved = "nothing saved" if self.request == Request.ABORT else f"saved at step {step:,}"
+        saved = "nothing saved" if self.request == Request.ABORT else f"saved at step {self.continuation.state.step:,}"
         reason = f"{ENDS[self.request]}, {saved}; run the same command to resume"
-        self.answer(step, total_steps)
+        self.answer()
         self.watch.close()
         self.metrics.end(code, reason)
         return code
 
-    def go_back(self, guard_state: dict[str, Any] | None) -> None:
-        """After a rollback: pending figures of later steps are discarded, requests are kept."""
+    def go_back(self, finding: Finding) -> None:
+        """Rolls back before the finding: pending figures of later steps are discarded, requests are kept.
+
+        Raises NumericStopError as `Continuation.go_back` does.
+        """
+        self.continuation.go_back(finding, self.watch.beat)
         self.request = max([self.request, *(report.request for report in self.consensus.settle())])
-        self.guard = StepGuard(self.config.guard, guard_state, scales_loss=self.scales_loss)
+        self.guard = self._new_guard()
 
     def compare_copies(self) -> None:
         """Raises CopiesDiffer on all ranks if some ranks' weights differ."""

@@ -31,7 +31,7 @@ import psutil
 import torch
 
 import pretrain.checkpoint.checkpoints
-import pretrain.checkpoint.export_check
+import pretrain.training.housekeeping
 import pretrain.training.samples
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.parallel.strategy import Strategy
@@ -129,7 +129,7 @@ def strike_between_steps(faults: Faults) -> None:
     """Patches what the main rank does in a thread while the others wait."""
     continue_prompts, verify_export = (
         pretrain.training.samples._continue_prompts,
-        pretrain.checkpoint.export_check.verify_export,
+        pretrain.training.housekeeping.verify_export,
     )
 
     def continue_prompts_with_faults(*arguments):
@@ -141,7 +141,7 @@ def strike_between_steps(faults: Faults) -> None:
         return verify_export(*arguments, **named)
 
     pretrain.training.samples._continue_prompts = continue_prompts_with_faults
-    pretrain.checkpoint.export_check.verify_export = verify_export_with_faults
+    pretrain.training.housekeeping.verify_export = verify_export_with_faults
 
 
 def strike_in_a_save(faults: Faults) -> None:

@@ -21,8 +21,18 @@ def supervisor_of(run, rank=0, ranks=1) -> Supervisor:
     """Of a rank that trains nothing, in a folder of its own."""
     strategy = strategy_of(rank, ranks, run.with_name("meeting_point"))
     strategy.device = torch.device("cpu")
-    config = SimpleNamespace(output=run, guard=Guard())
-    return Supervisor(config, strategy, Metrics(run, is_main=rank == 0), START)
+    continuation = SimpleNamespace(
+        config=SimpleNamespace(output=run, guard=Guard()),
+        strategy=strategy,
+        metrics=Metrics(run, is_main=rank == 0),
+        guard_state=None,
+        plan=SimpleNamespace(precision="fp32"),
+        run=SimpleNamespace(total_steps=100),
+        state=SimpleNamespace(step=1),
+        is_saved=True,
+        go_back=lambda finding, beat: None,
+    )
+    return Supervisor(continuation, START)
 
 
 def ask(run, command):
@@ -50,7 +60,7 @@ def test_a_command_on_the_step_that_goes_back_is_done_after_it(tmp_path):
     supervisor.go_back(None)  # nothing was done about it
     step(supervisor, 1)
     assert supervisor.request == Request.SAVE and answered(tmp_path) == {}
-    supervisor.answer(1, 100)
+    supervisor.answer()
     assert supervisor.request == Request.NONE
     assert (answered(tmp_path)["command"], answered(tmp_path)["step"]) == ("save", 1)
     step(supervisor, 2)
@@ -72,7 +82,8 @@ def test_a_save_that_failed_is_not_answered_and_not_tried_for_ever(tmp_path):
     supervisor = supervisor_of(tmp_path)
     ask(tmp_path, "save")
     step(supervisor, 1)
-    supervisor.answer(1, 100, done=False)
+    supervisor.continuation.is_saved = False
+    supervisor.answer()
     assert supervisor.request == Request.NONE and answered(tmp_path) == {}
 
 

@@ -1,0 +1,58 @@
+"""The model that trains, with its optimizer: built alike for a run, for calibration and for the smoke test."""
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from pretrain.config import RunConfig
+from pretrain.model.build import build_meta_model
+from pretrain.model.compile import checkpoint_activations, compile_model
+from pretrain.model.initial_weights import InitialWeights
+from pretrain.model.loss import LanguageModelLoss, choose_loss
+from pretrain.model.pretrained import open_pretrained
+from pretrain.optim.optimizers import optimizer_builder, parameter_dtype
+from pretrain.parallel.strategy import Strategy
+from pretrain.training.experts import Experts
+from pretrain.training.run_plan import ModelPlan
+
+
+@dataclass(frozen=True)
+class Built:
+    """What `build_training` gives."""
+
+    model: nn.Module
+    """To be called with a micro-batch; returns (loss, cross entropy)."""
+    causal_lm: PreTrainedModel
+    """The model inside, by whose parameter names checkpoints are written."""
+    experts: Experts
+
+
+def build_training(
+    config: RunConfig, plan: ModelPlan, strategy: Strategy, *, learning_rate: float, from_pretrained: bool = False
+) -> Built:
+    """Builds model and optimizer; all ranks together. The strategy gives the model its weights piece by piece.
+
+    Args:
+        learning_rate: the peak, from which the rates of the optimizer's groups start.
+        from_pretrained: starts from the weights of the recipe's model instead of from the seed.
+    """
+    kind = strategy.device.type
+    causal_lm = build_meta_model(plan.model_config, attention=plan.attention)
+    checkpoint_activations(causal_lm, config.activation_checkpointing)
+    model = LanguageModelLoss(
+        causal_lm,
+        z_loss=config.loss.z_loss,
+        backend=choose_loss(config.loss.backend, device_type=kind, compile_mode=config.compile),
+        from_hidden_states=plan.from_hidden_states,
+    )
+    weights = InitialWeights(
+        seed=config.seed,
+        pretrained=open_pretrained(config.model) if from_pretrained else None,
+        dtype=parameter_dtype(config.optim),
+    )
+    build_optimizer = optimizer_builder(config.optim, causal_lm, learning_rate, seed=config.seed, device_type=kind)
+    prepared = strategy.prepare(model, weights, build_optimizer)
+    experts = Experts(causal_lm, strategy, plan.router_losses)  # before the layers are compiled
+    compile_model(prepared, causal_lm, config.compile)
+    return Built(prepared, causal_lm, experts)
