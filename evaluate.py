@@ -1,4 +1,4 @@
-"""Evaluates models: loss on prepared shards, tasks of lm-evaluation-harness, a sample of text.
+"""Evaluates models: loss on prepared shards, lm-evaluation-harness tasks, text samples.
 
     python evaluate.py --model runs/x --data data/docs                     # loss, perplexity, bits per byte
     python evaluate.py --model runs/x@500 runs/x/final --tasks base        # benchmarks, models side by side
@@ -7,7 +7,7 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 evaluate.py --model runs/x ...
 
 --model: a run (its final/, else its newest valid checkpoint), RUN@STEP, RUN@best, RUN@all, a Hugging Face folder, or
-a Hub id, with @REVISION for a branch, tag or commit. The same numbers on any number of processes.
+a Hub id, with @REVISION for a branch, tag or commit. Results do not depend on the number of processes.
 """
 
 # `import evaluate` anywhere in the harness may find this file instead of the library of that name: importing it must
@@ -28,17 +28,17 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--model", nargs="+", default=[], metavar="MODEL", help="what to evaluate, one or several; see above")
+    add("--model", nargs="+", default=[], metavar="MODEL", help="model or models to evaluate; see above")
     add("--output", type=Path, metavar="FILE", help="also write everything as JSON")
     add("--plot", type=Path, metavar="FILE", help="scores against training tokens (.png, .svg, .pdf); for RUN@all")
     add("--precision", default="auto", help="auto, bf16, fp16 or fp32; auto: tasks as saved, data as the run trained")
-    add("--trust_remote_code", action="store_true", help="run the code that a model folder carries; off by default")
+    add("--trust_remote_code", action="store_true", help="run the code in the model folder; off by default")
     tasks = parser.add_argument_group("tasks of lm-evaluation-harness")
     add = tasks.add_argument
     add("--tasks", nargs="+", default=[], metavar="TASK", help="names, groups, patterns, .yaml files [base]")
     add("--include_path", type=Path, metavar="FOLDER", help="folder of your own task .yaml files")
     add("--num_fewshot", metavar="N", help="examples in the prompt [the task's own]")
-    add("--limit", metavar="N", help="documents per task, or a fraction below 1; for trying out")
+    add("--limit", metavar="N", help="documents per task, or a fraction below 1; for quick tests")
     add(
         "--batch_size",
         metavar="N",
@@ -46,19 +46,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     data = parser.add_argument_group("loss on prepared shards")
     add = data.add_argument
-    add("--data", nargs="+", default=[], type=Path, metavar="FOLDER", help="folders of prepare_data.py, or a .bin")
-    add("--tokenizer", metavar="NAME", help="of --data FILE.bin that others prepared: a folder or Hub id")
+    add("--data", nargs="+", default=[], type=Path, metavar="FOLDER", help="folders of prepared shards, or a .bin")
+    add("--tokenizer", metavar="NAME", help="tokenizer (folder or Hub id) of a --data FILE.bin made by another tool")
     add("--split", default="validation", help="validation or train [validation]")
     add("--sequences", metavar="N", help="measure N sequences spread over the split [all]")
-    add("--sequence_length", metavar="N", help="[the run's; else at most 2048 and what the model has]")
+    add("--sequence_length", metavar="N", help="tokens per sequence [the run's; else the model's, at most 2048]")
     add("--document_mask", metavar="on|off", help="attend within documents only [the run's; else on]")
     sample = parser.add_argument_group("a sample")
     add = sample.add_argument
     add("--prompt", metavar="TEXT", help="continue this text")
     add("--max_new_tokens", default="100", metavar="N", help="[100]")
-    add("--temperature", metavar="X", help="draw tokens at this temperature [the likeliest token]")
-    add("--top_k", metavar="N", help="draw among the N likeliest [all]")
-    add("--seed", default="0", metavar="N", help="of the draw [0]")
+    add("--temperature", metavar="X", help="sampling temperature [greedy decoding]")
+    add("--top_k", metavar="N", help="sample from the N most likely tokens [all]")
+    add("--seed", default="0", metavar="N", help="sampling seed [0]")
     return parser
 
 
@@ -107,7 +107,7 @@ def read_numbers(arguments: argparse.Namespace) -> list[str]:
     if isinstance(limit, float) and limit >= 1 and not limit.is_integer():
         problems.append(f"--limit {limit}: must be a whole number of documents, or a fraction below 1")
     if arguments.top_k is not None and arguments.temperature is None:
-        problems.append("--top_k: chooses among drawn tokens; give --temperature too, for example 0.8")
+        problems.append("--top_k: applies to sampling only; give --temperature too, for example 0.8")
     return problems
 
 

@@ -1,9 +1,9 @@
-"""Plans a run before it is launched: does it fit, how long, how much, which strategy. Needs no GPU.
+"""Plans a run before launch: memory, time, cost and strategy. Needs no GPU.
 
 python plan.py --config recipes/llama_1b.yaml --gpus 8 --gpu h100
 python plan.py --config recipes/llama_1b.yaml --gpus 64 --gpu h100 --machines 8 --mfu 0.45
 python plan.py --config recipes/llama_125m.yaml --gpus 1 --gpu mine --gpu_memory 48GB --peak_tflops 210
-python plan.py --config recipes/demo.yaml --calibrate        # 20 real steps on this machine: time and memory from them
+python plan.py --config recipes/demo.yaml --calibrate        # measures time and memory of 20 steps on this machine
 python plan.py --config recipes/llama_1b.yaml --gpus 8 --gpu h100 --json
 Any setting of the recipe can be changed by its path, as with train.py: --batch.sequences_per_micro_batch 4
 """
@@ -27,15 +27,15 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpus", type=int, default=1, help="GPUs in all [1]")
     parser.add_argument("--gpu", default="h100", help="kind of GPU: h100, a100, rtx_4090 ...; any other name with "
                         "--gpu_memory and --peak_tflops [h100]")  # fmt: skip
-    parser.add_argument("--machines", type=int, help="machines that hold them [8 GPUs in each]")
+    parser.add_argument("--machines", type=int, help="number of machines [8 GPUs each]")
     parser.add_argument("--gpu_memory", metavar="80GB", help="memory of one GPU; GB is 2^30 bytes")
     parser.add_argument("--peak_tflops", type=float, help="dense bf16 peak of one GPU in TFLOP/s")
-    parser.add_argument("--price_per_gpu_hour", type=float, metavar="USD", help="price of one GPU and hour")
-    parser.add_argument("--network_gbits", type=float, help="network between machines for each GPU, in Gbit/s")
-    parser.add_argument("--mfu", type=float, help="part of the peak that training reaches, 0 to 1 [by model size]")
-    parser.add_argument("--calibrate", action="store_true", help="run 20 steps here, and plan with their speed")
-    parser.add_argument("--json", action="store_true", help="everything as JSON on stdout")
-    parser.add_argument("--comment", action="store_true", help="the plan in a few lines, as the recipes carry it")
+    parser.add_argument("--price_per_gpu_hour", type=float, metavar="USD", help="price per GPU-hour")
+    parser.add_argument("--network_gbits", type=float, help="network bandwidth between machines per GPU, in Gbit/s")
+    parser.add_argument("--mfu", type=float, help="expected MFU, above 0 and at most 1 [by model size]")
+    parser.add_argument("--calibrate", action="store_true", help="time 20 steps here and plan with that speed")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--comment", action="store_true", help="print the plan as a recipe's header comment")
     return parser.parse_known_args(argv)
 
 
@@ -81,12 +81,12 @@ def option_problems(arguments: argparse.Namespace) -> list[str]:
     machines = arguments.machines
     if machines is not None and (machines < 1 or (arguments.gpus > 0 and arguments.gpus % machines)):
         problems.append(
-            f"--machines {machines}: {arguments.gpus} GPUs cannot be shared equally; give a number that divides them"
+            f"--machines {machines}: {arguments.gpus} GPUs cannot be divided equally; give a divisor of the GPUs"
         )
     if arguments.machines is None and arguments.gpus > 8 and arguments.gpus % 8:
-        problems.append(f"--gpus {arguments.gpus}: is not a multiple of 8 GPUs per machine; say --machines")
+        problems.append(f"--gpus {arguments.gpus}: is not a multiple of 8 GPUs per machine; set --machines")
     if arguments.mfu is not None and not 0 < arguments.mfu <= 1:
-        problems.append(f"--mfu {arguments.mfu}: a part of the peak, above 0 and at most 1; 40 % is 0.4")
+        problems.append(f"--mfu {arguments.mfu}: must be above 0 and at most 1; 40 % is 0.4")
     for name in ("peak_tflops", "network_gbits", "price_per_gpu_hour"):
         value = getattr(arguments, name)
         if value is not None and (value < 0 or (value == 0 and name != "price_per_gpu_hour")):

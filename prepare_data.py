@@ -1,4 +1,4 @@
-"""Documents to token shards, and tokenizers from documents.
+"""Turns documents into token shards, and trains tokenizers.
 
     python prepare_data.py --input 'docs/*.jsonl.zst' --tokenizer gpt2 --output data/docs
     python prepare_data.py --dataset HuggingFaceFW/fineweb-edu --subset sample-10BT --streaming --max_tokens 10e9 \\
@@ -9,7 +9,7 @@
     python prepare_data.py --inspect data/docs
     python prepare_data.py --verify data/docs
 
-Run the same command again to continue what was interrupted; a finished folder is recognised and left as it is.
+Run the same command again to resume an interrupted preparation; a complete folder is left unchanged.
 """
 
 import os
@@ -40,19 +40,19 @@ def main() -> int:
     status = train(request) if request.vocabulary_size else prepare_shards(request)
     if status == 0 and request.destination and not request.slice:
         copied = request.destination.fill(say=lambda line: print(line, file=sys.stderr))
-        print(f"{request.destination.shown}: {copied} files were copied; {request.output} is no longer needed")
+        print(f"{request.destination.shown}: {copied} files copied; {request.output} is no longer needed")
     return status
 
 
 def verify(folder: str) -> int:
-    """Rechecks a prepared folder and tells what is wrong with it."""
+    """Verifies a prepared folder and reports what is wrong with it."""
     from pretrain.data.shards import read_manifest, verify_shards
 
     problems = verify_shards(folder)
     if problems:
         raise InputError(*problems)
     shards = read_manifest(folder).shards
-    print(f"{folder}: all {len(shards)} shards are as they were made ({sum(s.tokens for s in shards):,} tokens)")
+    print(f"{folder}: all {len(shards)} shards verified, unchanged ({sum(s.tokens for s in shards):,} tokens)")
     return 0
 
 
@@ -102,7 +102,7 @@ def prepare_shards(request: PreparationRequest) -> int:
             progress.say(f"stopped; run the same command again to continue {output}")
             return EXIT_INTERRUPTED if stop.args[0] == signal.SIGINT else EXIT_PREEMPTED
     if outcome.already_done:
-        print(f"{output}: is done already, nothing to do")
+        print(f"{output}: already complete")
     else:
         print(f"{output}: prepared in {time.monotonic() - started:.1f} s")
     print_summary(outcome, str(output), is_slice=request.slice is not None)
@@ -147,12 +147,12 @@ def print_summary(outcome: "PreparationOutcome", output: str, is_slice: bool) ->
     for example in tally.bad_examples:
         print(f"  skipped          {example}")
     if is_slice:
-        print("Next: when all slices are there, the same command with --merge_slices N instead of --slice")
+        print("Next: once all slices are prepared, run the same command with --merge_slices N instead of --slice")
         return
     for split, tokens in (("train", tally.tokens - tally.validation_tokens), ("validation", tally.validation_tokens)):
         if not tokens:
-            print(f"  No document fell into the {split} split: they are chosen by hash. More documents help")
-            print("  (--documents paragraph or line makes them of plain text), or another --validation_fraction.")
+            print(f"  No document fell into the {split} split: documents are assigned by hash. Use more documents")
+            print("  (--documents paragraph or line splits plain text into documents) or a larger fraction.")
     print(f"Next: train a model whose vocab_size is at least {manifest.vocabulary_size:,}, such as")
     print(f"  python train.py --config RECIPE.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
 

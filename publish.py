@@ -1,12 +1,12 @@
-"""Publishes models of a run on the Hugging Face Hub, with a model card made from the run's own records.
+"""Publishes a run's models on the Hugging Face Hub, with a model card generated from the run's records.
 
     python publish.py --run runs/x --repo me/llama-125m-base --license apache-2.0          # final/ as main
     python publish.py --run runs/x --repo me/llama-125m-base --checkpoint 5000             # as revision step-5000
     python publish.py --run runs/x --repo me/llama-125m-base --milestones --final --private
-    python publish.py --run runs/x --repo me/llama-125m-base --dry_run --output DIR        # writes what would go up
+    python publish.py --run runs/x --repo me/llama-125m-base --dry_run --output DIR        # writes the files only
 
-Log in once with `hf auth login`, or set HF_TOKEN. The same command again continues an upload that was cut short.
-Repository, licence and language may stand in the recipe (hub.repository, publish.license, publish.language).
+Log in once with `hf auth login`, or set HF_TOKEN. Run the same command again to resume an interrupted upload.
+Repository, licence and language can be set in the recipe (hub.repository, publish.license, publish.language).
 """
 
 import argparse
@@ -34,21 +34,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--run", type=Path, metavar="RUN", help="folder of the run")
-    add("--repo", metavar="OWNER/NAME", help="repository on the Hub; made if it is not there [the recipe's]")
-    add("--checkpoint", nargs="+", default=[], metavar="STEP", help="checkpoints, each as revision step-STEP; or best")
+    add("--repo", metavar="OWNER/NAME", help="repository on the Hub; created if it does not exist [the recipe's]")
+    add("--checkpoint", nargs="+", default=[], metavar="STEP", help="checkpoints, each a revision step-STEP; or best")
     add("--milestones", action="store_true", help="all checkpoints that checkpoint.milestones_every keeps")
-    add("--final", action="store_true", help="final/ as main; what is published where nothing else is named")
-    add("--with_optimizer", action="store_true", help="checkpoints whole, for others to train further; in fp32")
+    add("--final", action="store_true", help="publish final/ as main; the default")
+    add("--with_optimizer", action="store_true", help="whole checkpoints, fp32 weights and optimizer")
     add("--private", action="store_true", help="make the repository private [the recipe's; else public]")
     add("--license", metavar="ID", help="licence id of the Hub, such as apache-2.0 [the recipe's]")
     add("--language", nargs="+", default=[], metavar="CODE", help="languages of the text, such as en [the recipe's]")
     add("--message", metavar="TEXT", help="commit message [step and tokens]")
-    add("--dry_run", action="store_true", help="write what would go up to --output, and send nothing")
+    add("--dry_run", action="store_true", help="write what would be uploaded to --output, and upload nothing")
     add("--output", type=Path, metavar="DIR", help="with --dry_run: a folder, one subfolder per revision")
-    add("--attempts", default="1", metavar="N", help="try so often, half a minute after a failure and then twice that")
+    add("--attempts", default="1", metavar="N", help="number of attempts; the wait between them doubles [1]")
     add("--first_wait", default="30", metavar="SECONDS", help="before the second attempt; doubles, up to an hour [30]")
-    beside = "as train.py starts it: notes in metrics.jsonl what came of it, and brings the card the scores of a late "
-    add("--beside_training", action="store_true", help=f"{beside}evaluation")
+    beside = "used by train.py: records the outcome in metrics.jsonl and adds the scores of a late evaluation to the "
+    add("--beside_training", action="store_true", help=f"{beside}card")
     return parser
 
 
@@ -69,9 +69,9 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         else:
             problems.append(f"--{name} {text}: must be a whole number from {least}")
     if arguments.dry_run and arguments.output is None:
-        problems.append("--dry_run: give --output DIR, the folder to write what would go up to")
+        problems.append("--dry_run: give --output DIR, the folder for the files that would be uploaded")
     if arguments.output is not None and not arguments.dry_run:
-        problems.append("--output: belongs to --dry_run; without it everything goes to the Hub")
+        problems.append("--output: only valid with --dry_run; without it everything is uploaded to the Hub")
     return arguments, problems
 
 
@@ -98,7 +98,7 @@ def output_problems(output: Path, revisions: list[str]) -> list[str]:
     if output.exists() and not output.is_dir():
         return [f"--output {output}: is a file; give a folder"]
     return [
-        f"--output {output}: {name} is in it already; give another" for name in revisions if (output / name).exists()
+        f"--output {output}: already contains {name}; give another" for name in revisions if (output / name).exists()
     ]
 
 
@@ -118,7 +118,7 @@ def publish_all(arguments: argparse.Namespace, models: list["Model"]) -> None:
     for model in models if arguments.beside_training else []:
         log = evaluation_log(arguments.run, f"step-{model.step:08d}")
         if is_held(log):
-            print(f"{model.revision}: waits for the scores of its evaluation, {log}", flush=True)
+            print(f"{model.revision}: waiting for evaluation scores, {log}", flush=True)
             wait_until_free(log)
             publish_one(arguments, model, staging, url)
 
@@ -163,7 +163,7 @@ def note(arguments: argparse.Namespace, **facts: object) -> None:
         try:
             append_events(arguments.run, [event])
         except OSError as error:
-            print(f"metrics.jsonl does not say so ({error})", file=sys.stderr)
+            print(f"could not be recorded in metrics.jsonl ({error})", file=sys.stderr)
 
 
 def insist(arguments: argparse.Namespace, act: Callable[[], str]) -> str:
@@ -175,7 +175,7 @@ def insist(arguments: argparse.Namespace, act: Callable[[], str]) -> str:
             return act()
         except PublishError as failure:
             if attempt == 1:
-                note(arguments, problem=f"{failure}; is tried again")
+                note(arguments, problem=f"{failure}; retrying")
             wait = min(arguments.first_wait * 2 ** (attempt - 1), LONGEST_WAIT_SECONDS)
             text = f"{failure}\nattempt {attempt} of {arguments.attempts}; the next in {wait} s"
             print(text, file=sys.stderr, flush=True)
@@ -233,7 +233,7 @@ def main(argv: list[str]) -> int:
         note(arguments, problem="; ".join(error.problems))
         raise
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues", file=sys.stderr)
+        print("\ninterrupted; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0
 

@@ -1,14 +1,14 @@
-"""Looks at runs and steers live ones.
+"""Inspects runs and controls live ones.
 
 python runs.py list [FOLDER]                 # every run under a folder: state, step, loss, speed, time left
-python runs.py status RUN                    # one run: progress, loss, last events; --watch to keep looking
-python runs.py plot RUN...                   # curves: a PNG, and a page to hover over and zoom into
-python runs.py compare RUN...                # settings that differ and results, side by side
+python runs.py status RUN                    # one run: progress, loss, last events; --watch to refresh
+python runs.py plot RUN...                   # curves: a PNG and an interactive HTML page
+python runs.py compare RUN...                # differing settings and results, side by side
 python runs.py summary RUN                   # a run on one page
 python runs.py export RUN... --output x.csv  # every logged line as a table
 python runs.py documents RUN --step N        # the text that a step was trained on
-python runs.py save|stop|abort|anneal RUN    # steers a live run, from any machine that shares its disk
-python runs.py parity --config recipes/NAME.yaml --steps 50     # the same losses under every strategy?
+python runs.py save|stop|abort|anneal RUN    # controls a live run, from any machine that shares its disk
+python runs.py parity --config recipes/NAME.yaml --steps 50     # same losses under every strategy?
 """
 
 import argparse
@@ -31,10 +31,10 @@ def list_runs(arguments: argparse.Namespace) -> int:
 
     folder = arguments.folder
     if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; give one that holds runs")
+        raise InputError(f"{folder}: no such folder; give a folder that contains runs")
     runs = [folder] if (folder / METRICS_FILE).is_file() else find_runs(folder)
     if not runs:
-        raise InputError(f"{folder}: holds no runs; train.py makes one, or give another folder")
+        raise InputError(f"{folder}: contains no runs; start one with train.py, or give another folder")
     within = folder if runs != [folder] else folder.parent
     print(list_text([read_status(run, brief=True) for run in runs], within=within))
     return 0
@@ -80,7 +80,7 @@ def plot(arguments: argparse.Namespace) -> int:
     require_writable(base)
     histories = [read_history(run) for run in runs]
     if not any(history.of("train") for history in histories):
-        raise InputError(f"{', '.join(map(str, runs))}: no step is logged yet, so there is nothing to plot")
+        raise InputError(f"{', '.join(map(str, runs))}: no steps logged yet, nothing to plot")
     names = names_of(histories)
     curves = [curves_of(name, h, read_status(h.folder)) for name, h in zip(names, histories, strict=True)]
     for ending, write in ((".html", write_page), (".png", write_png)):
@@ -100,11 +100,11 @@ def require_writable(path: Path) -> None:
     """Raises InputError if no file can be made there."""
     folder = path.parent
     if not folder.is_dir():
-        raise InputError(f"--output {path}: {folder} is no folder; make it, or choose another place")
+        raise InputError(f"--output {path}: {folder} is not a folder; create it, or choose another path")
     if not os.access(folder, os.W_OK):
-        raise InputError(f"--output {path}: nothing can be written in {folder}; choose another place")
+        raise InputError(f"--output {path}: {folder} is not writable; choose another path")
     if path.is_dir():
-        raise InputError(f"--output {path}: is a folder; give the name of a file in it, such as {path / 'plot'}")
+        raise InputError(f"--output {path}: is a folder; give a file name in it, such as {path / 'plot'}")
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -114,7 +114,7 @@ def compare(arguments: argparse.Namespace) -> int:
     from pretrain.runs.status import read_status
 
     if len(arguments.runs) < 2:
-        raise InputError(f"compare {arguments.runs[0]}: one run alone; give two or more, or use summary")
+        raise InputError(f"compare {arguments.runs[0]}: only one run given; give two or more, or use summary")
     print(comparison_text([(read_history(run), read_status(run)) for run in require_runs(arguments.runs)]))
     return 0
 
@@ -174,7 +174,7 @@ def steer(arguments: argparse.Namespace) -> int:
         print(wait_for_answer(run, request, timeout_seconds=arguments.timeout, show=show))
     except KeyboardInterrupt:
         withdraw(run, request)
-        print(f"\n{command}: no longer waits; withdrawn, unless the run has taken it already", file=sys.stderr)
+        print(f"\n{command}: gave up waiting; cancelled, unless the run has already picked it up", file=sys.stderr)
         return EXIT_INTERRUPTED
     finally:
         if shown and sys.stderr.isatty():
@@ -227,58 +227,58 @@ def add_looking(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser("list", help="all runs under a folder")
     command.set_defaults(run=list_runs)
     command.add_argument("folder", type=Path, nargs="?", default=ROOT_OF_RUNS, help="(default runs)")
-    command = commands.add_parser("status", help="how a run is doing")
+    command = commands.add_parser("status", help="state and progress of a run")
     command.set_defaults(run=status)
     command.add_argument("run_folder", type=Path, metavar="RUN", nargs="?", default=ROOT_OF_RUNS)
-    command.add_argument("--watch", type=positive, nargs="?", const=2.0, metavar="SECONDS", help="look again (2)")
-    command = commands.add_parser("plot", help="curves of one or several runs, as PNG and as a page")
+    command.add_argument("--watch", type=positive, nargs="?", const=2.0, metavar="SECONDS", help="refresh every N (2)")
+    command = commands.add_parser("plot", help="curves of one or more runs, as PNG and HTML")
     command.set_defaults(run=plot)
     command.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     command.add_argument(
-        "--output", type=Path, help="where, without ending (default: plot.png and plot.html in the run's folder, or "
-        "in the folder that holds the runs)",
+        "--output", type=Path, help="path without a suffix (default: plot.png and plot.html in the run's folder, or "
+        "in the folder that contains the runs)",
     )  # fmt: skip
-    command = commands.add_parser("compare", help="settings that differ and results, side by side")
+    command = commands.add_parser("compare", help="differing settings and results, side by side")
     command.set_defaults(run=compare)
     command.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     command = commands.add_parser("summary", help="a run on one page")
     command.set_defaults(run=summary)
     command.add_argument("run_folder", type=Path, metavar="RUN")
-    command = commands.add_parser("export", help="every logged line of the curves as CSV")
+    command = commands.add_parser("export", help="all logged metrics as CSV")
     command.set_defaults(run=export)
     command.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     command.add_argument("--output", type=Path, required=True, metavar="FILE.csv")
-    command = commands.add_parser("documents", help="what a step was trained on")
+    command = commands.add_parser("documents", help="the documents that a step was trained on")
     command.set_defaults(run=documents)
     command.add_argument("run_folder", type=Path, metavar="RUN")
     command.add_argument("--step", type=natural, required=True, help="as logged: the first step is 1")
     command.add_argument("--limit", type=natural, default=8, help="sequences to show (default 8)")
-    command.add_argument("--characters", type=natural, default=600, help="of each document (default 600)")
+    command.add_argument("--characters", type=natural, default=600, help="shown of each document (default 600)")
 
 
 def add_steering(commands: argparse._SubParsersAction) -> None:
     """The commands to a live run."""
     helps = {
-        "save": "a live run saves a checkpoint and goes on",
-        "stop": "a live run saves a checkpoint and ends",
-        "abort": "a live run ends without saving",
-        "anneal": "a live run begins the final decay of its learning rate",
+        "save": "save a checkpoint of a live run and continue",
+        "stop": "save a checkpoint of a live run and stop it",
+        "abort": "stop a live run without saving",
+        "anneal": "start the final learning-rate decay of a live run",
     }
     for name, text in helps.items():
         command = commands.add_parser(name, help=text)
         command.set_defaults(run=steer)
         command.add_argument("run_folder", type=Path, metavar="RUN")
-        command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait for it (default 60)")
+        command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default 60)")
 
 
 def add_parity(commands: argparse._SubParsersAction) -> None:
     """The command that trains under every strategy."""
-    command = commands.add_parser("parity", help="does a recipe train alike under every strategy?")
+    command = commands.add_parser("parity", help="check that a recipe trains identically under every strategy")
     command.set_defaults(run=parity)
     command.add_argument("--config", type=Path, required=True, metavar="RECIPE")
     command.add_argument("--steps", type=int, default=50, help="optimizer steps of each run (default 50)")
-    command.add_argument("--strategies", help="files of accelerate_configs by name, with commas (default: all)")
-    command.add_argument("--processes", type=int, default=2, help="of every strategy but single (default 2)")
+    command.add_argument("--strategies", help="names in accelerate_configs/, comma-separated (default: all)")
+    command.add_argument("--processes", type=int, default=2, help="processes, except of single (default 2)")
     command.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="(default fp32)")
     command.add_argument("--output", type=Path, default=Path("runs/parity"), help="(default runs/parity)")
 

@@ -41,7 +41,7 @@ OWN = {
     "groundwork_documents": {"data.document_mask": "true"},
     "groundwork_all_on": {"trackers": "[tensorboard, wandb]"},
 }
-"""Name to settings besides those of `recipe`."""
+"""Name to settings in addition to those of `recipe`."""
 MICRO_STEPS = {"groundwork_all_on": 2}
 """Of those that have more than one per step."""
 SHARD_TOKENS = 2_000_000
@@ -70,7 +70,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def recipe(shape: Shape, model: Path, shards: Path, output: Path, report_every: int = 1) -> str:
-    """A recipe that trains the shape as its peers do, for ever, and neither measures nor saves on the way."""
+    """A recipe that trains the shape as its peers do, without end, and neither measures nor saves on the way."""
     return f"""\
 model: {model}
 output: {output}

@@ -40,7 +40,7 @@ def refuse_boolean(value: Any) -> Any:
 
 
 MOST = 10**18
-"""No count of a run is larger: a thousand times the tokens of the largest corpora, and far within 64 bits."""
+"""The largest count allowed: a thousand times the tokens of the largest corpora, well within 64 bits."""
 
 NotBoolean = BeforeValidator(refuse_boolean)
 Count = Annotated[int, BeforeValidator(parse_count), NotBoolean, Field(ge=1, le=MOST)]
@@ -66,44 +66,44 @@ class Section(BaseModel):
 
 class Source(Section):
     shards: Path
-    """Folder written by prepare_data.py; or nanoGPT's .bin or folder, or Megatron's .bin beside its .idx."""
+    """Folder written by prepare_data.py; nanoGPT's .bin or folder; or Megatron's .bin with its .idx next to it."""
     tokenizer: str | None = None
-    """Of ids that others prepared: the folder or Hub id. A folder of prepare_data.py has its own."""
+    """Tokenizer (folder or Hub id) for shards made by other tools; prepare_data.py's folders carry their own."""
     weight: PositiveFloat = 1.0
-    """Share of the training sequences drawn from here, relative to the other sources."""
+    """Sampling weight of this source, relative to the other sources."""
     max_epochs: PositiveFloat | None = None
-    """Stop drawing from here after so many passes; the other sources share what it leaves. null: no limit."""
+    """Stop sampling this source after so many epochs; the other sources make up the difference. null: no limit."""
 
 
 class CurriculumStage(Section):
     train: Annotated[list[Source], Field(min_length=1)]
     """The mixture of this stage."""
     until: PositiveFraction | None = None
-    """The stage ends at this part of the run, as 20% or 0.2; null in the last stage alone."""
+    """Fraction of the run at which the stage ends, such as 20% or 0.2; null only in the last stage."""
 
 
 class ValidationSource(Section):
     shards: Path
-    """Folder written by prepare_data.py; or nanoGPT's .bin or folder, or Megatron's .bin beside its .idx."""
+    """Folder written by prepare_data.py; nanoGPT's .bin or folder; or Megatron's .bin with its .idx next to it."""
     tokenizer: str | None = None
-    """Of ids that others prepared: the folder or Hub id. A folder of prepare_data.py has its own."""
+    """Tokenizer (folder or Hub id) for shards made by other tools; prepare_data.py's folders carry their own."""
     split: Literal["validation", "train"] = "validation"
-    """Which of the folder's splits to measure."""
+    """The split to evaluate."""
 
 
 class Data(Section):
     train: Annotated[list[Source], Field(min_length=1)] | None = None
-    """The mixture, for runs of one stage."""
+    """The data mixture, for runs with a single stage."""
     stages: Annotated[list[CurriculumStage], Field(min_length=1)] | None = None
-    """A curriculum: mixtures one after the other. Instead of `train`."""
+    """A curriculum: a sequence of mixtures. Replaces `train`."""
     validation: list[ValidationSource] | None = None
-    """What validation measures; null: the validation split of every training folder that has one."""
+    """Validation sets; null: the validation split of every training folder that has one."""
     sequence_length: BinaryCount = 2048
     """Tokens per training sequence; 2k is 2,048."""
     document_mask: bool = True
     """Tokens attend within their own document only, however documents are packed into sequences."""
     sampling: Literal["epochs", "random_windows"] = "epochs"
-    """epochs: every window once per pass, in a seeded order. random_windows: windows at random offsets."""
+    """epochs: every window once per epoch, in a seeded order. random_windows: windows at random offsets."""
 
     @property
     def mixtures(self) -> list[CurriculumStage]:
@@ -123,12 +123,12 @@ class Data(Section):
 
 class Budget(Section):
     tokens_per_parameter: PositiveFloat | None = None
-    """Training tokens per parameter, of a mixture of experts per active parameter; 20 is the compute-optimal ratio of
+    """Training tokens per parameter (active parameter for a mixture of experts); 20 is the compute-optimal ratio of
     Hoffmann et al. (arXiv 2203.15556)."""
     tokens: Count | None = None
-    """Training tokens in all."""
+    """Total training tokens."""
     steps: Count | None = None
-    """Optimizer steps in all."""
+    """Total optimizer steps."""
 
     @model_validator(mode="after")
     def one_budget(self):
@@ -143,9 +143,9 @@ class Budget(Section):
 
 class Ramp(Section):
     start: Annotated[PositiveFraction, Field(alias="from")] = 0.25
-    """The first batch as a part of the full one: 1/2, 1/3, 1/4, ...; the batch grows in steps of this size."""
+    """Initial batch as a fraction of the full batch: 1/2, 1/3, 1/4, ...; the batch grows in steps of this size."""
     over: PositiveFraction = 0.05
-    """Part of the run's tokens over which the batch grows."""
+    """Fraction of the run's tokens over which the batch grows."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
@@ -160,14 +160,14 @@ class Batch(Section):
     tokens_per_step: BinaryCount
     """Global batch in tokens, whatever the number of processes; 512k is 2^19."""
     sequences_per_micro_batch: Count = 8
-    """Sequences per forward pass and process: changes speed and memory, never results."""
+    """Sequences per forward pass and process; affects speed and memory, not results."""
     ramp: Ramp | None = None
-    """Start with a smaller batch; null: the full batch from the first step."""
+    """Start with a smaller batch; null: full batch from the first step."""
 
 
 class Optim(Section):
     name: Literal["adamw", "adafactor", "muon", "adamw_8bit"] = "adamw"
-    """The optimizer; see docs/schedules.md and pretrain/optim/optimizers.py."""
+    """The optimizer; see docs/training.md and pretrain/optim/optimizers.py."""
     learning_rate: PositiveFloat | Literal["auto"] | None = None
     """Peak learning rate, or auto: chosen from the number of parameters and the optimizer."""
     base_learning_rate: PositiveFloat | None = None
@@ -177,27 +177,27 @@ class Optim(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Applied to matrices only: never to embeddings, norms or biases."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """Global gradient norm to clip at; null: no clipping."""
+    """Clip gradients to this global norm; null: no clipping."""
     stochastic_rounding: bool = False
-    """adafactor only: parameters are kept in bf16 and updates are rounded up or down at random, without bias."""
+    """adafactor only: keep parameters in bf16 and apply updates with unbiased stochastic rounding."""
     schedule: Literal["cosine", "linear", "constant", "wsd", "infinite"] = "cosine"
-    """Learning rate over the run; see pretrain/optim/learning_rate.py."""
+    """Learning-rate schedule; see docs/training.md."""
     warmup_steps: CountFromZero = 500
     """Steps of linear warmup to the peak."""
     final_ratio: Fraction = 0.1
     """Learning rate at the end of the decay, relative to the peak."""
     decay_fraction: PositiveFraction = 0.2
-    """wsd: last part of the run, over which the learning rate decays."""
+    """wsd: final fraction of the run over which the learning rate decays."""
     decay_shape: Literal["linear", "cosine", "sqrt"] = "sqrt"
     """wsd: shape of the decay; sqrt is 1 - sqrt (arXiv 2405.18392)."""
     cooldown_fraction: PositiveFraction = 0.7
-    """infinite: part of the run over which the learning rate falls from the peak to the constant rate."""
+    """infinite: fraction of the run over which the learning rate falls from the peak to the constant rate."""
     min_cooldown_tokens: CountFromZero = 0
-    """infinite: the cooldown takes at least so many tokens, however short the run."""
+    """infinite: minimum length of the cooldown in tokens, however short the run."""
     constant_ratio: PositiveFraction = 0.536
     """infinite: the constant learning rate, relative to the peak."""
     anneal_fraction: Fraction = 0.0
-    """infinite: last part of the run, over which the learning rate anneals to final_ratio."""
+    """infinite: final fraction of the run over which the learning rate anneals to final_ratio."""
 
     @model_validator(mode="after")
     def one_learning_rate(self):
@@ -209,15 +209,14 @@ class Optim(Section):
 
 
 class Pipeline(Section):
-    """Read where a pipeline runs (accelerate_configs/pp.yaml) and nowhere else."""
+    """Used only by the pipeline strategy (accelerate_configs/pp.yaml)."""
 
     schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"] = (
         "Interleaved1F1B"
     )
-    """In which order microbatches go through the stages; see docs/pipeline.md. GPipe and 1F1B have one stage per
-    process, the others two."""
+    """Pipeline schedule; see docs/strategies.md. GPipe and 1F1B have one stage per process, the others two."""
     microbatch_scale: Count = 1
-    """Pipeline microbatches per stage: more of them leave processes idle for less time, in smaller matrix products."""
+    """Pipeline microbatches per stage: higher values shrink the pipeline bubble and the matrix products."""
 
 
 class Loss(Section):
@@ -245,114 +244,115 @@ class Cadence(Section):
 
 
 class Validation(Cadence):
-    """Neither every_steps nor every_tokens: at the end of the run only."""
+    """Without every_steps or every_tokens: only at the end of the run."""
 
     sequences: Count = 512
-    """Sequences per source: always the same ones, spread over the whole split."""
+    """Sequences per source: a fixed set, spread evenly over the split."""
 
 
 class Samples(Cadence):
-    """Neither every_steps nor every_tokens: no samples."""
+    """Without every_steps or every_tokens: no samples."""
 
     prompts: Annotated[list[str], Field(min_length=1)] = [""]
-    """Texts that the model continues; an empty one begins a document."""
+    """Prompts for the model to continue; an empty prompt starts a new document."""
     max_new_tokens: Count = 64
     temperature: PositiveFloat | None = 0.8
-    """Tokens are drawn at this temperature; null: the likeliest token."""
+    """Sampling temperature; null: greedy decoding."""
     top_k: Count | None = None
-    """Draw among so many of the likeliest tokens; null: all."""
+    """Sample from the k most likely tokens; null: all."""
 
 
 class Evaluation(Cadence):
-    """Benchmarks beside the training; neither every_steps nor every_tokens: none."""
+    """Benchmarks during training; without every_steps or every_tokens: none."""
 
     tasks: Annotated[Names, Field(min_length=1)] = ["base"]
     """Tasks of lm-evaluation-harness, as evaluate.py takes them."""
     where: Literal["background", "same"] = "background"
-    """background: a process beside the training. same: training waits for it."""
+    """background: in a separate process while training continues. same: training waits for the evaluation."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")] = "cpu"
     """cpu, or cuda:7, a GPU that the training leaves free (or shares, with where: same)."""
     limit: PositiveFloat | None = None
     """Documents per task; null: all."""
     include_path: Path | None = None
-    """Folder of your own task .yaml files."""
+    """Folder with your own task .yaml files."""
 
 
 class Checkpoint(Cadence):
-    """Neither every_steps nor every_tokens: at the end of the run only."""
+    """Without every_steps or every_tokens: only at the end of the run."""
 
     keep_last: Count = 3
-    """How many of the newest checkpoints stay."""
+    """Number of most recent checkpoints to keep."""
     keep_best: CountFromZero = 0
-    """How many of the best by validation loss stay."""
+    """Number of best checkpoints by validation loss to keep."""
     milestones_every: Count | None = None
-    """Checkpoints at multiples of so many steps stay for ever."""
+    """Checkpoints at multiples of this many steps are never deleted."""
     in_background: bool = True
-    """Training goes on while a checkpoint is written; costs the host's memory a copy of weights and optimizer."""
+    """Keep training while a checkpoint is written; needs host memory for a copy of weights and optimizer."""
 
 
 class Guard(Section):
-    """What is watched, and what happens; see docs/failures.md."""
+    """Detection of bad steps and hangs, and the response; see docs/failures.md."""
 
     window: Count = 128
-    """Steps whose losses a new loss is compared with."""
+    """Number of recent losses that a new loss is compared with."""
     alert_above: FactorAboveOne = 2.0
-    """A loss of more than so many times their mean is reported as a spike."""
+    """A loss above this multiple of their mean is reported as a spike."""
     roll_back_above: FactorAboveOne = 3.0
-    """A loss of more than so many times their mean is one to go back before."""
+    """A loss above this multiple of their mean triggers a rollback (see patience)."""
     roll_back_sigmas: PositiveFloat = 6.0
-    """So is one of so many standard deviations above their mean, if it is also 10 % above it."""
+    """So does a loss this many standard deviations above their mean, if it is also 10 % above it."""
     patience: Count = 3
-    """So many such steps in a row, or steps whose gradient is not finite, and the run goes back."""
+    """Roll back after this many such steps, or steps with non-finite gradients, in a row."""
     roll_back: Literal["skip_data", "halve_learning_rate", "off"] = "skip_data"
-    """What changes after going back: the data of those steps is left out, or the learning rate is halved. off: the run
-    stops instead."""
+    """What changes after a rollback: the data of those steps is skipped, or the learning rate is halved. off: stop
+    instead of rolling back."""
     distance: CountFromZero = 100
-    """Go back to a checkpoint at least so many steps before the first bad step, where there is one."""
+    """Roll back to a checkpoint at least this many steps before the first bad step, if there is one."""
     max_rollbacks: CountFromZero = 3
-    """After so many rollbacks the next one is a stop, with exit status 16."""
+    """Maximum number of rollbacks; the next one stops the run with exit status 16."""
     alert_grad_norm: PositiveFloat = 100.0
-    """A gradient norm above this is reported."""
+    """Gradient norms above this are reported."""
     divergence: PositiveFloat = 1.0
-    """The average loss of the last 16 steps may be so many nats above that of the last 256."""
+    """Report divergence when the mean loss of the last 16 steps exceeds that of the last 256 by this many nats."""
     on_divergence: Literal["warn", "stop"] = "warn"
     """stop: exit status 16."""
     speed_drop: PositiveFraction = 0.3
-    """Tokens per second so far below the run's median are reported."""
+    """Report throughput that is this fraction below the run's median."""
     step_timeout_seconds: PositiveFloat = 300.0
-    """A step that takes longer hangs: the stacks of all processes are written and the run ends, to be restarted."""
+    """A step that takes longer counts as a hang: the stacks of all processes are written and the run exits for a
+    restart."""
     first_step_timeout_seconds: PositiveFloat = 1800.0
-    """The same for the first step, in which kernels are compiled."""
+    """The same for the first step, which compiles kernels."""
     compare_copies_every_steps: Count = 1000
-    """Copies of the same weights on different processes are compared bit by bit."""
+    """How often to compare the processes' copies of the same weights bit by bit."""
 
 
 class Logging(Section):
     every_steps: Count = 10
-    """Only these steps wait for the device."""
+    """Log every N steps; only these steps wait for the device."""
 
 
 class Export(Section):
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Dtype of the model in final/."""
+    """Dtype of the weights in final/."""
 
 
 class Publish(Section):
     license: str | None = None
-    """Licence of the model, by the Hub's name for it, such as apache-2.0; nothing is published without one."""
+    """The model's licence as a Hub id, such as apache-2.0; required for publishing."""
     language: Names = []
     """Languages of the text, ISO 639 codes."""
 
 
 class Hub(Section):
-    """What goes to the Hub while the run trains, in a process of its own; see docs/publishing.md."""
+    """Uploads to the Hub during training, in a separate process; see docs/runs.md."""
 
     repository: str | None = None
-    """owner/name; null: nothing."""
+    """owner/name; null: no uploads."""
     every: Literal["milestones", "end"] = "end"
     """milestones: each checkpoint that checkpoint.milestones_every keeps, and final/ at the end. end: final/ alone."""
     private: bool = True
-    """Whether the repository is made private."""
+    """Create the repository as private."""
 
 
 class RunConfig(Section):
@@ -361,13 +361,13 @@ class RunConfig(Section):
     init: Literal["scratch", "pretrained"] = "scratch"
     """pretrained: continue from the weights of `model`."""
     output: Path
-    """Folder of the run. The same command again continues it."""
+    """Folder of the run. Running the same command again resumes it."""
     branch_from: str | None = None
-    """RUN@STEP: begin with that checkpoint of another run, and decay the learning rate from there to the end."""
+    """RUN@STEP: start from that checkpoint of another run and decay the learning rate from there to the end."""
     seed: CountFromZero = 42
-    """Initial weights and the order of the data."""
+    """Seed for initial weights, data order and dropout."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "bf16"
-    """Arithmetic of forward and backward; weights and optimizer stay in fp32. auto: bf16 where the device has it."""
+    """Precision of forward and backward; weights and optimizer stay in fp32. auto: bf16 where the device has it."""
     data: Data
     budget: Budget = Budget(tokens_per_parameter=20)
     batch: Batch
@@ -377,7 +377,7 @@ class RunConfig(Section):
     attention: Literal[
         "auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "varlen"
     ] = "auto"
-    """Attention kernel; auto: the fastest that the device and document_mask allow."""
+    """Attention implementation; auto: the fastest that is correct for the model, device and document_mask."""
     compile: Literal["none", "regional", "full"] = "regional"
     """torch.compile: regional compiles one layer and reuses it; full compiles the whole model (single and ddp)."""
     activation_checkpointing: Literal["none", "full"] = "none"
@@ -389,11 +389,11 @@ class RunConfig(Section):
     logging: Logging = Logging()
     guard: Guard = Guard()
     cadence: PositiveFloat = 1.0
-    """Factor on the intervals of logging, validation and checkpoints."""
+    """Multiplier for the intervals of logging, validation and checkpoints."""
     export: Export = Export()
     publish: Publish = Publish()
     hub: Hub = Hub()
     trackers: list[Literal["wandb", "tensorboard", "trackio"]] = []
-    """Where metrics go besides metrics.jsonl and the console."""
+    """Where to send metrics in addition to metrics.jsonl and the console."""
     group: str | None = None
-    """Name under which trackers show several runs together."""
+    """Name under which trackers group runs."""

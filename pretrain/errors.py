@@ -1,4 +1,4 @@
-"""What is wrong with a user's input, said all at once, in full and with the remedy; and how scripts end.
+"""Input errors, reported all at once with the remedy, and the exit statuses of scripts.
 
 docs/failures.md says what each exit status means to whoever started a script.
 """
@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 EXIT_DONE = 0
 CRASHED = 1
-"""Of an end that nobody wanted."""
+"""Exit status of a crash."""
 EXIT_BAD_INPUT = 2
 EXIT_NUMERIC, EXIT_NO_VALID_CHECKPOINT, EXIT_CRASH_LOOP = 16, 17, 18
 EXIT_PREEMPTED, EXIT_INTERRUPTED = 75, 130
@@ -24,10 +24,10 @@ UNUSABLE_PATHS = {
     errno.EACCES: "give this user access, or name another",
     errno.EPERM: "give this user access, or name another",
     errno.ENAMETOOLONG: "give a shorter name",
-    errno.ELOOP: "its links lead in a circle",
-    errno.ENOTDIR: "a part of it is a file",
+    errno.ELOOP: "symbolic links form a loop",
+    errno.ENOTDIR: "part of the path is a file",
     errno.EISDIR: "name a file",
-    errno.EROFS: "name a place that can be written",
+    errno.EROFS: "choose a writable location",
 }
 """What can be done about a path that the system refuses: a mistake in the input, wherever it shows."""
 
@@ -45,7 +45,7 @@ class InputError(Exception):
 
 
 class Problems(list[str]):
-    """What is wrong with an input, over checks that do not depend on each other, so that all of it is said at once."""
+    """Collects the problems of independent checks, so that all are reported at once."""
 
     def attempt(self, check: Callable[..., _Value], *given: Any, **named: Any) -> _Value | None:
         """What the check returns; None where it raises an InputError, whose problems are then among these."""
@@ -71,7 +71,7 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
 
 
 def is_first_on_machine() -> bool:
-    """Whether this process speaks for its machine: every rank reads the same input, one reports on it."""
+    """Whether this process reports errors for its machine: every rank reads the same input, one reports."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -124,11 +124,11 @@ def read_small_file(path: str | os.PathLike, most_bytes: int = 1 << 20) -> str:
     try:
         status = os.stat(path)
         if stat.S_ISDIR(status.st_mode):
-            raise InputError("is a folder; name the file")
+            raise InputError("is a folder; give the file")
         if not stat.S_ISREG(status.st_mode):
-            raise InputError("is no regular file; name one with text")
+            raise InputError("is not a regular file; give a text file")
         if status.st_size > most_bytes:
-            raise InputError(f"has {status.st_size:,} bytes, more than the {most_bytes:,} of any such file")
+            raise InputError(f"has {status.st_size:,} bytes, more than the {most_bytes:,} that such a file can have")
         with open(path, encoding="utf-8") as file:
             return file.read(most_bytes)
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent, whatever crashes.
+"""Files and folders that are complete or absent, even after a crash.
 
 A file is written aside, put on disk, then renamed. A folder is sealed: every file on disk, then a manifest of
 sizes and sha256, then one rename. A crash at any moment leaves either no folder of that name, or all of it; what a
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def write_durably(path: Path, content: bytes | str) -> None:
-    """Replaces a file by rename, so that at every moment the old or the new content is there, also after a crash."""
+    """Replaces a file by rename, so that at every moment, even after a crash, the old or the new content exists."""
     fresh = path.with_name(f".{path.name}.new")
     with fresh.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -70,20 +70,20 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
     for folder in [*(path for path in unfinished.rglob("*") if path.is_dir()), unfinished]:
         sync_folder(folder)
     if final.exists():
-        doomed = final.with_name(f"{REMOVED}{final.name}")
-        final.rename(doomed)
+        leftover = final.with_name(f"{REMOVED}{final.name}")
+        final.rename(leftover)
         unfinished.rename(final)
-        shutil.rmtree(doomed)
+        shutil.rmtree(leftover)
     else:
         unfinished.rename(final)
     sync_folder(final.parent)
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder; renamed first, because one that is half removed must never pass for a whole one."""
-    doomed = folder.with_name(f"{REMOVED}{folder.name}")
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+    """Removes a folder; renamed first, because a half-removed folder must never look complete."""
+    leftover = folder.with_name(f"{REMOVED}{folder.name}")
+    folder.rename(leftover)
+    shutil.rmtree(leftover)
 
 
 def seal(path: Path) -> dict:

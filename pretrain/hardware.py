@@ -47,7 +47,7 @@ ONEDNN_ISAS_WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", 
 
 @cache
 def missing_bf16(device_type: str) -> str | None:
-    """Why bf16 products are emulated on 'cpu' or 'cuda', in words; None where the device has instructions for them.
+    """Why bf16 products are emulated on 'cpu' or 'cuda', as text; None if the device has instructions for them.
 
     ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA make an older CPU of a newer one, for torch's kernels and for its matrix
     products; torch.cpu's own checks look past them.
@@ -93,7 +93,7 @@ def emulation_of_bf16(device: torch.device) -> str | None:
 
 
 def unusable_gpu() -> str | None:
-    """The problem, where the machine has an NVIDIA GPU that torch cannot use and nobody has asked for the CPU.
+    """The problem, if the machine has an NVIDIA GPU that torch cannot use and the CPU was not requested.
 
     Training would take the CPU, a hundred times slower. CUDA_VISIBLE_DEVICES set to nothing (or -1, or
     ACCELERATE_USE_CPU=true) asks for it.

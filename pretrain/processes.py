@@ -1,4 +1,4 @@
-"""One process per output folder: a lock file that says who holds it and that dies with its holder."""
+"""One process per output folder: a lock file that names its holder and is released when the holder dies."""
 
 import contextlib
 import fcntl
@@ -69,13 +69,13 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
         except BlockingIOError:
             os.close(descriptor)
             raise InputError(
-                f"{path.parent}: process {holder.get('pid', '?')} on {holder.get('host', '?')} is working on it; "
-                "wait for it, stop it, or use another --output"
+                f"{path.parent}: process {holder.get('pid', '?')} on {holder.get('host', '?')} is using it; "
+                "wait for that process, stop it, or use another --output"
             ) from None
         if holder and holder.get("host") != socket.gethostname() and not _is_silent(path, silence_seconds):
             os.close(descriptor)
             raise InputError(
-                f"{path.parent}: was left locked by process {holder.get('pid')} on {holder.get('host')}; "
+                f"{path.parent}: is still locked by process {holder.get('pid')} on {holder.get('host')}; "
                 f"if that process is gone, remove {path} and run again"
             )
         if _is_at(path, descriptor):
@@ -87,7 +87,7 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
 
 
 def _is_silent(path: Path, silence_seconds: float | None) -> bool:
-    """Whether nobody touches the file for so long. Compares it with itself: two machines' clocks may differ.
+    """Whether nobody touches the file for this long. Compares it with itself: two machines' clocks may differ.
 
     Looks are counted and not seconds: while this machine stands still, nobody has looked.
     """

@@ -78,7 +78,7 @@ class CommandLine:
     verbose: bool
     """With check: every setting with its value and where it comes from."""
     smoke: bool
-    """Train 100 steps beside the run's folder, continue them from the middle, and judge."""
+    """Train 100 steps in a separate folder, resume them from the middle, and report pass or fail per stage."""
     recipe: Path
     """The file."""
 
@@ -86,7 +86,7 @@ class CommandLine:
 def read_command_line(argv: list[str], usage: str) -> CommandLine:
     """Reads `--config RECIPE [--check] [--section.key VALUE ...]`; prints the usage and every setting for --help."""
     if not argv or "--help" in argv or "-h" in argv:
-        print(usage.strip(), "\nSettings, each as --path VALUE over the recipe's:\n", sep="\n")
+        print(usage.strip(), "\nSettings; override a recipe's with --path VALUE:\n", sep="\n")
         for path, default, text in list_fields():
             print(f"  --{path}" + ("" if default == "required" else f"  [{default}]"))
             if text:
@@ -178,7 +178,7 @@ def read_run_config(path: str | Path, overrides: list[tuple[str, str]] = ()) -> 
 
 
 def set_dotted(values: dict, key: str, text: str) -> str | None:
-    """Sets values['a']['b'] = text read as YAML, for key 'a.b'; returns the problem if the path leads nowhere."""
+    """Sets values['a']['b'] = text read as YAML, for key 'a.b'; returns the problem if there is no such path."""
     *parents, last = key.split(".")
     try:
         for name in parents:
@@ -187,7 +187,7 @@ def set_dotted(values: dict, key: str, text: str) -> str | None:
             values = values[int(name) if isinstance(values, list) else name]
         index = int(last) if isinstance(values, list) else last
     except (KeyError, ValueError, IndexError, TypeError):
-        return f"--{key}: there is nothing to set at this path"
+        return f"--{key}: no such setting"
     try:
         value = parse_yaml(text)
     except ValueError as error:
@@ -195,7 +195,7 @@ def set_dotted(values: dict, key: str, text: str) -> str | None:
     try:
         values[index] = value
     except (KeyError, ValueError, IndexError, TypeError):
-        return f"--{key}: there is nothing to set at this path"
+        return f"--{key}: no such setting"
     return None
 
 

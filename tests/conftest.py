@@ -14,7 +14,7 @@ from support.project import run_script
 from support.tiny_models import TINY_LLAMA
 
 # Several processes of a test share two cores. Before anything imports torch, so that it counts here as well: a process
-# that is forked from one with threads of its own may wait for them for ever.
+# that is forked from one with threads of its own may wait for them forever.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # servers of tests are no proxy's business
 

@@ -19,8 +19,8 @@ def status_of(error: Exception) -> int:
 
 
 def test_every_problem_is_told(capsys):
-    assert status_of(InputError("a: is bad; mend it", "b: is worse; remove it")) == 2
-    assert capsys.readouterr().err == "a: is bad; mend it\nb: is worse; remove it\n"
+    assert status_of(InputError("a: is bad; fix it", "b: is worse; remove it")) == 2
+    assert capsys.readouterr().err == "a: is bad; fix it\nb: is worse; remove it\n"
 
 
 def test_a_file_that_this_user_may_not_open_is_named(capsys):

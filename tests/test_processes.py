@@ -28,7 +28,7 @@ def hold_in_a_child(path) -> int:
 
 def test_a_killed_holders_lock_is_taken_over_at_once(tmp_path):
     child = hold_in_a_child(tmp_path / ".lock")
-    with pytest.raises(InputError, match=rf"process {child} on .* is working on it"), folder_lock(tmp_path / ".lock"):
+    with pytest.raises(InputError, match=rf"process {child} on .* is using it"), folder_lock(tmp_path / ".lock"):
         pytest.fail("it is held")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -42,7 +42,7 @@ def test_a_lock_of_another_machine(tmp_path):
     """Its processes cannot be seen from here: it counts while somebody touches it, where holders do that."""
     path = tmp_path / ".lock"
     path.write_text(json.dumps({"pid": 7, "host": "elsewhere"}))
-    with pytest.raises(InputError, match="was left locked by process 7 on elsewhere"), folder_lock(path):
+    with pytest.raises(InputError, match="is still locked by process 7 on elsewhere"), folder_lock(path):
         pytest.fail("nobody knows whether it lives")
     ended = threading.Event()
 

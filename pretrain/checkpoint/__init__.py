@@ -1,6 +1,6 @@
-"""Saved state: whole or absent, by Hugging Face parameter name, without pickle.
+"""Saved state: complete or absent, by Hugging Face parameter name, without pickle.
 
-The format is a promise: what was saved yesterday continues tomorrow (docs/checkpoints.md).
+The format is a promise: checkpoints of earlier versions can be resumed (docs/training.md).
 
     checkpoints: saving, verifying, pruning
     tensor_files: named tensors on disk

@@ -89,10 +89,10 @@ class Checkpoints:
         with strategy.together(SaveError):
             if strategy.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                for litter in [*self.folder.glob(f"{UNFINISHED}*"), *self.folder.glob(f"{REMOVED}*")]:
-                    shutil.rmtree(litter)
-                for litter in self.folder.glob(".*.new"):
-                    litter.unlink()
+                for leftover in [*self.folder.glob(f"{UNFINISHED}*"), *self.folder.glob(f"{REMOVED}*")]:
+                    shutil.rmtree(leftover)
+                for leftover in self.folder.glob(".*.new"):
+                    leftover.unlink()
 
     def save(
         self,
@@ -181,7 +181,7 @@ class Checkpoints:
         save.problem = "not finished"
         try:
             save.problem = self._written(save, unfinished)
-        except Exception as error:  # a thread that dies without a word would leave a save that seems to have worked
+        except Exception as error:  # a thread that dies silently would leave a save that seems to have worked
             save.problem = f"{type(error).__name__}: {error}"
         save.files = {}
         save.seconds = time.perf_counter() - save.started
@@ -248,7 +248,7 @@ class Checkpoints:
                 self.last_step = self.begun_step = step_of(folder)
                 return folder
             aside = folder.with_name(f"{DAMAGED}{folder.name}")
-            log(f"checkpoint {folder.name} cannot be used: {'; '.join(problems)}; it is now {aside.name}")
+            log(f"checkpoint {folder.name} cannot be used: {'; '.join(problems)}; renamed to {aside.name}")
             with self.strategy.together(SaveError):
                 if self.strategy.is_main:
                     shutil.rmtree(aside, ignore_errors=True)
@@ -261,14 +261,14 @@ class Checkpoints:
         return None
 
     def _lost(self) -> str:
-        """What speaks for checkpoints that were here and are not, in words; '' if there never was one."""
+        """Evidence that checkpoints existed here and are gone, in words; '' if there never was one."""
         if damaged := len(list(self.folder.glob(f"{DAMAGED}*"))):
             return f"{damaged} damaged"
         latest = self.folder / "LATEST"
         return f"LATEST names {latest.read_text()}, which is gone" if latest.exists() else ""
 
     def discard_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps: training goes back to `step` and takes another way."""
+        """Removes the checkpoints of later steps: training rolls back to `step` and continues differently."""
         self.wait()
         with self.strategy.together(SaveError):
             if self.strategy.is_main:

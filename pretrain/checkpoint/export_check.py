@@ -100,7 +100,7 @@ def verify_export(
             tolerance = max(LOSS_TOLERANCE[dtype], LOSS_TOLERANCE[precision])
             compare_losses(check, losses, training_losses, tolerance)
         else:
-            check.left_out.append("the loss, for want of validation data")
+            check.left_out.append("the loss (no validation data)")
         logits_BTV = exported_logits(exported, ids_BT)
         del exported  # one model in memory at a time: each may be half of what there is
         compare_logits(check, logits_BTV, checkpoint, ids_BT, DTYPES[dtype])
@@ -109,7 +109,7 @@ def verify_export(
 
 @contextmanager
 def no_loading_bars() -> Iterator[None]:
-    """Loading takes seconds and its bars would stand in the run's log."""
+    """Loading takes seconds, and its progress bars would clutter the run's log."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -215,7 +215,7 @@ def losses_of(
 def compare_losses(
     check: ExportCheck, exported: dict[str, float], trained: dict[str, float], tolerance: float
 ) -> None:
-    """A difference above `tolerance` nats, or one that is no number, is a problem."""
+    """A difference above `tolerance` nats, or NaN, is a problem."""
     for name, loss in trained.items():
         difference = abs(exported[name] - loss)
         if not difference <= tolerance:

@@ -18,7 +18,7 @@ class Request(IntEnum):
 
     NONE = 0
     SAVE = 1
-    """Save a checkpoint and go on."""
+    """Save a checkpoint and continue."""
     ANNEAL = 2
     """Begin the final decay of the learning rate."""
     PREEMPT = 3
@@ -86,6 +86,6 @@ class RunStoppedError(Exception):
 
 
 class NumericStopError(RunStoppedError):
-    """The numbers of a run are beyond repair."""
+    """Training diverged and cannot recover."""
 
     exit_code = EXIT_NUMERIC

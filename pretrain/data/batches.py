@@ -160,7 +160,7 @@ class Batches:
         return [(int(s), int(start)) for s, start in zip(source, self._first_tokens(source, draw), strict=True)]
 
     def epochs_at(self, step: int) -> dict[str, float]:
-        """Passes over each source that are complete before `step`."""
+        """Epochs of each source completed before `step`."""
         sample = self._leave_out(np.array([self.ramp.sequences_before(step)], np.int64))
         segment = self.segments[bisect.bisect_right(self._starts, int(sample[0])) - 1]
         rounds, place = divmod(int(sample[0]) - segment.first_sample, len(segment.pattern))

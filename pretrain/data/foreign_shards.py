@@ -55,7 +55,7 @@ def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
     folder = next(iter(files.values())).parent
     if tokenizer is None and not (folder / TOKENIZER_FOLDER).is_dir():
         raise InputError(
-            f"{path}: ids without a word on their tokenizer; name it in the recipe, such as "
+            f"{path}: no tokenizer named for these ids; name it in the recipe, such as "
             f"{{shards: {path}, tokenizer: gpt2}}, give evaluate.py --tokenizer gpt2, or for every command put or "
             f"link its folder beside the file: ln -s TOKENIZER_FOLDER {folder / TOKENIZER_FOLDER}"
         )

@@ -1,4 +1,4 @@
-"""evaluate.py: from an address to a table (docs/evaluation.md).
+"""evaluate.py: from a model's address to a table of results (docs/evaluation.md).
 
 Nothing here trains.
 

@@ -66,7 +66,7 @@ def evaluate_package_importable() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def only_main_speaks(is_main: bool) -> Iterator[None]:
+def only_main_prints(is_main: bool) -> Iterator[None]:
     """Silences everything on the other ranks: the harness reports from each."""
     if is_main:
         yield
@@ -207,7 +207,7 @@ def score_tasks(
 
     if batch_size is None:
         batch_size = "auto" if strategy.device.type == "cuda" else "1"
-    with evaluate_package_importable(), only_main_speaks(strategy.is_main):
+    with evaluate_package_importable(), only_main_prints(strategy.is_main):
         model = _shared_model(strategy)(
             pretrained=str(folder),
             device=str(strategy.device),

@@ -1,4 +1,4 @@
-"""The memory model: what a process will hold, before it holds it.
+"""The memory model: predicts what a process will hold.
 
 Formulas for what has shapes, a trace of the model's own code for activations; nothing here touches a GPU
 (docs/planning.md). tests/memory compares it with real tensors.

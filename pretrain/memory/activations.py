@@ -55,7 +55,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Activations:
-    """What a process holds besides weights, gradients and optimizer, from the embedding to the last hidden state."""
+    """What a process holds beyond weights, gradients and optimizer, from the embedding to the last hidden state."""
 
     outside: Line
     """Alive after the forward pass, layers apart: the embedding's output, the last norm, rotary tables."""

@@ -2,7 +2,7 @@
 
 Weights, gradients and optimizer state follow from the number of parameters and how they are divided (ZeRO, Rajbhandari
 et al., arXiv 1910.02054); activations from a trace of the model's code (pretrain/memory/activations.py); what the
-loss and the strategies hold besides from this project's, torch's and DeepSpeed's code. docs/planning.md compares all
+loss and the strategies add from this project's, torch's and DeepSpeed's code. docs/planning.md compares all
 of it with measurements (bench/memory.py).
 
 All sizes are bytes of tensors in one process. N parameters, n processes that share them, V vocabulary, D width.
@@ -96,7 +96,7 @@ class Memory:
     optimizer: float
     activations: float
     buffers: float
-    """What the strategy holds besides: gathered layers, buckets of gradients."""
+    """What else the strategy holds: gathered layers, buckets of gradients."""
     moment: str
     """When: 'loss', 'backward' of the last layer, 'first layer', 'embedding' or 'update'."""
     host: float = 0.0

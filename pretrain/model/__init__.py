@@ -1,4 +1,4 @@
-"""What has parameters, and how its forward pass runs, on one process.
+"""Models: parameters and forward pass, on one process.
 
 Knows nothing of distribution, optimizers or data. A new model is a JSON in model_configs/; a new architecture is a
 file in architectures/ (docs/models.md).

@@ -186,7 +186,7 @@ def set_end_of_document(config: PreTrainedConfig, end_of_document_id: int) -> No
     """Writes the data's end-of-document id into a base model's configuration.
 
     Every document follows the id that ended the one before, so the id opens a text as well as closing it: bos and eos
-    are the same, as in GPT-2. There is no padding id: as one, the id would never be learnt (see `build_meta_model`).
+    are the same, as in GPT-2. There is no padding id: as one, the id would never be learned (see `build_meta_model`).
     Batched generation finds its padding id in generation_config.json (see `save_model_metadata`).
     """
     config.bos_token_id = end_of_document_id

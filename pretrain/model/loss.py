@@ -233,7 +233,7 @@ def _softmax_less_target_(
 def _compiled_softmax_less_target_() -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
     """`_softmax_less_target_` as one kernel, which reads the block twice and writes it once.
 
-    It overwrites the block where no gradient is needed too, lest validation compile another in the midst of a run.
+    It overwrites the block where no gradient is needed too, so that validation does not recompile.
     """
 
     def softmax_less_target_(logits_CV: Tensor, target_C1: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:

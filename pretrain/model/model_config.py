@@ -1,6 +1,6 @@
 """Reads and verifies a model's configuration: transformers ignores every key that it does not know.
 
-`{"model_type": "llama", "hiden_size": 512}` gives a model 4,096 wide without a word. Here it is refused, with all
+`{"model_type": "llama", "hiden_size": 512}` silently gives a model 4,096 wide. Here it is refused, with all
 other problems of the file.
 """
 
@@ -159,7 +159,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     repeated = sorted({key for key in keys if keys.count(key) > 1})
     if repeated:
-        raise _RepeatedKeyError(f"{', '.join(repeated)} stands there more than once; keep one")
+        raise _RepeatedKeyError(f"{', '.join(repeated)} is given more than once; keep one")
     return dict(pairs)
 
 

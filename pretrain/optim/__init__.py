@@ -1,7 +1,7 @@
-"""What changes the parameters: optimizers, and learning rate and batch size by step.
+"""Optimizers, and learning rate and batch size by step.
 
 Schedules are pure functions of the step and keep no state. A new schedule is one function and one line in
-learning_rate (docs/schedules.md); a new optimizer one entry in optimizers.
+learning_rate (docs/training.md); a new optimizer one entry in optimizers.
 
     optimizers: what decays, which optimizers there are, their state by name
     muon: Muon

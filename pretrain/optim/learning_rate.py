@@ -6,7 +6,7 @@ taken (nanoGPT's get_lr with lr_decay_iters == max_iters): the last step of a ru
 total_steps the factor stays where the decay ended.
 
 A schedule is a function (schedule, step) -> factor of the peak, entered in SCHEDULES under the name by which a recipe
-calls it (`Optim.schedule` in config.py lists the names too); docs/schedules.md shows them.
+calls it (`Optim.schedule` in config.py lists the names too); docs/training.md shows them.
 """
 
 import bisect
@@ -28,7 +28,7 @@ LEARNING_RATE_BY_PARAMETERS = ((10e6, 1e-3), (124e6, 6e-4), (1e9, 3e-4), (7e9, 1
 """(parameters, peak learning rate) for AdamW. 10M: nanoGPT's character model; 124M, 13B and 175B: GPT-3, Brown et al.
 2020, table 2.1; 1B and 7B: common practice between GPT-3 and LLaMA (arXiv 2302.13971)."""
 MUON_RATE = 3.0
-"""Muon's peak learning rate relative to AdamW's: docs/schedules.md has what was measured."""
+"""Muon's peak learning rate relative to AdamW's: docs/training.md has what was measured."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def linear(schedule: Schedule, step: int) -> float:
 
 
 def constant(schedule: Schedule, step: int) -> float:
-    """The peak, for ever."""
+    """Constant at the peak."""
     return 1.0
 
 

@@ -1,4 +1,4 @@
-"""One recipe under any strategy: who holds what, and how the processes meet.
+"""One recipe under any strategy: how the model and the data are divided, and how processes rendezvous.
 
 The loop never asks which strategy runs: strategy gives it the verbs. A new one is a subclass and what
 docs/strategies.md lists.

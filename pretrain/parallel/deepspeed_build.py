@@ -1,7 +1,7 @@
 """Where DeepSpeed's operators are compiled, and why a killed compilation must not stop the next run.
 
 torch locks a build folder by the mere presence of a file. Killed while it builds, it leaves the file, and every later
-build waits for ever without a word (torch.utils.file_baton).
+build waits silently and forever (torch.utils.file_baton).
 """
 
 import os

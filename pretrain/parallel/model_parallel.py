@@ -72,13 +72,13 @@ class ModelParallel(Strategy, ABC):
             return super().make_accelerator()
 
     @property
-    def speaks(self) -> bool:
+    def reports_loss(self) -> bool:
         """Whether this process is the one of its group whose figures count, so that no data is counted twice."""
         return self.model_rank == 0
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the groups, each of which sees different data, on all ranks."""
-        return super().sum(tensor if self.speaks else torch.zeros_like(tensor))
+        return super().sum(tensor if self.reports_loss else torch.zeros_like(tensor))
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:

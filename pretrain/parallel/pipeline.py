@@ -1,7 +1,7 @@
 """Pipeline parallel: each process holds some of the layers, and microbatches flow through them.
 
 The schedules are torch.distributed.pipelining's. One call of the model runs a whole schedule, forward and backward;
-the loop stays what it is. See docs/pipeline.md.
+the loop stays what it is. See docs/strategies.md.
 """
 
 from collections.abc import Mapping
@@ -273,7 +273,7 @@ class PipelineParallel(ModelParallel):
         return [problem] if problem else []
 
     @property
-    def speaks(self) -> bool:
+    def reports_loss(self) -> bool:
         return self.owners[-1] == self.model_rank
 
     def prepare(

@@ -1,4 +1,4 @@
-"""Where the processes of a group meet, and over which network they speak.
+"""Where the processes of a group meet, and which network they use.
 
 torch's launcher gives every restart the store of the first attempt, in which its static rendezvous, the one of our
 launcher files, leaves the addresses of the processes that have died: the new ones would wait for them and fail.
@@ -63,7 +63,7 @@ def choose_interface() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = name
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(
-            f"{socket.gethostname()} resolves to itself alone: gloo speaks over {name}, the way to {main}; "
+            f"{socket.gethostname()} resolves to itself alone: gloo uses {name}, the route to {main}; "
             "GLOO_SOCKET_IFNAME names another",
             file=sys.stderr,
             flush=True,

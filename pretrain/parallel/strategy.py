@@ -179,7 +179,7 @@ class Strategy:
         )
 
     def check_started(self) -> None:
-        """Accelerate falls back to fewer processes or another strategy without a word: refuse that."""
+        """Accelerate silently falls back to fewer processes or another strategy: refuse that."""
         if self.ranks != processes_launched():
             raise RuntimeError(f"{processes_launched()} processes were launched, but accelerate runs {self.ranks}")
 
@@ -267,8 +267,8 @@ class Strategy:
         return self.accelerator.reduce(tensor, reduction="sum")
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank's loss counts in the mean; ranks that share one model's work have one that speaks."""
+    def reports_loss(self) -> bool:
+        """Whether this rank's loss counts in the mean; ranks that share one model's work have one that reports it."""
         return True
 
     def gather(self, value: Any, in_background: bool = False) -> list[Any]:

@@ -128,9 +128,9 @@ class TensorParallel(ModelParallel):
     def local_gradients(self) -> list[tuple[Tensor, bool]]:
         gradients = [parameter.grad for parameter in self.name_of if parameter.grad is not None]
         return [
-            (gradient.to_local(), is_split(gradient) or self.speaks)
+            (gradient.to_local(), is_split(gradient) or self.reports_loss)
             if isinstance(gradient, DTensor)
-            else (gradient, self.speaks)
+            else (gradient, self.reports_loss)
             for gradient in gradients
         ]
 

@@ -30,7 +30,7 @@ from pretrain.parallel.strategy import OptimizerBuilder, Strategy, TensorGroup, 
 from pretrain.parallel.zero_partitions import Partitions
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state tensors besides `step`."""
+"""AdamW's state tensors other than `step`."""
 
 
 class Zero(Strategy):
@@ -183,7 +183,7 @@ class Zero(Strategy):
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
         self._release()
-        # Said aloud, because the number of micro-steps grows with the batch ramp and DeepSpeed's counter is fixed.
+        # Set explicitly, because the number of micro-steps grows with the batch ramp and DeepSpeed's counter is fixed.
         self.model.set_gradient_accumulation_boundary(is_last)
         yield
 

@@ -20,7 +20,7 @@ class Partitions:
         self._changed = False
 
     def bring_in(self, group: int) -> None:
-        """Reads a sub-group from the disk, if it is there and not in memory; another one goes back before."""
+        """Reads a sub-group from the disk, if it is there and not in memory; another one is written back first."""
         if group != self._present and self._optimizer._swappable_optimizer_subgroup(group):
             self.release()
             self._optimizer._optimizer_states_and_gradient_swap_in(group)

@@ -1,9 +1,9 @@
 """Before a run: plan.py and train.py --smoke.
 
-Predictions come from memory and step_time; calibration holds them against a few real steps (docs/planning.md).
+Predictions come from memory and step_time; calibration compares them with a few real steps (docs/planning.md).
 
     candidates, report: which strategies fit, ranked; the report
     step_time: time and cost
     calibration: a few real steps
-    smoke: a hundred steps and a verdict
+    smoke: a hundred steps, pass or fail per stage
 """

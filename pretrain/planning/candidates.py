@@ -1,4 +1,4 @@
-"""What a run will take, before it runs: work, memory under every strategy, time, disk, data; and which to choose.
+"""What a run will need: work, memory under every strategy, time, disk, data; and which strategy to choose.
 
 Nothing here touches a GPU. Memory is pretrain/memory/footprint.py's, time pretrain/planning/step_time.py's.
 """
@@ -94,7 +94,7 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
 
 
 def micro_batches(config: RunConfig, ranks: int) -> list[int]:
-    """Every batch.sequences_per_micro_batch with which the global batch comes out whole, ascending."""
+    """Every batch.sequences_per_micro_batch with which the global batch divides evenly, ascending."""
     levels = round(1 / config.batch.ramp.start) if config.batch.ramp else 1
     per_rank, rest = divmod(config.batch.tokens_per_step, config.data.sequence_length * ranks * levels)
     return [] if rest else [n for n in range(1, per_rank + 1) if per_rank % n == 0]
@@ -160,7 +160,7 @@ def pipeline_parts(config: RunConfig) -> int:
 
 
 def strategy_problems(name: str, config: RunConfig, hardware: Hardware, layout: Layout, precision: str) -> list[str]:
-    """What keeps this strategy from running the recipe on so many GPUs, in the words it would say itself."""
+    """Why this strategy cannot run the recipe on this many GPUs, with the strategy's own messages."""
     if (name == "single") != (hardware.gpus == 1):
         return ["runs on one GPU" if name == "single" else "needs more than one GPU"] if name not in ALONE else []
     if name == "hsdp" and layout.per_group < 2:
@@ -248,7 +248,7 @@ def storage_of(config: RunConfig, work: RunWork) -> Storage:
 
 
 def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
-    """For each source: the tokens drawn from it, and passes over it where its shards are there.
+    """For each source: the tokens drawn from it, and epochs where its shards exist.
 
     Raises InputError where the shards cannot serve the run: max_epochs used up, damaged, of different tokenizers.
     """

@@ -1,4 +1,4 @@
-"""A whole plan, and how it reads: tables on a terminal, JSON for programs, a comment for the top of a recipe."""
+"""The complete plan and its output: tables for terminals, JSON for programs, a comment for recipes."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ TABLE_WIDTH = 132
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that plan.py says."""
+    """Everything that plan.py reports."""
 
     config: RunConfig
     hardware: Hardware
@@ -99,7 +99,7 @@ def build_plan(
         rate = calibration["tokens_per_second"]
         speed = Speed(calibration["mfu"] or 0.0, "measured on this machine", rate)
     else:
-        source = "stated" if mfu else "the best public codes at this size, on H100s"
+        source = "stated" if mfu else "the best published codebases at this size, on H100s"
         speed = Speed(mfu or default_mfu(work.active), source)
     candidates = [consider(name, config, model_config, work, hardware, precision, speed) for name in LAUNCHER_FILES]
     recommended = recommend(candidates)
@@ -211,7 +211,7 @@ def candidate_values(candidate: Candidate) -> dict[str, Any]:
 
 
 def print_plan(plan: Plan) -> None:
-    """Tables with rich, which leaves colours and cursor movements out where nobody looks."""
+    """Tables with rich, which omits colours and cursor movements when the output is not a terminal."""
     from rich.console import Console
     from rich.table import Table
 
@@ -277,7 +277,7 @@ def facts(plan: Plan) -> dict[str, str]:
         rows[f"data {row['source']}"] = f"{count_text(row['tokens'])} tokens will be drawn: " + (
             "not prepared yet"
             if row["epochs"] is None
-            else f"{row['epochs']:.2f} passes over {count_text(row['available'])}"
+            else f"{row['epochs']:.2f} epochs of {count_text(row['available'])}"
         )
     return rows
 
@@ -308,7 +308,7 @@ def remarks(plan: Plan) -> list[str]:
             disk = f" and {candidate.memory.disk / GIB:,.1f} GB of disk" if candidate.memory.disk else ""
             per_machine = candidate.memory.host * plan.hardware.gpus_per_machine
             lines.append(
-                f"{candidate.name}: needs {per_machine / GIB:,.1f} GB of each machine's memory{disk} besides"
+                f"{candidate.name}: needs {per_machine / GIB:,.1f} GB additional host memory per machine{disk}"
                 + (" (disk for each GPU)" if disk else "")
             )
     lines.append(

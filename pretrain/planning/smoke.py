@@ -1,4 +1,4 @@
-"""A hundred steps of a recipe, and a verdict on everything that a long run relies on."""
+"""A hundred steps of a recipe, and pass or fail for everything that a long run relies on."""
 
 import json
 import math
@@ -30,7 +30,7 @@ FALLS, STAYS = 0.99, 1.05
 
 
 def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig, int], int]) -> int:
-    """Trains the recipe's first steps twice from the middle on, and prints a verdict for each part; all ranks.
+    """Trains the recipe's first steps twice from the middle on, and prints pass or fail for each part; all ranks.
 
     train: trains a config for so many steps and returns the exit status. Everything is written to <output>-smoke,
     whose earlier contents are removed. Returns 0 if every part passes, 1 if one fails, or the status of training.
@@ -114,7 +114,7 @@ def rate_verdict(trained: list[dict], planned: Callable[[int], float]) -> str | 
 
 
 def resume_verdict(trained: list[dict], again: list[dict], half: int) -> str | None:
-    """Losses to the last bit; a GPU's atomic additions may differ in the last digits, which is said."""
+    """Losses to the last bit; a GPU's atomic additions may differ in the last digits, which is reported."""
     whole = {event["step"]: event["loss"] for event in trained if event["step"] > half}
     resumed = {event["step"]: event["loss"] for event in again if event["event"] == "train"}
     if set(whole) != set(resumed):

@@ -26,7 +26,7 @@ CPU_ADAM_BYTES_PER_SECOND = 100e9
 NVME_BYTES_PER_SECOND = 5e9
 """Of one machine: what an update on the host, or the disk under it, moves per second."""
 MFU_BY_PARAMETERS = ((5e8, 0.40), (4e9, 0.42), (math.inf, 0.46))
-"""(up to so many parameters, MFU) of the best public codes on H100s, in the formula that train.py logs: llm.c 40.7 %
+"""(largest size, MFU) of the best published codebases on H100s, in the formula that train.py logs: llm.c 40.7 %
 at 124M, llm-foundry 41.8 % at 1.3B and 46.4 % at 7B. A plan at these is an aim: measure yours."""
 
 

@@ -1,13 +1,13 @@
 """prepare_data.py: raw documents to shards.
 
-The same input gives the same bytes, whatever the workers and the interruptions: plan says what decides them.
+The same input gives the same bytes, whatever the workers and interruptions; plan defines what decides them.
 
-    arguments, plan: what is asked for; how that differs from what a folder was made from
-    prepare, progress: the run that continues
+    arguments, plan: the request; how it differs from what a folder was made from
+    prepare, progress: the resumable preparation
     encode, long_text: texts to ids
     worker, ray_workers: a worker's part of the input; workers on other machines
-    collector, deduplicate, shard_writer: what becomes of a part
+    collector, deduplicate, shard_writer: encoded parts to shards
     slices, upload: a preparation over several machines; outputs that are URLs
-    inspect: a look into a folder
+    inspect: contents of a prepared folder
     tokenizer_training: tokenizers from text
 """

@@ -22,39 +22,39 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "dataset": {"metavar": "NAME[:N]", "help": "Hub dataset, preset or local folder; at most N examples"},
         "subset": {"help": "the dataset's subset (configuration)"},
         "split": {"default": "train", "help": "the dataset's split (default: train)"},
-        "streaming": {"action": argparse.BooleanOptionalAction, "help": "read it without downloading the whole"},
+        "streaming": {"action": argparse.BooleanOptionalAction, "help": "read it without a full download"},
         "text_field": {"default": "text", "help": "field or column of the text, such as text or meta.text"},
-        "template": {"help": r"text made of several fields, such as '{title}\n\n{meta.text}'"},
-        "only": {"nargs": "+", "default": [], "metavar": "FIELD=VALUE", "help": "such as language=en,de"},
+        "template": {"help": r"build the text from several fields, such as '{title}\n\n{meta.text}'"},
+        "only": {"nargs": "+", "default": [], "metavar": "FIELD=VALUE", "help": "keep matches only: language=en,de"},
         "min_characters": {"metavar": "N", "help": "leave out shorter documents"},
         "max_characters": {"metavar": "N", "help": "leave out longer documents"},
         "deduplicate": {"action": "store_true", "help": "leave out exact copies of earlier documents"},
         "input_format": {"help": "jsonl, json, csv, txt, parquet, arrow, hdf5, tar (default: by suffix)"},
         "documents": {"default": "file", "help": "unit of plain text: file (default), line or paragraph"},
-        "max_documents": {"metavar": "N", "help": "stop after so many documents"},
+        "max_documents": {"metavar": "N", "help": "stop after N documents"},
         "max_tokens": {"metavar": "N", "help": "stop before more tokens than this, such as 10e9 or 10B"},
-        "on_error": {"default": "stop", "help": "at a bad record: stop (default) or skip"},
-        "max_errors": {"default": "100", "metavar": "N", "help": "with skip: more bad records than this stop"},
+        "on_error": {"default": "stop", "help": "what to do at a bad record: stop (default) or skip"},
+        "max_errors": {"default": "100", "metavar": "N", "help": "with skip: stop after more bad records than this"},
     },
     "output": {
         "tokenizer": {"metavar": "FOLDER|FILE|HUB_ID", "help": "the tokenizer"},
-        "output": {"metavar": "FOLDER|URL", "help": "folder to make"},
-        "staging": {"default": "staging", "metavar": "FOLDER", "help": "where output for a URL is made"},
+        "output": {"metavar": "FOLDER|URL", "help": "folder to create"},
+        "staging": {"default": "staging", "metavar": "FOLDER", "help": "local folder to build URL outputs in"},
         "end_of_document": {"metavar": "TOKEN", "help": "token that ends a document (default: the eos token)"},
         "validation_fraction": {"default": "0.01", "help": "share of documents, chosen by hash (default: 0.01)"},
         "shard_tokens": {"default": "100M", "metavar": "N", "help": "tokens per shard file (default: 100M)"},
         "format": {"default": "shards", "help": "shards (default), or megatron: with an .idx beside each .bin"},
         "workers": {"metavar": "N", "help": "processes (default: one per core)"},
         "engine": {"default": "auto", "help": "auto, fast (gigatoken), reference (tokenizers); ray: a cluster"},
-        "ray_address": {"metavar": "ADDRESS", "help": "of the Ray cluster (default: Ray on this machine)"},
+        "ray_address": {"metavar": "ADDRESS", "help": "address of the Ray cluster (default: Ray on this machine)"},
         "slice": {"metavar": "I/N", "help": "prepare only part I of N, from 0: one task of a SLURM array"},
-        "merge_slices": {"metavar": "N", "help": "make the folder from N slices that are prepared"},
+        "merge_slices": {"metavar": "N", "help": "merge N prepared slices into the folder"},
     },
     "instead": {
-        "train_tokenizer": {"metavar": "SIZE", "help": "train a byte-level BPE tokenizer of so many tokens"},
-        "tokenizer_sample_bytes": {"default": "200M", "metavar": "N", "help": "text to train it on, at most"},
-        "verify": {"metavar": "FOLDER", "help": "recheck every hash and count of a prepared folder"},
-        "inspect": {"metavar": "FOLDER", "help": "what is in a prepared folder: lengths, tokens, a sample"},
+        "train_tokenizer": {"metavar": "SIZE", "help": "train a byte-level BPE tokenizer of this vocabulary size"},
+        "tokenizer_sample_bytes": {"default": "200M", "metavar": "N", "help": "most text to train it on, in bytes"},
+        "verify": {"metavar": "FOLDER", "help": "verify every hash and count of a prepared folder"},
+        "inspect": {"metavar": "FOLDER", "help": "show what a prepared folder contains: lengths, tokens, a sample"},
     },
 }  # fmt: skip
 
@@ -135,7 +135,7 @@ def _missing(arguments: argparse.Namespace) -> list[str]:
     if bool(arguments.input) == bool(arguments.dataset):
         problems.append("give either --input 'FILES' or --dataset NAME")
     if not arguments.output:
-        problems.append("give --output FOLDER, the folder to make")
+        problems.append("give --output FOLDER, the folder to create")
     if bool(arguments.tokenizer) == bool(arguments.train_tokenizer):
         problems.append("give either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one")
     return problems
@@ -172,7 +172,7 @@ def _documents(arguments: argparse.Namespace) -> "Documents":
 
 
 def _output(arguments: argparse.Namespace) -> "tuple[Path, Destination | None]":
-    """(the local folder to make, the URL that it is copied to)."""
+    """(the local folder to create, the URL that it is copied to)."""
     from pretrain.preparation.documents.urls import is_url
 
     if not is_url(arguments.output or ""):
@@ -246,7 +246,7 @@ def _reading(arguments: argparse.Namespace, problems: list[str]) -> "Reading":
     shortest = _count(problems, arguments, "min_characters")
     longest = _count(problems, arguments, "max_characters")
     if shortest and longest and shortest > longest:
-        problems.append(f"--min_characters {shortest:,} is more than --max_characters {longest:,}: nothing is left")
+        problems.append(f"--min_characters {shortest:,} is more than --max_characters {longest:,}: nothing matches")
     return Reading(arguments.text_field, arguments.documents, template, tuple(only), shortest, longest)
 
 

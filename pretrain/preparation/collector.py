@@ -109,14 +109,14 @@ class Intake:
         if options.on_error == "stop":
             first = problems[0]
             raise InputError(
-                f"{first.place}: {first.reason}; mend the input, or use --on_error skip, "
+                f"{first.place}: {first.reason}; fix the input, or use --on_error skip, "
                 "which counts what it leaves out"
             )
         if tally.bad_records + len(problems) > options.max_errors:
             excess = problems[options.max_errors - tally.bad_records]
             raise InputError(
                 f"{excess.place}: {excess.reason}; that is one more than --max_errors {options.max_errors:,} bad "
-                "records; mend the input, or run again with a larger --max_errors, which goes on from here"
+                "records; fix the input, or run again with a larger --max_errors, which continues from here"
             )
         room = PROBLEMS_NAMED_IN_MANIFEST - len(tally.bad_examples)
         tally.bad_examples += [f"{problem.name}: {problem.reason}" for problem in problems[:room]]

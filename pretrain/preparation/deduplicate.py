@@ -27,7 +27,7 @@ def document_hashes(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
 class SeenDocuments:
     """The hashes of all documents so far: 8 bytes per document, up to 16 while two of its arrays are merged.
 
-    With 64 bits, one of a thousand million different documents is taken for a copy with a probability of 3 %.
+    With 64 bits, the chance that one document in a billion is mistaken for a copy is 3 %.
     """
 
     def __init__(self) -> None:

@@ -70,7 +70,7 @@ class Files:
 
 @dataclass(frozen=True)
 class PreparationOptions:
-    """What decides the bytes of the folder, besides documents and tokenizer. Limits are None when there is none."""
+    """What decides the bytes of the folder, beyond documents and tokenizer. Limits are None when there is none."""
 
     reading: Reading = field(default_factory=Reading)
     format: str | None = None

@@ -1,4 +1,4 @@
-"""Documents to a folder of shards: what is asked for, what is there already, and the run that continues after a kill.
+"""Documents to a folder of shards: the request, existing progress, and a preparation that resumes after a kill.
 
 While it is unfinished, a folder has `.unfinished/` with the plan (what was asked for), the progress (how far shards
 are sound) and the lock. The manifest is written last: without it, nothing counts as done.
@@ -86,7 +86,7 @@ def prepare(
     try:
         state_folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--output {output}: cannot be made: {error.strerror}; give a writable folder") from None
+        raise InputError(f"--output {output}: cannot be created: {error.strerror}; give a writable folder") from None
     try:
         with folder_lock(state_folder / "lock"):
             # Another process may have finished it before the lock was ours, or was killed when all but this was done.
@@ -128,7 +128,7 @@ def timed(items: Iterator[Any], stages: Counter[str], name: str) -> Iterator[Any
 def _disk_problem(output: Path, error: OSError) -> str:
     name = f" ({error.filename})" if error.filename else ""
     return (
-        f"{output}: {error.strerror or error}{name}; make room or access, then run the same command again: "
+        f"{output}: {error.strerror or error}{name}; free space or fix permissions, then run the same command again: "
         "it continues where it stopped"
     )
 
@@ -157,7 +157,7 @@ def _check_free(output: Path) -> None:
         others = sorted(path.name for path in output.iterdir())
         if others:
             shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
-            raise InputError(f"--output {output}: holds something else already ({shown}); give a new or empty folder")
+            raise InputError(f"--output {output}: already contains other files ({shown}); give a new or empty folder")
 
 
 def _discard(output: Path, existed: bool) -> None:
@@ -211,7 +211,7 @@ class _Run:
         except DisagreementError as error:
             if engine == "fast":
                 raise InputError(f"--engine fast: {error}; remove {self.output} and use --engine reference") from None
-            say(f"starting anew with tokenizers: {error}")
+            say(f"starting over with tokenizers: {error}")
             self.progress_path.unlink(missing_ok=True)
             before = 0
             tally, shards = self._tokenise(None, ReferenceEncoder(self.tokenizer))
@@ -228,9 +228,9 @@ class _Run:
             earlier = json.loads(self.plan_path.read_bytes())
             progress = json.loads(self.progress_path.read_bytes()) if self.progress_path.is_file() else None
         except ValueError as error:
-            raise InputError(f"{self.output}: its progress is damaged ({error}); remove it and start anew") from None
+            raise InputError(f"{self.output}: its progress is damaged ({error}); remove it and start over") from None
         if earlier.pop("layout", None) != PLAN_LAYOUT:
-            raise InputError(f"{self.output}: was begun by another version; remove it and prepare it anew")
+            raise InputError(f"{self.output}: was begun by another version; remove it and prepare it again")
         refuse_differences(self.output, earlier, self.plan, "was begun", free=("on_error", "max_errors"))
         return progress
 
@@ -292,7 +292,7 @@ class _Run:
         if changed:
             raise InputError(
                 f"{self.output}: the input changed while it was read: {'; '.join(changed[:8])}; "
-                f"remove {self.output} and prepare it anew"
+                f"remove {self.output} and prepare it again"
             )
         manifest = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **self.plan}
         sources = manifest.pop("sources")
@@ -318,7 +318,7 @@ def _nothing_found(tally: Tally, options: PreparationOptions) -> str:
         skipped += f", {tally.filtered_documents:,} left out by filters"
     limit = options.max_tokens
     limits = f", and --max_tokens {limit:,} is less than the first document" if limit is not None else ""
-    return f"the input holds no documents ({skipped}{limits}); nothing was made; give files that hold text"
+    return f"the input holds no documents ({skipped}{limits}); nothing was written; give files that contain text"
 
 
 @contextmanager

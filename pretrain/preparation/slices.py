@@ -42,9 +42,7 @@ def slice_problems(options: PreparationOptions) -> list[str]:
     """Why such a preparation cannot be divided."""
     limits = {"max_documents": options.max_documents, "max_tokens": options.max_tokens}
     given = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]
-    return (
-        [f"--slice: no slice knows what the others hold, so {' and '.join(given)} must be left out"] if given else []
-    )
+    return [f"--slice: slices do not know of each other, so {' and '.join(given)} must be left out"] if given else []
 
 
 def slice_of(
@@ -66,7 +64,7 @@ def require_slices(
         folder = slice_folder(output, number, count)
         _, options_of_slice = slice_of(documents, options, number, count)
         if not (folder / MANIFEST_FILE).is_file():
-            problems.append(f"{folder}: is not finished; run the same command with --slice {number}/{count}")
+            problems.append(f"{folder}: is not complete; run the same command with --slice {number}/{count}")
             continue
         made_from = json.loads((folder / MANIFEST_FILE).read_bytes())
         plan_of_slice = plan | {"options": options_of_slice.as_plan()}

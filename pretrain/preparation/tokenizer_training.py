@@ -69,7 +69,7 @@ def train_tokenizer(
     """
     record = _record(documents, vocabulary_size, sample_bytes, options)
     if _is_done(output, record):
-        print(f"{output}: is done already, nothing to do")
+        print(f"{output}: already complete")
         return
     started = time.monotonic()
     sample = Sample(_fraction(documents, sample_bytes), sample_bytes)
@@ -115,7 +115,7 @@ def _is_done(output: Path, record: dict[str, Any]) -> bool:
         return False
     path = output / RECORD_FILE
     if not path.is_file():
-        raise InputError(f"--output {output}: holds something else already; give a new or empty folder")
+        raise InputError(f"--output {output}: already contains other files; give a new or empty folder")
     before = json.loads(path.read_bytes())
     changed = [k for k in record if k != "sources" and _without_nulls(before.get(k)) != _without_nulls(record[k])]
     differences = [f"{key} was {before.get(key)!r}, is now {record[key]!r}" for key in changed]
@@ -167,7 +167,7 @@ def _usable_texts(documents: Documents, options: PreparationOptions, sample: Sam
                 allowed = options.max_errors if options.on_error == "skip" else 0
                 if sample.bad_records > allowed:
                     raise InputError(
-                        f"{source.place(record.place)}: {record.problem}; mend the input, or use --on_error skip "
+                        f"{source.place(record.place)}: {record.problem}; fix the input, or use --on_error skip "
                         "with a large enough --max_errors"
                     )
             elif record.text:
@@ -232,7 +232,7 @@ def _print_summary(output: Path, size: int, asked: int, sample: Sample, seconds:
         print(f"  {sample.bad_records:,} bad records were skipped.")
     if sample.held_out:
         held_out_bytes = sum(len(text) for text in sample.held_out)
-        where = f"on {held_out_bytes:,} bytes of validation documents, which it has not seen"
+        where = f"on {held_out_bytes:,} bytes of validation documents, held out"
         print(f"  {_bytes_per_token(output, sample.held_out):.3f} bytes per token {where}")
         if gpt2 := _cached_gpt2():
             print(f"  {_bytes_per_token(gpt2, sample.held_out):.3f} bytes per token of GPT-2's (50,257 tokens) there")

@@ -40,7 +40,7 @@ class Destination:
                 return
             if held and UNFINISHED_FILE not in held:
                 others = ", ".join(sorted(held)[:5])
-                raise InputError(f"--output {self.shown}: holds something else already ({others}); give a new folder")
+                raise InputError(f"--output {self.shown}: already contains other files ({others}); give a new folder")
             system.makedirs(root, exist_ok=True)
             system.pipe_file(f"{root}/{UNFINISHED_FILE}", b"")
         except InputError:
@@ -93,7 +93,7 @@ def destination_of(url: str, staging: Path, last: str) -> Destination:
     protocol, _, rest = shown(url).partition("://")
     parts = [part for part in rest.split("/") if part not in ("", ".", "..")]
     if not parts:
-        raise InputError(f"--output {shown(url)}: names no folder; give one, such as {shown(url).rstrip('/')}/data")
+        raise InputError(f"--output {shown(url)}: is not a folder; give one, such as {shown(url).rstrip('/')}/data")
     return Destination(url.rstrip("/"), staging.joinpath(protocol, *parts), last)
 
 

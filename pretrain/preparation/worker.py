@@ -33,7 +33,7 @@ PARENT_CHECK_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class EncodingSettings:
-    """What a worker has to know besides the part."""
+    """What a worker has to know in addition to the part."""
 
     tokenizer: LoadedTokenizer
     encoder: Encoder
@@ -223,7 +223,7 @@ def encode_parts(parts: Iterable[Part], settings: EncodingSettings, workers: int
             yield waiting.popleft().result()
     except BrokenProcessPool:
         raise InputError(
-            "a worker process died, most likely for want of memory; run the same command again with fewer --workers: "
+            "a worker process died, most likely out of memory; run the same command again with fewer --workers: "
             "it continues where it stopped"
         ) from None
     finally:

@@ -1,13 +1,13 @@
-"""Run folders, as they were, as they are, and steered: runs.py.
+"""Run folders: history, status and control (runs.py).
 
-Reads what a crash may have left, imports nothing heavy, and never changes a run but through control.
+Copes with what a crash left behind, imports nothing heavy, and changes a run only through control.
 
-    run_folder, settings: what lies where; what the run was told
+    run_folder, settings: paths in a run folder; the run's settings
     history: its metrics
-    status: is it alive, how far, how long
+    status: state, progress, time left
     curves, plots, comparison: pictures and tables
     control: commands to a live run
     step_documents: what a step was trained on
     parity: one recipe under every strategy
-    addresses: from what a user writes to a model folder
+    addresses: from RUN@STEP, folder or Hub id to a model folder
 """

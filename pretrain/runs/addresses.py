@@ -44,7 +44,7 @@ def find_models(given: list[str], *, offline: bool = False) -> list[ModelAddress
     """The models at these addresses, in order; RUN@all stands for several.
 
     offline: a Hub id is looked up only among what was downloaded before. Raises InputError with every address that
-    leads nowhere, and what there is instead.
+    does not exist, and what exists instead.
     """
     problems = Problems()
     addresses = [address for text in given for address in problems.attempt(_find, text, offline) or []]

@@ -1,4 +1,4 @@
-"""Runs in words and numbers: one on a page, several side by side, all of their lines as a CSV table."""
+"""Runs as text: a one-page summary, a side-by-side comparison, a CSV export."""
 
 import csv
 import itertools
@@ -62,7 +62,7 @@ def setting_differences(settings: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def smoothed_loss(history: History) -> float | None:
-    """Mean training loss of the last logged lines: a single step's says little."""
+    """Mean training loss of the last logged lines: a single step's is too noisy."""
     losses = [e["loss"] for e in history.of("train")[-SMOOTHED_LINES:] if is_number(e.get("loss"))]
     return statistics.fmean(losses) if losses else None
 

@@ -1,11 +1,11 @@
-"""Steering a live run through two small files: a request in its folder, and the trainer's answer beside it.
+"""Control of a live run through two small files in its folder: a request and the trainer's answer.
 
     RUN/control/request.json   {id, command, start_id, time, host, pid}     written by `runs.py save|stop|abort|anneal`
     RUN/control/answer.json    {id, command, step}                          written by the trainer when it is done
 
 No server and no port: whoever may write in the folder may steer, from any machine that shares the disk. Both files
 are replaced by renaming, so a reader never sees half of one. A request names the start of the process that it is
-meant for, so that one left over from before a crash or a restart steers nobody.
+meant for, so that one left over from before a crash or a restart is ignored.
 """
 
 import json
@@ -23,27 +23,27 @@ from pretrain.runs.run_folder import read_json
 from pretrain.runs.status import is_training, read_status, state_text
 
 COMMANDS = {
-    "save": "save a checkpoint now and go on",
-    "stop": "save a checkpoint and end; the same command continues the run",
-    "abort": "end now, without saving",
-    "anneal": "begin the final decay of the learning rate now",
+    "save": "save a checkpoint now and continue",
+    "stop": "save a checkpoint and stop; run the same command to resume",
+    "abort": "stop now, without saving",
+    "anneal": "start the final learning-rate decay now",
 }
 DONE = {
     "save": "saved at step {step:,}",
     "stop": "saved and stopped at step {step:,}",
     "abort": "stopped at step {step:,}, nothing saved",
-    "anneal": "decays from step {step:,} on",
+    "anneal": "decaying from step {step:,}",
 }
 REQUEST_FILE, ANSWER_FILE = "control/request.json", "control/answer.json"
 POLL_SECONDS = 0.1
 
 
 class Control:
-    """The trainer's side; on the main rank only, which tells the others.
+    """The trainer's side; on the main rank only, which informs the others.
 
     Args:
         run_folder: the run's folder.
-        start_id: what the `start` event of this process says; requests for other starts are left alone.
+        start_id: what the `start` event of this process says; requests for other starts are ignored.
         warn: takes a sentence about a request that cannot be followed.
     """
 
@@ -67,10 +67,7 @@ class Control:
     def _read(self) -> str | None:
         request = read_json(self._request)
         if not isinstance(request.get("id"), str) or request.get("command") not in COMMANDS:
-            self._warn(
-                f"{self._request}: is no request that this program knows and is left alone; "
-                f"send {', '.join(COMMANDS)} by runs.py"
-            )
+            self._warn(f"{self._request}: unknown request, ignored; send {', '.join(COMMANDS)} by runs.py")
             return None
         if str(request.get("start_id")) != self._start_id or request["id"] == read_json(self._answer).get("id"):
             return None
@@ -85,7 +82,7 @@ class Control:
 
 
 def write_replacing(path: Path, values: dict) -> None:
-    """Writes a small JSON file so that a reader sees the old one or the new one, whole."""
+    """Writes a small JSON file atomically, so that a reader sees the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     with open(unfinished, "w", encoding="utf-8") as file:
@@ -98,7 +95,7 @@ def write_replacing(path: Path, values: dict) -> None:
 def send(run: Path, command: str, request_id: str | None = None) -> dict:
     """Writes the request and returns it, with an id of its own unless one is given.
 
-    Raises InputError for a folder that is no run, a run that no process trains, and a folder that cannot be written.
+    Raises InputError for a folder that is no run, a run that is not active, and a folder that cannot be written.
     """
     require_run(run)
     if not is_training(run):
@@ -106,7 +103,7 @@ def send(run: Path, command: str, request_id: str | None = None) -> dict:
     start = last_start(run)
     start_id = start.get("start_id", start.get("time"))
     if start_id is None:
-        raise InputError(f"{run}: its process has not said that it started; wait for the first line of metrics.jsonl")
+        raise InputError(f"{run}: the run has not started yet; wait for the first line of metrics.jsonl")
     request = {
         "id": request_id or uuid.uuid4().hex,
         "command": command,
@@ -119,7 +116,7 @@ def send(run: Path, command: str, request_id: str | None = None) -> dict:
         write_replacing(run / REQUEST_FILE, request)
     except OSError as error:
         raise InputError(
-            f"{run / REQUEST_FILE}: cannot be written ({error.strerror}); steer the run as a user who may write there"
+            f"{run / REQUEST_FILE}: is not writable ({error.strerror}); send commands as a user with write access"
         ) from None
     return request
 
@@ -127,20 +124,20 @@ def send(run: Path, command: str, request_id: str | None = None) -> dict:
 def _not_alive(run: Path, command: str) -> str:
     status = read_status(run)
     at = f" at step {status.step:,}" if status.step is not None else ""
-    # Without lock and heartbeat, lines that are fresh are all that speaks for a process: too little.
+    # Without lock and heartbeat, lines that are fresh are the only sign of a process: too little.
     state = "it has neither lock nor heartbeat" if status.state == "running" else f"{state_text(status)}{at}"
     remedy = "its model is in final" if status.state == "finished" else "the command that started it continues it"
-    return f"{run}: no process trains it ({state}), so there is nothing to {command}; {remedy}"
+    return f"{run}: the run is not active ({state}), so there is nothing to {command}; {remedy}"
 
 
 def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: Callable[[float], None]) -> str:
-    """What the trainer answered, in words. The files are opened anew each time, which a network disk needs.
+    """The trainer's answer as text. The files are reopened each time, as network disks require.
 
     Args:
         show: called with the seconds waited so far, a few times per second.
 
     Raises InputError if the run ends without an answer, if another request takes the place of this
-    one, or if the time is up; a request that timed out is withdrawn.
+    one, or if the time is up; a request that timed out is cancelled.
     """
     start, command = time.monotonic(), request["command"]
     while (waited := time.monotonic() - start) < timeout_seconds:
@@ -161,12 +158,12 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: C
         time.sleep(POLL_SECONDS)
     withdraw(run, request)
     raise InputError(
-        f"{run}: no answer within {timeout_seconds:g} s, so {command} is withdrawn; the run answers after the step "
+        f"{run}: no answer within {timeout_seconds:g} s, so {command} is cancelled; the run answers after the step "
         "it is in: give a longer --timeout if its steps or its checkpoints are slow"
     )
 
 
 def withdraw(run: Path, request: dict) -> None:
-    """Takes a request back that nobody has taken up yet; leaves another one that came after it."""
+    """Withdraws a request that has not been picked up yet; leaves a later one."""
     if read_json(run / REQUEST_FILE).get("id") == request["id"]:
         (run / REQUEST_FILE).unlink(missing_ok=True)

@@ -29,7 +29,7 @@ class RunCurves:
     results: dict[str, str]
     settings: dict[str, str]
     flops_are_exact: bool
-    """False: 6 FLOPs per parameter and token, where the run does not say its own figure."""
+    """False: 6 FLOPs per parameter and token, if the run does not record its own figure."""
     train: Columns
     train_means: Columns
     """What a smooth line is drawn through: each point's value or, where points were left out, the mean around it."""
@@ -72,7 +72,7 @@ def curves_of(name: str, history: History, status: RunStatus) -> RunCurves:
 
 
 def flops_per_token_of(history: History) -> tuple[float | None, bool]:
-    """(FLOPs per token, whether the run itself says so); 6N where it does not, None if not even N is known."""
+    """(FLOPs per token, whether the run recorded it); 6N if it did not, None if not even N is known."""
     stated = history.last("start").get("flops_per_token")
     if is_number(stated):
         return float(stated), True

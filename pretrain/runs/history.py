@@ -1,4 +1,4 @@
-"""What a run's metrics.jsonl says: all of it, with every curve single-valued, or only its end.
+"""Reading metrics.jsonl: all of it, with every curve single-valued, or only its end.
 
 A run that goes on from a checkpoint, or that rolls back, repeats steps: the lines of the first time stay in the file.
 The last time is what the model is made of, so only its lines belong to a curve. `start` says from which step a process
@@ -16,7 +16,7 @@ from pretrain.errors import InputError, Problems, did_you_mean
 from pretrain.runs.run_folder import METRICS_FILE
 
 CURVES = frozenset({"train", "validation", "evaluation", "sample", "skip"})
-"""Events that say something of the model at a step; the others tell what happened, and that stays true."""
+"""Events that describe the model at a step; the others record what happened, which a rollback does not undo."""
 BESIDE = frozenset({"evaluation", "publish"})
 """Events that other processes write, also long after the run's own has ended."""
 MARKS = ("resume", "checkpoint", "spike", "skip", "explosion", "divergence", "rollback", "control", "warning", "end")
@@ -144,7 +144,7 @@ def require_run(folder: Path) -> Path:
 
 
 def require_runs(folders: Iterable[Path]) -> list[Path]:
-    """All of them as runs. Raises InputError with every folder that is none."""
+    """The folders as runs. Raises InputError with every folder that is not a run."""
     problems = Problems()
     runs = [problems.attempt(require_run, folder) for folder in folders]
     problems.stop_if_any()
@@ -203,7 +203,7 @@ def parse_lines(lines: Iterable[bytes]) -> list[Event]:
 
 
 def append_events(run: Path, events: Iterable[Event]) -> None:
-    """Adds lines to the run's metrics.jsonl, which the run itself may be writing to; what stands there stays.
+    """Adds lines to the run's metrics.jsonl, which the run itself may be writing to; existing lines are kept.
 
     Raises OSError where it cannot be written.
     """
@@ -243,7 +243,7 @@ def current_events(events: Iterable[Event]) -> list[Event]:
 
 
 def repeats_after(event: Event) -> int | None:
-    """The last step that stays valid when this event says that training goes on from an earlier step."""
+    """The last step that stays valid when this event says that training continues from an earlier step."""
     if event["event"] == "start":
         # Step 0 itself is measured again by a process that starts from scratch.
         return event.get("step") or -1
@@ -304,7 +304,7 @@ def first_event(run: Path) -> Event:
 
 
 def last_start(run: Path) -> Event:
-    """The newest `start` event, wherever in the file it stands; empty if there is none."""
+    """The newest `start` event, wherever it is in the file; empty if there is none."""
     with open(run / METRICS_FILE, "rb") as file:
         end = file.seek(0, os.SEEK_END)
         overlap = b""

@@ -118,7 +118,7 @@ def train_under(name: str, processes: int, recipe: Path, output: Path, overrides
 
 
 def refusals(log: str, status: int) -> list[str]:
-    """The problems of an input error, as a failed run's log tells them; [] if it failed otherwise.
+    """The problems of an input error in a failed run's log; [] if it failed otherwise.
 
     Launchers hide a process's exit status behind their own and write it into their last words.
     """
@@ -126,7 +126,7 @@ def refusals(log: str, status: int) -> list[str]:
     if status != EXIT_BAD_INPUT and not stated:
         return []
     before_launcher = re.split(r"^(?:[EWI]\d{4} |Traceback)", log, maxsplit=1, flags=re.MULTILINE)[0]
-    # Libraries say where or when they speak, or go on in an indented line.
+    # Libraries prefix their messages with a place or a time, or continue on an indented line.
     return [line for line in before_launcher.splitlines() if not re.match(r"\s|\[|$|.*Warning: ", line)]
 
 
@@ -209,7 +209,7 @@ def report_parity(
 
 
 def parity_verdict(result: Mapping) -> str:
-    """One strategy's result in words."""
+    """One strategy's result as text."""
     if "refused" in result:
         return "refused: " + ("\n" + 32 * " ").join(result["refused"])
     if "failed" in result:
@@ -224,7 +224,7 @@ def conclude(results: Mapping[str, Mapping], bounds: str) -> int:
     refused = [name for name, result in results.items() if "refused" in result]
     bad = [name for name in results if name not in same and name not in refused]
     ran = len(same) + len(bad)
-    print(f"\n{len(same)} of the {ran} that can run this recipe here train as {REFERENCE} does ({bounds})", end="")
+    print(f"\n{len(same)} of the {ran} that can run this recipe here match {REFERENCE} ({bounds})", end="")
     print(f"; {len(refused)} refused it, which proves nothing about them." if refused else ".")
     if not ran:
         print("Nothing was compared.")

@@ -21,7 +21,7 @@ MARK_SHAPES = {
     "spike": ("^", "#d62728", "loss spike"),
     "skip": ("x", "#d62728", "step skipped"),
     "rollback": ("<", "#d62728", "rolled back"),
-    "control": ("D", "#9467bd", "steered by hand"),
+    "control": ("D", "#9467bd", "control command"),
     "divergence": ("P", "#d62728", "diverges"),
     "explosion": ("*", "#d62728", "gradient exploded"),
     "warning": ("v", "#e69f00", "warning"),

@@ -66,11 +66,11 @@ def output_problem(run: Path) -> str | None:
             f"output: {shown}: a name has at most {LONGEST_NAME} bytes and a path {LONGEST_PATH}; choose a shorter one"
         )
     if "\0" in str(run):
-        return f"output: {str(run)!r}: a name holds no character of number 0"
+        return f"output: {str(run)!r}: a name cannot contain a NUL character"
     for place in (run, *run.parents):
         if os.path.isdir(place):
             may_write = os.access(place, os.W_OK | os.X_OK)
-            return None if may_write else f"output: {run}: nothing can be written in {place}; choose another place"
+            return None if may_write else f"output: {run}: {place} is not writable; choose another path"
         if os.path.lexists(place):
             return f"output: {run}: {place} is {'a' if place == run else 'no folder but a'} file; choose another name"
     return None

@@ -13,7 +13,7 @@ from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, heartbeat_path, re
 from pretrain.units import count_text, duration_text, table
 
 STALE_HEARTBEAT_SECONDS = 60.0
-"""A heartbeat older than this says that the process is gone or hangs; it is written every few seconds."""
+"""A heartbeat older than this means a dead or hanging process; it is written every few seconds."""
 LONG_STEP_SECONDS = 60.0
 SHOWN_EVENTS = 8
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -27,7 +27,7 @@ class RunStatus:
     state: str
     """running, finished, stopped or crashed."""
     reason: str | None
-    """Why it ended, if it said so."""
+    """Why it ended, if recorded."""
     where: str | None
     """'process 123 on host' that runs it."""
     step: int | None
@@ -43,7 +43,7 @@ class RunStatus:
     age_seconds: float
     """Since anything was logged."""
     silent_seconds: float | None
-    """How long its loop has been in the step it is in, as its heartbeat said; None unless it runs."""
+    """How long its loop has been in the current step, by its heartbeat; None unless it runs."""
     events: list[Event] = field(repr=False)
     """The last ones."""
 
@@ -206,10 +206,10 @@ def status_text(status: RunStatus) -> str:
             f"step {status.step:,} of {status.total_steps:,}{tokens}"
         )
     if status.silent_seconds is not None and status.silent_seconds >= LONG_STEP_SECONDS:
-        rows["silence"] = f"nothing from its loop for {duration_text(status.silent_seconds)}: a long step, or it hangs"
+        rows["silence"] = f"no progress for {duration_text(status.silent_seconds)}: a long step, or a hang"
     if status.seconds_left is not None:
         finish = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + status.seconds_left))
-        rows["time left"] = f"{duration_text(status.seconds_left)} at the present pace: {finish}"
+        rows["time left"] = f"{duration_text(status.seconds_left)} at the current pace: {finish}"
     losses = [e["loss"] for e in status.events if e["event"] == "train" and is_number(e.get("loss"))]
     if losses:
         rows["loss"] = f"{losses[-1]:.4f}  {sparkline(losses)}  last {len(losses)} lines"

@@ -60,7 +60,7 @@ def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
     if any(origin is None for sequence in sequences for origin in sequence.origins):
         lines += [
             "",
-            "Some shards do not record from which file and line a document came: search for its text.",
+            "Some shards do not record the source file and line of their documents; search for the text instead.",
         ]
     return "\n".join(lines)
 
@@ -73,7 +73,7 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
     history = read_history(run)
     last = history.last("train").get("step", 0)
     if step > last:
-        raise InputError(f"--step {step:,}: {run} has come to step {last:,} so far; give 1 to {last:,}")
+        raise InputError(f"--step {step:,}: {run} has reached step {last:,}; give 1 to {last:,}")
     settings = read_config(run)
     state, identity = newest_state(run)
     # A larger budget moves the stages of a curriculum: the start that was in effect then counts. A decay that was
@@ -106,7 +106,7 @@ def changed_sources(batches: Batches, identity: dict) -> list[str]:
 
 
 def newest_state(run: Path) -> tuple[dict, dict]:
-    """(the state, what the data was) of the newest checkpoint that says so; empty without one."""
+    """(the state, what the data was) of the newest checkpoint that records it; empty without one."""
     newest = next(filter(None, map(read_state, reversed(checkpoint_folders(run).values()))), {})
     return newest.get("state", {}), newest.get("identity", {})
 
@@ -197,7 +197,7 @@ def _sequence_lines(sequence: Sequence, decoder, characters: int) -> list[str]:
     for (number, ids), origin in zip(sequence.documents, sequence.origins, strict=True):
         text = decoder.decode(ids.tolist(), skip_special_tokens=False)
         cut = f" [... {len(text) - characters:,} more characters]" if len(text) > characters else ""
-        part = ", goes on from an earlier sequence" if number == 0 and sequence.begins_inside else ""
+        part = ", continued from an earlier sequence" if number == 0 and sequence.begins_inside else ""
         lines.append(f"  document {sequence.first_document + number:,} of the file, {len(ids):,} tokens{part}")
         if origin is not None:
             lines.append(f"    from {origin}")

@@ -1,19 +1,19 @@
 """What the loop in train.py calls.
 
-The loop stays in train.py; nothing here calls back into it. Every decision is taken by all ranks alike.
+The loop stays in train.py; nothing here calls back into it. All ranks take every decision alike.
 
     run_plan: the numbers that follow from a recipe, and the checks of the whole
     prefetch: the next micro-batch
-    probe: the model judged before it trains
+    probe: tests the architecture before it trains
     build: model and optimizer
     experts: mixtures of experts: balance and load
     cautions, task_names: warnings with figures; whether benchmarks exist
     housekeeping: the work between steps, and the end
     validation: loss on held-out windows
     samples: text from the model
-    metrics, trackers, run_records: what is logged
-    attempt, resume: one launch; where it continues
-    supervisor: what is asked for between steps
+    metrics, trackers, run_records: logging
+    attempt, resume: one launch; resuming and rollback
+    supervisor: requests, guard and agreement between steps
     step_reports: what all ranks know of a step
     guard: NaN, spikes, divergence
     watchdog: signals, heartbeats, hangs

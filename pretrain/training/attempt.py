@@ -1,4 +1,4 @@
-"""One attempt at a run: alone in its folder, not if it can only fail again, and with an end that says why."""
+"""One attempt at a run: exclusive use of its folder, no crash loops, and a recorded end."""
 
 import json
 import os
@@ -22,22 +22,22 @@ from pretrain.training.metrics import Metrics
 
 RESTARTS_WITHOUT_PROGRESS = 3
 ABANDONED_LOCK_SECONDS = 30.0
-"""A holder on another machine that has not touched its lock for so long is gone; it touches it every 2 s."""
+"""A holder on another machine that has not touched its lock for this long is dead; it touches it every 2 s."""
 
 
 class CrashLoopError(RunStoppedError):
-    """The run fails at the same place every time it is started."""
+    """The run fails at the same place at every start."""
 
     exit_code = EXIT_CRASH_LOOP
 
 
 def attempt(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], int]) -> int:
-    """Calls `train`, all ranks together; returns the exit status. Its end, however it comes, is in metrics.jsonl.
+    """Calls `train`, all ranks together; returns the exit status. The end is always recorded in metrics.jsonl.
 
     Raises InputError on all ranks if another process trains in this folder.
     """
     with sole_use(config.output, strategy):
-        # The main rank has read it for all: on a network disk the others may still see an older file.
+        # The main rank reads it for all: on a network disk the others may still see an older file.
         if (code := strategy.gather(end_to_repeat(config.output))[0]) is not None:
             return code
         metrics = Metrics(config.output, is_main=strategy.is_main)
@@ -54,7 +54,7 @@ def attempt(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], in
             metrics.end(EXIT_BAD_INPUT, str(error))
             end_now(EXIT_BAD_INPUT)
         except KeyboardInterrupt:  # before the first step; later Ctrl-C is a request
-            metrics.end(EXIT_INTERRUPTED, "interrupted; the same command continues from the newest checkpoint")
+            metrics.end(EXIT_INTERRUPTED, "interrupted; run the same command to resume from the newest checkpoint")
             end_now(EXIT_INTERRUPTED)
         except Exception as error:
             traceback.print_exc()
@@ -78,7 +78,7 @@ def sole_use(run: Path, strategy: Strategy) -> Iterator[None]:
             except InputError as error:
                 problems = error.problems
             except OSError as error:
-                problems = [f"output: {run} cannot be written ({error}); choose another --output"]
+                problems = [f"output: {run} is not writable ({error}); choose another --output"]
         if found := [problem for share in strategy.gather(problems) for problem in share]:
             raise InputError(*found)
         yield
@@ -87,10 +87,10 @@ def sole_use(run: Path, strategy: Strategy) -> Iterator[None]:
 
 
 def end_to_repeat(run: Path) -> int | None:
-    """The exit code with which a restart by the launcher should end at once; None to go on.
+    """The exit code with which a restart by the launcher should exit at once; None to continue.
 
-    torchrun restarts a group whatever its exit codes were: not one that was preempted, stopped by its guard or by a
-    person, or caught in a crash loop.
+    torchrun restarts a group whatever its exit codes were; a run that was preempted, stopped by its guard or by a
+    user, or caught in a crash loop must not continue.
     """
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return None
@@ -105,8 +105,8 @@ def refuse_crash_loop(run: Path, step: int, strategy: Strategy) -> None:
     crashes, furthest = strategy.gather(crashes_without_progress(run, step))[0]
     if crashes > RESTARTS_WITHOUT_PROGRESS:
         raise CrashLoopError(
-            f"started {crashes} times from step {step:,} and never came further than step {furthest:,}: the end of "
-            f"{run}/train.log and the stacks in {run} say why; once that is mended, the same command tries again"
+            f"started {crashes} times from step {step:,} without getting past step {furthest:,}: see the "
+            f"end of {run}/train.log and the stacks in {run} for the cause; fix that, then run the same command again"
         )
 
 
@@ -151,16 +151,16 @@ def starts_and_ends(run: Path) -> list[dict]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the device's memory has run out; on a CPU torch has no exception of its own for that."""
+    """Whether the device is out of memory; on a CPU torch has no dedicated exception for that."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
-    """What to change, cheapest first, each with what it would need; the last one fits."""
+    """What to change, cheapest first, each with the memory it would need; the last one fits."""
     memory, kind = memory_bytes(strategy.device), strategy.device.type
     try:
         rungs = ladder(config, strategy.name, strategy.ranks, memory, precision=strategy.precision, device_type=kind)
     except (InputError, RuntimeError, MemoryError) as error:  # the end of a run must not hide its cause
         rungs = [f"no figures ({type(error).__name__}: {error})"]
     lines = "\n".join(f"  {number}. {rung}" for number, rung in enumerate(rungs, start=1))
-    return f"Out of memory. In this order, with the same results but for rounding:\n{lines}\nSee docs/planning.md."
+    return f"Out of memory. Try in this order; results stay the same up to rounding:\n{lines}\nSee docs/failures.md."

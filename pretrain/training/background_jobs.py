@@ -1,4 +1,4 @@
-"""Processes beside the run: they evaluate its checkpoints, in their own time, and can neither slow nor fail it."""
+"""Background processes: they evaluate and publish checkpoints and cannot fail the run."""
 
 import json
 import os
@@ -44,9 +44,9 @@ class Companions:
         self.run, self.metrics = run, metrics
         self._running: list[Companion] = []
         if metrics.is_main:
-            for litter in (run / EVALUATIONS).glob("step-*/"):  # of evaluations that a crash cut short
-                if not is_held(evaluation_log(run, litter.name)):
-                    shutil.rmtree(litter)
+            for leftover in (run / EVALUATIONS).glob("step-*/"):  # of evaluations that a crash cut short
+                if not is_held(evaluation_log(run, leftover.name)):
+                    shutil.rmtree(leftover)
 
     def start(
         self, name: str, arguments: list[str], log: Path, *, device: str, results: Path, folder: Path
@@ -79,7 +79,7 @@ class Companions:
         return process
 
     def fetch(self) -> None:
-        """Takes the results of those that have ended to the trackers; says which failed. Nobody waits."""
+        """Sends the results of finished processes to the trackers and reports failures; does not wait."""
         for companion in [companion for companion in self._running if companion.process.poll() is not None]:
             self._running.remove(companion)
             if code := companion.process.returncode:
@@ -88,7 +88,7 @@ class Companions:
                 self.metrics.track(numbers_of(companion.results))
 
     def stop(self, name: str | None = None) -> None:
-        """Ends that one, or all: the run ends before its budget, and nobody is left to wait for them."""
+        """Stops one or all: the run stops before the end of its budget."""
         for companion in [companion for companion in self._running if name in (None, companion.name)]:
             self._running.remove(companion)
             os.killpg(companion.process.pid, signal.SIGTERM)  # the shell and what it runs
@@ -97,7 +97,7 @@ class Companions:
 
     @property
     def names(self) -> list[str]:
-        """Those that run now."""
+        """The names of running processes."""
         return [companion.name for companion in self._running]
 
 
@@ -147,7 +147,7 @@ def _start_evaluation(
 
 
 def publish_beside(run: config.RunConfig, step: int | None, metrics: Metrics) -> None:
-    """Publishes a checkpoint, or final/ (step None), as the recipe says; the run neither waits nor fails."""
+    """Publishes a checkpoint, or final/ (step None), as configured in the recipe; the run neither waits nor fails."""
     if run.hub.repository is None or not metrics.is_main:
         return
     warning = publish_in_background(
@@ -163,7 +163,7 @@ def publish_beside(run: config.RunConfig, step: int | None, metrics: Metrics) ->
 
 
 def publish_cut_short(run: config.RunConfig, metrics: Metrics) -> None:
-    """Starts again what was being published when the machine went down."""
+    """Restarts the uploads that were interrupted when the machine went down."""
     if metrics.is_main:
         for step in cut_short(run.output):
             publish_beside(run, step, metrics)

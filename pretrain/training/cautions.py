@@ -1,4 +1,4 @@
-"""What a recipe asks for that runs, but that its author may not have meant; each with the figures that say so."""
+"""Warnings with figures about settings that run but may not be intended."""
 
 import torch
 
@@ -15,10 +15,10 @@ FAR_FOR_ANOTHER_OPTIMIZER = 2.0
 
 
 def cautions(config: RunConfig, run: RunPlan, overridden: frozenset[str], device: torch.device) -> list[str]:
-    """One sentence or two for each; takes a fifth of a second where bf16 is emulated, else nothing.
+    """The warnings, a sentence or two each; takes a fifth of a second if bf16 is emulated, else no time.
 
     Args:
-        overridden: dotted paths of the settings that the command line names.
+        overridden: dotted paths of the settings given on the command line.
     """
     found = [emulated_precision(config, device), unusual_learning_rate(config, run, overridden)]
     return [caution for caution in found if caution]
@@ -48,5 +48,5 @@ def unusual_learning_rate(config: RunConfig, run: RunPlan, overridden: frozenset
     origin = f"the recipe's, while --optim.name {optim.name} is the command line's, and " if another else ""
     return (
         f"{setting}: the peak of {stated:.3g} is {origin}{times} what auto gives {optim.name} at "
-        f"{count_text(run.parameters)} parameters, {usual:.3g}; use --optim.learning_rate auto unless it is meant"
+        f"{count_text(run.parameters)} parameters, {usual:.3g}; use --optim.learning_rate auto unless this is intended"
     )

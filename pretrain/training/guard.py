@@ -1,7 +1,7 @@
-"""Watches the numbers of a run: values that are not finite, spikes, divergence, exploding gradients, lost speed.
+"""Detects non-finite values, loss spikes, divergence, exploding gradients and lost speed.
 
-Every rank judges the same reports in the same order, so all come to the same verdict at the same step; what the guard
-remembers is part of a checkpoint, so a run that continues judges as the unbroken run would.
+Every rank judges the same reports in the same order, so all reach the same decision at the same step; what the guard
+remembers is part of a checkpoint, so a resumed run judges as the uninterrupted run would.
 """
 
 import math
@@ -24,7 +24,7 @@ SIGMA_FLOOR = 1.1
 
 @dataclass(frozen=True)
 class Finding:
-    """Something is wrong."""
+    """A problem with a step."""
 
     event: str
     """Its name in metrics.jsonl: spike, divergence, explosion or warning."""
@@ -32,7 +32,7 @@ class Finding:
     message: str
     values: dict[str, float]
     roll_back: tuple[int, int] | None = None
-    """(first, last) step of what training should go back before, if it should."""
+    """(first, last) bad step, if training should roll back before it."""
     stop: bool = False
 
 
@@ -41,8 +41,8 @@ class StepGuard:
 
     Args:
         settings: the recipe's `guard`.
-        state: `state()` as it was saved, to go on from.
-        scales_loss: fp16, which skips a step now and then while it looks for the largest scale.
+        state: `state()` of a checkpoint, to resume from.
+        scales_loss: fp16, which skips occasional steps while it searches for the largest scale.
     """
 
     def __init__(self, settings: config.Guard, state: Mapping[str, Any] | None = None, *, scales_loss: bool = False):
@@ -55,7 +55,7 @@ class StepGuard:
         self._diverging: bool = state.get("diverging", False)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """What a checkpoint stores."""
         return {
             "losses": list(self._losses),
             "fast": self._fast,
@@ -65,11 +65,11 @@ class StepGuard:
         }
 
     def forget(self) -> None:
-        """The data changes here, as at the end of a stage: losses before it say nothing about those after it."""
+        """The data changes here, as at the end of a stage: earlier losses say nothing about later ones."""
         self.__init__(self.settings, scales_loss=self.scales_loss)
 
     def judge(self, report: StepReport) -> list[Finding]:
-        """What is wrong with a step; [] if nothing is."""
+        """The problems of a step; [] if there are none."""
         finite = math.isfinite(report.loss) and math.isfinite(report.grad_norm) and not report.skipped
         findings = self._judge_norm(report) if finite else []
         spike, hard = self._judge_loss(report) if math.isfinite(report.loss) else (None, True)
@@ -88,7 +88,7 @@ class StepGuard:
         return findings
 
     def _judge_loss(self, report: StepReport) -> tuple[Finding | None, bool]:
-        """(the spike, if the loss is one; whether it is beyond the threshold for going back)"""
+        """(the spike, if the loss is one; whether it exceeds the rollback threshold)"""
         if len(self._losses) < FEWEST_FOR_MEAN:
             return None, False
         mean = statistics.fmean(self._losses)
@@ -109,7 +109,7 @@ class StepGuard:
         return [Finding("explosion", report.step, message, {"grad_norm": report.grad_norm})]
 
     def _judge_trend(self, report: StepReport) -> list[Finding]:
-        """Two time scales: a fast average of the loss that leaves a slow one behind is a run that diverges."""
+        """Two time scales: a run diverges when the fast average of its loss exceeds the slow one."""
         if self._slow is None:
             self._fast = self._slow = report.loss
         self._fast += FAST * (report.loss - self._fast)
@@ -130,7 +130,7 @@ class StepGuard:
 
 
 class SpeedGuard:
-    """Notices that a run has become slow, against the median of its own readings. Main rank only; it only warns."""
+    """Detects that a run has become slow, relative to the median of its own readings. Main rank only; warns only."""
 
     def __init__(self, drop: float):
         self.drop = drop

@@ -28,20 +28,21 @@ SHOWN = {
     "{tokens_per_second:,.0f} tok/s{mfu_text} · {tokens_text} · {time_left} left",
     "validation": "step {step:,} · validation {source} · loss {loss:.4f} · perplexity {perplexity:.2f} · "
     "{bits_per_byte:.4f} bits/byte",
-    "checkpoint": "step {step:,} · checkpoint {path} · {bytes_text} in {seconds:.1f} s, {stall_seconds:.2f} s waited",
-    "resume": "continues from {path} at step {step:,}",
+    "checkpoint": "step {step:,} · checkpoint {path} · {bytes_text} in {seconds:.1f} s, "
+    "training paused {stall_seconds:.2f} s",
+    "resume": "resumed from {path} at step {step:,}",
     "sample": "step {step:,} · {text!r}",
-    "branch": "begins with {path} of {run} and decays from there",
-    "skip": "step {step:,} · not applied: its gradient is not finite",
+    "branch": "branched from {path} of {run}; the learning rate decays from here",
+    "skip": "step {step:,} · skipped: non-finite gradient",
     "spike": "step {step:,} · SPIKE: {message}",
     "divergence": "step {step:,} · DIVERGENCE: {message}",
     "explosion": "step {step:,} · GRADIENT: {message}",
-    "rollback": "goes back to step {to_step:,}: {reason}; {change}",
-    "control": "step {step:,} · {command}, as asked by runs.py",
+    "rollback": "rolling back to step {to_step:,}: {reason}; {change}",
+    "control": "step {step:,} · {command}, requested by runs.py",
     "warning": "warning: {message}",
-    "end": "{reason}: {step:,} steps and {tokens:,} tokens; {duration} since the start; exit status {code}",
+    "end": "{reason}: {step:,} steps and {tokens:,} tokens; {duration} since start; exit status {code}",
 }
-"""How an event reads on the console and in train.log; the others are only written to metrics.jsonl."""
+"""Events as printed on the console and in train.log; all others go to metrics.jsonl only."""
 
 
 class Throughput:
@@ -84,7 +85,7 @@ class Throughput:
 
 
 class LineFile:
-    """A file that lines are appended to. A full disk costs lines, said once, and never the run."""
+    """A file that lines are appended to. A full disk costs lines, with one warning, and never the run."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -96,9 +97,9 @@ class LineFile:
     def write(self, line: str) -> None:
         try:
             self._file.write(line.encode() + b"\n")
-        except (OSError, ValueError) as error:  # ValueError: closed by another thread, which ends the run
+        except (OSError, ValueError) as error:  # ValueError: closed by another thread that is ending the run
             if not self._failed:
-                print(f"{self.path} cannot be written ({error}); training goes on", file=sys.stderr, flush=True)
+                print(f"{self.path} cannot be written ({error}); training continues", file=sys.stderr, flush=True)
             self._failed = True
 
     def close(self) -> None:
@@ -110,7 +111,7 @@ class Metrics:
 
     Args:
         run: the run's folder.
-        is_main: whether this process speaks.
+        is_main: whether this process writes and prints.
     """
 
     def __init__(self, run: Path, *, is_main: bool):
@@ -119,7 +120,7 @@ class Metrics:
         self.total_steps = 0
         self._stand: dict[str, int] | None = None
         self.began = False
-        """Whether the run has got as far as training; the same on all ranks."""
+        """Whether the run has started training; the same on all ranks."""
         self._ended = False
         self._run = run
         if is_main:
@@ -128,7 +129,7 @@ class Metrics:
             self._bar = tqdm(unit="step", dynamic_ncols=True, disable=True)
 
     def begin(self, config: RunConfig, *, total_steps: int, first_step: int) -> None:
-        """The run is about to train: starts the progress bar, and the trackers with the whole config."""
+        """Called before training: starts the progress bar, and the trackers with the whole config."""
         self.began = True
         if not self.is_main:
             return
@@ -144,7 +145,7 @@ class Metrics:
             self.total_steps = self._bar.total = total_steps
 
     def write(self, event: str, **values: Any) -> None:
-        """One event: a line in metrics.jsonl, and in train.log and on the console in words."""
+        """Writes an event to metrics.jsonl, and as text to train.log and the console."""
         if not self.is_main:
             return
         line = {"event": event, **values, "time": round(time.time(), 3)}
@@ -160,12 +161,12 @@ class Metrics:
             self._trackers.log(numbers, step=values["step"])
 
     def track(self, numbers: dict[str, float]) -> None:
-        """Figures that came late, to the trackers: at the step of now, since they take no earlier one."""
+        """Sends late figures to the trackers, at the current step, since trackers accept no earlier one."""
         if self._trackers is not None:
             self._trackers.log(numbers, step=self._where()["step"])
 
     def say(self, text: str, is_error: bool = False) -> None:
-        """Words to the console, above the progress bar, and to train.log."""
+        """Text for the console, above the progress bar, and for train.log."""
         if not self.is_main:
             return
         self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
@@ -175,21 +176,21 @@ class Metrics:
             self._bar.write(text)
 
     def stands_at(self, step: int, tokens: int) -> None:
-        """So many steps are taken, of so many tokens: for the progress bar, and for the end, whenever it comes."""
+        """Steps and tokens so far, for the progress bar and the end event."""
         if self.is_main:
             self._stand = {"step": step, "tokens": tokens}
             if not self._bar.disable:
                 self._bar.update(step - self._bar.n)
 
     def _where(self) -> dict[str, int]:
-        """Steps and tokens so far; of an attempt that ends before it knows, those of the attempt before."""
+        """Steps and tokens so far; if this attempt ends before they are known, those of the previous attempt."""
         if self._stand is None:
             known = [event for event in read_end(self._run) if {"step", "tokens"} <= event.keys()]
             self._stand = {name: known[-1][name] if known else 0 for name in ("step", "tokens")}
         return self._stand
 
     def end(self, code: int, reason: str, **values: Any) -> None:
-        """The last event of this attempt; closes everything. Of two that come at once, the first counts.
+        """Writes the last event of this attempt and closes everything. Of two simultaneous ends the first counts.
 
         step and tokens are those of `stands_at` where they are not given.
         """

@@ -23,9 +23,9 @@ class ReadAhead:
         Raises InputError for shards that have been damaged since the start.
         """
         begun, self._begun = self._begun, None
-        # A run that went back, or that ends earlier, is another one: its steps have other samples.
-        foretold = begun is not None and begun[0] is run and begun[1:3] == (step, micro_step)
-        batch = (begun[3] if foretold else self._begin(run, step, micro_step)).result()
+        # A run that went back, or that ends earlier, is a different one: its steps have other samples.
+        prefetched = begun is not None and begun[0] is run and begun[1:3] == (step, micro_step)
+        batch = (begun[3] if prefetched else self._begin(run, step, micro_step)).result()
         following = (step, micro_step + 1) if micro_step + 1 < run.micro_steps(step) else (step + 1, 0)
         if following[0] < run.total_steps:
             self._begun = (run, *following, self._begin(run, *following))

@@ -1,6 +1,6 @@
-"""Does this architecture train right, on the path that the run will take? A small copy of it is asked before the run.
+"""Does this architecture train correctly in this run's configuration? A small copy of it is tested before the run.
 
-Many ways to train a model wrongly leave no trace: an attention that ignores the document mask, a forward pass that
+Many ways to train a model wrongly go unnoticed: an attention that ignores the document mask, a forward pass that
 sees the future, a loss that is not the library's. The copy (see model/small_copy.py) is run in fp32 on the CPU, where
 the run's attention has a form there, and compared with the library's own eager forward of each document alone.
 
@@ -61,15 +61,15 @@ class Probe:
 
 @dataclass
 class Judgement:
-    """What one attention was found to do wrong."""
+    """The findings about one attention."""
 
     problems: list[str] = field(default_factory=list)
     leaks_documents: bool = False
-    """Everything else is right: the model trains right with document_mask off."""
+    """Everything else is correct: the model trains correctly with document_mask off."""
 
 
 def probe(config: PreTrainedConfig, *, attention: str, document_mask: bool, balances: bool = False) -> Probe:
-    """The first attention among those that `attention` names under which the architecture trains right.
+    """The first attention among those of `attention` under which the architecture trains correctly.
 
     Takes a second or two, once per configuration and process. Raises InputError with what was found, and what can be
     done about it.

@@ -1,4 +1,4 @@
-"""How a run goes on from where it was: resumes, saves, goes back before what spoiled it, and ends early."""
+"""Where a run continues: resume, save, roll back past bad data, anneal early."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -21,13 +21,13 @@ from pretrain.training.run_plan import RunPlan, identity_problems
 
 
 class Continuation:
-    """Where a run stands. All ranks call together.
+    """The state of a run: where it resumes, what it saves. All ranks call together.
 
     Args:
         plan: the run as the recipe has it.
-        overridden: settings named on the command line, which may differ from the checkpoint's.
+        overridden: settings given on the command line, which may differ from the checkpoint's.
 
-    Raises InputError if the checkpoint is of other settings, NoValidCheckpoint if there are only damaged ones, and
+    Raises InputError if the checkpoint has other settings, NoValidCheckpoint if there are only damaged ones, and
     CrashLoop if the run has failed at this place too often.
     """
 
@@ -63,7 +63,7 @@ class Continuation:
         publish_cut_short(config, metrics)
 
     def _extend(self) -> None:
-        """Where the budget was raised, goes on from before the decay that ended the shorter run."""
+        """If the budget was raised, resumes from before the decay that ended the shorter run."""
         planned = self.saved.contents["plan"]
         self.plan = self.plan.extending(planned)
         if self.plan.total_steps <= planned["total_steps"] or step_of(self.found) <= planned["stable_until"]:
@@ -80,12 +80,12 @@ class Continuation:
         with self.strategy.together(SaveError):
             if self.strategy.is_main and final.exists():
                 final.rename(final.with_name(f"final-{self.found.name}"))
-        self.strategy.print(f"goes on from {stable.name}: the learning rate had not begun to decay there")
+        self.strategy.print(f"resuming from {stable.name}, the last checkpoint before the learning-rate decay")
         self.checkpoints.discard_after(step_of(stable))
         self.found, self.saved = stable, load_saved(stable)
 
     def _branch(self) -> None:
-        """The new run decays from the first step on, and remembers where it came from."""
+        """The new run decays from its first step, and records its origin."""
         run = self.config.branch_from.rpartition("@")[0]
         trunk = {"run": run, "step": self.state.step, "tokens": self.state.tokens}
         if self.state.step > self.saved.contents["plan"]["stable_until"]:
@@ -99,7 +99,7 @@ class Continuation:
 
     @property
     def run(self) -> RunPlan:
-        """The plan as it is in effect: without the data that was left out, with the end that was asked for."""
+        """The plan in effect: without skipped data, with the requested end."""
         run = self.plan.leaving_out(self.state.left_out)
         return run.annealing(self.state.anneal_from, self.state.anneal_steps)
 
@@ -115,17 +115,17 @@ class Continuation:
 
     @property
     def guard_state(self) -> dict[str, Any] | None:
-        """The guard's memory at the checkpoint that the run goes on from."""
+        """The guard's state in the checkpoint that the run resumes from."""
         return self.saved.contents["guard"] if self.saved else None
 
     def load(self) -> None:
-        """Puts the checkpoint that was found into the model and the optimizer."""
+        """Loads the checkpoint into the model and the optimizer."""
         if self.saved:
             self.strategy.load(self.saved.model, self.saved.optimizer)
             self.strategy.load_state(self.saved.contents["strategy"])
 
     def save(self, guard_state: Mapping[str, Any], describe: Callable[[Path], None], beat: Callable[[], None]) -> None:
-        """Begins to save a checkpoint of this step, if there is none.
+        """Starts saving a checkpoint of this step, if there is none.
 
         Args:
             describe: writes the rest of a HF model folder into the folder given.
@@ -148,14 +148,14 @@ class Continuation:
             raise SaveError(f"the checkpoint of step {self.state.step:,} could not be written: see train.log")
 
     def report_saves(self) -> None:
-        """Tells of the saves that have ended since the last call; ranks need not call in the same step."""
+        """Logs the saves that have finished since the last call; ranks need not call in the same step."""
         while (save := self.checkpoints.finished()) is not None:
             if save.problem is None:
                 figures = {"bytes": save.bytes, "seconds": save.seconds, "stall_seconds": save.stall_seconds}
                 self.metrics.write("checkpoint", step=save.step, path=save.folder.name, **figures)
                 self._publish_milestone(save.step)
             else:
-                what_now = "training goes on, the checkpoints before are as they were"
+                what_now = "training continues; earlier checkpoints are unaffected"
                 self.metrics.write(
                     "warning",
                     step=save.step,
@@ -168,7 +168,7 @@ class Continuation:
             publish_beside(self.config, step, self.metrics)
 
     def anneal(self) -> RunPlan:
-        """The final decay begins now; returns the run as it is from here on."""
+        """Starts the final decay now; returns the changed plan."""
         if self.state.anneal_from is None:
             left = self.run.total_steps - self.state.step
             self._anneal(min(left, self.config.optim.decay_fraction * self.state.step))
@@ -178,19 +178,19 @@ class Continuation:
         self.state.anneal_from, self.state.anneal_steps = self.state.step, max(1, round(steps))
 
     def go_back(self, finding: Finding, beat: Callable[[], None] = lambda: None) -> None:
-        """Back to a checkpoint from before what was found, and from there on another way.
+        """Rolls back to a checkpoint before the finding, and changes the data or the rate from there.
 
-        Raises NumericStop where the recipe, the number of rollbacks or the lack of a checkpoint forbid it.
+        Raises NumericStop if the recipe, the number of rollbacks or the lack of a checkpoint rules that out.
         """
         guard, state = self.config.guard, self.state
         if not finding.roll_back or guard.roll_back == "off" or len(state.rollbacks) >= guard.max_rollbacks:
-            raise NumericStopError(f"{finding.message}; the run went back {len(state.rollbacks)} times before")
+            raise NumericStopError(f"{finding.message}; {len(state.rollbacks)} earlier rollbacks")
         first, last = finding.roll_back
         log = self.strategy.print
         target = self.checkpoints.newest_valid(log, at_most=max(first - 1 - guard.distance, 0), beat=beat)
         target = target or self.checkpoints.newest_valid(log, at_most=first - 1, beat=beat)
         if target is None:
-            raise NumericStopError(f"{finding.message}; there is no checkpoint from before to go back to")
+            raise NumericStopError(f"{finding.message}; there is no earlier checkpoint to roll back to")
         self.saved = load_saved(target)
         earlier = RunState(**self.saved.contents["state"])
         skips = guard.roll_back == "skip_data"
@@ -203,12 +203,12 @@ class Continuation:
             "reason": finding.message,
         }
         rollbacks = [*state.rollbacks, rollback]
-        # In this order: killed in between, the run comes here again by the same steps. The other way round it could go
-        # on from a checkpoint after the data that it believes to leave out.
+        # In this order: if killed in between, the run gets here again by the same steps. In the other order it could
+        # resume from a checkpoint after the data that it claims to skip.
         self.checkpoints.discard_after(earlier.step)
         if self.strategy.is_main:
             record_rollbacks(self.config.output, rollbacks)
         self.state = replace(earlier, rollbacks=rollbacks)
         self.load()
-        change = f"leaves out the data of steps {first:,} to {last:,}" if skips else "halves the learning rate"
+        change = f"skipping the data of steps {first:,} to {last:,}" if skips else "halving the learning rate"
         self.metrics.write("rollback", step=state.step, **rollback, change=change)

@@ -1,6 +1,6 @@
 """The numbers of a run that follow from its recipe, its model, its data and the number of processes.
 
-They are computed here, printed at the start, and settable nowhere. What cannot work is found here too, all of it at
+They are computed here, printed at the start, and cannot be set. What cannot work is found here too, all of it at
 once, before anything is built.
 """
 
@@ -118,7 +118,7 @@ class RunPlan(ModelPlan):
         return replace(self, schedule=schedule, ramp=replace(self.ramp, total_steps=from_step + steps))
 
     def extending(self, earlier: Mapping[str, Any]) -> "RunPlan":
-        """The same run where it is longer than an `earlier` one, of which `planned` speaks: without rewinding
+        """The same run where it is longer than an `earlier` one, described by `planned`: without rewinding
         the learning rate."""
         if self.total_steps <= earlier["total_steps"] or self.schedule.name != earlier["schedule"]["name"]:
             return self
@@ -290,7 +290,7 @@ def place_problems(config: RunConfig) -> list[str]:
 
 
 def sequences_of(config: RunConfig, ranks: int) -> int:
-    """Sequences per optimizer step over all ranks; the batch must come out whole."""
+    """Sequences per optimizer step over all ranks; the batch must divide evenly."""
     batch, length = config.batch, config.data.sequence_length
     levels = round(1 / batch.ramp.start) if batch.ramp else 1
     group = levels * batch.sequences_per_micro_batch * length * ranks

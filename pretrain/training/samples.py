@@ -16,7 +16,7 @@ from pretrain.parallel.strategy import Strategy
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: the likeliest one, or drawn at `temperature` from the `top_k` likeliest."""
+    """How the next token is chosen: greedily, or sampled at `temperature` from the `top_k` most likely."""
 
     max_new_tokens: int
     temperature: float | None = None

@@ -1,7 +1,7 @@
 """What every rank knows of a step: its loss over all data, its gradient norm, and what any rank was asked to do.
 
-Figures cross from the device to the host, and then between the ranks, behind the steps that follow, so that no step
-waits for its own. All ranks get the same reports at the same step, and so decide alike without another word.
+Figures cross from the device to the host, and then between the ranks, while later steps run, so that no step
+waits for its own. All ranks get the same reports at the same step, and so decide alike without further communication.
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ class Consensus:
 
     def __init__(self, strategy: Strategy):
         self.strategy = strategy
-        self.speaks = torch.tensor(float(strategy.speaks), device=strategy.device)
+        self.reports_loss = torch.tensor(float(strategy.reports_loss), device=strategy.device)
         self._pending: deque[_Pending] = deque()
 
     def exchange(
@@ -55,7 +55,7 @@ class Consensus:
 
         Ranks get the same reports from the same call: how many are under way depends on the device, not on time.
         """
-        figures = torch.stack([loss.float(), grad_norm.float(), skipped.float(), self.speaks])
+        figures = torch.stack([loss.float(), grad_norm.float(), skipped.float(), self.reports_loss])
         arrived = None
         if figures.is_cuda:
             figures = torch.empty(4, pin_memory=True).copy_(figures, non_blocking=True)
@@ -98,10 +98,10 @@ class Consensus:
         pending = self._pending.popleft()
         if pending.work is not None:
             pending.work.wait()
-        losses, norms, skipped, speaks, requests = torch.stack(pending.answers).unbind(1)
+        losses, norms, skipped, reports_loss, requests = torch.stack(pending.answers).unbind(1)
         return StepReport(
             step=pending.step,
-            loss=losses[speaks > 0].mean().item(),
+            loss=losses[reports_loss > 0].mean().item(),
             grad_norm=norms.max().item(),
             skipped=bool(skipped.max() > 0),
             request=Request(int(requests.max())),

@@ -1,4 +1,4 @@
-"""What looks after the steps of a run: agreement of the ranks, the guard, signals, and commands from outside."""
+"""Supervision of a run's steps: agreement of the ranks, the guard, signals, and commands of runs.py."""
 
 import os
 import socket
@@ -25,27 +25,27 @@ ENDS = {
     Request.STOP: "stopped",
     Request.ABORT: "aborted",
 }
-"""How the end of a run that was asked for reads."""
+"""Reasons for a requested end, as logged."""
 
 
 class CopiesDifferError(RunStoppedError):
-    """Ranks that should hold the same weights do not; a restart from the last checkpoint mends that."""
+    """Ranks that should hold the same weights do not; a restart from the last checkpoint fixes that."""
 
     exit_code = CRASHED
 
 
 class CutShortError(Exception):
-    """The run is to end, and all ranks leave, at the same place, what they did between two steps."""
+    """The run is stopping, and all ranks abandon their work between two steps at the same place."""
 
 
 @dataclass
 class StepOutcome:
-    """What all ranks know and decide after a step, alike."""
+    """What all ranks know and decide after a step; identical on all ranks."""
 
     reports: list[StepReport]
-    """Of the steps whose figures have arrived: up to this step, if it was waited for."""
+    """Reports of the steps whose figures have arrived; including this step if it was waited for."""
     bad: Finding | None = None
-    """Why training should not simply go on."""
+    """Why training must not simply continue."""
     skipped_steps: int = 0
 
     @property
@@ -55,7 +55,7 @@ class StepOutcome:
 
 
 class Supervisor:
-    """Called by all ranks after every step, and now and then during what is done between steps.
+    """Called by all ranks after every step, and regularly during work between steps.
 
     Args:
         start_id: names this start of the run, for commands that are meant for it.
@@ -65,7 +65,7 @@ class Supervisor:
         self.continuation, self.config = continuation, continuation.config
         self.strategy, self.metrics = continuation.strategy, continuation.metrics
         self.request = Request.NONE
-        """What was asked for and is not done yet, as all ranks know it."""
+        """The pending request, known to all ranks."""
         strategy, guard = self.strategy, self.config.guard
         self.consensus = Consensus(strategy)
         self.guard = self._new_guard()
@@ -95,9 +95,9 @@ class Supervisor:
         *,
         settle: bool,
     ) -> StepOutcome:
-        """Hands in (loss, gradient norm, skipped) of `step`, on the device; tells what is known and to be done.
+        """Hands in (loss, gradient norm, skipped) of `step`, on the device; returns what is known and to be done.
 
-        settle: wait for this very step, because something is going to be done with it.
+        settle: wait for this step's own figures, because they are needed now.
         """
         self.watch.beat(step)
         outcome = StepOutcome(self.consensus.exchange(step, *figures, self._asked()))
@@ -108,28 +108,28 @@ class Supervisor:
         return outcome
 
     def _asked(self) -> Request:
-        """What this rank was asked for; a command once, a signal as long as the process lives."""
+        """This rank's request: a command once, a signal for as long as the process lives."""
         command = self.control.poll() if self.strategy.is_main else None
         return max(self.watch.request, Request[command.upper()] if command else Request.NONE)
 
     def listen(self) -> None:
-        """Long work between two steps has come a little further, on all ranks: was the run asked for anything?"""
+        """Called on all ranks during long work between steps: has the run received a request?"""
         self.watch.beat()
         self.request = max(self.request, self.consensus.agree(self._asked()))
 
     def listen_or_leave(self) -> None:
-        """Raises CutShort on all ranks at the same call if the run is to end: SLURM and torchrun do not wait long."""
+        """Raises CutShort on all ranks at the same call if the run is stopping: schedulers do not wait long."""
         self.listen()
         if self.ends:
             raise CutShortError
 
     @contextmanager
     def leaving(self, work: str) -> Iterator[None]:
-        """Around work that may be left: the run goes on after it, without its results."""
+        """Around work that may be skipped: the run continues after it, without its results."""
         try:
             yield
         except CutShortError:
-            self._warn(f"{work} left unfinished: the run is to end")
+            self._warn(f"{work} skipped: the run is stopping")
 
     @property
     def ends(self) -> bool:
@@ -154,7 +154,7 @@ class Supervisor:
             self.metrics.write(finding.event, step=finding.step, message=finding.message, **finding.values)
 
     def answer(self) -> None:
-        """What was asked for is over with; if it was done, whoever sent a command is told."""
+        """The request is settled; if it was carried out, the sender of a command gets an answer."""
         done = self.request != Request.SAVE or self.continuation.is_saved
         if done and self.request in (Request.SAVE, Request.ANNEAL, Request.STOP, Request.ABORT):
             step, total_steps = self.continuation.state.step, self.continuation.run.total_steps
@@ -163,17 +163,17 @@ class Supervisor:
         self.request = Request.NONE
 
     def end(self) -> int:
-        """The run ends because somebody asked for it; returns the exit status."""
+        """Ends the run on request; returns the exit status."""
         code = EXIT_PREEMPTED if self.request == Request.PREEMPT else EXIT_INTERRUPTED
         saved = "nothing saved" if self.request == Request.ABORT else f"saved at step {self.continuation.state.step:,}"
-        reason = f"{ENDS[self.request]}, {saved}; the same command continues"
+        reason = f"{ENDS[self.request]}, {saved}; run the same command to resume"
         self.answer()
         self.watch.close()
         self.metrics.end(code, reason)
         return code
 
     def go_back(self, finding: Finding) -> None:
-        """Goes back before what was found: figures on their way from the steps after that count no more; requests do.
+        """Rolls back before the finding: pending figures of later steps are discarded, requests are kept.
 
         Raises NumericStopError as `Continuation.go_back` does.
         """
@@ -182,7 +182,7 @@ class Supervisor:
         self.guard = self._new_guard()
 
     def compare_copies(self) -> None:
-        """Raises CopiesDiffer on all ranks if some hold other weights than the rest."""
+        """Raises CopiesDiffer on all ranks if some ranks' weights differ."""
         if found := replica_differences(self.strategy.replicas(), self.strategy.device):
             raise CopiesDifferError(f"copies of the weights differ: {'; '.join(found)}")
 

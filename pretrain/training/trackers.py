@@ -1,6 +1,6 @@
 """wandb, tensorboard and trackio, through accelerate: several at once, each on the same curve after a restart.
 
-A tracker can lose its network or its server; it can cost a warning, never a run.
+A tracker that loses its network or its server costs a warning, never the run.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ def tracker_problems(names: list[str]) -> list[str]:
 
 
 class Trackers:
-    """The trackers of a run; none is as good as one.
+    """The trackers of a run; there may be none.
 
     Args:
         run: the run's folder, whose name is the run's name.
@@ -46,7 +46,7 @@ class Trackers:
                 )
 
     def log(self, numbers: dict[str, float], step: int) -> None:
-        """The same numbers to all."""
+        """Sends the same numbers to all."""
         for name in list(self._running):
             self._call(name, self._running[name].log, numbers, step=step)
 
@@ -59,7 +59,7 @@ class Trackers:
             function(*arguments, **named)
         except Exception as error:  # each has its own kinds, and none is worth a run
             self._running.pop(name, None)
-            self._warn(f"the tracker {name} failed and gets nothing more: {type(error).__name__}: {error}")
+            self._warn(f"the tracker {name} failed and is switched off: {type(error).__name__}: {error}")
 
 
 def _make(name: str, run: Path, config: RunConfig) -> Any:

@@ -64,7 +64,7 @@ def validate(
     bits_per_byte = loss / ln 2 x tokens / UTF-8 bytes, with the split's own ratio of tokens to bytes.
 
     Args:
-        after_batch: called by all ranks after the same batches; may raise, and training goes on from there.
+        after_batch: called by all ranks after the same batches; may raise to skip the rest.
     """
     model.eval()
     results = {}

@@ -1,7 +1,7 @@
-"""A thread beside the loop: signals, heartbeats, hangs and dead neighbours.
+"""A monitoring thread: signals, heartbeats, hangs and dead neighbours.
 
-The loop cannot look after itself while it waits for another rank inside a collective: Python runs signal handlers in
-the main thread, and that thread may never come back. This one wakes for every signal and every fraction of a second.
+The loop cannot monitor itself while it waits for another rank in a collective: Python runs signal handlers in the main
+thread, which may never return. This thread wakes up for every signal and several times per second.
 """
 
 import faulthandler
@@ -33,12 +33,12 @@ SAME_SIGNAL_SECONDS = 1.0
 """Ctrl-C reaches a process from the terminal and from its launcher: signals this close together are one."""
 HEARTBEAT_SECONDS, HEARTBEAT_SECONDS_OF_OTHERS = 2.0, 10.0
 ORPHAN_SECONDS = 3.0
-"""How long a launcher has to end the others itself after one of its processes died."""
+"""How long a launcher has to stop the other processes itself after one died."""
 LAST_WORDS_SECONDS = 3.0
-"""A tracker without a network, or a terminal that nobody reads, may take so long at the end and no longer."""
+"""Time limit at the end for a tracker without a network or a terminal that nobody reads."""
 OWN_PAUSE_SECONDS = 5.0
-"""A watch that was late by more, or by half of a step's timeout, was itself stopped, with the whole process: a Ctrl-Z,
-a machine that slept."""
+"""If the watch itself is late by more than this, or by half a step's timeout, the process was suspended: Ctrl-Z, or a
+machine that slept."""
 LAUNCHER = os.getppid()
 """As of the import, long before training: a launcher may die while its processes load."""
 
@@ -50,8 +50,8 @@ class Watch:
         run: the run's folder; heartbeats and stacks go into it.
         rank: this process; rank 0 beats more often.
         neighbours: process ids of the other ranks on this machine.
-        step_timeout_seconds, first_step_timeout_seconds: between two beats; the first one counts until the first beat.
-        held: a file whose holder must show that it is alive: the run's lock.
+        step_timeout_seconds, first_step_timeout_seconds: between two beats; the latter applies until the first beat.
+        held: a file to touch as a sign of life: the run's lock.
         on_end: called with the reason and the exit status before a hang, a dead neighbour or a second signal ends this
             process; it gets a few seconds.
     """
@@ -71,7 +71,7 @@ class Watch:
         self.step_timeout_seconds = step_timeout_seconds
         self.held, self.on_end = held, on_end
         self.request = Request.NONE
-        """What signals have asked for so far."""
+        """The most urgent request by signals so far."""
         self.step = 0
         self._timeout = first_step_timeout_seconds
         self._last_beat = time.monotonic()
@@ -86,7 +86,7 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
     def start(self) -> None:
-        """From the main thread: from here on a signal is a request to the loop, and silence of the loop a hang."""
+        """Called from the main thread: from now on signals are requests to the loop, and its silence is a hang."""
         self.heartbeat_path.parent.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup means it
@@ -96,13 +96,13 @@ class Watch:
         self._thread.start()
 
     def beat(self, step: int | None = None) -> None:
-        """The loop is alive; with the number of steps taken, once a step is done."""
+        """Reports that the loop is alive, with the number of steps after each step."""
         if step is not None:
             self.step, self._timeout = step, self.step_timeout_seconds
         self._last_beat = time.monotonic()
 
     def close(self) -> None:
-        """Before the ranks part: an end in good order must not be taken for a death. Signals count no more."""
+        """Before the ranks exit: a clean end must not be mistaken for a death. Signals are ignored from here on."""
         self._closed.set()
         self._writer.send(b"\0")
         self._thread.join()
@@ -140,7 +140,7 @@ class Watch:
                 self._end_hang()
 
     def _forgive(self, seconds: float) -> None:
-        """The process itself stood still for so long: no hang of the loop, nor of the neighbours."""
+        """The process itself was suspended for this long: neither the loop nor the neighbours hang."""
         self._last_beat += seconds
         self._stopped_since.clear()
         if self._neighbour_died is not None:
@@ -151,9 +151,9 @@ class Watch:
         if self._first_signal is None:
             self._first_signal = now
             self.request = max(self.request, SIGNALS[number])
-            self._say(f"{number.name}: saves and ends after this step; a second signal ends at once")
+            self._say(f"{number.name}: finishing this step and saving; press Ctrl-C again to quit now")
         elif now - self._first_signal > SAME_SIGNAL_SECONDS:
-            self._end(f"{number.name} after a first signal: ends at once, nothing saved", END_CODES[SIGNALS[number]])
+            self._end(f"second signal ({number.name}): quitting now, nothing saved", END_CODES[SIGNALS[number]])
 
     def _heartbeat(self) -> None:
         now = time.monotonic()
@@ -170,13 +170,13 @@ class Watch:
             if self.held is not None:
                 os.utime(self.held)
         except OSError:
-            return  # a disk that is full or away for a moment is no reason to end a run
+            return  # a disk that is full or unreachable for a moment must not end a run
 
     def _look_at_launcher(self) -> None:
         if self._launcher is not None and os.getppid() != self._launcher:
             self._launcher = None
             self.request = max(self.request, Request.PREEMPT)
-            self._say("the launcher has died: saves and ends after this step")
+            self._say("launcher exited; saving and stopping")
 
     def _look_at_neighbours(self) -> None:
         dead = [pid for pid in self.neighbours if not is_alive(pid)]
@@ -190,7 +190,7 @@ class Watch:
             self._end(f"process {', '.join(map(str, dead))} of this run has died", CRASHED)
 
     def _look_for_stopped(self) -> None:
-        """A neighbour that was stopped while this loop waits for a disk and beats: it is the one that hangs."""
+        """Finds a suspended neighbour while this loop waits for a disk and still beats: the neighbour hangs."""
         now = time.monotonic()
         stopped = [pid for pid in self.neighbours if process_state(pid) == "T"]
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
@@ -200,7 +200,7 @@ class Watch:
     def _end_hang(self, cause: str = "no progress") -> None:
         seconds = time.monotonic() - self._last_beat
         path = self.run / f"stacks-rank-{self.rank:05d}.txt"
-        reason = f"{cause}, {seconds:.0f} s after step {self.step:,}; the stacks are in {path}"
+        reason = f"{cause}, {seconds:.0f} s after step {self.step:,}; stacks written to {path}"
         try:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self.rank}: {reason}\n")
@@ -208,15 +208,15 @@ class Watch:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
             reason += f", which could not be written ({error})"
-        time.sleep(min(2.0, self.step_timeout_seconds / 16))  # the others write theirs, then all end
+        time.sleep(min(2.0, self.step_timeout_seconds / 16))  # the others write theirs, then all exit
         for pid in self.neighbours:
-            if process_state(pid) == "T":  # stopped: it hears no signal but this
+            if process_state(pid) == "T":  # stopped: it receives no signal but this
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
         self._end(reason, CRASHED)
 
     def _end(self, reason: str, code: int) -> None:
-        """Ends the process, whatever becomes of the last words: they go through disks, pipes and networks."""
+        """Ends the process even if its last messages get stuck in disks, pipes or networks."""
         speaker = threading.Thread(target=self._last_words, args=(reason, code), name="last words", daemon=True)
         speaker.start()
         speaker.join(timeout=LAST_WORDS_SECONDS)
@@ -227,7 +227,7 @@ class Watch:
         try:
             self.on_end(reason, code)
         except (OSError, ValueError, RuntimeError) as error:
-            self._say(f"the end could not be recorded: {error}")
+            self._say(f"could not record the end of the run: {error}")
         with suppress(OSError, ValueError):
             sys.stdout.flush()
 

@@ -28,7 +28,7 @@ def test_the_index_of_megatron_to_the_byte(tmp_path):
     (tmp_path / "a.idx").write_bytes(GOLDEN_INDEX)
     assert megatron.read_idx(tmp_path / "a.idx") == ("uint16", 8, 3)
     wide = megatron.index_bytes(np.array([3, 1, 4]), "uint32")
-    assert wide[17] == 4, "int32, for want of uint32 in Megatron"
+    assert wide[17] == 4, "int32, because Megatron has no uint32"
     assert struct.unpack_from("<3q", wide, 34 + 12) == (0, 12, 16)
 
 
@@ -106,7 +106,7 @@ def test_training_on_the_files_of_others_is_training_on_ours(nanogpt, shards, to
 
 def test_what_is_wrong_with_foreign_files_is_named(nanogpt, tokenizer, tmp_path):
     name = str(tokenizer)
-    with pytest.raises(InputError, match=r"ids without a word on their tokenizer; name it in the recipe"):
+    with pytest.raises(InputError, match=r"no tokenizer named for these ids; name it in the recipe"):
         read_manifest(nanogpt)
     (nanogpt / "odd.bin").write_bytes(b"123")
     with pytest.raises(InputError, match=r"odd\.bin: has 3 bytes, must hold uint16 ids"):

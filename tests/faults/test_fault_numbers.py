@@ -60,7 +60,7 @@ def test_spikes_are_rolled_back_three_times_and_then_stop_the_run(recipe, tmp_pa
         "--guard.distance", 2, faults=spikes,
     )  # fmt: skip
     assert end_of(run)["code"] == 16, ended.output
-    assert "went back 3 times before" in end_of(run)["reason"]
+    assert "3 earlier rollbacks" in end_of(run)["reason"]
     rollbacks = events(run, "rollback")
     assert [event["to_step"] for event in rollbacks] == [8, 8, 8]
     assert len({tuple(event["samples"]) for event in rollbacks}) == 3, "each time other data is left out"

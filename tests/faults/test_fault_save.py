@@ -85,7 +85,7 @@ def test_harm_to_a_file_is_found_before_use_and_named(run, tmp_path, harm):
         HARMS[harm](spoilt / "checkpoints/step-00000002" / file)
         folder, log = chosen(spoilt)
         assert folder.name == "step-00000001"
-        assert len(log) == 1 and "it is now damaged-step-00000002" in log[0]
+        assert len(log) == 1 and "renamed to damaged-step-00000002" in log[0]
         # A flipped bit of a hash in the manifest looks like a damaged file.
         assert file in log[0] or (file == "MANIFEST.json" and "flip" in harm)
     tell("10, 11", f"{harm}, in each of {len(FILES) + 1} files", "found before use, named; the one before is taken")
@@ -226,7 +226,7 @@ def test_a_disk_that_refuses_costs_a_checkpoint_and_no_step(recipe, tmp_path):
     warnings = {event["step"]: event["message"] for event in events(tmp_path / "run", "warning")}
     assert {4, 8, 12} <= set(warnings)
     assert "No space left on device" in warnings[4] and "Read-only file system" in warnings[8]
-    assert all("the checkpoints before are as they were" in warnings[step] for step in (4, 8, 12))
+    assert all("earlier checkpoints are unaffected" in warnings[step] for step in (4, 8, 12))
     assert [event["step"] for event in events(tmp_path / "run", "checkpoint")] == [16, 20]
     assert sorted(losses(tmp_path / "run")) == list(range(1, 21)), "no step waited or was lost"
     assert not list((tmp_path / "run/checkpoints").glob(".*"))

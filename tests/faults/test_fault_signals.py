@@ -65,7 +65,7 @@ def test_sigterm_between_steps_during_a_save_and_with_a_save_that_is_too_slow(re
         assert end_of(run)["code"] == 75 and events(run, "resume")[-1]["step"] == saved, last.output
         assert saved + 3 <= end_of(run)["step"] <= saved + 4
         outputs.append(last)
-    assert not list((run / "checkpoints").glob(".*")), "no litter"
+    assert not list((run / "checkpoints").glob(".*")), "no leftovers"
     where = "during a save, between steps, to one rank alone" if EVERYTHING else "during a save"
     tell("15", f"SIGTERM {where}", "one step agreed on, saved, exit 75")
     for ended in outputs:
@@ -98,19 +98,19 @@ def test_sigterm_in_what_is_done_between_steps(recipe, tmp_path):
     if EVERYTHING:
         settings += ["--samples.every_steps", 4, "--samples.prompts", "['def']"]
         warnings = stop("sample", 4, {"where": "sample", "step": 4, "what": "sleep", "seconds": 600, "rank": 0})
-        assert "samples left unfinished: the run is to end" in warnings
+        assert "samples skipped: the run is stopping" in warnings
         assert (end_of(run)["code"], end_of(run)["step"]) == (75, 4) and not events(run, "sample")
         settings = settings[:-4]
     # 32 batches of two seconds on the last rank, the signal in the first on the other.
     warnings = stop("validation", 8, {"where": "validation", "step": 8, "what": "sleep", "seconds": 2, "always": True})
-    assert "validation left unfinished: the run is to end" in warnings
+    assert "validation skipped: the run is stopping" in warnings
     assert (end_of(run)["code"], end_of(run)["step"]) == (75, 8)
     assert {event["step"] for event in events(run, "validation")} == {0}
     assert damage(run / "checkpoints/step-00000008") == [] and not (run / "final").exists()
 
     warnings = stop("check", 0, {"where": "check", "what": "sleep", "seconds": 600, "rank": 0})
     assert {event["step"] for event in events(run, "validation")} == {0, 8}, "what was left is made up for"
-    assert any(message.startswith("the check of") and "final left unfinished" in message for message in warnings)
+    assert any(message.startswith("the check of") and "final skipped" in message for message in warnings)
     assert end_of(run)["code"] == 0 and damage(run / "final") == []
 
 

@@ -347,7 +347,7 @@ def test_what_the_class_itself_refuses_is_an_input_error(tmp_path):
     [
         ("{", "not a valid JSON file: Expecting property name"),
         ("[1]", "a model's JSON is an object of keys and values, this is a list"),
-        ('{"model_type": "llama", "vocab_size": 1, "vocab_size": 2}', "vocab_size stands there more than once"),
+        ('{"model_type": "llama", "vocab_size": 1, "vocab_size": 2}', "vocab_size is given more than once"),
     ],
 )
 def test_a_broken_file_is_refused(tmp_path, text, expected):

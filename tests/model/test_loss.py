@@ -162,7 +162,7 @@ def test_custom_op_keeps_torchs_rules():
 
 
 def test_the_compiled_loss_is_compiled_once_whatever_is_needed_of_it():
-    """Validation, which needs no gradients, comes in the midst of a run."""
+    """Validation, which needs no gradients, happens during a run."""
     hidden, weight, _, targets = inputs()
     torch.compiler.reset()
     next_token_loss(hidden, weight, targets, backend="chunked_compiled")[0].backward()

@@ -1,4 +1,4 @@
-"""Processes of a restarted group meet in a store of their own, and speak over a network that others can reach."""
+"""Processes of a restarted group meet in a store of their own, and use a network that others can reach."""
 
 import os
 import socket
@@ -67,7 +67,7 @@ def machine(monkeypatch):
 def test_gloo_speaks_over_the_route_to_the_main_address(machine, capsys):
     choose_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
-    assert "gloo speaks over eth0, the way to 10.0.0.1" in capsys.readouterr().err
+    assert "gloo uses eth0, the route to 10.0.0.1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""train.py --smoke: a verdict for each part of a run, under a strategy that shards too."""
+"""train.py --smoke: pass or fail for each part of a run, under a strategy that shards too."""
 
 import json
 

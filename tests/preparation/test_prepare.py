@@ -34,11 +34,11 @@ def test_a_second_process_is_refused_and_told_by_whom(tmp_path, tokenizer):
     state.mkdir(parents=True)
     with (
         folder_lock(state / "lock"),
-        pytest.raises(InputError, match=rf"process {os.getpid()} on {socket.gethostname()} is working on it"),
+        pytest.raises(InputError, match=rf"process {os.getpid()} on {socket.gethostname()} is using it"),
     ):
         prepare_files(tmp_path, tokenizer)
     (state / "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
-    with pytest.raises(InputError, match=r"left locked by process 1 on elsewhere; .* remove .*lock and run again"):
+    with pytest.raises(InputError, match=r"still locked by process 1 on elsewhere; .* remove .*lock and run again"):
         prepare_files(tmp_path, tokenizer)
     (state / "lock").write_text(json.dumps({"pid": 1, "host": socket.gethostname()}))
     prepare_files(tmp_path, tokenizer)
@@ -132,7 +132,7 @@ def test_a_full_disk_is_said_and_what_is_done_is_kept(tmp_path, tokenizer):
     command = [sys.executable, "-c", FULL, str(limit), "0", *map(str, (*arguments, *output))]
     full = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert full.returncode == 2 and "Traceback" not in full.stderr, full.stderr
-    assert "File too large" in full.stderr and "make room or access, then run the same command again" in full.stderr
+    assert "File too large" in full.stderr and "free space or fix permissions, then run" in full.stderr
     ended = run_killed(0, *arguments, *output)
     assert ended.returncode == 0 and "continuing after" in ended.stderr, ended.stderr
     assert run_killed(0, *arguments, "--output", tmp_path / "whole").returncode == 0

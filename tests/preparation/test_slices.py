@@ -70,7 +70,7 @@ def test_missing_and_different_slices_are_all_named(tmp_path, run):
         run(*arguments, "--min_characters", 3, "--merge_slices", 3)
     told = caught.value.problems
     assert "options.min_characters was None, is now 3" in told[0]
-    assert "1-of-3: is not finished; run the same command with --slice 1/3" in told[1]
+    assert "1-of-3: is not complete; run the same command with --slice 1/3" in told[1]
     assert len(told) == 3 and not (tmp_path / "out").exists()
 
 
@@ -78,7 +78,7 @@ def test_what_cannot_be_divided_is_refused(tmp_path, run):
     with pytest.raises(InputError, match=r"--slice 3/3: must be i/n with i from 0 to n - 1"):
         parse_slice("3/3")
     arguments = (*write_inputs(tmp_path), "--output", tmp_path / "out")
-    with pytest.raises(InputError, match=r"no slice knows what the others hold, so --max_tokens 9 must be left out"):
+    with pytest.raises(InputError, match=r"slices do not know of each other, so --max_tokens 9 must be left out"):
         run(*arguments, "--slice", "0/2", "--max_tokens", 9)
     with pytest.raises(InputError, match=r"give either --slice I/N, or --merge_slices N"):
         run(*arguments, "--slice", "0/2", "--merge_slices", 2)

@@ -90,7 +90,7 @@ def test_a_second_request_is_taken_after_the_first(run):
         assert json.loads((run / ANSWER_FILE).read_text())["id"] == request["id"]
 
 
-def test_a_request_for_an_earlier_start_steers_nobody(run):
+def test_a_request_for_an_earlier_start_is_ignored(run):
     send(run, "stop")
     restarted = Control(run, "start-2")
     assert restarted.poll() is None
@@ -167,13 +167,13 @@ def test_no_reader_sees_half_a_file(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["file.json"]
 
 
-def test_without_an_answer_the_request_is_withdrawn(run):
-    with pytest.raises(InputError, match=r"no answer within 0.3 s, so save is withdrawn.*--timeout"):
+def test_without_an_answer_the_request_is_cancelled(run):
+    with pytest.raises(InputError, match=r"no answer within 0.3 s, so save is cancelled.*--timeout"):
         ask(run, timeout_seconds=0.3)
     assert not (run / REQUEST_FILE).exists()
 
 
-def test_only_its_own_request_is_withdrawn(run):
+def test_only_its_own_request_is_cancelled(run):
     first, second = send(run, "save"), send(run, "stop")
     withdraw(run, first)
     assert json.loads((run / REQUEST_FILE).read_text()) == second
@@ -190,7 +190,7 @@ def test_ctrl_c_stops_waiting_and_withdraws(run):
     wait_until((run / REQUEST_FILE).exists, sender)
     sender.send_signal(signal.SIGINT)
     _, said = sender.communicate(timeout=SOON)
-    assert sender.returncode == 130 and "no longer waits; withdrawn" in said and "Traceback" not in said
+    assert sender.returncode == 130 and "gave up waiting; cancelled" in said and "Traceback" not in said
     assert not (run / REQUEST_FILE).exists()
 
 
@@ -219,10 +219,10 @@ def test_a_run_that_nobody_trains_is_not_steered(tmp_path):
         # What a process that was killed leaves behind: a lock that no living process holds.
         (folder / ".lock").write_text(json.dumps({"pid": 2**22 + 1, "host": socket.gethostname()}))
     cases = {
-        finished: "no process trains it (finished at step 100), so there is nothing to save; its model is in final",
-        unlocked: "no process trains it (it has neither lock nor heartbeat)",
-        crashed: "no process trains it (crashed at step 1), so there is nothing to save; the command that started it",
-        preempted: "no process trains it (stopped: preempted at step 4)",
+        finished: "the run is not active (finished at step 100), so there is nothing to save; its model is in final",
+        unlocked: "the run is not active (it has neither lock nor heartbeat)",
+        crashed: "the run is not active (crashed at step 1), so there is nothing to save; the command that started it",
+        preempted: "the run is not active (stopped: preempted at step 4)",
         tmp_path / "nowhere": "no such run",
         tmp_path: "is not a run but holds 4",
     }
@@ -253,13 +253,13 @@ def test_a_run_on_another_machine_is_judged_by_its_heartbeat(tmp_path):
     trainer.join()
     beat.write_text(json.dumps({"pid": 1, "host": "elsewhere", "step": 1, "time": time.time() - 600}))
     os.utime(beat, (time.time() - 600,) * 2)
-    with pytest.raises(InputError, match="no process trains it"):
+    with pytest.raises(InputError, match="the run is not active"):
         send(run, "save")
 
 
 def test_a_folder_that_cannot_be_written_is_named(run):
     (run / "control").write_text("a file where the folder should be")
-    with pytest.raises(InputError, match=r"control/request.json: cannot be written"):
+    with pytest.raises(InputError, match=r"control/request.json: is not writable"):
         send(run, "save")
 
 
@@ -297,7 +297,7 @@ def test_a_live_run_of_two_processes_is_steered(strategy, recipe, tmp_path):
     assert [line["code"] for line in events(run, "end")] == [130]
     assert read_status(run).state == "stopped"
     said = run_script("runs.py", "save", run, check=False)
-    assert said.returncode == 2 and "no process trains it (stopped at step" in said.stderr
+    assert said.returncode == 2 and "the run is not active (stopped at step" in said.stderr
     if not ALL:
         return
     with live_run(strategy, recipe, run) as trainer:
@@ -319,7 +319,7 @@ def steer(run, command):
 
 @contextmanager
 def live_run(strategy, recipe, run):
-    """A training of two processes that would take for ever, once it has logged a step of its own."""
+    """A training of two processes that would take forever, once it has logged a step of its own."""
     before = len(events(run, "train")) if run.exists() else 0
     trainer = subprocess.Popen(
         [

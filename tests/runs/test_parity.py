@@ -55,7 +55,7 @@ def test_refusals_are_read_from_the_log_of_the_launch():
 def test_those_that_ran_decide_the_exit_status(tmp_path, capsys):
     good = {"single": EQUAL, "ddp": StrategyOutcome(Curve({1: 6.000001, 2: 5.0}, REFERENCE.grad_norm))}
     assert report_parity(good, BOUNDS, tmp_path) == 0
-    assert "1 of the 1 that can run this recipe here train as single does" in capsys.readouterr().out
+    assert "1 of the 1 that can run this recipe here match single" in capsys.readouterr().out
     refused = {**good, "tp": StrategyOutcome(None, ("optim.name: muon does not run under tp", "model: too small"))}
     assert report_parity(refused, BOUNDS, tmp_path) == 0
     out = capsys.readouterr().out

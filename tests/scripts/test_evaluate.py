@@ -191,7 +191,7 @@ def test_the_base_set_is_what_is_measured_when_nothing_is_named():
         (["--precision", "fp23"], "--precision fp23; did you mean fp32?"),
         (["--split", "test"], "--split test; "),
         (["--document_mask", "yes"], "--document_mask yes; allowed: off, on"),
-        (["--top_k", "5"], "--top_k: chooses among drawn tokens; give --temperature too"),
+        (["--top_k", "5"], "--top_k: applies to sampling only; give --temperature too"),
         (["--temperature", "nan"], "--temperature nan: must be a number above 0"),
     ],
 )

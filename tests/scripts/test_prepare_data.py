@@ -75,7 +75,7 @@ def test_running_again_redoes_nothing(tmp_path, run):
     arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
     run(*arguments)
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*")}
-    assert "is done already, nothing to do" in run(*arguments)
+    assert "already complete" in run(*arguments)
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*")} == before
 
 
@@ -97,7 +97,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", texts(5))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious.txt").write_text("x")
-    with pytest.raises(InputError, match=r"holds something else already \(precious.txt\)"):
+    with pytest.raises(InputError, match=r"already contains other files \(precious.txt\)"):
         run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
     assert content_of(tmp_path / "out") == {"precious.txt": b"x"}
 
@@ -129,7 +129,7 @@ def test_a_bad_line_stops_with_its_place_and_leaves_nothing(tmp_path, run, reaso
     (problem,) = caught.value.problems
     assert f"{tmp_path}/a.jsonl, line 5: " in problem
     assert reason in problem
-    assert "mend the input, or use --on_error skip" in problem
+    assert "fix the input, or use --on_error skip" in problem
     assert not (tmp_path / "out").exists()
 
 
@@ -236,7 +236,7 @@ def test_a_wrong_fast_path_is_noticed_and_everything_is_made_anew(
     monkeypatch.setattr(sys, "argv", ["prepare_data.py", *map(str, arguments), "--output", str(tmp_path / "out")])
     sys.argv += ["--tokenizer", str(tokenizer)]
     assert prepare_data.main() == 0
-    assert "starting anew with tokenizers: gigatoken gives other ids" in capsys.readouterr().err
+    assert "starting over with tokenizers: gigatoken gives other ids" in capsys.readouterr().err
     assert content_of(tmp_path / "out") == content_of(tmp_path / "right")
 
 
@@ -300,7 +300,7 @@ def test_a_dataset_that_is_nowhere_is_named(run, tmp_path, monkeypatch):
 def test_verify_tells_good_from_bad(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", texts(9))
     run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--validation_fraction", 0)
-    assert "all 1 shards are as they were made" in run("--verify", tmp_path / "out", with_tokenizer=False)
+    assert "all 1 shards verified, unchanged" in run("--verify", tmp_path / "out", with_tokenizer=False)
     content = bytearray((tmp_path / "out" / "train-00000.bin").read_bytes())
     content[10] ^= 4
     (tmp_path / "out" / "train-00000.bin").write_bytes(content)

@@ -185,7 +185,7 @@ def test_control_c_ends_in_words(run, hub, home):
     process.send_signal(signal.SIGINT)
     go_on.set()
     _, said = process.communicate(timeout=SOON)
-    assert process.returncode == 130 and "interrupted; the same command continues" in said
+    assert process.returncode == 130 and "interrupted; run the same command to resume" in said
     assert "Traceback" not in said
 
 
@@ -194,7 +194,7 @@ def test_a_network_that_is_down_is_said_and_the_run_is_intact(run, hub, home):
     out = publish_run(run, hub, home, check=False, HF_ENDPOINT="http://127.0.0.1:9")
     assert out.returncode == 1
     assert "publishing to me/tiny at http://127.0.0.1:9 failed: ConnectError" in out.stderr
-    assert "the same command continues" in out.stderr and "Traceback" not in out.stderr
+    assert "run the same command to resume" in out.stderr and "Traceback" not in out.stderr
     assert fingerprint(run) == before
 
 
@@ -248,9 +248,9 @@ def test_everything_wrong_is_said_at_once(finished_run, logged_out):
         "--dryrun: unknown; did you mean --dry_run?",
         "--checkpoint x: must be a step",
         "--attempts 0: must be a whole number from 1",
-        "--output: belongs to --dry_run",
+        "--output: only valid with --dry_run",
         "--repo a/b/c: Repo id must be",
-        "--license is missing: nobody may use a model that has none; give one, such as apache-2.0",
+        "--license is missing: a licence is required; give one, such as apache-2.0",
         "--language english: must be an ISO 639 code",
         "not logged in to the Hub: run `hf auth login`",
         f"--checkpoint 5: {finished_run} has no checkpoint of this step; steps there: 4, 8",
@@ -276,7 +276,7 @@ def test_bad_input_is_refused(arguments, words, logged_out):
 
 def test_a_run_that_is_not_done_offers_its_checkpoint(run, logged_out):
     shutil.rmtree(run / "final")
-    assert f"--run {run}: has no final/, so it has not come to its end; give --checkpoint 8" in refusal("--run", run)
+    assert f"--run {run}: has no final/, so training has not finished; give --checkpoint 8" in refusal("--run", run)
 
 
 def test_a_damaged_model_is_not_published(run, logged_out):
@@ -302,7 +302,7 @@ def test_the_recipe_says_where_and_under_which_licence(tmp_path, logged_out):
     assert publish.main(["--run", str(run), "--dry_run", "--output", str(tmp_path / "dry")]) == 0
     card = (tmp_path / "dry/main/README.md").read_text()
     assert "license: mit" in card and "- en" in card and 'model="me/x"' in card
-    assert any("main is in it already" in p for p in refusal("--run", run, "--dry_run", "--output", tmp_path / "dry"))
+    assert any("already contains main" in p for p in refusal("--run", run, "--dry_run", "--output", tmp_path / "dry"))
 
 
 def test_no_secret_goes_up(tmp_path, logged_out, monkeypatch):
@@ -310,8 +310,7 @@ def test_no_secret_goes_up(tmp_path, logged_out, monkeypatch):
     run = write_run(tmp_path / "x", steps=(4,), trackers=["https://user:canary-0123456789@host"])
     problems = refusal("--run", run, "--repo", "me/x", *OFFER, "--dry_run", "--output", tmp_path / "dry")
     assert problems == [
-        "README.md holds the value of WANDB_API_KEY, which is not for others: take it out of the recipe and publish "
-        "again"
+        "README.md holds the value of WANDB_API_KEY, a secret: remove it from the recipe and publish again"
     ]
     assert not list((tmp_path / "dry").iterdir()), "not even staged"
 
@@ -390,7 +389,7 @@ def test_training_publishes_without_waiting_and_the_scores_follow(run, hub, home
         assert not hub.uploads, "it does not wait for what cannot go on before it has returned"
         returned.set()
         log = run / "publish" / "publish.log"
-        wait_for(lambda: "step-4: waits for the scores of its evaluation" in log.read_text(), log)
+        wait_for(lambda: "step-4: waiting for evaluation scores" in log.read_text(), log)
         files = hub.files("me/tiny", "step-4")
         assert set(files) == WENT_UP | {".gitattributes"} and b"hellaswag" not in files["README.md"].content
         event = {"event": "evaluation", "step": 4, "task": "hellaswag", "acc": 0.25, "acc_stderr": 0.01}
@@ -444,7 +443,7 @@ def test_a_run_trains_while_the_hub_is_down_and_completes_its_uploads_later(reci
 def test_a_disk_that_cannot_be_written_is_said(run, hub, home):
     (run / "publish").write_text("a file where a folder should be")
     out = publish_run(run, hub, home, check=False)
-    assert out.returncode == 1 and "publish cannot be written" in out.stderr and "Traceback" not in out.stderr
+    assert out.returncode == 1 and "publish is not writable" in out.stderr and "Traceback" not in out.stderr
 
 
 def test_a_tag_stays_with_the_first_of_two_steps_that_round_to_it(hub, capsys):

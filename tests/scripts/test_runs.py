@@ -106,7 +106,7 @@ def test_a_run_on_another_machine_lives_while_its_heart_beats(tmp_path):
     beat.write_text(json.dumps({"pid": 7, "host": "elsewhere", "time": time.time(), "silent_seconds": 300.0}))
     status = read_status(run)
     assert status.state == "running" and status.where == "process 7 on elsewhere"
-    assert "nothing from its loop for 5 min 00 s: a long step, or it hangs" in status_text(status)
+    assert "no progress for 5 min 00 s: a long step, or a hang" in status_text(status)
     beat.write_text("{}")
     os.utime(beat, (time.time() - 600,) * 2)
     assert read_status(run).state == "crashed"
@@ -130,7 +130,7 @@ def test_the_status_page_says_what_one_wants_to_know(tmp_path):
     run = write_run(tmp_path / "run", [*lines, {"event": "warning", "step": 50, "message": "a\nslow disk"}])
     with folder_lock(run / ".lock"):
         text = run_script("runs.py", "status", run).stdout
-    for part in ("running, process", "50.0% · step 50 of 100", "50 s at the present pace", "loss            4.5000"):
+    for part in ("running, process", "50.0% · step 50 of 100", "50 s at the current pace", "loss            4.5000"):
         assert part in text, text
     assert "validation web  loss 4.0000 at step 50" in text and "warning     step 50 · message a slow disk" in text
 
@@ -274,7 +274,7 @@ def test_shards_of_earlier_versions_have_no_origins(tmp_path, shards):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert verify_shards(folder) == []
     text = documents_text(trained(tmp_path, folder), 7, limit=2, characters=100)
-    assert "do not record from which file and line" in text and "    from " not in text
+    assert "do not record the source file and line" in text and "    from " not in text
 
 
 def test_documents_are_counted_within_the_shard(tmp_path, shards):
@@ -319,7 +319,7 @@ def test_a_budget_that_was_raised_later_does_not_move_earlier_steps(tmp_path, sh
 
 def test_documents_of_changed_or_missing_shards_and_of_steps_outside_the_run_are_refused(tmp_path, shards):
     run = trained(tmp_path, shards)
-    with pytest.raises(InputError, match=r"--step 21: .* has come to step 20 so far; give 1 to 20"):
+    with pytest.raises(InputError, match=r"--step 21: .* has reached step 20; give 1 to 20"):
         documents_text(run, 21, limit=1, characters=9)
     saved = run / "checkpoints" / "step-00000020" / "trainer_state.json"
     saved.parent.mkdir(parents=True)
@@ -340,16 +340,16 @@ def test_bad_input_gets_a_clear_answer(tmp_path):
     run = finished_run(tmp_path / "runs" / "llama")
     nothing = write_run(tmp_path / "nothing", [start_line()])
     cases = {
-        ("list", tmp_path / "nowhere"): "no such folder; give one that holds runs",
+        ("list", tmp_path / "nowhere"): "no such folder; give a folder that contains runs",
         ("list", run / "x"): "no such folder",
         ("status", tmp_path / "runs" / "lama"): f"did you mean {run}?",
         ("summary", tmp_path): "is not a run but holds 2",
         ("plot", run, tmp_path / "nowhere", tmp_path / "neither"): "neither: no such run",
-        ("plot", nothing): "no step is logged yet, so there is nothing to plot",
-        ("plot", run, "--output", tmp_path / "no" / "where"): "is no folder; make it, or choose another place",
-        ("plot", run, "--output", tmp_path / "runs"): "is a folder; give the name of a file in it",
-        ("compare", run): "one run alone; give two or more, or use summary",
-        ("export", run, "--output", tmp_path / "no" / "x.csv"): "is no folder; make it",
+        ("plot", nothing): "no steps logged yet, nothing to plot",
+        ("plot", run, "--output", tmp_path / "no" / "where"): "is not a folder; create it, or choose another path",
+        ("plot", run, "--output", tmp_path / "runs"): "is a folder; give a file name in it",
+        ("compare", run): "only one run given; give two or more, or use summary",
+        ("export", run, "--output", tmp_path / "no" / "x.csv"): "is not a folder; create it",
         ("documents", run, "--step", "0"): "0 is below 1",
         ("documents", run, "--step", "x"): "invalid natural value",
         ("status", run, "--watch", "-1"): "-1 is not above 0",
@@ -358,7 +358,7 @@ def test_bad_input_gets_a_clear_answer(tmp_path):
     for arguments, message in cases.items():
         assert message in refused(*arguments), arguments
     (tmp_path / "empty").mkdir()
-    assert "holds no runs; train.py makes one" in refused("list", tmp_path / "empty")
+    assert "contains no runs; start one with train.py" in refused("list", tmp_path / "empty")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

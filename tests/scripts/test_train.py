@@ -113,7 +113,7 @@ def test_control_c_ends_in_words(recipe):
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "the same command continues" in errors and "Traceback" not in errors
+    assert "run the same command to resume" in errors and "Traceback" not in errors
 
 
 def test_a_killed_run_continues_to_the_last_bit(recipe, tmp_path):
@@ -132,7 +132,7 @@ def test_a_killed_run_continues_to_the_last_bit(recipe, tmp_path):
     assert losses(broken) == losses(tmp_path / "whole")
     expected, found = weights(tmp_path / "whole", 40), weights(broken, 40)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert not list((broken / "checkpoints").glob(".*")), "no litter of a killed save"
+    assert not list((broken / "checkpoints").glob(".*")), "no leftovers of a killed save"
 
 
 def test_the_micro_batch_changes_speed_only(recipe, tmp_path):
@@ -258,7 +258,7 @@ def test_check_looks_at_the_places_that_a_run_comes_to(recipe, tmp_path):
     )
     assert "is no folder but a file" in check_problems(recipe, ("output", f"{tmp_path}/file/run"))
     assert "a name has at most 255 bytes" in check_problems(recipe, ("output", f"{tmp_path}/{'x' * 500}"))
-    assert "a name holds no character of number 0" in check_problems(recipe, ("output", '"a\\0b"'))
+    assert "a name cannot contain a NUL character" in check_problems(recipe, ("output", '"a\\0b"'))
     evaluates = ("evaluation.every_steps", "4")
     found = check_problems(
         recipe,

@@ -133,8 +133,8 @@ def problems_of(run: Path) -> list[str]:
         saved.model[name].eq(step).all() and saved.optimizer[f"{name}.exp_avg"].eq(-step).all() for name in saved.model
     ]
     problems += [] if len(whole) == 10 and all(whole) else [f"{chosen.name} does not hold what was saved"]
-    litter = [path.name for path in folder.iterdir() if path.name != "LATEST" and not path.name.startswith("step-")]
-    problems += [f"litter: {litter}"] if litter else []
+    leftover = [path.name for path in folder.iterdir() if path.name != "LATEST" and not path.name.startswith("step-")]
+    problems += [f"leftover: {leftover}"] if leftover else []
     save(run, strategy_of(), 5)
     after = sorted(step_of(path) for path in folder.glob("step-*"))
     return problems if after == [step, 5] else [*problems, f"the next save left {after}"]

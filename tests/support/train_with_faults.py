@@ -2,7 +2,7 @@
 
     FAULTS_TO_INJECT=JSON accelerate launch ... tests/support/train_with_faults.py --config RECIPE ...
 
-JSON has `faults` and a `folder`, which gets a file with the time for every fault that has struck, and what every rank
+JSON has `faults` and a `folder`, which gets a file with the time forevery fault that has struck, and what every rank
 has read. A fault has
 
     where     read, forward, backward, validation, sample, check (of the export), write (of a checkpoint's tensors),
@@ -10,7 +10,7 @@ has read. A fault has
     rank      which process it strikes; default: the last
     step      the step it strikes in, counted from 1, and perhaps `micro_step`, also from 1; or `nth`: the n-th time
               this process comes there, counted from 1; default: any time
-    what      nan, spike, change (a parameter), sleep (`seconds`, default for ever), error, memory, the name of an
+    what      nan, spike, change (a parameter), sleep (`seconds`, default forever), error, memory, the name of an
               errno such as ENOSPC, or of a signal: to the process itself, or with `to: launcher` to its launcher
     always    strike every time; default: once, whatever the number of restarts
 """

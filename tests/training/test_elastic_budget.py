@@ -40,7 +40,7 @@ def weights(run, step):
 def test_a_decayed_run_is_extended_from_before_its_decay(trunk, tmp_path):
     train(trunk)
     out = train(change(trunk, budget={"steps": 20})).stdout
-    assert "goes on from step-00000004" in out, "the decay began after step 6, the checkpoint before is of step 4"
+    assert "resuming from step-00000004" in out, "the decay began after step 6, the checkpoint before is of step 4"
     run, whole = tmp_path / "run", tmp_path / "whole"
     assert (run / "final-step-00000012/model.safetensors").exists(), "the shorter run's model stays"
     assert [event["step"] for event in events(run, "resume")] == [4]

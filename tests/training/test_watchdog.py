@@ -116,7 +116,7 @@ def test_the_second_signal_ends_a_loop_that_never_comes_back(start, tmp_path, nu
     assert process.poll() is None
     process.send_signal(number)
     assert process.wait(SOON) == code
-    assert (tmp_path / "end").read_text().startswith(f"{code} {signal.Signals(number).name} after a first signal")
+    assert (tmp_path / "end").read_text().startswith(f"{code} second signal ({signal.Signals(number).name})")
 
 
 def test_a_hang_is_ended_in_time_with_stacks(start, tmp_path):

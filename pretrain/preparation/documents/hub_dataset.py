@@ -97,7 +97,7 @@ class HubDataset:
         """
         if self.streaming and (self.maximum_examples is not None or self.document_start is not None):
             raise InputError(
-                f"--slice: {self.name} streams, and no slice knows what the others hold; leave out the number of "
+                f"--slice: {self.name} is streamed, and slices do not know of each other; leave out the number of "
                 "examples, or download it: --no-streaming"
             )
         return replace(self, slice=(number, count))

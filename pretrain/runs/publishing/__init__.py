@@ -1,6 +1,6 @@
 """What goes to the Hub: publish.py.
 
-A card states what the run's files say, and nothing else (docs/publishing.md).
+A card states what the run's files say, and nothing else (docs/runs.md).
 
     publish, hub_upload: what is published; the upload
     card, card_facts: the model card

@@ -330,7 +330,7 @@ def limits_text(facts: CardFacts, publication: Publication) -> str:
         "- What it writes can be false, however fluent. Do not use it where that matters without checking.",
     ]
     if publication.languages:
-        lines.append(f"- Languages other than {', '.join(publication.languages)} were not meant to be learnt.")
+        lines.append(f"- Trained on text in these languages only: {', '.join(publication.languages)}.")
     if length and context and length < context:
         lines.append(f"- It was trained on at most {length:,} tokens at a time, though {context:,} positions exist.")
     if facts.total_steps and facts.step < facts.total_steps:

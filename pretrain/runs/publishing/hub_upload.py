@@ -46,7 +46,7 @@ def offer_problems(
     problems = repository_problems(repository, named[0])
     if not license:
         problems.append(
-            f"{named[1]} is missing: nobody may use a model that has none; give one, such as apache-2.0 (--license on "
+            f"{named[1]} is missing: a licence is required; give one, such as apache-2.0 (--license on "
             "the command line, publish.license in the recipe)"
         )
     elif not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
@@ -122,7 +122,7 @@ def publish_in_background(
                 pass_fds=[mark.fileno()],
             )
     except OSError as error:
-        return f"publishing to {repository} could not be started ({error}); run publish.py by hand"
+        return f"publishing to {repository} could not be started ({error}); run publish.py yourself"
     return None
 
 
@@ -158,7 +158,7 @@ def open_repository(repository: str, *, private: bool) -> str:
         url = api.create_repo(repository, private=private, exist_ok=True)
         if private and not api.model_info(repository).private:
             raise InputError(
-                f"{repository} is public already, and it was to be private: make it private in its settings on the "
+                f"{repository} is already public, not private as requested: make it private in its settings on the "
                 "Hub, or publish without --private"
             )
     return str(url)
@@ -236,5 +236,5 @@ def hub_errors(repository: str, token: str) -> Iterator[None]:
             raise InputError(f"the Hub does not accept the model card: {why}; see --license and --language") from None
         raise PublishError(
             f"publishing to {repository} at {constants.ENDPOINT} failed: {type(error).__name__}: {text or 'no reason'}"
-            "\nThe run is as it was, and what has gone up stays: the same command continues."
+            "\nThe run is unchanged and uploaded files are kept: run the same command to resume."
         ) from error

@@ -38,8 +38,8 @@ def writing_to(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise PublishError(
-            f"{folder} cannot be written, where a model waits to go up ({error}); make room there, or publish a copy "
-            "of the run from another disk"
+            f"{folder} is not writable, but models are staged there for upload ({error}); free space, or publish "
+            "a copy of the run from another disk"
         ) from error
 
 
@@ -108,7 +108,7 @@ def find_publishable(
             found.append(final_model(run))
         else:
             there = f"--checkpoint {max(checkpoints)}" if checkpoints else "its training first"
-            problems.append(f"--run {run}: has no final/, so it has not come to its end; give {there}")
+            problems.append(f"--run {run}: has no final/, so training has not finished; give {there}")
     for model in found:
         problems += [f"{model.folder} is damaged: {problem}" for problem in damage(model.folder)]
     if problems:
@@ -225,7 +225,7 @@ def secret_problems(folder: Path) -> list[str]:
         if SECRET_NAMES.search(name) and len(value) >= SHORTEST_SECRET
     }
     return [
-        f"{path.name} holds the value of {name}, which is not for others: take it out of the recipe and publish again"
+        f"{path.name} holds the value of {name}, a secret: remove it from the recipe and publish again"
         for path in sorted(folder.iterdir())
         if path.suffix not in (".safetensors", ".png")
         for name, value in secrets.items()

@@ -154,12 +154,12 @@ def test_an_output_url_gets_the_bytes_of_a_folder_and_is_recognised(tmp_path, ru
     there = ("--output", "memory://bucket/tokens", "--staging", tmp_path / "staging")
     told = run(*given, *there)
     assert of_memory(memory, "/bucket/tokens") == content_of(tmp_path / "folder")
-    assert re.search(r"memory://bucket/tokens: \d+ files were copied", told)
-    assert "is done already" in run(*given, *there)
+    assert re.search(r"memory://bucket/tokens: \d+ files copied", told)
+    assert "already complete" in run(*given, *there)
     # Another machine, which has nothing of it, recognises it as well, and copies nothing.
     shutil.rmtree(tmp_path / "staging")
     told = run(*given, *there)
-    assert "is done already" in told and "0 files were copied" in told
+    assert "already complete" in told and "0 files copied" in told
     with pytest.raises(InputError, match=r"options\.validation_fraction was 0\.2, is now 0\.01"):
         run("--input", tmp_path / "a.jsonl", *there)
 
@@ -186,12 +186,12 @@ def test_an_output_url_is_copied_further_after_a_failure(tmp_path, run, memory, 
     told = run(*given, *there)
     run(*given, "--output", tmp_path / "folder")
     whole = content_of(tmp_path / "folder")
-    assert of_memory(memory, "/bucket/tokens") == whole and f"{len(whole) - 4} files were copied" in told
+    assert of_memory(memory, "/bucket/tokens") == whole and f"{len(whole) - 4} files copied" in told
 
 
 def test_an_output_url_that_holds_something_else_is_left_alone(tmp_path, run, memory):
     write_jsonl(tmp_path / "a.jsonl", texts(3))
     memory.pipe_file("/bucket/mine/thesis.txt", b"years")
-    with pytest.raises(InputError, match=r"memory://bucket/mine: holds something else already \(thesis\.txt\)"):
+    with pytest.raises(InputError, match=r"memory://bucket/mine: already contains other files \(thesis\.txt\)"):
         run("--input", tmp_path / "a.jsonl", "--output", "memory://bucket/mine", "--staging", tmp_path / "staging")
     assert of_memory(memory, "/bucket") == {"mine/thesis.txt": b"years"} and not (tmp_path / "staging").exists()

@@ -71,7 +71,7 @@ def test_metadata_survives_the_hubs_own_reader(run):
         "![Training and validation loss](loss.png)",
         'model="me/tiny"',
         "began with random weights of seed 7",
-        "Languages other than en, de were not meant to be learnt.",
+        "Trained on text in these languages only: en, de.",
     ],
 )
 def test_the_card_states(run, line):
