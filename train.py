@@ -3,9 +3,9 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config recipes/demo.yaml
     python train.py --config recipes/demo.yaml --optim.learning_rate 1e-3     # one process; any setting by its path
     python train.py --config recipes/demo.yaml --check [--verbose]            # finds every mistake, starts nothing
-    python train.py --config recipes/demo.yaml --smoke                        # 100 steps, and a verdict on each part
+    python train.py --config recipes/demo.yaml --smoke                        # 100 steps, pass or fail per stage
 
-The same command again continues the run, or says that it is done.
+Run the same command to resume; a finished run is reported as already complete.
 """
 
 import sys
@@ -133,7 +133,7 @@ def main(
 
 
 def check(asked: CommandLine) -> None:
-    """Everything that can be known before a process starts."""
+    """Checks everything that can be checked before the start."""
     run = derive(asked.config, ranks=int(os.environ.get("WORLD_SIZE", "1")))
     open_validation(asked.config.data)
     if asked.verbose:
@@ -141,7 +141,7 @@ def check(asked: CommandLine) -> None:
     print(banner(asked.config, run, {}))
     for caution in cautions(asked.config, run, asked.overridden, torch.device(device_type())):
         print(f"warning: {caution}")
-    print("The recipe can run.")
+    print("No problems found.")
 
 
 def start(asked: CommandLine) -> None:

@@ -135,7 +135,7 @@ def banner(config: RunConfig, derived: RunPlan, built: dict[str, str]) -> str:
         "data": " + ".join(
             f"{folder} ({count_text(reader.tokens)} tokens)" for folder, reader in derived.batches.readers.items()
         ),
-        "epochs at the end": ", ".join(
+        "epochs in total": ", ".join(
             f"{folder} {epochs:.2f}" for folder, epochs in derived.batches.epochs_at(derived.total_steps).items()
         ),
         "tokens per step": f"{levels} = {micro} sequences x {length:,} tokens x {derived.ranks} processes x "
