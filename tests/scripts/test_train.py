@@ -272,9 +272,7 @@ def test_trackers_get_the_same_numbers(recipe, tmp_path):
     run = tmp_path / "run"
     board = EventAccumulator(str(run / "tensorboard"))
     board.Reload()
-    on_board = {
-        name: {event.step: event.value for event in board.Scalars(name)} for name in board.Tags()["scalars"]
-    }
+    on_board = {name: {event.step: event.value for event in board.Scalars(name)} for name in board.Tags()["scalars"]}
     in_wandb = logged_by_wandb(run / "wandb")
     lines = {name: events(run, name) for name in ("train", "validation")}
     for event, number in [("train", n) for n in NUMBERS] + [("validation", n) for n in ("loss", "perplexity")]:
