@@ -160,8 +160,8 @@ def test_optimizers_that_compute_in_bf16_are_those_that_are_said_to(name, monkey
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 48).view(6, 8))
         optimizer = build_optimizer(
             [("up.weight", weight), ("norm.weight", torch.nn.Parameter(torch.ones(8)))],
-            full_shapes={"up.weight": (6, 8), "norm.weight": (8,)}, no_decay={"norm.weight"}, name=name, learning_rate=0.1,
-            betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, seed=0, device_type="cpu",
+            full_shapes={"up.weight": (6, 8), "norm.weight": (8,)}, no_decay={"norm.weight"}, name=name,
+            learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, seed=0, device_type="cpu",
         )  # fmt: skip
         weight.grad = torch.linspace(0, 3, 48).view(6, 8).sin()
         optimizer.step()
