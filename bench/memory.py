@@ -61,6 +61,7 @@ class Case:
 FULL = {"activation_checkpointing": "full"}
 CASES = (
     Case("single", "llama 1.3M", "fp32", 8, 2),
+    Case("single", "llama 1.3M", "fp32", 4, 1, FULL),
     Case("single", "llama 5M", "fp32"),
     Case("single", "llama 5M", "bf16", 4, 2),
     Case("single", "llama 5M", "bf16", 2, 1, FULL),

@@ -12,6 +12,7 @@ import yaml
 from pretrain.model.model_config import load_model_config
 from pretrain.recipe import list_fields, read_run_config
 from support.project import ROOT, cpu_seconds, run_script
+from support.setting_reads import fields_of, settings_read
 
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 MODULES = sorted((ROOT / "pretrain").rglob("*.py"))
@@ -78,13 +79,32 @@ def test_training_on_shards_imports_nothing_heavy():
             todo.append(imported)
 
 
+def unread_settings(modules: dict[Path, str]) -> set[tuple[str, str]]:
+    read = set().union(*(settings_read(source) for path, source in modules.items() if path.name != "config.py"))
+    settings = {(section, field) for section, fields in fields_of().items() for field in fields}
+    return settings - read - {("Data", "train")}  # Data.mixtures merges it with the stages
+
+
 def test_every_setting_is_read_somewhere():
-    source = "\n".join(path.read_text() for path in [*MODULES, *ROOT.glob("*.py")] if path.name != "config.py")
-    # Read by the config itself: Data.mixtures merges them, Ramp.start is called `from` in a recipe.
-    internal = {"stages": "mixtures", "from": r"ramp\.start"}
-    for path, _, _ in list_fields():
-        name = path.split(".")[-1].removesuffix("[]")
-        assert re.search(rf"\.{internal.get(name, name)}\b", source), f"{path} is read nowhere"
+    modules = {path: path.read_text() for path in [*MODULES, *ROOT.glob("*.py")]}
+    assert any(".mixtures" in source for source in modules.values())
+    assert unread_settings(modules) == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "reader", "unread"),
+    [
+        ("pretrain/training/background_jobs.py", "settings.device", ("Evaluation", "device")),
+        ("train.py", "run.interval(config.samples, config.cadence)", ("Samples", "every_steps")),
+        ("pretrain/training/resume.py", "guard.roll_back ==", ("Guard", "roll_back")),
+    ],
+)
+def test_a_setting_without_its_reader_would_be_seen(module, reader, unread):
+    """`device` is read of many other things, and so are the others."""
+    modules = {path: path.read_text() for path in [*MODULES, *ROOT.glob("*.py")]}
+    assert reader in modules[ROOT / module]
+    modules[ROOT / module] = modules[ROOT / module].replace(reader, "None ==" if reader.endswith("==") else "None")
+    assert unread in unread_settings(modules)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

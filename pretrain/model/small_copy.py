@@ -43,6 +43,9 @@ WIDTHS = {
     ("hidden_size_per_layer_input",): 16,
     ("n_groups", "mamba_n_groups", "mamba_ngroups"): 2,
     ("mamba_chunk_size", "chunk_size"): 16,
+    ("linear_num_heads", "linear_num_value_heads"): HEADS,
+    ("linear_num_key_heads",): HEADS // 2,
+    ("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"): HEAD_WIDTH,
 }
 """{names of a size: its value in the narrow copy, if the model's is larger}."""
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
@@ -165,6 +168,8 @@ def _cut_layers(values: dict[str, Any], config: PreTrainedConfig, total: int, la
     """Keeps the first `layers` of `total`, in the counts and in every list that has an entry for each layer."""
     own_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     values[own_name] = layers
+    if values.get("decoder_layers") == total:  # the general name of the Bart family stands for the encoder's
+        values["decoder_layers"] = layers
     for name, value in values.items():
         if isinstance(value, (list, str)) and len(value) == total:
             values[name] = value[:layers]

@@ -20,7 +20,8 @@ def without_times(run, *names):
 def test_bad_steps_and_a_copy_that_differs(recipe, tmp_path):
     """One NaN on one rank is a skipped step, three are a rollback; a parameter changed on one rank is a restart.
 
-    With FAULTS=all twice, to the same outcome.
+    What follows on the rollback is done twice, before the restart and after it, to the same numbers. With FAULTS=all
+    the whole is done twice.
     """
     faults = [
         {"where": "forward", "step": 3, "what": "nan"},
@@ -45,9 +46,13 @@ def test_bad_steps_and_a_copy_that_differs(recipe, tmp_path):
         assert rollback["samples"] == [20, 12]
         windows = run.windows()
         assert len({window for step in windows.values() for window in step}) == 12 * 4, "none twice"
-    names = ("train", "skip", "rollback", "resume", "checkpoint")
-    first, second = (without_times(tmp_path / name, *names) for name in (runs[0], runs[-1]))
-    assert first == second, "the same faults have the same outcome, to the last bit"
+    trained = without_times(tmp_path / runs[0], "train")
+    again = [line for line in trained if line["step"] == 9]
+    assert len(again) == 2 and again[0] == again[1], "step 9 before the restart and after it, to the last bit"
+    if EVERYTHING:
+        names = ("train", "skip", "rollback", "resume", "checkpoint")
+        first, second = (without_times(tmp_path / name, *names) for name in runs)
+        assert first == second, "the same faults have the same outcome, to the last bit"
     tell("19", "NaN on one rank, for one step and for three", "skipped on all; rolled back; the same again")
     tell("26", "one parameter changed on rank 1", "found in the same step, exit 1, continued", run.recovery([4]))
 

@@ -45,9 +45,11 @@ def test_dead_and_hanging_ranks(recipe, shards, tmp_path):
     assert run.code == 0, run.output
     # From the fault until everybody is dead and the launcher has started the next processes.
     seconds = [run.seconds_to_restart(number) for number in range(len(kills + hangs))]
-    # Bounds for a machine that is busy or stands still; on an idle one a death takes less than 5 s, a hang 5.5.
-    assert max(seconds[: len(kills)]) < 60
-    assert all(STEP_TIMEOUT < of_hang < 60 for of_hang in seconds[len(kills) :])
+    # 5 s, and on a machine that is busy as much more as the launcher took to start: 0.1 s and 5.5 s when it is idle.
+    # Where nobody watched the others, torchrun would wait 30 s for them.
+    allowed = STEP_TIMEOUT + run.seconds_to_start
+    assert max(seconds[: len(kills)]) < allowed
+    assert all(STEP_TIMEOUT < of_hang < STEP_TIMEOUT + allowed for of_hang in seconds[len(kills) :])
     stacks = "".join(path.read_text() for path in (tmp_path / "run").glob("stacks-rank-*.txt"))
     steps = {int(step) for step in re.findall(r" s after step (\d+)", stacks)}
     assert steps == {fault["step"] - 1 for fault in hangs}, "who waits for a dead rank ends before it counts as a hang"
@@ -62,7 +64,8 @@ def test_dead_and_hanging_ranks(recipe, shards, tmp_path):
     assert "read_with_faults" in (tmp_path / "run/stacks-rank-00001.txt").read_text(), "where it hung"
     for number, fault in enumerate(kills + hangs):
         injected = f"{fault['what']} in {fault['where']}, step {fault['step']}, second epoch"
-        tell("17, 18", injected, "all down, started again; every bit and window as unbroken", run.recovery([number]))
+        outcome = "all down, started again; every bit and window as unbroken"
+        tell("4, 17, 18", injected, outcome, run.recovery([number]))
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="five starts of two processes; in make test-faults")

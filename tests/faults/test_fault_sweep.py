@@ -49,9 +49,7 @@ def test_twenty_kills_change_nothing(recipe, tmp_path, strategy):
     tell("2, 3", f"{KILLS} x SIGKILL at random micro-steps, {strategy}, dropout", same, run.recovery(range(KILLS)))
 
 
-@pytest.mark.skipif(
-    not EVERYTHING, reason="in make test-faults; losses alone are compared in tests/scripts/test_train.py"
-)
+@pytest.mark.skipif(not EVERYTHING, reason="in make test-faults; losses alone are compared in test_strategies.py")
 def test_one_process_reads_what_two_read(recipe, tmp_path):
     """A small learning rate: differences of rounding do not grow."""
     settings = ["--config", recipe, "--optim.learning_rate", 1e-4, "--output"]

@@ -1,5 +1,6 @@
 """The table of faults in docs/failures.md names tests that there are."""
 
+import ast
 import re
 
 from support.project import ROOT
@@ -20,3 +21,31 @@ def test_every_test_named_is_there():
     assert [name for name in named if not any(f"def {name}(" in source for source in sources.values())] == []
     short = {name for _, tests in ROWS for name in re.findall(r"\b(\w+):", tests)}
     assert all(f"test_fault_{name}.py" in sources for name in short - {"py"}), short
+
+
+def faults_told() -> dict[str, set[int]]:
+    """{test: numbers of the faults that it puts into the table}."""
+    told: dict[str, set[int]] = {}
+    for path in (ROOT / "tests/faults").glob("test_fault_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
+                first = [call.args[0].value for call in calls if getattr(call.func, "id", "") == "tell"]
+                told[node.name] = {int(number) for numbers in first for number in numbers.split(",")}
+    return told
+
+
+def test_rows_name_the_tests_that_inject_their_faults():
+    """Both ways: a test that a row names tells of one of its faults, and a fault that is told of names its test."""
+    told = faults_told()
+    assert sum(map(bool, told.values())) > 10
+    named: dict[int, set[str]] = {}
+    for numbers, tests in ROWS:
+        numbers = {int(number) for number in numbers.split(",")}
+        for test in re.findall(r"`(test_\w+)`", tests):
+            assert not told.get(test) or told[test] & numbers, f"{test} does not inject any of {numbers}"
+            for number in numbers:
+                named.setdefault(number, set()).add(test)
+    injected = {(number, test) for test, numbers in told.items() for number in numbers}
+    injected.discard((17, "test_the_guards_cost_less_than_a_hundredth_of_a_step"))  # the price of watching for it
+    assert [(number, test) for number, test in injected if test not in named.get(number, ())] == []

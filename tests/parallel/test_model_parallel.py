@@ -149,9 +149,12 @@ def test_layers_are_not_compiled_where_their_gradients_are_taken_apart(runs):
 @pytest.mark.parametrize("strategy", ["pp", "tp"])
 def test_bf16_is_close(runs, strategy):
     single, other = losses(runs["single-bf16"]), losses(runs[f"{strategy}-bf16"])
-    assert all(abs(other[step] - single[step]) < 2e-2 for step in single)
+    assert all(abs(other[step] - single[step]) < 2e-3 for step in single), "1.5e-4 was measured"
+    # The first updates are those of the longer run in fp32: fp32 would be within 1e-6 of it; 2.7e-5 was measured.
+    in_fp32 = losses(runs["llama"])
+    assert max(abs(other[step] - in_fp32[step]) for step in (1, 2, 3)) > 1e-5
     validation = [events(runs[name], "validation")[-1]["loss"] for name in ("single-bf16", f"{strategy}-bf16")]
-    assert validation[0] == pytest.approx(validation[1], rel=0.01)
+    assert validation[0] == pytest.approx(validation[1], abs=2e-3)
 
 
 @pytest.mark.parametrize("strategy", ["pp", "tp"])

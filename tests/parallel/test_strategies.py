@@ -209,9 +209,13 @@ def test_validation_is_the_mean_over_the_same_tokens_of_each_source(two_processe
 def test_bf16(two_processes, strategy):
     """Rounded differently, since DDP keeps the residual stream in fp32 and the sharding strategies do not."""
     expected, found = (losses(two_processes / "bf16" / name) for name in ("single", strategy))
-    assert max(abs(found[step] - expected[step]) for step in expected) < 2e-2
+    # 2.3e-4 was measured over 12 steps, 6e-4 over 50; validation 7e-5.
+    assert max(abs(found[step] - expected[step]) for step in expected) < 2e-3
     final = [events(two_processes / "bf16" / name, "validation")[-1]["loss"] for name in ("single", strategy)]
-    assert final[1] == pytest.approx(final[0], rel=1e-2)
+    assert final[1] == pytest.approx(final[0], abs=1e-3)
+    # A run that computes in fp32 after all is within 1e-5 of this one; in bf16 1.3e-4 and more was measured.
+    in_fp32 = losses(two_processes / "llama/single")
+    assert max(abs(found[step] - in_fp32[step]) for step in in_fp32) > 5e-5
 
 
 def test_initial_weights_are_the_same_to_the_last_bit(two_processes):

@@ -4,7 +4,10 @@ import json
 import math
 
 import pytest
+import torch
 
+from pretrain.optim import muon
+from pretrain.optim.optimizers import build_optimizer
 from pretrain.runs import parity
 from pretrain.runs.parity import (
     Curve,
@@ -146,3 +149,35 @@ def test_an_optimizer_that_computes_in_bf16_is_compared_as_bf16(recipe, tmp_path
     assert compare("adamw", True) == 1 and "bf16" not in capsys.readouterr().out
     assert compare("muon", False) == 1 and "bf16" not in capsys.readouterr().out
     assert compare("muon", True) == 0 and "muon computes its updates in bf16 here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+def test_optimizers_that_compute_in_bf16_are_those_that_are_said_to(name, monkeypatch):
+    """The same update where a device multiplies in bf16 and where it does not, or two that differ."""
+    updated = []
+    for missing in (None, "no bf16 instructions"):
+        monkeypatch.setattr(muon, "missing_bf16", lambda device_type, missing=missing: missing)
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 48).view(6, 8))
+        optimizer = build_optimizer(
+            [("up.weight", weight), ("norm.weight", torch.nn.Parameter(torch.ones(8)))],
+            full_shapes={"up.weight": (6, 8), "norm.weight": (8,)}, no_decay={"norm.weight"}, name=name,
+            learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, seed=0, device_type="cpu",
+        )  # fmt: skip
+        weight.grad = torch.linspace(0, 3, 48).view(6, 8).sin()
+        optimizer.step()
+        updated.append(weight.detach())
+    assert torch.equal(*updated) == (name not in parity.COMPUTE_IN_BF16)
+
+
+def test_runs_of_a_recipe_are_compared_with_each_other(recipe, tmp_path, capsys):
+    """Two real runs under two strategies, one process each: the same curve is found, and no other."""
+    options = {"steps": 3, "strategies": ["ddp"], "processes": 1, "precision": "fp32"}
+    assert parity.measure_parity(recipe, tmp_path / "out", **options) == 0
+    found = json.loads((tmp_path / "out/parity.json").read_text())["ddp"]
+    assert found["same"] and found["loss"] < 1e-5
+    curves = [read_curve(tmp_path / f"out/{name}/metrics.jsonl") for name in ("single", "ddp")]
+    assert [list(curve.loss) for curve in curves] == [list(curve.grad_norm) for curve in curves] == 2 * [[1, 2, 3]]
+    capsys.readouterr()
+    other = Curve({step: loss + 1e-4 for step, loss in curves[1].loss.items()}, curves[1].grad_norm)
+    outcomes = {"single": StrategyOutcome(curves[0]), "ddp": StrategyOutcome(other)}
+    assert report_parity(outcomes, parity.TOLERANCES["fp32"], tmp_path) == 1

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 
@@ -22,6 +23,8 @@ from support.project import ROOT, cpu_seconds, events, losses, run_script
 GOLDEN = {1: 6.24694, 4: 6.21027, 8: 6.16098, 12: 6.13158}
 """{step: loss} on made-up shards, which no version of Python changes. If these move, then so does what every user
 trains: initial weights, order of the data, loss or optimizer. Say why in the commit that moves them."""
+NUMBERS = ("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds")
+"""Of a train event, which trackers get too."""
 
 
 def train(recipe, *overrides, **kwargs):
@@ -233,15 +236,50 @@ def test_settings_train(recipe, tmp_path, overrides):
     assert curve[12] < curve[1] - 0.3, "the loss must fall"
 
 
+def records_of(content: bytes) -> list[bytes]:
+    """Of a .wandb file: LevelDB's log (blocks of 32 KiB, a checksum, a length and a kind before each part of a record)
+    after seven bytes of wandb's own."""
+    records, begun, position = [], b"", 7
+    while position + 7 <= len(content):
+        if (left := -position % 2**15) and left < 7:
+            position += left
+            continue
+        length, kind = struct.unpack_from("<HB", content, position + 4)
+        begun += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            records, begun = [*records, begun], b""
+    return records
+
+
+def logged_by_wandb(folder) -> dict[str, dict[int, float]]:
+    """{name: {step: number}} of an offline run."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("offline-run-*/*.wandb")
+    found = {}
+    for history in (Record.FromString(record).history for record in records_of(path.read_bytes())):
+        for item in history.item:
+            name = item.key or "/".join(item.nested_key)
+            found.setdefault(name, {})[history.step.num] = json.loads(item.value_json)
+    return found
+
+
 def test_trackers_get_the_same_numbers(recipe, tmp_path):
     train(recipe, "--trackers", "[tensorboard, wandb]", WANDB_MODE="offline")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    run = tmp_path / "run"
+    board = EventAccumulator(str(run / "tensorboard"))
     board.Reload()
-    logged = {event.step: event.value for event in board.Scalars("train/loss")}
-    assert logged == pytest.approx(losses(tmp_path / "run"), rel=1e-6)
-    assert list((tmp_path / "run/wandb").glob("offline-run-*")), "wandb must have written its offline run"
+    on_board = {name: {event.step: event.value for event in board.Scalars(name)} for name in board.Tags()["scalars"]}
+    in_wandb = logged_by_wandb(run / "wandb")
+    lines = {name: events(run, name) for name in ("train", "validation")}
+    for event, number in [("train", n) for n in NUMBERS] + [("validation", n) for n in ("loss", "perplexity")]:
+        name = f"train/{number}" if event == "train" else f"validation/{number}/source"
+        expected = {line["step"]: line[number] for line in lines[event]}
+        assert on_board[name] == pytest.approx(expected, rel=1e-6), name
+        assert in_wandb[name] == pytest.approx(expected, rel=1e-6), name
 
 
 def check_problems(recipe, *overrides) -> str:

@@ -42,6 +42,8 @@ class FaultyRun:
     seconds: float
     left: list[int]
     """Processes that the launcher left behind."""
+    seconds_to_start: float
+    """From the launch until the first of the processes began: how slow the machine is just now."""
 
     def struck(self, number: int = 0) -> float:
         """When a fault struck."""
@@ -114,7 +116,7 @@ def launch_with_faults(
         processes, "--main_process_port", free_port(), *(launcher or []),
     ]  # fmt: skip
     command = [sys.executable, *(launches if processes > 1 else []), "tests/support/train_with_faults.py", *arguments]
-    begun = time.monotonic()
+    begun, launched = time.monotonic(), time.time()
     with open(folder / "output.txt", "w+") as output:
         process = subprocess.Popen(
             [str(part) for part in command],
@@ -131,7 +133,9 @@ def launch_with_faults(
             seconds, left = time.monotonic() - begun, alive(folder)
             kill_everything(process, folder)
         output.seek(0)
-        return FaultyRun(folder, output.read(), code, seconds, left)
+        run = FaultyRun(folder, output.read(), code, seconds, left, 0.0)
+        run.seconds_to_start = min((start for start in run.starts() if start > launched), default=launched) - launched
+        return run
 
 
 def alive(folder: Path) -> list[int]:
