@@ -95,7 +95,7 @@ def test_every_setting_is_read_somewhere():
     ("module", "reader", "unread"),
     [
         ("pretrain/training/background_jobs.py", "settings.device", ("Evaluation", "device")),
-        ("train.py", "run.interval(config.samples, config.cadence)", ("Samples", "every_steps")),
+        ("pretrain/training/run_plan.py", "interval(config.samples)", ("Samples", "every_steps")),
         ("pretrain/training/resume.py", "guard.roll_back ==", ("Guard", "roll_back")),
     ],
 )

@@ -12,7 +12,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
 
@@ -25,21 +31,25 @@ VOCABULARY_MULTIPLE = 64
 NO_SUCH_ATTENTION = "the architecture's own code does not know this attention"
 
 
-def build_meta_model(config: PreTrainedConfig, *, attention: str = "eager") -> PreTrainedModel:
+def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) -> PreTrainedModel:
     """The model without storage: every parameter and buffer on the meta device, in fp32, tied parameters shared.
 
     No embedding treats a row as padding: packed training data has no padding, and a row so marked would start at zero
     and never receive a gradient (torch.nn.Embedding), which hits the end-of-document id when it is the padding id too.
-    Raises InputError when the model or the machine does not support the attention asked for.
+    Attention None is the library's own: sdpa where the architecture has it, else eager. Raises InputError when the
+    model or the machine does not support the attention asked for.
     """
-    config = copy.deepcopy(config)
+    if attention is None:
+        attention = library_attention(config)
+    config, implementation = copy.deepcopy(config), implementation_of(attention)
     try:
         with torch.device("meta"):
-            implementation = implementation_of(attention)
             model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
-    except (ImportError, ValueError, KeyError) as error:
+    except (ImportError, ValueError) as error:
         raise InputError(_attention_problem(attention, error)) from error
     except Exception as error:  # whatever a model's own code raises at values that it did not expect
+        if isinstance(error, KeyError) and error.args == (implementation,):  # from its table of attention classes
+            raise InputError(NO_SUCH_ATTENTION) from error
         raise InputError(
             f"model: {type(config).__name__} cannot be built with these values ({described(error)}); compare them "
             "with a model of this type that works"
@@ -51,11 +61,8 @@ def build_meta_model(config: PreTrainedConfig, *, attention: str = "eager") -> P
 
 def library_attention(config: PreTrainedConfig) -> str:
     """sdpa where the architecture's own code has it, else eager."""
-    try:
-        build_meta_model(config, attention="sdpa")
-    except InputError:
-        return "eager"
-    return "sdpa"
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
 
 
 def use_attention(model: PreTrainedModel, attention: str) -> None:
@@ -97,7 +104,7 @@ def embedding_parameter_names(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in owned}
 
 
-def build_model(config: PreTrainedConfig, *, seed: int, attention: str = "eager") -> PreTrainedModel:
+def build_model(config: PreTrainedConfig, *, seed: int, attention: str | None = None) -> PreTrainedModel:
     """A model with fresh fp32 weights on the CPU, which depend on (config, seed) and on nothing else.
 
     The global random state is neither read nor changed. Raises InputError as `build_meta_model` does.
@@ -252,7 +259,7 @@ def _count_positions_in_the_window(model: PreTrainedModel, attention: str) -> No
 
 
 def _attention_problem(attention: str, error: Exception) -> str:
-    if isinstance(error, KeyError) or "does not support an attention implementation" in str(error):
+    if "does not support an attention implementation" in str(error):
         return NO_SUCH_ATTENTION
     return f"attention {attention} cannot be used with this model here: {_first_line(error)}"
 

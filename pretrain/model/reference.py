@@ -99,7 +99,7 @@ def _unbuildable(config: PreTrainedConfig, failures: Sequence[str]) -> str:
 
 
 def _make_context_visible(model: PreTrainedModel) -> None:
-    """Multiplies the matrices such that the first token of a document changes what the model says of its last."""
+    """Multiplies the matrices such that the first token of a document changes what the model says of later ones."""
     matrices = [p for name, p in model.named_parameters() if p.dim() >= 2 and "A_log" not in name]
     window = ReferenceWindow.of(model.config)
     first = window.documents[0][1]
@@ -110,7 +110,7 @@ def _make_context_visible(model: PreTrainedModel) -> None:
         _multiply(matrices, factor / now)
         now = factor
         logits = logits_of(model, ids_BT)
-        change = relative_difference(logits_of(model, changed_BT)[:, -1], logits[:, -1])
+        change = relative_difference(logits_of(model, changed_BT)[:, 1:], logits[:, 1:])
         best = max(best, (change, factor)) if logits.isfinite().all() else best
         if best[0] > VISIBLE:
             break

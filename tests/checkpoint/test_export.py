@@ -99,7 +99,7 @@ def test_the_loss_of_the_training_model_is_compared(exported, reader):
     result = check(exported, training_losses=trained, **settings)
     assert not result.problems
     assert result.loss_difference < 5e-3
-    assert "from the training model's on the same text" in result.in_words()
+    assert "each document alone" in result.in_words()
 
     # What the checkpoint and the export have both wrong shows against the model that trained alone.
     wrong = check(exported, training_losses={"docs": trained["docs"] - 0.2}, **settings)

@@ -61,11 +61,14 @@ def test_what_can_be_cut_is_found_out(model_type):
     assert cut_problem(tiny_config(model_type, tied=True)) is None
 
 
-@pytest.mark.parametrize(("model_type", "reason"), [("gemma", "loss of two stages"), ("granite", "output head")])
-def test_what_cannot_be_cut_is_refused_with_the_reason(model_type, reason):
-    """gemma scales its embeddings in the base model's forward pass, once more in every stage."""
-    problem = cut_problem(AutoConfig.for_model(model_type, logits_scaling=8.0))
-    assert f"{model_type} cannot be cut into pipeline stages" in problem and reason in problem
+@pytest.mark.parametrize(
+    ("scale", "reason"), [("embedding_multiplier", "loss of two stages"), ("logits_scaling", "output head")]
+)
+def test_what_cannot_be_cut_is_refused_with_the_reason(scale, reason):
+    """The base model of granite scales what it is given, in every stage once more."""
+    assert cut_problem(AutoConfig.for_model("granite")) is None
+    problem = cut_problem(AutoConfig.for_model("granite", **{scale: 8.0}))
+    assert "granite cannot be cut into pipeline stages" in problem and reason in problem
 
 
 @pytest.mark.parametrize("model_type", CUTTABLE)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
+import pretrain.model.architectures  # noqa: F401  (registers the local models)
+
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- table of architectures: begin -->", "<!-- table of architectures: end -->"
 NAMES = {"groundwork_sdpa": "sdpa", "groundwork_eager": "eager"}
