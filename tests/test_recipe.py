@@ -218,8 +218,8 @@ def test_only_a_file_of_text_is_a_recipe(tmp_path):
     for path, expected in (
         (nested, "nested too deeply"),
         (large, "more than the 1,048,576"),
-        ("/dev/zero", "no regular file"),
-        (tmp_path / "pipe.yaml", "no regular file"),
+        ("/dev/zero", "not a regular file"),
+        (tmp_path / "pipe.yaml", "not a regular file"),
         (tmp_path, "is a folder"),
         ("", "--config: cannot be read"),
     ):

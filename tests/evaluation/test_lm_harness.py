@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.evaluation.lm_harness import evaluate_package_importable, only_main_speaks
+from pretrain.evaluation.lm_harness import evaluate_package_importable, only_main_prints
 from pretrain.training.task_names import BASE_TASKS, harness_folder, names_in, task_problems
 from support.faults import EVERYTHING
 from support.project import ROOT
@@ -30,7 +30,7 @@ def test_the_evaluate_library_is_found_behind_the_script(monkeypatch, entry):
 
 def test_other_ranks_are_silent(capsys):
     for is_main in (True, False):
-        with only_main_speaks(is_main):
+        with only_main_prints(is_main):
             print("out")
             print("error", file=sys.stderr)
     assert capsys.readouterr() == ("out\n", "error\n")

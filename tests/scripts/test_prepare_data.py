@@ -163,7 +163,7 @@ def test_a_truncated_gzip_is_named_and_can_be_skipped(tmp_path, run):
 @pytest.mark.parametrize("content", [b"", b'{"text": ""}\n', b"\n\n"])
 def test_input_without_documents_is_an_error_that_leaves_nothing(tmp_path, run, content):
     (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(InputError, match=r"the input holds no documents .* nothing was made"):
+    with pytest.raises(InputError, match=r"the input holds no documents .* nothing was written"):
         run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

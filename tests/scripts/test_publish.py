@@ -218,7 +218,7 @@ def test_what_the_user_must_change_is_said(run, hub, home):
     assert "does not accept the model card" in refused("--license", "my-own")
     # The card was refused before a file of the model went up.
     assert set(hub.files("me/tiny")) == {".gitattributes"} and not hub.uploads
-    assert "me/tiny is public already, and it was to be private" in refused("--private")
+    assert "me/tiny is already public, not private as requested" in refused("--private")
 
 
 def test_a_private_repository_is_made_private(run, hub, home):
