@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.errors import InputError
 from pretrain.model.build import build_model
-from pretrain.model.small_copy import in_a_line, small_copies
+from pretrain.model.small_copy import WINDOWS, in_a_line, small_copies
 
 DOCUMENT_LENGTHS = ((9, 1, 14), (16, 8))
 """Documents of each of two windows."""
@@ -116,7 +116,8 @@ def _make_context_visible(model: PreTrainedModel) -> None:
             break
     _multiply(matrices, best[1] / now)
     if best[0] < VISIBLE / 10:
-        raise RuntimeError("its tokens do not see each other, so nothing can be told about documents")
+        windows = [f"{name} {value}" for name in WINDOWS if (value := getattr(model.config, name, None)) is not None]
+        raise RuntimeError(f"its tokens do not see each other{' with ' * bool(windows)}{' and '.join(windows)}")
 
 
 def _multiply(matrices: Sequence[Tensor], factor: float) -> None:
