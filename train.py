@@ -44,7 +44,7 @@ from pretrain.training.validation import open_validation
 def main(
     config: RunConfig, overridden: frozenset[str], strategy: Strategy, steps: int | None, metrics: Metrics
 ) -> int:
-    """Trains, to the end or for so many steps; returns the exit status. All ranks."""
+    """Trains to the end, or for the first `steps` steps; returns the exit status. All ranks."""
     plan = derive(config, strategy.data_ranks * strategy.micro_batches_per_call).cut(steps)
     validation_readers = open_validation(config.data)
     continuation = Continuation(config, plan, overridden, strategy, metrics)  # at its newest intact checkpoint

@@ -71,7 +71,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(shape: Shape, processes: int, steps: int) -> GuardCost:
-    """Trains the shape for so many steps, in processes of their own. Raises InputError if they fail."""
+    """Trains the shape for `steps` steps in separate processes. Raises InputError if they fail."""
     with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as name:
         folder = Path(name)
         shards = write_shards(folder / "shards", shape.vocabulary_size, SHARD_TOKENS)
@@ -92,7 +92,7 @@ def measure(shape: Shape, processes: int, steps: int) -> GuardCost:
 
 
 def train_and_time(report: Path, steps: int) -> None:
-    """In a launched process: runs train.py, whose loop ends after so many steps."""
+    """In a launched process: runs train.py, whose loop ends after `steps` steps."""
     from pretrain.training.supervisor import Supervisor
 
     after_step = Supervisor.after_step

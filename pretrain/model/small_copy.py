@@ -19,7 +19,6 @@ SMALL_PARAMETERS = 8_000_000
 NARROW_PARAMETERS = 64_000_000
 LARGEST_PARAMETERS = 700_000_000
 """The largest copy that is made, where no narrow one works: two layers of a 13B model, 3 GB in fp32, half a minute."""
-MOST_LAYERS = 24
 HEADS, HEAD_WIDTH = 4, 16
 WIDTHS = {
     ("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim", "ffn_embed_dim"): HEADS * HEAD_WIDTH,

@@ -32,7 +32,7 @@ FALLS, STAYS = 0.99, 1.05
 def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig, int], int]) -> int:
     """Trains the recipe's first steps twice from the middle on, and prints pass or fail for each part; all ranks.
 
-    train: trains a config for so many steps and returns the exit status. Everything is written to <output>-smoke,
+    train: trains a config for a number of steps and returns the exit status. Everything is written to <output>-smoke,
     whose earlier contents are removed. Returns 0 if every part passes, 1 if one fails, or the status of training.
     """
     run = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)

@@ -34,7 +34,7 @@ Z_LOSS_COEFFICIENT = "router_z_loss_coef"
 MODEL_PARALLEL = ("pp", "tp")
 """Strategies under which routers are not followed."""
 IDLE_STEPS = 100
-"""After so many steps in a row without a token an expert counts as dead."""
+"""Steps in a row without a token after which an expert counts as dead."""
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class RunPlan(ModelPlan):
         return replace(self, batches=self.batches.leaving_out(ranges)) if ranges else self
 
     def annealing(self, from_step: int | None, steps: int | None) -> "RunPlan":
-        """The same run, ended by a decay of so many steps that begins at `from_step`; None: as it is."""
+        """The same run, ended by a decay over `steps` steps from `from_step`; None: unchanged."""
         if from_step is None:
             return self
         schedule = Annealing(self.schedule, from_step, steps)
@@ -125,7 +125,7 @@ class RunPlan(ModelPlan):
         return replace(self, schedule=self.schedule.extending(earlier["schedule"]))
 
     def cut(self, steps: int | None) -> "RunPlan":
-        """The first so many steps of the same run: the schedule stays that of the whole."""
+        """The first `steps` steps of the same run, on the schedule of the whole."""
         if steps is None or steps >= self.total_steps:
             return self
         return replace(self, ramp=replace(self.ramp, total_steps=steps))
