@@ -119,7 +119,7 @@ def build_plan(
 def calibrated(config: RunConfig, model_config: Any, work: RunWork) -> dict[str, Any]:
     """Runs steps of the recipe here, and compares their memory with what would have been predicted."""
     strategy = make_strategy(config)
-    if strategy.ranks != 1:
+    if strategy.ranks.count != 1:
         raise InputError("--calibrate: runs in one process; start it with python, not with accelerate launch")
     tokens = config.batch.sequences_per_micro_batch * config.data.sequence_length
     if config.batch.tokens_per_step % tokens:
