@@ -26,7 +26,8 @@ from pretrain.checkpoint.run_state import Request
 from pretrain.config import RunConfig
 from pretrain.data.batches import key_of
 from pretrain.hardware import peak_flops
-from pretrain.parallel.strategy import Strategy, device_type, make_strategy
+from pretrain.parallel.registry import make_strategy
+from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.planning.smoke import smoke_test
 from pretrain.training.attempt import attempt
 from pretrain.training.build import build_training

@@ -1,22 +1,21 @@
-"""How much memory a process needs at its peak, part by part, for every strategy: arithmetic on shapes.
+"""The parts of a process's memory that every strategy's `footprint` adds up: arithmetic on shapes.
 
 Weights, gradients and optimizer state follow from the number of parameters and how they are divided (ZeRO, Rajbhandari
 et al., arXiv 1910.02054); activations from a trace of the model's code (pretrain/memory/activations.py); what the
-loss and the strategies add from this project's, torch's and DeepSpeed's code. docs/planning.md compares all
-of it with measurements (bench/memory.py).
+loss adds from this project's code. docs/planning.md compares all of it with measurements (bench/memory.py).
 
-All sizes are bytes of tensors in one process. N parameters, n processes that share them, V vocabulary, D width.
+All sizes are bytes of tensors in one process.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from pretrain.config import RunConfig
 from pretrain.hardware import missing_bf16
-from pretrain.memory.activations import FLASH, Activations, trace_activations
+from pretrain.memory.activations import FLASH, Activations, ForwardPass, trace_activations
 from pretrain.model.build import build_meta_model, embedding_parameter_names, library_attention
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import CHUNK_BYTES, CPU_PIECE_BYTES, MIN_CHUNK_TOKENS, choose_loss
@@ -136,53 +135,55 @@ def sizes_of(model_config: Any) -> Sizes:
     )
 
 
-def work_of(
-    config: RunConfig,
-    model_config: Any,
-    *,
-    precision: str,
-    sequences: int,
-    micro_steps: int,
-    device_type: str = "cuda",
-) -> Work:
-    """What a process computes.
+@dataclass(frozen=True)
+class PlannedRun:
+    """A recipe and its model, as memory is planned for."""
 
-    Args:
-        precision: the recipe's, with auto resolved.
-        sequences: in one forward pass of one process.
-        micro_steps: per optimizer step.
-        device_type: cuda or cpu: the loss works in pieces of another size on a CPU.
-    """
-    is_half = precision != "fp32"
-    kernel = FLASH if device_type == "cuda" else "groundwork_sdpa"
-    stands_for = "groundwork_eager" if config.attention == "eager" else kernel
-    if library_attention(model_config) == "eager":
-        stands_for = "eager"
-    settings = {
-        "sequence_length": config.data.sequence_length,
-        "attention": stands_for,
-        "document_mask": config.data.document_mask,
-        "activation_checkpointing": config.activation_checkpointing,
-        "compiled": config.compile != "none",
-    }
-    weights = parameter_dtype(config.optim)
-    activations = trace_activations(model_config, weights=weights, autocast=is_half, **settings)
-    whole = activations
-    if is_half:
-        whole = trace_activations(model_config, weights=torch.bfloat16, autocast=False, **settings)
-    return Work(
-        sizes=sizes_of(model_config),
-        activations=activations,
-        activations_in_bf16=whole,
-        sequences=sequences,
-        tokens=sequences * config.data.sequence_length,
-        compute=2 if is_half else FP32,
-        accumulates=micro_steps > 1,
-        loss=loss_backend(config, model_config, device_type),
-        optimizer=config.optim.name,
-        rounds_stochastically=config.optim.stochastic_rounding,
-        device_type=device_type,
-    )
+    config: RunConfig
+    model_config: Any
+    precision: str
+    """The recipe's, with auto resolved."""
+    device_type: str = "cuda"
+    """cuda or cpu: the loss works in pieces of another size on a CPU."""
+
+    def work(self, sequences: int, micro_batches: int, parts: int = 1) -> Work:
+        """What a process computes in one forward pass.
+
+        Args:
+            sequences: batch.sequences_per_micro_batch.
+            micro_batches: that all processes take together in a micro-step.
+            parts: into which a pipeline cuts the micro-batch; one is a forward pass.
+        """
+        config, is_half = self.config, self.precision != "fp32"
+        attention = FLASH if self.device_type == "cuda" else "groundwork_sdpa"
+        if config.attention == "eager":
+            attention = "groundwork_eager"
+        if library_attention(self.model_config) == "eager":
+            attention = "eager"
+        call = ForwardPass(
+            config.data.sequence_length,
+            parameter_dtype(config.optim),
+            autocast=is_half,
+            attention=attention,
+            document_mask=config.data.document_mask,
+            activation_checkpointing=config.activation_checkpointing,
+            compiled=config.compile != "none",
+        )
+        in_bf16 = replace(call, weights=torch.bfloat16, autocast=False) if is_half else call
+        rows = max(1, sequences // parts)
+        return Work(
+            sizes=sizes_of(self.model_config),
+            activations=trace_activations(self.model_config, call),
+            activations_in_bf16=trace_activations(self.model_config, in_bf16),
+            sequences=rows,
+            tokens=rows * call.sequence_length,
+            compute=2 if is_half else FP32,
+            accumulates=config.batch.tokens_per_step >= 2 * sequences * call.sequence_length * micro_batches,
+            loss=loss_backend(config, self.model_config, self.device_type),
+            optimizer=config.optim.name,
+            rounds_stochastically=config.optim.stochastic_rounding,
+            device_type=self.device_type,
+        )
 
 
 def loss_backend(config: RunConfig, model_config: Any, device_type: str) -> str:

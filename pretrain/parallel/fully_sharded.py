@@ -10,6 +10,7 @@ head into a group whose hooks run around the head's own forward, and the loss us
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak, loss_bytes, optimizer_bytes, update_bytes
 from pretrain.model.compile import layers_of
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.gradient_norm import total_norm
 from pretrain.optim.optimizers import describe_optimizer, load_optimizer_state, optimizer_state_by_name
-from pretrain.parallel.launcher import replicas_requested
+from pretrain.parallel.launcher import environment_flag, replicas_requested
+from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import OptimizerBuilder, Strategy, device_type
 from pretrain.parallel.tensor_group import TensorGroup
@@ -37,6 +40,61 @@ class FullySharded(Strategy):
     optimizers = ("adamw", "muon")
     precisions = ("fp32", "bf16")
     compilations = ("none", "regional")  # compiled whole, the graph would break at every hook of a layer
+    holds_whole_model = False
+
+    @classmethod
+    def requested(cls) -> str | None:
+        if not environment_flag("ACCELERATE_USE_FSDP"):
+            return None
+        if os.environ.get("FSDP_VERSION", "1") != "2":
+            return "fsdp1"
+        return "hsdp" if replicas_requested() > 1 else "fsdp2"
+
+    @classmethod
+    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
+        """hsdp: a group per machine, or two on one machine."""
+        layout = super().layout(name, ranks, machines)
+        if name != "hsdp":
+            return layout
+        groups = machines if machines > 1 else min(2, ranks)
+        options = f" --parallelism_config_dp_replicate_size {groups}" if groups != 2 else ""  # 2 is what the file says
+        problem = "needs at least two GPUs in each of its groups; use ddp" if ranks < 2 * groups else None
+        return replace(layout, groups=groups, options=options, problem=layout.problem or problem)
+
+    @classmethod
+    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
+        """1/shards of everything, and the layers at work whole."""
+        work = run.work(sequences, layout.ranks)
+        sizes, act, compute = work.sizes, work.activations_in_bf16, work.compute
+        share = 1 / layout.per_group
+        hidden = act.hidden(work.sequences)
+        loss = loss_bytes(work, compute, hidden)
+        kept = act.kept(sizes.layers, work.sequences)
+        gradients = FP32 * sizes.total * share
+        resident = gradients if work.accumulates else 0.0
+        root, layer = compute * sizes.root, compute * sizes.layer
+        # A layer is gathered into one flat tensor and copied out of it; the next one is fetched meanwhile. Its
+        # gradients are copied into a flat fp32 tensor, and that of the layer before is still being summed.
+        gathered = 3 * layer
+        reduced = layer + 2 * FP32 * sizes.layer
+        waiting = compute * sizes.vocabulary * sizes.width
+        first = act.kept(1, work.sequences) + waiting + hidden + act.backward(work.sequences)
+        moments = {
+            "loss": (resident, kept + loss.kept + loss.working, root + layer + FP32 * sizes.layer),
+            "backward": (resident, kept + waiting + hidden + act.backward(work.sequences), root + gathered + reduced),
+            "first layer": (gradients, first, root + gathered + reduced),
+            "embedding": (gradients, waiting + hidden, root + compute * sizes.embedding + FP32 * sizes.root + layer),
+            "update": (gradients, update_bytes(work), layer),
+        }
+        return at_peak(moments, FP32 * sizes.total * share, optimizer_bytes(work, share))
+
+    @classmethod
+    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
+        total, gathered = step.sizes.total, (2 * 2 + FP32) * step.micro_steps * step.sizes.total
+        if layout.groups == 1:
+            return gathered * layout.ring / step.across, 0.9
+        sums = 2 * FP32 * total / layout.per_group / step.across
+        return gathered * ((layout.per_group - 1) / layout.per_group) / step.inside + sums, 0.9
 
     def make_accelerator(self) -> Accelerator:
         plugin = FullyShardedDataParallelPlugin()

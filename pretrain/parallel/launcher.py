@@ -57,21 +57,6 @@ def deepspeed_file() -> dict:
         return {}
 
 
-def requested_strategy() -> str:
-    """Name of the strategy that the launcher's environment asks for, whether it runs here or not."""
-    if environment_flag("ACCELERATE_USE_DEEPSPEED"):
-        return f"zero{deepspeed_file().get('zero_optimization', {}).get('stage', 0)}"
-    if environment_flag("ACCELERATE_USE_FSDP"):
-        if os.environ.get("FSDP_VERSION", "1") != "2":
-            return "fsdp1"
-        return "hsdp" if replicas_requested() > 1 else "fsdp2"
-    if environment_flag("ACCELERATE_USE_MEGATRON_LM"):
-        return "pp"  # the only settings of pipelines that the launcher hands on are Megatron-LM's
-    if environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        return "tp"
-    return "ddp" if processes_launched() > 1 else "single"
-
-
 def parallel_size(variable: str) -> int:
     """Processes that share one model, as the launcher says in this variable; all of them where its file says null.
 
@@ -84,7 +69,7 @@ def parallel_size(variable: str) -> int:
     return size
 
 
-def launcher_problems(config: RunConfig, precision: str) -> list[str]:
+def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[str]:
     """Settings of the launcher that contradict the recipe, or that this project does not run."""
     problems = []
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -110,7 +95,7 @@ def launcher_problems(config: RunConfig, precision: str) -> list[str]:
         problems += deepspeed_problems(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), config)
     elif environment_flag("ACCELERATE_USE_FSDP"):
         problems += replica_problems(processes_launched())
-    return problems + command_problems(requested_strategy(), processes_launched())
+    return problems + command_problems(strategy, processes_launched())
 
 
 def replica_problems(processes: int) -> list[str]:

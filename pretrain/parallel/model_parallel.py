@@ -7,6 +7,7 @@ The processes form a mesh, data x model: those along `model` hold one model toge
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from pretrain.config import RunConfig
 from pretrain.optim.gradient_norm import total_norm
 from pretrain.parallel.launcher import parallel_size, processes_launched
+from pretrain.parallel.layout import Layout
 from pretrain.parallel.strategy import Strategy
 
 
@@ -26,6 +28,9 @@ class ModelParallel(Strategy, ABC):
 
     precisions = ("fp32", "bf16")
     compilations = ("none", "regional")
+    trains_experts = holds_whole_model = False
+    launcher_flag: ClassVar[str]
+    """Environment variable by which the launcher asks for this strategy."""
     size_variable: ClassVar[str]
     """Environment variable in which the launcher hands on how many processes share a model."""
     size_setting: ClassVar[str]
@@ -49,8 +54,14 @@ class ModelParallel(Strategy, ABC):
         """Taken since the last update."""
 
     @classmethod
-    def problems(cls, config: RunConfig) -> list[str]:
-        return super().problems(config) + cls.size_problems()
+    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
+        """All processes share one model."""
+        environment = {cls.launcher_flag: "true", cls.size_variable: str(ranks)}
+        return replace(super().layout(name, ranks, machines), environment=environment)
+
+    @classmethod
+    def problems(cls, config: RunConfig, name: str) -> list[str]:
+        return super().problems(config, name) + cls.size_problems()
 
     @classmethod
     def size_problems(cls) -> list[str]:
@@ -68,7 +79,7 @@ class ModelParallel(Strategy, ABC):
 
     def make_accelerator(self) -> Accelerator:
         # To accelerate these are plain processes: the parallelism is not Megatron-LM's nor transformers'.
-        with patch_environment(ACCELERATE_USE_MEGATRON_LM="false", ACCELERATE_USE_PARALLELISM_CONFIG="false"):
+        with patch_environment(**{self.launcher_flag: "false"}):
             return super().make_accelerator()
 
     @property

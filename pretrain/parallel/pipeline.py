@@ -4,6 +4,7 @@ The schedules are torch.distributed.pipelining's. One call of the model runs a w
 the loop stays what it is. See docs/strategies.md.
 """
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
+from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak, loss_bytes, optimizer_bytes, update_bytes
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import load_model_config
 from pretrain.optim.optimizers import describe_optimizer, load_optimizer_state, optimizer_state_by_name
-from pretrain.parallel.launcher import parallel_size
+from pretrain.parallel.launcher import environment_flag, parallel_size
+from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.model_parallel import ModelParallel
 from pretrain.parallel.pipeline_stages import (
     PipelineMicroBatch,
@@ -219,6 +222,7 @@ class StagedTensors(TensorGroup):
 class PipelineParallel(ModelParallel):
     """Stages of the model on different processes; several pipelines share the data."""
 
+    launcher_flag = "ACCELERATE_USE_MEGATRON_LM"  # the only settings of pipelines that the launcher hands on
     size_variable = "MEGATRON_LM_PP_DEGREE"
     size_setting = "megatron_lm_pp_degree"
     # Stages exchange little, copies of a stage all its gradients: those are neighbours.
@@ -232,10 +236,69 @@ class PipelineParallel(ModelParallel):
         self.micro_batches_per_call = self.model_ranks
 
     @classmethod
-    def problems(cls, config: RunConfig) -> list[str]:
-        problems, name = super().problems(config), config.pipeline.schedule
+    def requested(cls) -> str | None:
+        return "pp" if environment_flag(cls.launcher_flag) else None
+
+    @classmethod
+    def parts_of_micro_batch(cls, config: RunConfig) -> int:
+        return STAGE_LAYOUTS[config.pipeline.schedule].stages_per_rank * config.pipeline.microbatch_scale
+
+    @classmethod
+    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
+        """The process that needs most is either the first, with the embedding, or the last, with head and loss."""
+        settings, ranks = run.config.pipeline, layout.per_group
+        work = run.work(sequences, layout.ranks, cls.parts_of_micro_batch(run.config))  # of one pipeline microbatch
+        sizes, act, stage_layout = work.sizes, work.activations, STAGE_LAYOUTS[settings.schedule]
+        stages = len(stage_layout.owners(ranks))
+        microbatches = stages * settings.microbatch_scale
+        layers = math.ceil(sizes.layers / ranks)
+        whole = (
+            sizes.layers / stages * microbatches * stage_layout.stages_per_rank
+        )  # layers x microbatches, all kept at once
+        in_flight = {"1F1B": ranks, "Interleaved1F1B": (3 * ranks - 1) / 2 * stage_layout.stages_per_rank / 2}.get(
+            settings.schedule
+        )
+        kept_layers = whole if in_flight is None else min(whole, layers * in_flight)
+        kept = act.outside(work.sequences) * microbatches + kept_layers * act.per_layer(work.sequences)
+        loss = loss_bytes(work, work.parameter_bytes, act.hidden(work.sequences))
+        first = layers * sizes.layer + sizes.embedding
+        last = layers * sizes.layer + (sizes.head or sizes.embedding)
+        both = last + (sizes.embedding if sizes.head else 0)
+        # Hidden states travel in fp32: what arrives and what leaves, for every microbatch under way.
+        travelling = 2 * FP32 * microbatches * work.tokens * sizes.width
+        ends = {
+            "backward": (first, kept + act.backward(work.sequences)),
+            "loss": (
+                both if stage_layout.is_v else last,
+                (kept if stage_layout.is_v else kept / 2) + loss.kept + loss.working,
+            ),
+        }
+        found = []
+        for moment, (elements, activations) in ends.items():
+            moments = {moment: (FP32 * elements, activations), "update": (FP32 * elements, update_bytes(work))}
+            share = elements / sizes.total
+            found.append(at_peak(moments, FP32 * elements, optimizer_bytes(work, share), travelling))
+        return max(found, key=lambda memory: memory.total)
+
+    @classmethod
+    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
+        """Next to nothing: hidden states between neighbours."""
+        return 0.0, 0.0
+
+    @classmethod
+    def idle(cls, config: RunConfig, layout: Layout) -> float:
+        """The bubble (Narayanan et al., arXiv 2104.04473)."""
+        stages = STAGE_LAYOUTS[config.pipeline.schedule]
+        if stages.splits_backward:
+            return 0.0
+        microbatches = len(stages.owners(layout.per_group)) * config.pipeline.microbatch_scale
+        return (layout.per_group - 1) / (microbatches * stages.stages_per_rank)
+
+    @classmethod
+    def problems(cls, config: RunConfig, name: str) -> list[str]:
+        problems, name = super().problems(config, name), config.pipeline.schedule
         schedule, batch = STAGE_LAYOUTS[name], config.batch.sequences_per_micro_batch
-        parts = schedule.stages_per_rank * config.pipeline.microbatch_scale
+        parts = cls.parts_of_micro_batch(config)
         if batch % parts:
             below, above = batch // parts * parts, (batch // parts + 1) * parts
             problems.append(

@@ -1,11 +1,11 @@
-"""The only module that knows which strategy runs.
+"""What the loop trains with and never looks behind: one process or DDP here, the other strategies in subclasses.
 
-`accelerate launch --config_file accelerate_configs/X.yaml` chooses it; `Strategy` builds the Accelerator, checks that
+`accelerate launch --config_file accelerate_configs/X.yaml` chooses; `Strategy` builds the Accelerator, checks that
 what runs is what was asked for, and gives the loop the verbs it needs: prepare, accumulate, backward, update, sum.
-The same files serve machines with and without GPUs: without one, processes talk over gloo.
+It declares what a plan asks, too: its layout, memory and traffic. The same files serve machines with and without GPUs:
+without one, processes talk over gloo.
 """
 
-import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,12 +18,15 @@ from accelerate.utils import DistributedDataParallelKwargs
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
 from pretrain.hardware import keep_freed_memory, missing_bf16, unusable_gpu, use_all_cores
+from pretrain.memory.parts import FP32, Memory, PlannedRun, Work, at_peak, loss_bytes, optimizer_bytes, update_bytes
 from pretrain.model.fp8 import fp8_problem, use_fp8
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.model_config import load_model_config
 from pretrain.optim.gradient_norm import total_norm
 from pretrain.optim.optimizers import OPTIMIZERS, describe_optimizer, load_optimizer_state, optimizer_state_by_name
-from pretrain.parallel.launcher import PRECISIONS, launcher_problems, requested_strategy
+from pretrain.parallel.launcher import PRECISIONS, processes_launched
+from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.rendezvous import choose_interface, meet_afresh
 from pretrain.parallel.replicas import ReplicaGroup
@@ -53,42 +56,6 @@ def resolve_precision(requested: str) -> str:
 OptimizerBuilder = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 """(name, parameter) pairs to an optimizer for them: `optimizers.build_optimizer` with all else given."""
 
-STRATEGIES = {
-    "single": "pretrain.parallel.strategy.Strategy",
-    "ddp": "pretrain.parallel.strategy.Strategy",
-    "fsdp2": "pretrain.parallel.fully_sharded.FullySharded",
-    "hsdp": "pretrain.parallel.fully_sharded.FullySharded",
-    "zero1": "pretrain.parallel.zero.Zero",
-    "zero2": "pretrain.parallel.zero.Zero",
-    "zero3": "pretrain.parallel.zero.Zero",
-    "pp": "pretrain.parallel.pipeline.PipelineParallel",
-    "tp": "pretrain.parallel.tensor_parallel.TensorParallel",
-}
-"""Class of each strategy, imported when it is asked for."""
-
-
-def make_strategy(config: RunConfig) -> "Strategy":
-    """The strategy that the launcher asks for, ready to prepare a model.
-
-    Raises InputError with everything in the launcher's settings that contradicts the recipe or cannot run.
-    """
-    precision = resolve_precision(config.precision)
-    name = requested_strategy()
-    problems = launcher_problems(config, precision)
-    if name not in STRATEGIES:
-        if not problems:
-            problems.append(
-                f"launcher: {name} is not among the strategies that run: {', '.join(STRATEGIES)}; take a file of "
-                "accelerate_configs, or set fsdp_version: 2 in your own"
-            )
-        raise InputError(*problems)
-    module, _, class_name = STRATEGIES[name].rpartition(".")
-    strategy_class: type[Strategy] = getattr(importlib.import_module(module), class_name)
-    problems += strategy_class.problems(config)
-    if problems:
-        raise InputError(*problems)
-    return strategy_class(precision, config)
-
 
 class Strategy:
     """The strategy that runs: one process, or data parallel (DDP). The others are subclasses.
@@ -101,17 +68,16 @@ class Strategy:
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     compilations: tuple[str, ...] = ("none", "regional", "full")
     """What of the recipe's optim.name, precision and compile runs under this strategy."""
+    trains_experts = True
+    """Whether mixtures of experts run."""
+    holds_whole_model = True
+    """Whether each process has all fp32 weights on its device."""
 
     def __init__(self, precision: str, config: RunConfig | None = None):
         """Starts the processes' communication; `config` may be None where nothing is trained."""
         self.precision = precision
         self.config = config
-        self.name = requested_strategy()
-        if config is None and self.name not in ("single", "ddp"):
-            raise InputError(
-                f"launcher: {self.name} is for training; use accelerate_configs/single.yaml or ddp.yaml here: a "
-                "checkpoint of any strategy can be read under them"
-            )
+        self.name = self.requested()
         meet_afresh()
         choose_interface()
         self.accelerator = self.make_accelerator()
@@ -129,19 +95,72 @@ class Strategy:
             keep_freed_memory()
 
     @classmethod
-    def problems(cls, config: RunConfig) -> list[str]:
-        """What in the recipe this strategy cannot run."""
+    def requested(cls) -> str | None:
+        """Name of this strategy as the launcher's environment asks for it; None where it does not."""
+        return "ddp" if processes_launched() > 1 else "single"
+
+    @classmethod
+    def problems(cls, config: RunConfig, name: str) -> list[str]:
+        """What in the recipe this strategy, called `name`, cannot run."""
         given = {
             "optim.name": (config.optim.name, cls.optimizers),
             "precision": (resolve_precision(config.precision), cls.precisions),
             "compile": (config.compile, cls.compilations),
         }
         return [
-            f"{path}: {value} does not run under {requested_strategy()}; choose {' or '.join(allowed)}, or a strategy "
+            f"{path}: {value} does not run under {name}; choose {' or '.join(allowed)}, or a strategy "
             f"that runs it, as ddp does"
             for path, (value, allowed) in given.items()
             if value not in allowed
         ]
+
+    @classmethod
+    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
+        """How the launcher file of this name, as it is shipped, divides a run."""
+        problem = "runs on one GPU" if name == "single" else "needs more than one GPU"
+        return Layout(name, ranks, machines, problem=problem if (name == "single") != (ranks == 1) else None)
+
+    @classmethod
+    def micro_batches(cls, layout: Layout) -> int:
+        """How many micro-batches all processes take together in a micro-step."""
+        return layout.ranks
+
+    @classmethod
+    def parts_of_micro_batch(cls, config: RunConfig) -> int:
+        """What batch.sequences_per_micro_batch has to be a multiple of."""
+        return 1
+
+    @classmethod
+    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
+        """Memory of the process that needs most, with so many sequences per micro-batch."""
+        return replicated(run.work(sequences, cls.micro_batches(layout)), is_ddp=layout.ranks > 1)
+
+    @classmethod
+    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
+        """(seconds in which a GPU sends in a step, part of the computing behind which that can hide).
+
+        Ring collectives: a sum of B bytes over n processes moves 2 B (n - 1) / n, a gather or a scatter half of that.
+        """
+        # Summed in the last micro-step, during its backward pass.
+        return 2 * FP32 * step.sizes.total * layout.ring / step.across, 2 / 3 / step.micro_steps
+
+    @classmethod
+    def idle(cls, config: RunConfig, layout: Layout) -> float:
+        """Time in which processes wait for each other's results, relative to the time they compute."""
+        return 0.0
+
+    @classmethod
+    def offload_seconds(cls, layout: Layout, parameters: int) -> float:
+        """What an update takes longer because it is not on the GPU."""
+        return 0.0
+
+    def planned_memory(self, config: RunConfig) -> Memory:
+        """What a plan says of this recipe as it is launched here."""
+        run = PlannedRun(config, load_model_config(config.model), self.precision, self.device.type)
+        return self.footprint(run, self.running_layout(), config.batch.sequences_per_micro_batch)
+
+    def running_layout(self) -> Layout:
+        return self.layout(self.name, self.ranks.count)
 
     def make_accelerator(self) -> Accelerator:
         return Accelerator(
@@ -285,3 +304,33 @@ class Strategy:
     def replicas(self) -> list[ReplicaGroup]:
         """Weights of which several ranks hold a copy, equal bit by bit: see `replicas.differences`."""
         return [(None, {n: p.detach() for p, n in self.name_of.items()})] if self.ranks.count > 1 else []
+
+
+def replicated(work: Work, *, is_ddp: bool) -> Memory:
+    """Memory where everything is on every process.
+
+    DDP's buckets stay between steps. In the last micro-step gradients are written into them; those of the micro-steps
+    before it, which are not summed over the processes, have a place of their own.
+    """
+    sizes, act = work.sizes, work.activations
+    weight = work.parameter_bytes
+    parameters, optimizer = weight * sizes.total, optimizer_bytes(work)
+    whole = weight * sizes.total
+    resident = whole if is_ddp or work.accumulates else 0.0
+    buckets = whole if is_ddp and work.accumulates else 0.0
+    hidden = act.hidden(work.sequences)
+    loss = loss_bytes(work, weight, hidden)
+    kept = act.kept(sizes.layers, work.sequences)
+    # A tied head's gradient waits for the embedding's; one of its own is added to the gradients at once.
+    waiting = loss.head_gradient if sizes.is_tied else 0.0
+    head = 0.0 if sizes.is_tied else weight * sizes.head
+    embedding = weight * sizes.embedding
+    first = act.kept(1, work.sequences) + hidden + act.backward(work.sequences)
+    moments = {
+        "loss": (resident, kept + loss.kept + loss.working),
+        "backward": (resident or head, kept + waiting + hidden + act.backward(work.sequences)),
+        "first layer": (resident or whole - embedding - weight * sizes.layer, first + waiting),
+        "embedding": (resident or whole - embedding, embedding + waiting + hidden),
+        "update": (whole, update_bytes(work)),
+    }
+    return at_peak(moments, parameters, optimizer, buckets)

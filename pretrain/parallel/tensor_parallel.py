@@ -5,8 +5,10 @@ columns needs nothing from the other processes, the one by rows after it one sum
 1909.08053). Embedding, head and norms stay whole on every process: the loss takes the head's weight as it is.
 """
 
+import copy
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,15 +20,17 @@ from transformers import PreTrainedModel
 
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
+from pretrain.memory.parts import FP32, Memory, PlannedRun
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import load_model_config
 from pretrain.optim.optimizers import describe_optimizer, load_optimizer_state, optimizer_state_by_name
 from pretrain.parallel.fully_sharded import ShardedGroup, ShardedState, load_parts
-from pretrain.parallel.launcher import parallel_size
+from pretrain.parallel.launcher import environment_flag, parallel_size
+from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.model_parallel import ModelParallel
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import OptimizerBuilder
+from pretrain.parallel.strategy import OptimizerBuilder, replicated
 from pretrain.parallel.tensor_group import TensorGroup
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
@@ -70,6 +74,7 @@ def plan_problem(model_config: Any, size: int) -> str | None:
 class TensorParallel(ModelParallel):
     """Every layer on all processes of a group, a slice on each; several groups share the data."""
 
+    launcher_flag = "ACCELERATE_USE_PARALLELISM_CONFIG"
     size_variable = "PARALLELISM_CONFIG_TP_SIZE"
     size_setting = "parallelism_config_tp_size"
     # Slices are summed twice per layer, in both directions: their processes are neighbours.
@@ -78,8 +83,42 @@ class TensorParallel(ModelParallel):
     optimizers = ("adamw",)
 
     @classmethod
-    def problems(cls, config: RunConfig) -> list[str]:
-        problems = super().problems(config)
+    def requested(cls) -> str | None:
+        # HSDP's sizes are handed on under the same flag.
+        is_requested = environment_flag(cls.launcher_flag) and not environment_flag("ACCELERATE_USE_FSDP")
+        return "tp" if is_requested else None
+
+    @classmethod
+    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
+        """The processes of a machine share one model."""
+        layout = super().layout(name, ranks, machines)
+        if machines == 1:
+            return layout
+        size = str(ranks // machines)
+        environment = {**layout.environment, cls.size_variable: size}
+        return replace(
+            layout, groups=machines, environment=environment, options=f" --parallelism_config_tp_size {size}"
+        )
+
+    @classmethod
+    def micro_batches(cls, layout: Layout) -> int:
+        return layout.groups
+
+    @classmethod
+    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
+        part = replace(run, model_config=sliced(run.model_config, layout.per_group))
+        return replicated(part.work(sequences, layout.groups), is_ddp=False)
+
+    @classmethod
+    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
+        """Two sums of the hidden states forward, two backward, nothing to hide behind."""
+        sizes = step.sizes
+        seconds = 4 * sizes.layers * step.micro_steps * step.tokens * sizes.width * 2 * 2 * layout.ring / step.inside
+        return seconds + (2 * FP32 * sizes.total * layout.ring / step.across if layout.groups > 1 else 0.0), 0.0
+
+    @classmethod
+    def problems(cls, config: RunConfig, name: str) -> list[str]:
+        problems = super().problems(config, name)
         if cls.size_problems():
             return problems
         try:
@@ -151,6 +190,16 @@ class TensorParallel(ModelParallel):
     def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
         load_parts(super().model_tensors().tensors, model)
         load_optimizer_state(self.optimizer.optimizer, self.name_of, ShardedState(optimizer, self.name_of))
+
+
+def sliced(model_config: Any, shares: int) -> Any:
+    """The model of one process of tensor parallel: heads and intermediate width divided."""
+    part = copy.deepcopy(model_config)
+    part.head_dim = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(part, name, None):
+            setattr(part, name, max(1, getattr(part, name) // shares))
+    return part
 
 
 class AutocastModel(torch.nn.Module):

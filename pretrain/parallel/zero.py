@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,13 +19,17 @@ from transformers import PreTrainedModel
 
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
+from pretrain.memory.parts import FP32, Memory, PlannedRun, Work, at_peak, loss_bytes, optimizer_bytes
 from pretrain.model.build import build_meta_model
 from pretrain.model.compile import layers_of
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.optimizers import describe_optimizer
 from pretrain.parallel.deepspeed_build import prepare_extensions_folder
-from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, processes_launched
+from pretrain.parallel.fully_sharded import FullySharded
+from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, environment_flag, processes_launched
+from pretrain.parallel.launcher_files import shipped_deepspeed
+from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import OptimizerBuilder, Strategy, device_type
 from pretrain.parallel.tensor_group import TensorGroup
@@ -32,6 +37,9 @@ from pretrain.parallel.zero_partitions import Partitions
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state tensors other than `step`."""
+CPU_ADAM_BYTES_PER_SECOND = 100e9
+NVME_BYTES_PER_SECOND = 5e9
+"""Of one machine: what an update on the host, or the disk under it, moves per second."""
 
 
 class Zero(Strategy):
@@ -41,9 +49,78 @@ class Zero(Strategy):
     precisions = ("fp32", "bf16")
     compilations = ("none", "regional")  # compiled whole, the graph would break at every hook of a layer
 
+    holds_whole_model = False
+
     @classmethod
-    def problems(cls, config: RunConfig) -> list[str]:
-        problems = super().problems(config)
+    def requested(cls) -> str | None:
+        if not environment_flag("ACCELERATE_USE_DEEPSPEED"):
+            return None
+        return f"zero{deepspeed_file().get('zero_optimization', {}).get('stage', 0)}"
+
+    @classmethod
+    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
+        """With offload one GPU will do."""
+        layout = replace(super().layout(name, ranks, machines), zero=shipped_deepspeed(name)["zero_optimization"])
+        return replace(layout, problem=None) if layout.zero.get("offload_optimizer") else layout
+
+    def running_layout(self) -> Layout:
+        settings = self.accelerator.deepspeed_plugin.deepspeed_config  # as DeepSpeed has filled them in
+        return replace(super().running_layout(), zero=settings["zero_optimization"])
+
+    @classmethod
+    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
+        """As DeepSpeed holds it, offloaded or not."""
+        work, settings, stage = run.work(sequences, layout.ranks), layout.zero, layout.zero["stage"]
+        sizes, act, compute = work.sizes, work.activations_in_bf16, work.compute
+        share = 1 / layout.ranks
+        hidden = act.hidden(work.sequences)
+        loss = loss_bytes(work, compute, hidden)
+        kept = act.kept(sizes.layers, work.sequences)
+        waiting = compute * sizes.vocabulary * sizes.width if sizes.is_tied else 0.0
+        # The fp32 masters are a copy even where the weights are fp32.
+        states = FP32 * sizes.total * share + optimizer_bytes(work, share)
+        weights = compute * sizes.total * (share if stage == 3 else 1.0)
+        gradients, buckets = zero_gradients(work, stage, share, settings)
+        first = act.kept(1, work.sequences) + waiting + hidden + act.backward(work.sequences)
+        gathered = 0.0
+        if stage == 3:  # layers stay gathered up to this number of elements, or until their next use is further away
+            gathered = compute * min(
+                sizes.total, max(settings.get("stage3_max_live_parameters", 1e9), 2 * sizes.layer)
+            )
+        resident = gradients if work.accumulates or stage == 3 or (stage == 1 and compute != FP32) else 0.0
+        moments = {
+            "loss": (resident, kept + loss.kept + loss.working, gathered + (buckets if work.accumulates else 0.0)),
+            "backward": (resident, kept + waiting + hidden + act.backward(work.sequences), gathered + buckets),
+            "first layer": (gradients, first, gathered + buckets),
+            "embedding": (gradients, waiting + compute * sizes.embedding + hidden, gathered + buckets),
+            "update": (gradients, 2 * FP32 * sizes.total * share if stage < 3 else 0.0),
+        }
+        if not (settings.get("offload_optimizer") or settings.get("offload_param")):
+            # The masters belong to the optimizer: they change when it steps.
+            return at_peak(moments, weights, states)
+        return offloaded(moments, weights, states, FP32 * sizes.total * share, settings)
+
+    @classmethod
+    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
+        if layout.zero["stage"] == 1:
+            return super().traffic(layout, step)
+        if layout.zero["stage"] == 2:
+            return (FP32 * step.micro_steps + 2) * step.sizes.total * layout.ring / step.across, 2 / 3
+        return FullySharded.traffic(layout, step)
+
+    @classmethod
+    def offload_seconds(cls, layout: Layout, parameters: int) -> float:
+        """Weights, moments and gradients are read, most written, in the machine's memory."""
+        if not (offload := layout.zero.get("offload_optimizer")):
+            return 0.0
+        seconds = 28 * parameters / layout.machines / CPU_ADAM_BYTES_PER_SECOND
+        if offload["device"] == "nvme":
+            seconds += 2 * 12 * parameters / layout.machines / NVME_BYTES_PER_SECOND
+        return seconds
+
+    @classmethod
+    def problems(cls, config: RunConfig, name: str) -> list[str]:
+        problems = super().problems(config, name)
         if uses_nvme() and not can_use_nvme():
             problems.append(
                 "launcher: offload_optimizer.device: nvme needs libaio (apt install libaio-dev, or conda install "
@@ -318,6 +395,35 @@ def can_use_nvme() -> bool:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return AsyncIOBuilder().is_compatible()
+
+
+def zero_gradients(work: Work, stage: int, share: float, settings: dict[str, Any]) -> tuple[float, float]:
+    """(gradients, buckets in which they are summed) of DeepSpeed, in bytes."""
+    sizes = work.sizes
+    largest = max((sizes.largest, sizes.layer))
+    elements = max(settings.get("reduce_bucket_size", 5e8), 0)
+    buckets = 2 if settings.get("overlap_comm") else 1
+    if stage == 1 and work.compute != FP32:  # one flat fp32 tensor for all gradients, and those of a layer in bf16
+        return FP32 * sizes.total, work.compute * sizes.total
+    if stage == 1:
+        return FP32 * sizes.total, buckets * FP32 * elements
+    if stage == 2:  # in bf16 what arrives of the other processes in fp32 is added to a second partition
+        copies = 2 if work.accumulates and work.compute != FP32 else 1
+        return copies * FP32 * sizes.total * share, buckets * work.compute * elements + work.compute * largest
+    return FP32 * sizes.total * share, FP32 * elements + (work.compute + FP32) * largest
+
+
+def offloaded(
+    moments: dict[str, tuple[float, ...]], weights: float, states: float, gradients: float, settings: dict[str, Any]
+) -> Memory:
+    """Optimizer state, its gradients and, where asked for, weights in the machine's memory or on its disk."""
+    optimizer, parameters = settings.get("offload_optimizer") or {}, settings.get("offload_param") or {}
+    on_disk = optimizer.get("device") == "nvme"
+    host = (0.0 if on_disk else states) + gradients + (weights if parameters else 0.0)
+    moments = {name: (0.0, *parts[1:]) for name, parts in moments.items() if name != "update"}
+    return at_peak(
+        moments, 0.0 if parameters else weights, 0.0, host=host, disk=states + gradients if on_disk else 0.0
+    )
 
 
 class Gathered(Mapping[str, torch.Tensor]):

@@ -11,10 +11,10 @@ from pretrain.config import RunConfig
 from pretrain.errors import InputError
 from pretrain.gpus import GIB, Gpu
 from pretrain.hardware import peak_flops
-from pretrain.memory.footprint import LAUNCHER_FILES, Layout, footprint
+from pretrain.memory.parts import PlannedRun
 from pretrain.model.flops import FORMULA
 from pretrain.model.model_config import load_model_config
-from pretrain.parallel.strategy import make_strategy
+from pretrain.parallel.registry import STRATEGIES, make_strategy
 from pretrain.planning.calibration import Measurement, calibrate
 from pretrain.planning.candidates import (
     Candidate,
@@ -94,14 +94,15 @@ def build_plan(
     hardware = Hardware(gpu, gpus, machines)
     precision = planned_precision(config, gpu)
     work = work_of_run(config, model_config)
-    calibration = calibrated(config, model_config, work) if with_calibration else None
+    calibration = calibrated(config, work) if with_calibration else None
     if calibration:
         rate = calibration["tokens_per_second"]
         speed = Speed(calibration["mfu"] or 0.0, "measured on this machine", rate)
     else:
         source = "stated" if mfu else "the best published codebases at this size, on H100s"
         speed = Speed(mfu or default_mfu(work.active), source)
-    candidates = [consider(name, config, model_config, work, hardware, precision, speed) for name in LAUNCHER_FILES]
+    run = PlannedRun(config, model_config, precision)
+    candidates = [consider(name, run, work, hardware, speed) for name in STRATEGIES]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
     problems: list[str] = []
@@ -116,7 +117,7 @@ def build_plan(
     )  # fmt: skip
 
 
-def calibrated(config: RunConfig, model_config: Any, work: RunWork) -> dict[str, Any]:
+def calibrated(config: RunConfig, work: RunWork) -> dict[str, Any]:
     """Runs steps of the recipe here, and compares their memory with what would have been predicted."""
     strategy = make_strategy(config)
     if strategy.ranks.count != 1:
@@ -131,17 +132,7 @@ def calibrated(config: RunConfig, model_config: Any, work: RunWork) -> dict[str,
     micro_steps = max(1, config.batch.tokens_per_step // tokens)
     rate = found.tokens_per_second(tokens, micro_steps)
     peak, peak_source = peak_flops(strategy.device, strategy.precision)
-    predicted = footprint(
-        config.model_copy(
-            update={"batch": config.batch.model_copy(update={"tokens_per_step": tokens * min(found.micro_steps, 2)})}
-        ),
-        model_config,
-        "single",
-        Layout(1),
-        precision=strategy.precision,
-        sequences=config.batch.sequences_per_micro_batch,
-        device_type=strategy.device.type,
-    )
+    as_measured = config.batch.model_copy(update={"tokens_per_step": tokens * min(found.micro_steps, 2)})
     return {
         "device": strategy.device.type,
         "data": found.data,
@@ -153,7 +144,7 @@ def calibrated(config: RunConfig, model_config: Any, work: RunWork) -> dict[str,
         "peak_flops": peak,
         "peak_source": peak_source,
         "measured_peak_bytes": found.peak_bytes,
-        "predicted_peak_bytes": predicted.total,
+        "predicted_peak_bytes": strategy.planned_memory(config.model_copy(update={"batch": as_measured})).total,
     }
 
 

@@ -10,9 +10,9 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from pretrain.config import RunConfig
-from pretrain.parallel.launcher import launcher_problems, requested_strategy
+from pretrain.parallel.launcher import launcher_problems
 from pretrain.parallel.launcher_files import deepspeed_problems, launcher_file_problems, option
-from pretrain.parallel.strategy import STRATEGIES
+from pretrain.parallel.registry import STRATEGIES, requested_strategy
 from support.launcher_environment import launcher_environment
 from support.project import ROOT, free_port, run_script
 
@@ -56,8 +56,8 @@ def changed(path: Path, folder: Path, section: str | None, **values) -> Path:
 def test_shipped_files_ask_for_a_strategy_that_runs_and_contradict_no_recipe(path, config, environment):
     environment(path)
     expected = {"single": "ddp", "zero3_offload": "zero3", "zero3_offload_nvme": "zero3"}.get(path.stem, path.stem)
-    assert requested_strategy() == expected and expected in STRATEGIES
-    assert launcher_problems(config, "fp32") == []
+    assert requested_strategy() == (expected, STRATEGIES[expected])
+    assert launcher_problems(config, "fp32", expected) == []
     assert launcher_file_problems(path, expected) == []
 
 
@@ -139,7 +139,7 @@ def test_a_deepspeed_file_that_cannot_be_used(tmp_path, config):
 )
 def test_settings_that_stand_beside_the_recipes(config, environment, tmp_path, name, section, setting, message):
     environment(changed(ROOT / f"accelerate_configs/{name}.yaml", tmp_path, section, **setting))
-    assert [problem for problem in launcher_problems(config, "fp32") if message in problem]
+    assert [problem for problem in launcher_problems(config, "fp32", name) if message in problem]
 
 
 def test_a_file_that_asks_for_another_strategy_than_runs():

@@ -33,6 +33,7 @@ import psutil
 import torch
 from accelerate.state import AcceleratorState
 
+import pretrain.parallel.strategy
 import train
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.replicas import replica_differences
@@ -139,11 +140,6 @@ def all_strategies(base: type = Strategy) -> list[type]:
 
 
 if __name__ == "__main__":
-    import pretrain.parallel.fully_sharded
-    import pretrain.parallel.pipeline
-    import pretrain.parallel.tensor_parallel
-    import pretrain.parallel.zero
-
     run: dict = {}
     # Tests that run side by side share the cores: threads that wait for each other there make a step take seconds.
     pretrain.parallel.strategy.use_all_cores = lambda: torch.set_num_threads(1)
