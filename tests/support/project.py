@@ -59,10 +59,11 @@ def free_port() -> int:
             return port
 
 
-def launch(strategy: str, processes: int, *arguments, check=True, **environment) -> subprocess.CompletedProcess:
-    """Runs a script under `accelerate launch` with a shipped strategy file."""
+def launch(strategy: str | Path, processes: int, *arguments, check=True, **environment) -> subprocess.CompletedProcess:
+    """Runs a script under `accelerate launch` with a shipped strategy file, or another one."""
+    file = strategy if isinstance(strategy, Path) else f"accelerate_configs/{strategy}.yaml"
     return run_script(
-        "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
+        "-m", "accelerate.commands.launch", "--config_file", file,
         "--num_processes", processes, "--main_process_port", free_port(), *arguments, check=check, **environment,
     )  # fmt: skip
 
