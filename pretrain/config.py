@@ -3,6 +3,7 @@
 A recipe is whole: no inheritance, no interpolation, so `diff` of two recipes is the experiment.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -64,6 +65,20 @@ class Section(BaseModel):
     )
 
 
+@dataclass(frozen=True)
+class WindowSpec:
+    """What a window of tokens is, to everything that reads, masks, computes or measures one."""
+
+    sequence_length: int
+    """Tokens that are predicted; as read from shards a window has one more, the last one's target."""
+    document_mask: bool
+    """Attention and positions restart at every end-of-document id."""
+
+    def count_in(self, tokens: int) -> int:
+        """Whole windows in a stream of tokens: the last token of each is the first of the next."""
+        return max(0, tokens - 1) // self.sequence_length
+
+
 class Source(Section):
     shards: Path
     """Folder written by prepare_data.py; nanoGPT's .bin or folder; or Megatron's .bin with its .idx next to it."""
@@ -109,6 +124,11 @@ class Data(Section):
     def mixtures(self) -> list[CurriculumStage]:
         """The stages of the run; a plain mixture is a run of one stage."""
         return self.stages or [CurriculumStage(train=self.train)]
+
+    @property
+    def window(self) -> WindowSpec:
+        """The windows that the run is trained and validated on."""
+        return WindowSpec(self.sequence_length, self.document_mask)
 
     @model_validator(mode="after")
     def one_way_to_mix(self):

@@ -78,7 +78,7 @@ class Steps:
                 config.attention,
                 device_type=strategy.device.type,
                 dtype=DTYPES[strategy.precision],
-                document_mask=config.data.document_mask,
+                window=config.data.window,
             )
             return plan_model(config, model_config, router_losses(config.loss, model_config)), "random tokens"
 
@@ -95,8 +95,13 @@ class Steps:
         shape = (rows, config.data.sequence_length + 1)
         ids = generator.integers(1, self.plan.model_config.vocab_size, shape).astype(np.uint32)
         ids[generator.random(shape) < 1 / TOKENS_PER_DOCUMENT] = 0
-        end = 0 if config.data.document_mask else None
-        return model_inputs(ids, device=self.strategy.device, attention=self.plan.attention, end_of_document_id=end)
+        return model_inputs(
+            ids,
+            config.data.window,
+            end_of_document_id=0,
+            device=self.strategy.device,
+            attention=self.plan.attention,
+        )
 
     def step(self, number: int, micro_steps: int) -> tuple[list[float], float]:
         """One optimizer step; returns (seconds of each micro-step, seconds of the update)."""
