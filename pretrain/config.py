@@ -386,3 +386,7 @@ class RunConfig(Section):
     """Where to send metrics in addition to metrics.jsonl and the console."""
     group: str | None = None
     """Name under which trackers group runs."""
+
+    def with_batch(self, **settings: Any) -> "RunConfig":
+        """The same run with these settings of its batch."""
+        return self.model_copy(update={"batch": self.batch.model_copy(update=settings)})
