@@ -50,7 +50,9 @@ def main(
     continuation = Continuation(config, plan, overridden, strategy, metrics)  # at its newest intact checkpoint
     run, state = continuation.run, continuation.state
     if continuation.is_done:
-        strategy.print(f"{config.output} is done: {state.step:,} steps. The model is in {config.output}/final.")
+        strategy.print(
+            f"{config.output} is already complete: {state.step:,} steps. The model is in {config.output}/final."
+        )
         return EXIT_DONE
 
     # Model and optimizer: those of the checkpoint, of a pretrained model, or of the seed.
