@@ -64,23 +64,23 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
     """
     jobs, tasks = find_everything(arguments)
     strategy = Strategy("fp32")  # precision is each model's own; see measure_shards
-    if not strategy.is_main or not sys.stderr.isatty():
+    if not strategy.ranks.is_main or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    in_bf16 = strategy.is_main and measures_in_bf16(jobs, tasks, arguments.precision)
+    in_bf16 = strategy.ranks.is_main and measures_in_bf16(jobs, tasks, arguments.precision)
     if in_bf16 and (problem := emulation_of_bf16(strategy.device)):
         print(f"warning: {problem}; give --precision fp32", file=sys.stderr, flush=True)
     evaluations = []
     for job in jobs:
         evaluation = measure(job, tasks, arguments, strategy)
         evaluations.append(evaluation)
-        if strategy.is_main:
+        if strategy.ranks.is_main:
             append_to_run(evaluation)
             track(evaluation)
             if arguments.output:
                 write_results(arguments.output, evaluations, command_line_settings(arguments))
             if evaluation.sample is not None:
                 print(f"--- {job.address.name}\n{evaluation.sample}\n---", flush=True)
-    if strategy.is_main:
+    if strategy.ranks.is_main:
         report_evaluation(evaluations, arguments)
     return evaluations, strategy
 
@@ -199,7 +199,7 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
     model = load_pretrained(str(job.address.folder), trust_remote_code=arguments.trust_remote_code)
     model.eval()
     result = ModelResults(job.address, parameters=sum(parameter.numel() for parameter in model.parameters()))
-    if job.prompt_ids_BT is not None and strategy.is_main:
+    if job.prompt_ids_BT is not None and strategy.ranks.is_main:
         sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.seed)
         result.sample = generate_text(model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling)
     if job.readers:

@@ -233,14 +233,14 @@ def _progress(
     model: torch.nn.Module, name: str, sequences: int, strategy: Strategy, settings: ShardSettings
 ) -> Iterator[None]:
     """A bar in tokens, moved by the model's own forward passes."""
-    tokens_per_pass = settings.sequences_per_micro_batch * strategy.ranks * settings.window.sequence_length
+    tokens_per_pass = settings.sequences_per_micro_batch * strategy.ranks.count * settings.window.sequence_length
     bar = tqdm(
         total=sequences * settings.window.sequence_length,
         desc=name,
         unit="tok",
         unit_scale=True,
         dynamic_ncols=True,
-        disable=not strategy.is_main,
+        disable=not strategy.ranks.is_main,
     )
 
     def advance(*_: Any) -> None:  # a hook that returned something would replace the model's output
