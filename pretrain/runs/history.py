@@ -22,9 +22,10 @@ BESIDE = frozenset({"evaluation", "publish"})
 """Events that other processes write, also long after the run's own has ended."""
 MEASURED = frozenset({"validation", "evaluation"})
 """Events of which several at the same step may measure the same thing."""
-NO_MEASURES = frozenset(
-    "event step tokens model task source split few_shots time hours samples limit evaluated_tokens".split()
-)
+NO_MEASURES = {
+    "event", "step", "tokens", "model", "task", "source", "split", "few_shots", "time", "hours", "samples", "limit",
+    "evaluated_tokens",
+}  # fmt: skip
 """Keys of an `evaluation` event that say what was measured, and how."""
 READ_BACK_BYTES = 1 << 16
 MOST_SOURCES = 20

@@ -11,7 +11,7 @@ from typing import Any
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.runs.history import current_events, read_metrics
 from pretrain.runs.run_folder import METRICS_FILE, read_json, read_state
-from pretrain.runs.settings import read_config
+from pretrain.runs.run_folder import read_config
 from pretrain.units import count_text
 
 DATA_FILE = "data.json"
