@@ -42,6 +42,14 @@ def read_config(run: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def setting(config: Mapping[str, Any], name: str) -> Any:
+    """A value of config.yaml by its dotted name; None where there is none."""
+    value: Any = config
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
 def checkpoint_folders(run: Path) -> dict[int, Path]:
     """{step: folder} of a run's checkpoints, oldest first, whatever their state."""
     folders = [path for path in (run / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal()]
