@@ -124,7 +124,7 @@ def report_evaluation(evaluations: list[ModelResults], arguments: argparse.Names
 def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelection | None]:
     """Finds models, shards and tasks. Raises InputError with every problem of all of them."""
     problems = Problems(output_problems("--output", arguments.output))
-    addresses = [address for text in arguments.model for address in problems.attempt(find_models, [text]) or []]
+    addresses = [address for text in arguments.model for address in problems.attempt(find_models, text) or []]
     for folder in arguments.data:
         problems.attempt(read_manifest, folder, arguments.tokenizer)
     jobs = []

@@ -13,8 +13,7 @@ from pretrain.errors import InputError
 from pretrain.files import SEAL_FILE, commit, damage, remove
 from pretrain.runs.publishing.card import CARD_FILE, PICTURE_FILE, Publication, write_card
 from pretrain.runs.publishing.card_facts import read_events
-from pretrain.runs.run_folder import best_step, checkpoint_folders, read_json, read_state
-from pretrain.runs.settings import read_config
+from pretrain.runs.run_folder import best_step, checkpoint_folders, read_config, read_json, read_state
 from pretrain.units import count_text
 
 STAGING = "publish"
