@@ -10,7 +10,7 @@ CLIP = 1.0
 """Largest root mean square of an update."""
 DECAY_EXPONENT = 0.8
 """The second moment's decay at step t is 1 - t^-DECAY_EXPONENT."""
-EPS = 1e-30
+LEAST_SQUARE = 1e-30
 """Added to squared gradients."""
 
 
@@ -48,7 +48,7 @@ class Adafactor(torch.optim.Optimizer):
         step = int(state["step"].item())
         gradient = parameter.grad.float()
         beta = 1.0 - step**-DECAY_EXPONENT
-        squared = gradient.square().add_(EPS)
+        squared = gradient.square().add_(LEAST_SQUARE)
         if "row" in state:
             state["row"].lerp_(squared.mean(-1), 1 - beta)
             state["column"].lerp_(squared.mean(-2), 1 - beta)
