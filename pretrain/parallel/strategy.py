@@ -51,7 +51,7 @@ def resolve_precision(requested: str) -> str:
 
 
 OptimizerBuilder = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
-"""(name, parameter) pairs to an optimizer for them: `optimizers.build_optimizer` with all else given."""
+"""(name, parameter) pairs to an optimizer for them: see `optimizers.optimizer_builder`."""
 
 STRATEGIES = {
     "single": "pretrain.parallel.strategy.Strategy",
@@ -68,13 +68,17 @@ STRATEGIES = {
 
 
 def make_strategy(config: RunConfig) -> "Strategy":
-    """The strategy that the launcher asks for, ready to prepare a model.
+    """The strategy that the launcher asks for, ready to prepare a model. Raises InputError as `strategy_class`."""
+    return strategy_class(config)(resolve_precision(config.precision), config)
+
+
+def strategy_class(config: RunConfig) -> type["Strategy"]:
+    """The class of the strategy that the launcher asks for.
 
     Raises InputError with everything in the launcher's settings that contradicts the recipe or cannot run.
     """
-    precision = resolve_precision(config.precision)
     name = requested_strategy()
-    problems = launcher_problems(config, precision)
+    problems = launcher_problems(config, resolve_precision(config.precision))
     if name not in STRATEGIES:
         if not problems:
             problems.append(
@@ -83,11 +87,11 @@ def make_strategy(config: RunConfig) -> "Strategy":
             )
         raise InputError(*problems)
     module, _, class_name = STRATEGIES[name].rpartition(".")
-    strategy_class: type[Strategy] = getattr(importlib.import_module(module), class_name)
-    problems += strategy_class.problems(config)
+    found: type[Strategy] = getattr(importlib.import_module(module), class_name)
+    problems += found.problems(config)
     if problems:
         raise InputError(*problems)
-    return strategy_class(precision, config)
+    return found
 
 
 class Strategy:
@@ -97,10 +101,11 @@ class Strategy:
     accumulate with the forward pass and backward in it for every micro-step, update. All ranks call together.
     """
 
-    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
+    parameter_form: str = "whole"
+    """In which the optimizer is given parameters; see `OptimizerSpec.takes`."""
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     compilations: tuple[str, ...] = ("none", "regional", "full")
-    """What of the recipe's optim.name, precision and compile runs under this strategy."""
+    """What of the recipe's precision and compile runs under this strategy."""
 
     def __init__(self, precision: str, config: RunConfig | None = None):
         """Starts the processes' communication; `config` may be None where nothing is trained."""
@@ -131,8 +136,9 @@ class Strategy:
     @classmethod
     def problems(cls, config: RunConfig) -> list[str]:
         """What in the recipe this strategy cannot run."""
+        optimizers = [name for name, spec in OPTIMIZERS.items() if cls.parameter_form in spec.takes]
         given = {
-            "optim.name": (config.optim.name, cls.optimizers),
+            "optim.name": (config.optim.name, optimizers),
             "precision": (resolve_precision(config.precision), cls.precisions),
             "compile": (config.compile, cls.compilations),
         }

@@ -188,7 +188,7 @@ def calibrate(config: RunConfig, model_config: Any, flops_per_token: float) -> C
     Raises InputError where the recipe cannot run in one process of this machine.
     """
     strategy, step_tokens = make_strategy(config), config.batch.tokens_per_step
-    if strategy.ranks != 1:
+    if strategy.ranks.count != 1:
         raise InputError("--calibrate: runs in one process; start it with python, not with accelerate launch")
     tokens = config.batch.sequences_per_micro_batch * config.data.sequence_length
     if step_tokens % tokens:
