@@ -280,9 +280,7 @@ class Checkpoints:
                         remove(folder)
 
     def _prune(self) -> None:
-        losses = {
-            step_of(folder): (read_state(folder) or {}).get("validation_loss") for folder in self.folder.glob("step-*")
-        }
+        losses = {step_of(folder): read_state(folder).get("validation_loss") for folder in self.folder.glob("step-*")}
         for step in set(losses) - steps_to_keep(self.settings, losses):
             remove(self.folder / f"step-{step:08d}")
 
@@ -333,7 +331,7 @@ class SavedRun:
 
 def load_saved(folder: Path) -> SavedRun:
     """The contents of a checkpoint that was found valid."""
-    if (contents := read_state(folder)) is None:
+    if not (contents := read_state(folder)):
         raise NoValidCheckpointError(f"{folder}: its trainer_state.json cannot be read")
     try:
         return SavedRun(SavedTensors(folder, "model"), SavedTensors(folder, "optimizer"), contents)

@@ -125,7 +125,7 @@ def report_evaluation(evaluations: list[ModelResults], arguments: argparse.Names
 def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelection | None]:
     """Finds models, shards and tasks. Raises InputError with every problem of all of them."""
     problems = Problems(output_problems("--output", arguments.output))
-    addresses = [address for text in arguments.model for address in problems.attempt(find_models, [text]) or []]
+    addresses = [address for text in arguments.model for address in problems.attempt(find_models, text) or []]
     for folder in arguments.data:
         problems.attempt(read_manifest, folder, arguments.tokenizer)
     jobs = []
@@ -164,9 +164,7 @@ def add_sources(job: Job, arguments: argparse.Namespace) -> None:
         sequences_per_micro_batch=None if arguments.batch_size == "auto" else arguments.batch_size,
     )
     job.settings = settings_for(job.address, job.config, wishes)
-    job.readers = open_evaluation_shards(
-        arguments.data, arguments.split, job.settings.sequence_length, arguments.tokenizer
-    )
+    job.readers = open_evaluation_shards(arguments.data, arguments.split, job.settings.window, arguments.tokenizer)
     manifests = [reader.manifest for reader in job.readers.values()]
     problems = [p for manifest in manifests for p in tokenizer_problems(job.address, job.config, manifest)]
     if problems:
@@ -207,7 +205,8 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
         result.sample = generate_text(model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling)
     if job.readers:
         result.sources = measure_shards(model, job.readers, strategy, job.settings)
-        result.source_settings = {"split": arguments.split, **asdict(job.settings)}
+        settings = asdict(job.settings)
+        result.source_settings = {"split": arguments.split, **settings.pop("window"), **settings}
     # The harness loads the model itself, in the dtype that it is saved in.
     del model
     gc.collect()

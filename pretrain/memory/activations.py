@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, PreTrainedModel
 from transformers.integrations import moe
 
+from pretrain.config import WindowSpec
 from pretrain.memory.compiled import LayerGraphs, graph_backend
 from pretrain.model.attention import TOKENS_PER_SEGMENT
 from pretrain.model.build import build_meta_model
@@ -169,7 +170,7 @@ class _GradientOfHidden(torch.autograd.Function):
 class ForwardPass:
     """How a process calls the model."""
 
-    sequence_length: int
+    window: WindowSpec
     weights: torch.dtype
     """Of the weights in the forward pass."""
     autocast: bool
@@ -177,7 +178,6 @@ class ForwardPass:
     attention: str = FLASH
     """FLASH for the kernels of a GPU that keep query, key, value, output and logsumexp (sdpa in half precision,
     varlen, flash attention 2 and 3, flex attention); groundwork_sdpa as it is on a CPU; groundwork_eager."""
-    document_mask: bool = True
     activation_checkpointing: str = "none"
     compiled: bool = False
     """Layer by layer."""
@@ -242,7 +242,7 @@ def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> Lay
     torch._dynamo.reset()
     graphs = LayerGraphs()
     with _fake_tensors(model, call.weights):
-        hidden_shape = (sequences, call.sequence_length, model_config.hidden_size)
+        hidden_shape = (sequences, call.window.sequence_length, model_config.hidden_size)
         for layer in layers_of(model):
             layer.compile(dynamic=False, backend=graph_backend(graphs, hidden_shape))
         hidden = _last_hidden_state(model, _inputs(model_config, sequences, call), call)
@@ -300,9 +300,9 @@ def _meta_model(model_config: Any, layers: int, attention: str) -> PreTrainedMod
 
 def _inputs(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, Any]:
     """What the base model is called with, its first layer's input in the place of the token ids."""
-    length, shape = call.sequence_length, (sequences, call.sequence_length, model_config.hidden_size)
+    length, shape = call.window.sequence_length, (sequences, call.window.sequence_length, model_config.hidden_size)
     inputs = {"inputs_embeds": torch.empty(shape, dtype=call.weights, requires_grad=True)}
-    if not call.document_mask:
+    if not call.window.document_mask:
         return inputs
     segments = torch.empty(sequences * max(8, length // TOKENS_PER_SEGMENT) + 1, dtype=torch.int32)
     layout = {"cu_seq_lens_q": segments, "cu_seq_lens_k": segments, "max_length_q": length, "max_length_k": length}

@@ -37,7 +37,7 @@ from pretrain.parallel.tensor_group import TensorGroup
 class FullySharded(Strategy):
     """FSDP2 and HSDP."""
 
-    optimizers = ("adamw", "muon")
+    parameter_form = "sharded"
     precisions = ("fp32", "bf16")
     compilations = ("none", "regional")  # compiled whole, the graph would break at every hook of a layer
     holds_whole_model = False

@@ -227,7 +227,7 @@ class PipelineParallel(ModelParallel):
     size_setting = "megatron_lm_pp_degree"
     # Stages exchange little, copies of a stage all its gradients: those are neighbours.
     mesh_order = ("model", "data")
-    optimizers = ("adamw", "muon", "adafactor")
+    parameter_form = "stage"
 
     def __init__(self, precision: str, config: RunConfig):
         super().__init__(precision, config)

@@ -33,13 +33,17 @@ def requested_strategy() -> tuple[str, type[Strategy]]:
 
 
 def make_strategy(config: RunConfig) -> Strategy:
-    """The strategy that the launcher asks for, ready to prepare a model.
+    """The strategy that the launcher asks for, ready to prepare a model. Raises InputError as `strategy_class`."""
+    return strategy_class(config)(resolve_precision(config.precision), config)
+
+
+def strategy_class(config: RunConfig) -> type[Strategy]:
+    """The class of the strategy that the launcher asks for.
 
     Raises InputError with everything in the launcher's settings that contradicts the recipe or cannot run.
     """
-    precision = resolve_precision(config.precision)
     name, strategy = requested_strategy()
-    problems = launcher_problems(config, precision, name)
+    problems = launcher_problems(config, resolve_precision(config.precision), name)
     if name in STRATEGIES:
         problems += strategy.problems(config, name)
     elif not problems:
@@ -49,7 +53,7 @@ def make_strategy(config: RunConfig) -> Strategy:
         )
     if problems:
         raise InputError(*problems)
-    return strategy(precision, config)
+    return strategy
 
 
 def evaluation_strategy() -> Strategy:

@@ -54,7 +54,7 @@ def resolve_precision(requested: str) -> str:
 
 
 OptimizerBuilder = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
-"""(name, parameter) pairs to an optimizer for them: `optimizers.build_optimizer` with all else given."""
+"""(name, parameter) pairs to an optimizer for them: see `optimizers.optimizer_builder`."""
 
 
 class Strategy:
@@ -64,10 +64,11 @@ class Strategy:
     accumulate with the forward pass and backward in it for every micro-step, update. All ranks call together.
     """
 
-    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
+    parameter_form: str = "whole"
+    """In which the optimizer is given parameters; see `OptimizerSpec.takes`."""
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     compilations: tuple[str, ...] = ("none", "regional", "full")
-    """What of the recipe's optim.name, precision and compile runs under this strategy."""
+    """What of the recipe's precision and compile runs under this strategy."""
     trains_experts = True
     """Whether mixtures of experts run."""
     holds_whole_model = True
@@ -102,8 +103,9 @@ class Strategy:
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         """What in the recipe this strategy, called `name`, cannot run."""
+        optimizers = [name for name, spec in OPTIMIZERS.items() if cls.parameter_form in spec.takes]
         given = {
-            "optim.name": (config.optim.name, cls.optimizers),
+            "optim.name": (config.optim.name, optimizers),
             "precision": (resolve_precision(config.precision), cls.precisions),
             "compile": (config.compile, cls.compilations),
         }

@@ -79,8 +79,7 @@ class TensorParallel(ModelParallel):
     size_setting = "parallelism_config_tp_size"
     # Slices are summed twice per layer, in both directions: their processes are neighbours.
     mesh_order = ("data", "model")
-    # The others look at whole matrices.
-    optimizers = ("adamw",)
+    parameter_form = "pieces"
 
     @classmethod
     def requested(cls) -> str | None:

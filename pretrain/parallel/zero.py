@@ -45,7 +45,7 @@ NVME_BYTES_PER_SECOND = 5e9
 class Zero(Strategy):
     """ZeRO-1, 2 and 3."""
 
-    optimizers = ("adamw",)  # the others need whole matrices, and DeepSpeed updates flat pieces of many
+    parameter_form = "pieces"  # flat, of many parameters together
     precisions = ("fp32", "bf16")
     compilations = ("none", "regional")  # compiled whole, the graph would break at every hook of a layer
 

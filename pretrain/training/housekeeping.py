@@ -105,11 +105,10 @@ class Housekeeping:
                 self.built.model,
                 self.validation_readers,
                 self.strategy,
-                sequence_length=config.data.sequence_length,
+                window=config.data.window,
                 sequences=sequences,
                 sequences_per_micro_batch=config.batch.sequences_per_micro_batch
                 * self.strategy.micro_batches_per_call,
-                document_mask=config.data.document_mask,
                 attention=self.plan.attention,
                 after_batch=self.supervisor.listen_or_leave,
             )
@@ -177,8 +176,7 @@ class Housekeeping:
                 precision=self.plan.precision,
                 training_losses={source: result["loss"] for source, result in self._validate(sequences=1).items()},
                 readers=self.validation_readers,
-                sequence_length=config.data.sequence_length,
-                document_mask=config.data.document_mask,
+                window=config.data.window,
             )
             verdict = self.strategy.ranks.by_main(verification, self.supervisor.listen_or_leave)
             if verdict is not None:

@@ -30,7 +30,7 @@ same_network: true
 class Toy(Strategy):
     """DDP, with a byte of its own."""
 
-    optimizers = ("adamw",)
+    parameter_form = "pieces"
 
     @classmethod
     def requested(cls):

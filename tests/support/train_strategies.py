@@ -29,7 +29,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import psutil
 import torch
 from accelerate.state import AcceleratorState
 
@@ -40,6 +39,7 @@ from pretrain.parallel.replicas import replica_differences
 from pretrain.parallel.strategy import Strategy
 from pretrain.recipe import read_command_line
 from support.launcher_environment import LAUNCHER_VARIABLES, launcher_environment
+from support.warm_python import starter
 
 
 def check_load(load):
@@ -93,24 +93,24 @@ def kill_in_step(set_learning_rate, run: dict):
         set_learning_rate(strategy, learning_rate)
         run["steps_begun"] = run.get("steps_begun", 0) + 1
         step, seconds = run.get("kill_in_step", (0, 0))
+        if step and run["steps_begun"] == 1:
+            run["pids"] = strategy.ranks.gather(os.getpid())
         if step and strategy.ranks.rank == strategy.ranks.count - 1:
             if step == run["steps_begun"]:
                 while not (strategy.config.output / "checkpoints/LATEST").exists():
                     time.sleep(0.01)  # on a slow disk there would be nothing to go on from
-                threading.Thread(target=kill_launch, args=(seconds,)).start()
+                threading.Thread(target=kill_launch, args=(run["pids"], seconds)).start()
             elif step < run["steps_begun"]:
                 threading.Event().wait()  # on a fast machine the run could be over before the kill
 
     return wrapped
 
 
-def kill_launch(seconds: float) -> None:
+def kill_launch(ranks: list[int], seconds: float) -> None:
     """Kills the launcher, the other ranks and this one, none of which gets to do anything about it."""
     time.sleep(seconds)
-    launcher = psutil.Process().parent()
-    family = [launcher, *launcher.children(recursive=True)]
-    for process in sorted(family, key=lambda process: process.pid == os.getpid()):
-        process.send_signal(signal.SIGKILL)
+    for pid in (starter(), *sorted(ranks, key=lambda pid: pid == os.getpid())):
+        os.kill(pid, signal.SIGKILL)
 
 
 def record_replicas(strategy, code: int, run: dict) -> None:
