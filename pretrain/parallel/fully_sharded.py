@@ -8,7 +8,7 @@ head into a group whose hooks run around the head's own forward, and the loss us
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -19,19 +19,16 @@ from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak, loss_bytes, optimizer_bytes, update_bytes
 from pretrain.model.compile import layers_of
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.gradient_norm import total_norm
-from pretrain.optim.optimizers import describe_optimizer, load_optimizer_state, optimizer_state_by_name
 from pretrain.parallel.launcher import environment_flag, replicas_requested
 from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import OptimizerBuilder, Strategy, device_type
-from pretrain.parallel.tensor_group import TensorGroup
 
 
 class FullySharded(Strategy):
@@ -135,10 +132,7 @@ class FullySharded(Strategy):
         causal_lm.tie_weights()
         self.model: FSDPModule = fully_shard(model, reshard_after_forward=self.reshards, **settings)
         self.offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-        named_parameters = list(causal_lm.named_parameters())
-        self.name_of = {parameter: name for name, parameter in named_parameters}
-        self.optimizer = build_optimizer(named_parameters)
-        self.optimizer_built = describe_optimizer(self.optimizer)
+        self.optimizer = self.optimizer_of_parameters(build_optimizer)
         return self.model
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:
@@ -162,16 +156,6 @@ class FullySharded(Strategy):
         grad_norm = total_norm(self.gradients())
         return (grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm).to(self.device)
 
-    def model_tensors(self) -> TensorGroup:
-        return ShardedGroup.of(super().model_tensors().tensors)
-
-    def optimizer_tensors(self) -> TensorGroup:
-        return ShardedGroup.of(optimizer_state_by_name(self.optimizer, self.name_of))
-
-    def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
-        load_parts(super().model_tensors().tensors, model)
-        load_optimizer_state(self.optimizer, self.name_of, ShardedState(optimizer, self.name_of))
-
     def replicas(self) -> list[ReplicaGroup]:
         """HSDP: the shards, over the groups that each hold a whole model."""
         if self.replica_count == 1:
@@ -189,55 +173,3 @@ def device_mesh(device: str, replicas: int, processes: int) -> DeviceMesh:
         return init_device_mesh(device, (processes,), mesh_dim_names=("dp_shard",))
     shape = (replicas, processes // replicas)
     return init_device_mesh(device, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-
-
-class ShardedGroup(TensorGroup):
-    """Tensors of which every process holds a part."""
-
-    def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        tensor = self.tensors[name].detach()
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return whole if wanted else None
-
-
-class ShardedState(Mapping[str, torch.Tensor]):
-    """Saved optimizer state, whole, as the parts that go with this process's parts of the parameters."""
-
-    def __init__(self, whole: Mapping[str, torch.Tensor], name_of: Mapping[torch.Tensor, str]):
-        self._whole, self._parameters = whole, {name: parameter for parameter, name in name_of.items()}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor, parameter = self._whole[name], self._parameters.get(name.rpartition(".")[0])
-        if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
-            return tensor
-        part = local_part(tensor, parameter).to(parameter.to_local().device)
-        return DTensor.from_local(
-            part,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._whole)
-
-    def __len__(self) -> int:
-        return len(self._whole)
-
-
-@torch.no_grad()
-def load_parts(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> None:
-    """Copies whole tensors by name into those that train; into a DTensor the part that this process holds."""
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            tensor.to_local().copy_(local_part(whole[name], tensor))
-        else:
-            tensor.copy_(whole[name])
-
-
-def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """The part of `whole` that this process holds if it is laid out over the processes as `like` is."""
-    shape, offset = compute_local_shape_and_global_offset(whole.shape, like.device_mesh, like.placements)
-    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]

@@ -65,31 +65,23 @@ def launcher_command() -> tuple[list[str], Path] | None:
     return None
 
 
-def option(words: list[str], name: str) -> str | None:
-    """The value of --name in a command line, as two words or as one with an equals sign."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word == f"--{name}":
-            return following
-        if word.startswith(f"--{name}="):
-            return word.partition("=")[2]
-    return None
-
-
 def command_problems(strategy: str, processes: int) -> list[str]:
     """Where the launcher started something else than it was told to, or read past something in its file."""
     command = launcher_command()
     if command is None:
         return []
     words, folder = command
+    from accelerate.commands.launch import launch_command_parser
+
+    asked = launch_command_parser().parse_args(words)
     problems = []
-    asked = option(words, "num_processes")
-    if asked is not None and asked.isdigit() and int(asked) != processes:
+    if asked.num_processes not in (None, processes):
         problems.append(
-            f"launcher: --num_processes {asked} was asked for, but {processes} runs; without a GPU too the files in "
-            "accelerate_configs start as many as asked: remove --cpu, or use_cpu from the launcher's file"
+            f"launcher: --num_processes {asked.num_processes} was asked for, but {processes} runs; without a GPU too "
+            "the files in accelerate_configs start as many as asked: remove --cpu, or use_cpu from the launcher's file"
         )
-    if (file := option(words, "config_file")) is not None:
-        problems += launcher_file_problems(folder / file, strategy)
+    if asked.config_file is not None:
+        problems += launcher_file_problems(folder / asked.config_file, strategy)
     return problems
 
 

@@ -22,7 +22,6 @@ from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak, loss_bytes,
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import load_model_config
-from pretrain.optim.optimizers import describe_optimizer, load_optimizer_state, optimizer_state_by_name
 from pretrain.parallel.launcher import environment_flag, parallel_size
 from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.model_parallel import ModelParallel
@@ -358,10 +357,8 @@ class PipelineParallel(ModelParallel):
             group=self.model_group,
             device=self.device,
         ).to(self.device)
-        named_parameters = [(n, p) for n, p in self.causal_lm.named_parameters() if not p.is_meta]
-        self.name_of = {parameter: name for name, parameter in named_parameters}
-        optimizer = build_optimizer(named_parameters)
-        self.optimizer_built = f"{describe_optimizer(optimizer)} of this process's stages"
+        optimizer = self.optimizer_of_parameters(build_optimizer)
+        self.optimizer_built += " of this process's stages"
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
         self.tied_group = self.group_of_tied_head()
         if self.schedule.splits_backward and self.config.compile != "none":
@@ -403,7 +400,7 @@ class PipelineParallel(ModelParallel):
         return self.staged({name: parameter for parameter, name in self.name_of.items()} | buffers)
 
     def optimizer_tensors(self) -> TensorGroup:
-        return self.staged(optimizer_state_by_name(self.optimizer.optimizer, self.name_of))
+        return self.staged(super().optimizer_tensors().tensors)
 
     def staged(self, mine: dict[str, Tensor]) -> StagedTensors:
         """The tensors of all stages, of which this process has these; in the whole model's order on every rank."""
@@ -423,12 +420,8 @@ class PipelineParallel(ModelParallel):
 
     def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
         """Reads no tensor but those of this process's stages."""
-        with torch.no_grad():
-            for name, tensor in self.model_tensors().tensors.items():
-                tensor.copy_(model[name])
         mine = set(self.name_of.values())
-        state = {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine}
-        load_optimizer_state(self.optimizer.optimizer, self.name_of, state)
+        super().load(model, {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine})
 
     def replicas(self) -> list[ReplicaGroup]:
         """A stage, over the pipelines; a tied embedding, over the first and the last stage."""

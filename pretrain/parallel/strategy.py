@@ -30,7 +30,7 @@ from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.rendezvous import choose_interface, meet_afresh
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.tensor_group import TensorGroup
+from pretrain.parallel.tensor_group import ShardedState, TensorGroup, load_parts
 
 
 def device_type() -> str:
@@ -190,14 +190,19 @@ class Strategy:
         weights.fill(model.causal_lm, "")
         model.causal_lm.tie_weights()
         self.causal_lm = model.causal_lm
-        named_parameters = list(model.causal_lm.named_parameters())
-        optimizer = build_optimizer(named_parameters)
-        self.optimizer_built = describe_optimizer(optimizer)
-        self.name_of = {parameter: name for name, parameter in named_parameters}
+        optimizer = self.optimizer_of_parameters(build_optimizer)
         with warnings.catch_warnings():  # torch renames broadcast_buffers; accelerate passes the old name
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         return self.model
+
+    def optimizer_of_parameters(self, build_optimizer: OptimizerBuilder) -> torch.optim.Optimizer:
+        """The optimizer of the parameters that are here, which have their names from now on."""
+        named_parameters = [(n, p) for n, p in self.causal_lm.named_parameters() if not p.is_meta]
+        self.name_of = {parameter: name for name, parameter in named_parameters}
+        optimizer = build_optimizer(named_parameters)
+        self.optimizer_built = describe_optimizer(optimizer)
+        return optimizer
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
@@ -227,7 +232,7 @@ class Strategy:
         divisor = None  # such that torch.nn.utils.clip_grad_norm_ would multiply by its inverse
         if max_grad_norm is not None:
             divisor = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0)
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        inner = self.inner_optimizer
         if self.accelerator.scaler is None and inner.defaults.get("fused"):
             # The fused kernels read both on the device: they divide as they go, a pass over the gradients less, and
             # leave everything as it is where found_inf is 1.
@@ -243,6 +248,11 @@ class Strategy:
                 self.optimizer.step()
         self.optimizer.zero_grad()
         return grad_norm, skipped
+
+    @property
+    def inner_optimizer(self) -> torch.optim.Optimizer:
+        """torch's own, without accelerate's wrapper."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def gradient_norm(self) -> torch.Tensor:
         """Norm of the whole model's gradient, a scalar on the device."""
@@ -281,14 +291,12 @@ class Strategy:
 
     def optimizer_tensors(self) -> TensorGroup:
         """The optimizer's state as '<parameter>.<state>'."""
-        return TensorGroup.of(optimizer_state_by_name(self.optimizer.optimizer, self.name_of))
+        return TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of))
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         """Puts whole tensors by name into the running model and optimizer."""
-        with torch.no_grad():
-            for name, tensor in self.model_tensors().tensors.items():
-                tensor.copy_(model[name])
-        load_optimizer_state(self.optimizer.optimizer, self.name_of, optimizer)
+        load_parts(self.model_tensors().tensors, model)
+        load_optimizer_state(self.inner_optimizer, self.name_of, ShardedState(optimizer, self.name_of))
 
     def state(self) -> dict[str, float]:
         """What else an exact continuation needs: the fp16 loss scale."""

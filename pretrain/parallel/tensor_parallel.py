@@ -24,14 +24,11 @@ from pretrain.memory.parts import FP32, Memory, PlannedRun
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import load_model_config
-from pretrain.optim.optimizers import describe_optimizer, load_optimizer_state, optimizer_state_by_name
-from pretrain.parallel.fully_sharded import ShardedGroup, ShardedState, load_parts
 from pretrain.parallel.launcher import environment_flag, parallel_size
 from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.model_parallel import ModelParallel
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import OptimizerBuilder, replicated
-from pretrain.parallel.tensor_group import TensorGroup
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 SUMMED = "replicated_with_grad_allreduce"
@@ -138,16 +135,13 @@ class TensorParallel(ModelParallel):
             split(causal_lm, unit, plan, self.model_mesh, self.device)
         causal_lm.tie_weights()
         model.to(self.device)
-        named_parameters = list(causal_lm.named_parameters())
-        self.name_of = {parameter: name for name, parameter in named_parameters}
+        optimizer = separate_kinds(self.optimizer_of_parameters(build_optimizer))
         prefix = f"{causal_lm.base_model_prefix}."
         self.summed = {
             parameter
-            for name, parameter in named_parameters
+            for parameter, name in self.name_of.items()
             if style_of(name.removeprefix(prefix).rpartition(".")[0], plan) == SUMMED
         }
-        optimizer = separate_kinds(build_optimizer(named_parameters))
-        self.optimizer_built = describe_optimizer(optimizer)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
         self.model = AutocastModel(model, self.precision)
         return self.model
@@ -173,22 +167,12 @@ class TensorParallel(ModelParallel):
             for gradient in gradients
         ]
 
-    def model_tensors(self) -> TensorGroup:
-        return ShardedGroup.of(super().model_tensors().tensors)
-
-    def optimizer_tensors(self) -> TensorGroup:
-        return ShardedGroup.of(optimizer_state_by_name(self.optimizer.optimizer, self.name_of))
-
     def replicas(self) -> list[ReplicaGroup]:
         """What is not split, over the processes that share the layers; everything, over the groups of those."""
         parts = {n: p.to_local() if isinstance(p, DTensor) else p for p, n in self.name_of.items()}
         split_names = {n for p, n in self.name_of.items() if isinstance(p, DTensor) and is_split(p)}
         groups = [(self.model_group, {name: part for name, part in parts.items() if name not in split_names})]
         return [*groups, (self.data_group, parts)] if self.data_ranks > 1 else groups
-
-    def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
-        load_parts(super().model_tensors().tensors, model)
-        load_optimizer_state(self.optimizer.optimizer, self.name_of, ShardedState(optimizer, self.name_of))
 
 
 def sliced(model_config: Any, shares: int) -> Any:

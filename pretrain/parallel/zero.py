@@ -7,9 +7,9 @@ configuration here and compared with what DeepSpeed then has in effect.
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from pretrain.model.build import build_meta_model
 from pretrain.model.compile import layers_of
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.optim.optimizers import describe_optimizer
 from pretrain.parallel.deepspeed_build import prepare_extensions_folder
 from pretrain.parallel.fully_sharded import FullySharded
 from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, environment_flag, processes_launched
@@ -168,10 +167,8 @@ class Zero(Strategy):
         self.causal_lm = causal_lm = model.causal_lm
         self._fill(causal_lm, weights)
         buffers = {name: buffer.clone() for name, buffer in causal_lm.named_buffers()}
-        named_parameters = list(causal_lm.named_parameters())
-        self.parameter_of = dict(named_parameters)
-        optimizer = build_optimizer(named_parameters)
-        self.optimizer_built = describe_optimizer(optimizer)
+        optimizer = self.optimizer_of_parameters(build_optimizer)
+        self.parameter_of = {name: parameter for parameter, name in self.name_of.items()}
         if self.stage == 3 and (head := causal_lm.get_output_embeddings()) is not None:
             import deepspeed
 
@@ -230,31 +227,20 @@ class Zero(Strategy):
     def _check_in_effect(self) -> None:
         """DeepSpeed runs with what was derived: it has defaults, and accelerate writes into its settings too."""
         engine = self.model
-        in_effect = {
-            "zero_optimization.stage": engine.zero_optimization_stage(),
-            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-            "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
-            "gradient_clipping": engine.gradient_clipping(),
-            "bf16.enabled": engine.bfloat16_enabled(),
-            "fp16.enabled": engine.fp16_enabled(),
-            "communication_data_type": engine.communication_data_type,
-            "data_types.grad_accum_dtype": engine.get_data_types()[1],
-            "dtypes of the weights": {getattr(p, "ds_tensor", p).dtype for p in engine.module.parameters()},
+        settings, dtype = self.settings, torch.bfloat16 if self.precision == "bf16" else torch.float32
+        in_effect_and_expected = {
+            "zero_optimization.stage": (engine.zero_optimization_stage(), self.stage),
+            **{
+                name: (getattr(engine, name)(), settings[name])
+                for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping")
+            },
+            "bf16.enabled": (engine.bfloat16_enabled(), self.precision == "bf16"),
+            "fp16.enabled": (engine.fp16_enabled(), False),
+            "communication_data_type": (engine.communication_data_type, torch.float32),
+            "data_types.grad_accum_dtype": (engine.get_data_types()[1], torch.float32),
+            "dtypes of the weights": ({getattr(p, "ds_tensor", p).dtype for p in engine.module.parameters()}, {dtype}),
         }
-        expected = {
-            "zero_optimization.stage": self.stage,
-            "gradient_accumulation_steps": self.settings["gradient_accumulation_steps"],
-            "train_micro_batch_size_per_gpu": self.settings["train_micro_batch_size_per_gpu"],
-            "gradient_clipping": self.settings["gradient_clipping"],
-            "bf16.enabled": self.precision == "bf16",
-            "fp16.enabled": False,
-            "communication_data_type": torch.float32,
-            "data_types.grad_accum_dtype": torch.float32,
-            "dtypes of the weights": {torch.bfloat16 if self.precision == "bf16" else torch.float32},
-        }
-        wrong = [f"{name} is {in_effect[name]} instead of {expected[name]}" for name in expected]
-        wrong = [line for name, line in zip(expected, wrong, strict=True) if in_effect[name] != expected[name]]
-        if wrong:
+        if wrong := [f"{name} is {a} instead of {b}" for name, (a, b) in in_effect_and_expected.items() if a != b]:
             raise RuntimeError(f"DeepSpeed does not run with the recipe's settings: {'; '.join(wrong)}")
 
     @contextmanager
@@ -275,7 +261,7 @@ class Zero(Strategy):
 
     def model_tensors(self) -> TensorGroup:
         shapes = {name: full_shape(parameter) for name, parameter in self.parameter_of.items()}
-        return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), Gathered(self))
+        return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), {}, self.get)
 
     def optimizer_tensors(self) -> TensorGroup:
         shapes: dict[str, tuple[int, ...]] = {}
@@ -283,7 +269,7 @@ class Zero(Strategy):
             self._link_state()
             for name, parameter in self.parameter_of.items():
                 shapes |= {f"{name}.step": (), **{f"{name}.{key}": full_shape(parameter) for key in MOMENTS}}
-        return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), Gathered(self))
+        return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), {}, self.get)
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         for name in self.parameter_of:
@@ -426,27 +412,15 @@ def offloaded(
     )
 
 
-class Gathered(Mapping[str, torch.Tensor]):
-    """Whole tensors by name; looking one up is collective."""
-
-    def __init__(self, strategy: Zero):
-        self._strategy = strategy
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._strategy.get(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._strategy.parameter_of)
-
-    def __len__(self) -> int:
-        return len(self._strategy.parameter_of)
-
-
+@dataclass(frozen=True)
 class GatheredGroup(TensorGroup):
-    """Tensors of which every process holds a part."""
+    """Tensors of which every process holds a part that DeepSpeed knows."""
+
+    get: Callable[[str], torch.Tensor]
+    """Gathers one; collective."""
 
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        whole = self.tensors[name]
+        whole = self.get(name)
         return whole.detach().view(self.shapes[name]) if wanted else None
 
     def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:

@@ -10,8 +10,9 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from pretrain.config import RunConfig
+from pretrain.parallel import launcher_files
 from pretrain.parallel.launcher import launcher_problems
-from pretrain.parallel.launcher_files import deepspeed_problems, launcher_file_problems, option
+from pretrain.parallel.launcher_files import command_problems, deepspeed_problems, launcher_file_problems
 from pretrain.parallel.registry import STRATEGIES, requested_strategy
 from support.launcher_environment import launcher_environment
 from support.project import ROOT, free_port, run_script
@@ -147,13 +148,13 @@ def test_a_file_that_asks_for_another_strategy_than_runs():
     assert "distributed_type: DEEPSPEED was asked for, but single runs; remove --cpu" in problem
 
 
-def test_options_of_a_command_line():
-    words = ["--config_file", "a.yaml", "--num_processes=4", "train.py"]
-    assert (option(words, "config_file"), option(words, "num_processes"), option(words, "cpu")) == (
-        "a.yaml",
-        "4",
-        None,
-    )
+def test_the_launchers_command_line_is_compared_with_what_runs(monkeypatch):
+    """Both spellings of an option, and those of the script after its name are not the launcher's."""
+    words = ["--config_file", "a.yaml", "--num_processes=4", "train.py", "--num_processes", "2"]
+    monkeypatch.setattr(launcher_files, "launcher_command", lambda: (words, Path("nowhere")))
+    monkeypatch.setattr(launcher_files, "launcher_file_problems", lambda path, strategy: [f"{path} for {strategy}"])
+    assert command_problems("ddp", 4) == ["nowhere/a.yaml for ddp"]
+    assert command_problems("ddp", 1)[0].startswith("launcher: --num_processes 4 was asked for, but 1 runs;")
 
 
 def test_the_launcher_itself_is_checked(tmp_path, shards):
