@@ -80,6 +80,36 @@ class Work:
         """Of an element of the weights that are trained."""
         return 2 if self.rounds_stochastically else FP32
 
+    @property
+    def head_gradient(self) -> float:
+        """Bytes in fp32, where the loss computes it in its forward pass; it waits there for a tied embedding's."""
+        return 0.0 if self.loss == "logits" else FP32 * self.sizes.vocabulary * self.sizes.width
+
+    @property
+    def update_bytes(self) -> float:
+        """What an update allocates and frees again."""
+        return OPTIMIZERS[self.optimizer](self.sizes.shapes).update_bytes(self.device_type, self.rounds_stochastically)
+
+    def optimizer_bytes(self, share: float = 1.0) -> float:
+        """State of the optimizer for this share of the parameters."""
+        return share * FP32 * optimizer_elements(self.optimizer, self.sizes)
+
+    def activation_bytes(self, activations: Activations, weight_bytes: int, waiting: float) -> dict[str, float]:
+        """What activations and the loss take at each moment until the backward pass has arrived at the embedding.
+
+        Args:
+            weight_bytes: of an element of the head's weight.
+            waiting: bytes of the head's gradient on its way to the embedding's.
+        """
+        hidden, kept = activations.hidden(self.sequences), activations.kept(self.sizes.layers, self.sequences)
+        in_layer = waiting + hidden + activations.backward(self.sequences)
+        return {
+            "loss": kept + loss_bytes(self, weight_bytes, hidden),
+            "backward": kept + in_layer,
+            "first layer": activations.kept(1, self.sequences) + in_layer,
+            "embedding": waiting + hidden,
+        }
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -157,7 +187,9 @@ class PlannedRun:
             compiled=config.compile != "none",
         )
         in_bf16 = replace(call, weights=torch.bfloat16, autocast=False) if is_half else call
-        rows = max(1, sequences // parts)
+        rows, loss = max(1, sequences // parts), "logits"
+        if projects_hidden_states(self.model_config):
+            loss = choose_loss(config.loss.backend, device_type=self.device_type, compile_mode=config.compile)
         return Work(
             sizes=sizes_of(self.model_config),
             activations=trace_activations(self.model_config, call),
@@ -166,17 +198,11 @@ class PlannedRun:
             tokens=rows * config.data.sequence_length,
             compute=2 if is_half else FP32,
             accumulates=config.batch.tokens_per_step >= 2 * sequences * config.data.sequence_length * micro_batches,
-            loss=loss_backend(config, self.model_config, self.device_type),
+            loss=loss,
             optimizer=config.optim.name,
             rounds_stochastically=config.optim.stochastic_rounding,
             device_type=self.device_type,
         )
-
-
-def loss_backend(config: RunConfig, model_config: Any, device_type: str) -> str:
-    if not projects_hidden_states(model_config):
-        return "logits"
-    return choose_loss(config.loss.backend, device_type=device_type, compile_mode=config.compile)
 
 
 def optimizer_elements(name: str, sizes: Sizes) -> float:
@@ -184,30 +210,8 @@ def optimizer_elements(name: str, sizes: Sizes) -> float:
     return OPTIMIZERS[name](sizes.shapes).state_elements()
 
 
-def optimizer_bytes(work: Work, share: float = 1.0) -> float:
-    """State of the optimizer for this share of the parameters."""
-    return share * FP32 * optimizer_elements(work.optimizer, work.sizes)
-
-
-def update_bytes(work: Work) -> float:
-    """What an update allocates and frees again."""
-    return OPTIMIZERS[work.optimizer](work.sizes.shapes).update_bytes(work.device_type, work.rounds_stochastically)
-
-
-@dataclass(frozen=True)
-class LossMemory:
-    """Bytes of the loss."""
-
-    kept: float
-    """From its forward pass to its backward pass: the gradients of the hidden states and of the head."""
-    working: float
-    """While it computes, beyond that."""
-    head_gradient: float
-    """The part of `kept` that is the head's gradient."""
-
-
-def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> LossMemory:
-    """Memory of pretrain/model/loss.py.
+def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> float:
+    """Memory of pretrain/model/loss.py: while it computes, and the gradients that it keeps for its backward pass.
 
     Args:
         weight_bytes: of an element of the head's weight.
@@ -218,7 +222,7 @@ def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> LossMemory:
     if work.loss == "logits":
         # Logits in the products' dtype and in fp32, then log-probabilities and their gradient in fp32.
         logits = work.tokens * vocabulary
-        return LossMemory(0.0, logits * (2 * FP32 + compute), 0.0)
+        return logits * (2 * FP32 + compute)
     chunk_bytes = CHUNK_BYTES.get(work.device_type, CHUNK_BYTES["cuda"])
     chunk = min(work.tokens, max(MIN_CHUNK_TOKENS, chunk_bytes // (FP32 * vocabulary) // 64 * 64))
     is_cpu = work.device_type == "cpu"
@@ -237,8 +241,7 @@ def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> LossMemory:
         working += max(0, head * compute - softmax)  # a product, after the softmax is gone
     if weight_bytes != FP32:
         working = max(working, head * weight_bytes)
-    head_gradient = head * FP32
-    return LossMemory(head_gradient + hidden, working, head_gradient)
+    return work.head_gradient + hidden + working
 
 
 def at_peak(

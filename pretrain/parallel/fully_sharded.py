@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak, loss_bytes, optimizer_bytes, update_bytes
+from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak
 from pretrain.model.compile import layers_of
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
@@ -62,11 +62,8 @@ class FullySharded(Strategy):
     def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
         """1/shards of everything, and the layers at work whole."""
         work = run.work(sequences, layout.ranks)
-        sizes, act, compute = work.sizes, work.activations_in_bf16, work.compute
-        share = 1 / layout.per_group
-        hidden = act.hidden(work.sequences)
-        loss = loss_bytes(work, compute, hidden)
-        kept = act.kept(sizes.layers, work.sequences)
+        sizes, compute, share = work.sizes, work.compute, 1 / layout.per_group
+        act = work.activation_bytes(work.activations_in_bf16, compute, compute * sizes.vocabulary * sizes.width)
         gradients = FP32 * sizes.total * share
         resident = gradients if work.accumulates else 0.0
         root, layer = compute * sizes.root, compute * sizes.layer
@@ -74,16 +71,14 @@ class FullySharded(Strategy):
         # gradients are copied into a flat fp32 tensor, and that of the layer before is still being summed.
         gathered = 3 * layer
         reduced = layer + 2 * FP32 * sizes.layer
-        waiting = compute * sizes.vocabulary * sizes.width
-        first = act.kept(1, work.sequences) + waiting + hidden + act.backward(work.sequences)
         moments = {
-            "loss": (resident, kept + loss.kept + loss.working, root + layer + FP32 * sizes.layer),
-            "backward": (resident, kept + waiting + hidden + act.backward(work.sequences), root + gathered + reduced),
-            "first layer": (gradients, first, root + gathered + reduced),
-            "embedding": (gradients, waiting + hidden, root + compute * sizes.embedding + FP32 * sizes.root + layer),
-            "update": (gradients, update_bytes(work), layer),
+            "loss": (resident, act["loss"], root + layer + FP32 * sizes.layer),
+            "backward": (resident, act["backward"], root + gathered + reduced),
+            "first layer": (gradients, act["first layer"], root + gathered + reduced),
+            "embedding": (gradients, act["embedding"], root + compute * sizes.embedding + FP32 * sizes.root + layer),
+            "update": (gradients, work.update_bytes, layer),
         }
-        return at_peak(moments, FP32 * sizes.total * share, optimizer_bytes(work, share))
+        return at_peak(moments, FP32 * sizes.total * share, work.optimizer_bytes(share))
 
     @classmethod
     def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
@@ -104,11 +99,10 @@ class FullySharded(Strategy):
         # The mesh is made here: accelerate's own check refuses 2 replicas of 1 shard, which is what two processes are.
         self.replica_count = replicas_requested()
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
-        return Accelerator(fsdp_plugin=plugin, step_scheduler_with_optimizer=False)
-
-    def check_started(self) -> None:
-        if not self.accelerator.is_fsdp2:
-            raise RuntimeError(f"FSDP2 was asked for, but accelerate runs {self.accelerator.distributed_type}")
+        accelerator = Accelerator(fsdp_plugin=plugin, step_scheduler_with_optimizer=False)
+        if not accelerator.is_fsdp2:
+            raise RuntimeError(f"FSDP2 was asked for, but accelerate runs {accelerator.distributed_type}")
+        return accelerator
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder

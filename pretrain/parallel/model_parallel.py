@@ -15,8 +15,11 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import patch_environment
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedConfig
 
 from pretrain.config import RunConfig
+from pretrain.errors import InputError
+from pretrain.model.model_config import load_model_config
 from pretrain.optim.gradient_norm import total_norm
 from pretrain.parallel.launcher import parallel_size, processes_launched
 from pretrain.parallel.layout import Layout
@@ -61,7 +64,17 @@ class ModelParallel(Strategy, ABC):
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
-        return super().problems(config, name) + cls.size_problems()
+        problems, of_size = super().problems(config, name), cls.size_problems()
+        try:
+            problem = cls.model_problem(load_model_config(config.model), config, not of_size)
+        except InputError:
+            problem = None  # `derive` says what is wrong with the model
+        return [*problems, *of_size, *([problem] if problem else [])]
+
+    @classmethod
+    @abstractmethod
+    def model_problem(cls, model_config: PreTrainedConfig, config: RunConfig, knows_size: bool) -> str | None:
+        """Why this model cannot be divided; knows_size: whether the launcher's number of processes is in order."""
 
     @classmethod
     def size_problems(cls) -> list[str]:

@@ -15,18 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
+from transformers import PreTrainedConfig
 
 from pretrain.config import RunConfig
-from pretrain.errors import InputError
-from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak, loss_bytes, optimizer_bytes, update_bytes
+from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak, loss_bytes
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.model.model_config import load_model_config
 from pretrain.parallel.launcher import environment_flag, parallel_size
 from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.model_parallel import ModelParallel
 from pretrain.parallel.pipeline_stages import (
-    PipelineMicroBatch,
     Stage,
     cut_problem,
     fill_stages,
@@ -112,15 +110,12 @@ class PipelineModel(nn.Module):
         # A compiled layer computes all its gradients at once: taken apart, it would compute them all twice.
         eager = STAGE_LAYOUTS[self.schedule_name].splits_backward
         with torch.compiler.set_stance("force_eager") if eager else nullcontext():
-            return self.run(input_ids_BT, microbatches)
-
-    def run(self, input_ids_BT: Tensor, microbatches: list[PipelineMicroBatch]) -> tuple[Tensor, Tensor]:
-        if self.training:
-            # The loop seeds all ranks of a pipeline alike; stages must not drop the same elements.
-            torch.manual_seed((torch.initial_seed() + self.rank) % 2**63)
-            self.run_schedule(input_ids_BT)
-        else:
-            self.run_forward(input_ids_BT, microbatches)
+            if self.training:
+                # The loop seeds all ranks of a pipeline alike; stages must not drop the same elements.
+                torch.manual_seed((torch.initial_seed() + self.rank) % 2**63)
+                self.run_schedule(input_ids_BT)
+            else:
+                self.run_forward(input_ids_BT)
         if self.last_stage is None:
             zero = torch.zeros((), device=self.device)
             return zero, zero
@@ -165,7 +160,7 @@ class PipelineModel(nn.Module):
             stages[0] if one else stages, self.microbatches, loss_fn=output_as_loss, scale_grads=False
         )
 
-    def run_forward(self, input_ids_BT: Tensor, microbatches: list[PipelineMicroBatch]) -> None:
+    def run_forward(self, input_ids_BT: Tensor) -> None:
         """Every microbatch through every stage; at each tick a stage takes the one after that of its last tick."""
         ids = input_ids_BT.chunk(self.microbatches)
         last = len(self.owners) - 1
@@ -269,14 +264,14 @@ class PipelineParallel(ModelParallel):
             "backward": (first, kept + act.backward(work.sequences)),
             "loss": (
                 both if stage_layout.is_v else last,
-                (kept if stage_layout.is_v else kept / 2) + loss.kept + loss.working,
+                (kept if stage_layout.is_v else kept / 2) + loss,
             ),
         }
         found = []
         for moment, (elements, activations) in ends.items():
-            moments = {moment: (FP32 * elements, activations), "update": (FP32 * elements, update_bytes(work))}
+            moments = {moment: (FP32 * elements, activations), "update": (FP32 * elements, work.update_bytes)}
             share = elements / sizes.total
-            found.append(at_peak(moments, FP32 * elements, optimizer_bytes(work, share), travelling))
+            found.append(at_peak(moments, FP32 * elements, work.optimizer_bytes(share), travelling))
         return max(found, key=lambda memory: memory.total)
 
     @classmethod
@@ -315,25 +310,16 @@ class PipelineParallel(ModelParallel):
             problems.append("attention: flex_attention does not run under a pipeline; use auto")
         if config.optim.stochastic_rounding:
             problems.append("optim.stochastic_rounding: does not run under a pipeline; it does under single and ddp")
-        return problems + cls.model_problems(config)
+        return problems
 
     @classmethod
-    def model_problems(cls, config: RunConfig) -> list[str]:
-        """What keeps this model from being cut into the stages that the schedule needs."""
-        try:
-            model_config = load_model_config(config.model)
-        except InputError:
-            return []  # `derive` says what is wrong with it
-        try:
-            if problem := cut_problem(model_config):
-                return [problem]
-        except InputError:
-            return []
-        if cls.size_problems():
-            return []
+    def model_problem(cls, model_config: PreTrainedConfig, config: RunConfig, knows_size: bool) -> str | None:
+        if problem := cut_problem(model_config):
+            return problem
+        if not knows_size:
+            return None
         ranks, name = parallel_size(cls.size_variable), config.pipeline.schedule
-        problem = layer_problem(model_config, len(STAGE_LAYOUTS[name].owners(ranks)), ranks, name)
-        return [problem] if problem else []
+        return layer_problem(model_config, len(STAGE_LAYOUTS[name].owners(ranks)), ranks, name)
 
     @property
     def reports_loss(self) -> bool:

@@ -18,7 +18,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
 from pretrain.hardware import keep_freed_memory, missing_bf16, unusable_gpu, use_all_cores
-from pretrain.memory.parts import FP32, Memory, PlannedRun, Work, at_peak, loss_bytes, optimizer_bytes, update_bytes
+from pretrain.memory.parts import FP32, Memory, PlannedRun, Work, at_peak
 from pretrain.model.fp8 import fp8_problem, use_fp8
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
@@ -83,7 +83,6 @@ class Strategy:
         choose_interface()
         self.accelerator = self.make_accelerator()
         self.device: torch.device = self.accelerator.device
-        self.check_started()
         self.ranks = Ranks.of_launch()
         self.data_rank, self.data_ranks = self.ranks.rank, self.ranks.count
         """Which part of the batch this rank reads, of how many. Ranks that share one model's work share a part."""
@@ -165,15 +164,13 @@ class Strategy:
         return self.layout(self.name, self.ranks.count)
 
     def make_accelerator(self) -> Accelerator:
+        """Raises RuntimeError where accelerate, as it does silently, falls back to another strategy."""
         return Accelerator(
             cpu=device_type() == "cpu",
             mixed_precision=PRECISIONS[self.precision],
             step_scheduler_with_optimizer=False,
             kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
         )
-
-    def check_started(self) -> None:
-        """Accelerate silently falls back to another strategy: refuse that."""
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
@@ -322,25 +319,19 @@ def replicated(work: Work, *, is_ddp: bool) -> Memory:
     DDP's buckets stay between steps. In the last micro-step gradients are written into them; those of the micro-steps
     before it, which are not summed over the processes, have a place of their own.
     """
-    sizes, act = work.sizes, work.activations
-    weight = work.parameter_bytes
-    parameters, optimizer = weight * sizes.total, optimizer_bytes(work)
+    sizes, weight = work.sizes, work.parameter_bytes
     whole = weight * sizes.total
     resident = whole if is_ddp or work.accumulates else 0.0
     buckets = whole if is_ddp and work.accumulates else 0.0
-    hidden = act.hidden(work.sequences)
-    loss = loss_bytes(work, weight, hidden)
-    kept = act.kept(sizes.layers, work.sequences)
     # A tied head's gradient waits for the embedding's; one of its own is added to the gradients at once.
-    waiting = loss.head_gradient if sizes.is_tied else 0.0
+    act = work.activation_bytes(work.activations, weight, waiting=work.head_gradient if sizes.is_tied else 0.0)
     head = 0.0 if sizes.is_tied else weight * sizes.head
     embedding = weight * sizes.embedding
-    first = act.kept(1, work.sequences) + hidden + act.backward(work.sequences)
     moments = {
-        "loss": (resident, kept + loss.kept + loss.working),
-        "backward": (resident or head, kept + waiting + hidden + act.backward(work.sequences)),
-        "first layer": (resident or whole - embedding - weight * sizes.layer, first + waiting),
-        "embedding": (resident or whole - embedding, embedding + waiting + hidden),
-        "update": (whole, update_bytes(work)),
+        "loss": (resident, act["loss"]),
+        "backward": (resident or head, act["backward"]),
+        "first layer": (resident or whole - embedding - weight * sizes.layer, act["first layer"]),
+        "embedding": (resident or whole - embedding, embedding + act["embedding"]),
+        "update": (whole, work.update_bytes),
     }
-    return at_peak(moments, parameters, optimizer, buckets)
+    return at_peak(moments, whole, work.optimizer_bytes(), buckets)

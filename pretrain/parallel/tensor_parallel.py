@@ -16,14 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.config import RunConfig
-from pretrain.errors import InputError
 from pretrain.memory.parts import FP32, Memory, PlannedRun
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.model.model_config import load_model_config
 from pretrain.parallel.launcher import environment_flag, parallel_size
 from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.model_parallel import ModelParallel
@@ -113,16 +111,8 @@ class TensorParallel(ModelParallel):
         return seconds + (2 * FP32 * sizes.total * layout.ring / step.across if layout.groups > 1 else 0.0), 0.0
 
     @classmethod
-    def problems(cls, config: RunConfig, name: str) -> list[str]:
-        problems = super().problems(config, name)
-        if cls.size_problems():
-            return problems
-        try:
-            model_config = load_model_config(config.model)
-        except InputError:
-            return problems  # `derive` says what is wrong with it
-        problem = plan_problem(model_config, parallel_size(cls.size_variable))
-        return [*problems, problem] if problem else problems
+    def model_problem(cls, model_config: PreTrainedConfig, config: RunConfig, knows_size: bool) -> str | None:
+        return plan_problem(model_config, parallel_size(cls.size_variable)) if knows_size else None
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
-from pretrain.memory.parts import FP32, Memory, PlannedRun, Work, at_peak, loss_bytes, optimizer_bytes
+from pretrain.memory.parts import FP32, Memory, PlannedRun, Work, at_peak
 from pretrain.model.build import build_meta_model
 from pretrain.model.compile import layers_of
 from pretrain.model.initial_weights import InitialWeights, units_of
@@ -70,17 +70,13 @@ class Zero(Strategy):
     def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
         """As DeepSpeed holds it, offloaded or not."""
         work, settings, stage = run.work(sequences, layout.ranks), layout.zero, layout.zero["stage"]
-        sizes, act, compute = work.sizes, work.activations_in_bf16, work.compute
-        share = 1 / layout.ranks
-        hidden = act.hidden(work.sequences)
-        loss = loss_bytes(work, compute, hidden)
-        kept = act.kept(sizes.layers, work.sequences)
+        sizes, compute, share = work.sizes, work.compute, 1 / layout.ranks
         waiting = compute * sizes.vocabulary * sizes.width if sizes.is_tied else 0.0
+        act = work.activation_bytes(work.activations_in_bf16, compute, waiting)
         # The fp32 masters are a copy even where the weights are fp32.
-        states = FP32 * sizes.total * share + optimizer_bytes(work, share)
+        states = FP32 * sizes.total * share + work.optimizer_bytes(share)
         weights = compute * sizes.total * (share if stage == 3 else 1.0)
         gradients, buckets = zero_gradients(work, stage, share, settings)
-        first = act.kept(1, work.sequences) + waiting + hidden + act.backward(work.sequences)
         gathered = 0.0
         if stage == 3:  # layers stay gathered up to this number of elements, or until their next use is further away
             gathered = compute * min(
@@ -88,10 +84,10 @@ class Zero(Strategy):
             )
         resident = gradients if work.accumulates or stage == 3 or (stage == 1 and compute != FP32) else 0.0
         moments = {
-            "loss": (resident, kept + loss.kept + loss.working, gathered + (buckets if work.accumulates else 0.0)),
-            "backward": (resident, kept + waiting + hidden + act.backward(work.sequences), gathered + buckets),
-            "first layer": (gradients, first, gathered + buckets),
-            "embedding": (gradients, waiting + compute * sizes.embedding + hidden, gathered + buckets),
+            "loss": (resident, act["loss"], gathered + (buckets if work.accumulates else 0.0)),
+            "backward": (resident, act["backward"], gathered + buckets),
+            "first layer": (gradients, act["first layer"], gathered + buckets),
+            "embedding": (gradients, compute * sizes.embedding + act["embedding"], gathered + buckets),
             "update": (gradients, 2 * FP32 * sizes.total * share if stage < 3 else 0.0),
         }
         if not (settings.get("offload_optimizer") or settings.get("offload_param")):
@@ -154,11 +150,9 @@ class Zero(Strategy):
         from transformers.integrations import unset_hf_deepspeed_config
 
         unset_hf_deepspeed_config()
+        if accelerator.deepspeed_plugin is None:
+            raise RuntimeError(f"DeepSpeed was asked for, but accelerate runs {accelerator.distributed_type}")
         return accelerator
-
-    def check_started(self) -> None:
-        if self.accelerator.deepspeed_plugin is None:
-            raise RuntimeError(f"DeepSpeed was asked for, but accelerate runs {self.accelerator.distributed_type}")
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
