@@ -47,6 +47,8 @@ def check_load(load):
 
     def checked(strategy, model, optimizer):
         load(strategy, model, optimizer)
+        if type(strategy).load is not checked:
+            return  # a subclass has called with what is its own
         for group, saved in ((strategy.model_tensors(), model), (strategy.optimizer_tensors(), optimizer)):
             assert set(group.shapes) == set(saved), f"{strategy.name}: {set(group.shapes) ^ set(saved)}"
             for name in group.shapes:
