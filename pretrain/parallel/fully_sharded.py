@@ -91,7 +91,7 @@ class FullySharded(Strategy):
     def make_accelerator(self) -> Accelerator:
         plugin = FullyShardedDataParallelPlugin()
         if device_type() == "cpu":
-            # On a CPU accelerate quietly runs DDP instead: it admits FSDP for accelerators alone.
+            # On a CPU accelerate silently runs DDP instead: it allows FSDP on accelerators only.
             PartialState(cpu=True)
             if not dist.is_initialized():  # one process
                 dist.init_process_group("gloo")

@@ -1,7 +1,7 @@
 """What the launcher asks for: which strategy, and whether its settings contradict the recipe.
 
-`accelerate launch --config_file F` passes F on to the processes as environment variables, typing errors and all; so
-what is said there is read here, and checked, before anything starts.
+`accelerate launch --config_file F` passes F on to the processes as environment variables, typos included; so they are
+read and checked here before anything starts.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from pretrain.config import RunConfig
-from pretrain.parallel.launcher_files import command_problems, deepspeed_problems, value_at
+from pretrain.parallel.launcher_files import command_problems, conflict, deepspeed_problems
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 """Our names to accelerate's."""
@@ -78,19 +78,16 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
             f"launcher: mixed_precision: {launched} contradicts the recipe's precision: {precision}; "
             "remove mixed_precision from the launcher's file, or set precision in the recipe"
         )
-    settled = {
+    set_by_recipe = {
         "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "batch.tokens_per_step"),
         "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", "optim.max_grad_norm"),
         "dynamo_backend": ("ACCELERATE_DYNAMO_BACKEND", "compile"),
         "fsdp_activation_checkpointing": ("FSDP_ACTIVATION_CHECKPOINTING", "activation_checkpointing"),
     }
-    for name, (variable, setting) in settled.items():
+    for name, (variable, setting) in set_by_recipe.items():
         value = os.environ.get(variable, "none")
         if value.lower() not in ("none", "no", "false", "auto", "1" if name == "gradient_accumulation_steps" else ""):
-            problems.append(
-                f"launcher: {name}: {value} stands beside the recipe's {setting}: {value_at(config, setting)}, which "
-                "settles it; remove it from the launcher's file"
-            )
+            problems.append(conflict("launcher", name, value, config, setting))
     if environment_flag("ACCELERATE_USE_DEEPSPEED"):
         problems += deepspeed_problems(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), config)
     elif environment_flag("ACCELERATE_USE_FSDP"):

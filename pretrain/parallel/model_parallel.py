@@ -35,11 +35,11 @@ class ModelParallel(Strategy, ABC):
     launcher_flag: ClassVar[str]
     """Environment variable by which the launcher asks for this strategy."""
     size_variable: ClassVar[str]
-    """Environment variable in which the launcher hands on how many processes share a model."""
+    """Environment variable in which the launcher passes on how many processes share a model."""
     size_setting: ClassVar[str]
     """What that is called in the launcher's file."""
     mesh_order: ClassVar[tuple[str, str]]
-    """Dimensions of the mesh, the last being that of neighbouring processes, which talk fastest."""
+    """Dimensions of the mesh, the last being that of neighbouring processes, whose link is the fastest."""
 
     def __init__(self, precision: str, config: RunConfig | None = None):
         super().__init__(precision, config)

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from transformers import PreTrainedConfig
 
-from pretrain.config import RunConfig
+from pretrain.config import Pipeline, RunConfig
 from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak, loss_bytes
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
@@ -74,7 +74,6 @@ class PipelineModel(nn.Module):
     Args:
         stages: this process's stages by number.
         owners: the rank, within the group, of every stage.
-        microbatches: into how many a micro-batch is split.
         hidden_size: width of the hidden states between stages, which travel in fp32.
     """
 
@@ -82,9 +81,7 @@ class PipelineModel(nn.Module):
         self,
         stages: dict[int, Stage],
         owners: list[int],
-        *,
-        schedule: str,
-        microbatches: int,
+        settings: Pipeline,
         hidden_size: int,
         group: dist.ProcessGroup,
         device: torch.device,
@@ -92,7 +89,9 @@ class PipelineModel(nn.Module):
         super().__init__()
         self.stages = nn.ModuleList(stages.values())
         self.numbered = stages
-        self.owners, self.schedule_name, self.microbatches = owners, schedule, microbatches
+        self.owners, self.schedule_name = owners, settings.schedule
+        self.microbatches = len(owners) * settings.microbatch_scale
+        """Into how many a micro-batch is split."""
         self.hidden_size, self.group, self.device = hidden_size, group, device
         self.rank = dist.get_rank(group)
         self.schedules: dict[tuple[int, ...], Any] = {}
@@ -216,7 +215,7 @@ class StagedTensors(TensorGroup):
 class PipelineParallel(ModelParallel):
     """Stages of the model on different processes; several pipelines share the data."""
 
-    launcher_flag = "ACCELERATE_USE_MEGATRON_LM"  # the only settings of pipelines that the launcher hands on
+    launcher_flag = "ACCELERATE_USE_MEGATRON_LM"  # the only settings for pipelines that the launcher passes on
     size_variable = "MEGATRON_LM_PP_DEGREE"
     size_setting = "megatron_lm_pp_degree"
     # Stages exchange little, copies of a stage all its gradients: those are neighbours.
@@ -337,8 +336,7 @@ class PipelineParallel(ModelParallel):
         self.model = PipelineModel(
             stages,
             self.owners,
-            schedule=self.config.pipeline.schedule,
-            microbatches=len(self.owners) * self.config.pipeline.microbatch_scale,
+            self.config.pipeline,
             hidden_size=self.causal_lm.config.hidden_size,
             group=self.model_group,
             device=self.device,
@@ -423,6 +421,6 @@ class PipelineParallel(ModelParallel):
         return {
             **super().describe(),
             "schedule": self.config.pipeline.schedule,
-            "pipeline_microbatches": len(self.owners) * self.config.pipeline.microbatch_scale,
+            "pipeline_microbatches": self.model.microbatches,
             "parameters_of_stages": self.parameters_of_stages,
         }

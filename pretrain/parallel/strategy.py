@@ -2,8 +2,9 @@
 
 `accelerate launch --config_file accelerate_configs/X.yaml` chooses; `Strategy` builds the Accelerator, checks that
 what runs is what was asked for, and gives the loop the verbs it needs: prepare, accumulate, backward, update, sum.
-It declares what a plan asks, too: its layout, memory and traffic. The same files serve machines with and without GPUs:
-without one, processes talk over gloo.
+It also declares what a plan needs: its layout, memory and traffic.
+
+The same launcher files serve machines with and without GPUs: without one, processes communicate over gloo.
 """
 
 import warnings
@@ -89,7 +90,7 @@ class Strategy:
         self.micro_batches_per_call: int = 1
         """How many times batch.sequences_per_micro_batch one call of the model takes."""
         self.optimizer_built = ""
-        """What was built, in words, once prepared."""
+        """A description, once prepared."""
         if self.device.type == "cpu":
             use_all_cores()
             keep_freed_memory()

@@ -78,7 +78,7 @@ class TensorParallel(ModelParallel):
 
     @classmethod
     def requested(cls) -> str | None:
-        # HSDP's sizes are handed on under the same flag.
+        # HSDP's sizes are passed on under the same flag.
         is_requested = environment_flag(cls.launcher_flag) and not environment_flag("ACCELERATE_USE_FSDP")
         return "tp" if is_requested else None
 

@@ -107,8 +107,8 @@ def test_everything_wrong_in_a_deepspeed_file_is_said_at_once(tmp_path, config):
     path.write_text(json.dumps(settings))
     problems = "\n".join(deepspeed_problems(str(path), config))
     for message in (
-        "gradient_clipping: 0.5 stands beside the recipe's optim.max_grad_norm: 1.0, which settles it; remove it",
-        'bf16: {"enabled": true} stands beside the recipe\'s precision: fp32',
+        "gradient_clipping: 0.5 conflicts with the recipe's optim.max_grad_norm: 1.0; remove it from zero.json",
+        'bf16: {"enabled": true} conflicts with the recipe\'s precision: fp32',
         "zero_optimisation is unknown here; did you mean zero_optimization?",
         "zero_optimization.overlap_com is unknown; did you mean overlap_comm?",
         "zero_optimization.offload_param.pin is unknown",
@@ -138,7 +138,7 @@ def test_a_deepspeed_file_that_cannot_be_used(tmp_path, config):
         ("hsdp", "parallelism_config", {"parallelism_config_dp_shard_size": 4}, "2 x dp_shard_size 4 is not 2 proc"),
     ],
 )
-def test_settings_that_stand_beside_the_recipes(config, environment, tmp_path, name, section, setting, message):
+def test_settings_that_conflict_with_the_recipe(config, environment, tmp_path, name, section, setting, message):
     environment(changed(ROOT / f"accelerate_configs/{name}.yaml", tmp_path, section, **setting))
     assert [problem for problem in launcher_problems(config, "fp32", name) if message in problem]
 
