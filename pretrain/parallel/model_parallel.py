@@ -38,6 +38,8 @@ class ModelParallel(Strategy, ABC):
     """Environment variable in which the launcher passes on how many processes share a model."""
     size_setting: ClassVar[str]
     """What that is called in the launcher's file."""
+    spans_machines: ClassVar[bool]
+    """Whether processes that share a model communicate little enough to be on several machines, in a plan."""
     mesh_order: ClassVar[tuple[str, str]]
     """Dimensions of the mesh, the last being that of neighbouring processes, whose link is the fastest."""
 
@@ -58,9 +60,12 @@ class ModelParallel(Strategy, ABC):
 
     @classmethod
     def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
-        """All processes share one model."""
-        environment = {cls.launcher_flag: "true", cls.size_variable: str(ranks)}
-        return replace(super().layout(name, ranks, machines), environment=environment)
+        """All processes share one model, or those of a machine do."""
+        groups = 1 if cls.spans_machines else machines
+        environment = {cls.launcher_flag: "true", cls.size_variable: str(ranks // groups)}
+        options = f" --{cls.size_setting} {ranks // groups}" if groups > 1 else ""
+        layout = super().layout(name, ranks, machines)
+        return replace(layout, groups=groups, environment=environment, options=options)
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:

@@ -72,6 +72,7 @@ class TensorParallel(ModelParallel):
     launcher_flag = "ACCELERATE_USE_PARALLELISM_CONFIG"
     size_variable = "PARALLELISM_CONFIG_TP_SIZE"
     size_setting = "parallelism_config_tp_size"
+    spans_machines = False
     # Slices are summed twice per layer, in both directions: their processes are neighbours.
     mesh_order = ("data", "model")
     parameter_form = "pieces"
@@ -81,18 +82,6 @@ class TensorParallel(ModelParallel):
         # HSDP's sizes are passed on under the same flag.
         is_requested = environment_flag(cls.launcher_flag) and not environment_flag("ACCELERATE_USE_FSDP")
         return "tp" if is_requested else None
-
-    @classmethod
-    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
-        """The processes of a machine share one model."""
-        layout = super().layout(name, ranks, machines)
-        if machines == 1:
-            return layout
-        size = str(ranks // machines)
-        environment = {**layout.environment, cls.size_variable: size}
-        return replace(
-            layout, groups=machines, environment=environment, options=f" --parallelism_config_tp_size {size}"
-        )
 
     @classmethod
     def micro_batches(cls, layout: Layout) -> int:
