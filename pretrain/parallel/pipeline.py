@@ -242,17 +242,14 @@ class PipelineParallel(ModelParallel):
         """The process that needs most is either the first, with the embedding, or the last, with head and loss."""
         settings, ranks = run.config.pipeline, layout.per_group
         work = run.work(sequences, layout.ranks, cls.parts_of_micro_batch(run.config))  # of one pipeline microbatch
-        sizes, act, stage_layout = work.sizes, work.activations, STAGE_LAYOUTS[settings.schedule]
-        stages = len(stage_layout.owners(ranks))
+        sizes, act, schedule = work.sizes, work.activations, STAGE_LAYOUTS[settings.schedule]
+        stages = len(schedule.owners(ranks))
         microbatches = stages * settings.microbatch_scale
         layers = math.ceil(sizes.layers / ranks)
-        whole = (
-            sizes.layers / stages * microbatches * stage_layout.stages_per_rank
-        )  # layers x microbatches, all kept at once
-        in_flight = {"1F1B": ranks, "Interleaved1F1B": (3 * ranks - 1) / 2 * stage_layout.stages_per_rank / 2}.get(
-            settings.schedule
-        )
-        kept_layers = whole if in_flight is None else min(whole, layers * in_flight)
+        kept_layers = sizes.layers / stages * microbatches * schedule.stages_per_rank  # of all microbatches at once
+        in_flight = {"1F1B": ranks, "Interleaved1F1B": (3 * ranks - 1) / 2 * schedule.stages_per_rank / 2}
+        if settings.schedule in in_flight:
+            kept_layers = min(kept_layers, layers * in_flight[settings.schedule])
         kept = act.outside(work.sequences) * microbatches + kept_layers * act.per_layer(work.sequences)
         loss = loss_bytes(work, work.parameter_bytes, act.hidden(work.sequences))
         first = layers * sizes.layer + sizes.embedding
@@ -262,10 +259,7 @@ class PipelineParallel(ModelParallel):
         travelling = 2 * FP32 * microbatches * work.tokens * sizes.width
         ends = {
             "backward": (first, kept + act.backward(work.sequences)),
-            "loss": (
-                both if stage_layout.is_v else last,
-                (kept if stage_layout.is_v else kept / 2) + loss,
-            ),
+            "loss": (both if schedule.is_v else last, (kept if schedule.is_v else kept / 2) + loss),
         }
         found = []
         for moment, (elements, activations) in ends.items():
