@@ -56,8 +56,8 @@ def choose_interface() -> None:
         name = others[0]
     if name is None:
         raise InputError(
-            f"launcher: {machines} machines, but here the host name {socket.gethostname()} resolves to loopback only, so "
-            "the others cannot reach this one; set GLOO_SOCKET_IFNAME to the interface of the network between them, "
+            f"launcher: {machines} machines, but the host name {socket.gethostname()} resolves to loopback only here; "
+            "set GLOO_SOCKET_IFNAME to the interface of the network by which the others reach this machine, "
             f"one of {', '.join(others) or 'none that is up'}"
         )
     os.environ["GLOO_SOCKET_IFNAME"] = name
