@@ -5,7 +5,6 @@ import gc
 import sys
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 import pretrain.model.architectures  # noqa: F401  (registers the local models, which then need no trust_remote_code)
 from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.errors import InputError, Problems
-from pretrain.evaluation.lm_harness import TaskSelection, score_tasks, select_tasks
+from pretrain.evaluation.lm_harness import TaskSelection, TaskSettings, score_tasks, select_tasks
 from pretrain.evaluation.results import (
     ModelResults,
     append_to_run,
@@ -58,9 +57,9 @@ class Job:
 
 
 def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], Strategy]:
-    """Does what evaluate.py's command line says; every rank returns the same, and the strategy, which ends a script.
+    """Does what evaluate.py's command line says; returns the same results on every rank, and the strategy to end with.
 
-    Raises InputError, before anything is measured, with all that cannot work.
+    Raises InputError with every problem before anything is measured.
     """
     jobs, tasks = find_everything(arguments)
     strategy = Strategy("fp32")  # precision is each model's own; see measure_shards
@@ -77,7 +76,7 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
             append_to_run(evaluation)
             track(evaluation)
             if arguments.output:
-                write_results(arguments.output, evaluations, command_line_settings(arguments))
+                write_results(arguments.output, evaluations, vars(arguments))
             if evaluation.sample is not None:
                 print(f"--- {job.address.name}\n{evaluation.sample}\n---", flush=True)
     if strategy.is_main:
@@ -214,26 +213,13 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
         torch.cuda.empty_cache()
     if tasks is not None:
         result.limit = arguments.limit
-        result.tasks = score_tasks(
-            job.address.folder,
-            tasks,
-            strategy,
+        settings = TaskSettings(
             few_shots=arguments.num_fewshot,
             limit=arguments.limit,
             batch_size=None if arguments.batch_size is None else str(arguments.batch_size),
             precision=arguments.precision,
             trust_remote_code=arguments.trust_remote_code,
         )
+        result.tasks = score_tasks(job.address.folder, tasks, strategy, settings)
     result.seconds = time.perf_counter() - started
     return result
-
-
-def command_line_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The command line, for the record."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list):
-            return [plain(item) for item in value]
-        return str(value) if isinstance(value, Path) else value
-
-    return {name: plain(value) for name, value in vars(arguments).items()}
