@@ -26,7 +26,6 @@ from pretrain.evaluation.results import (
 )
 from pretrain.evaluation.shard_loss import (
     ShardSettings,
-    Wishes,
     measure_shards,
     open_evaluation_shards,
     run_config_of,
@@ -154,14 +153,7 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
 
 def add_sources(job: Job, arguments: argparse.Namespace) -> None:
     """The job's shards and how to measure them. Raises InputError."""
-    wishes = Wishes(
-        sequence_length=arguments.sequence_length,
-        sequences=arguments.sequences,
-        document_mask=None if arguments.document_mask is None else arguments.document_mask == "on",
-        precision=arguments.precision,
-        sequences_per_micro_batch=None if arguments.batch_size == "auto" else arguments.batch_size,
-    )
-    job.settings = settings_for(job.address, job.config, wishes)
+    job.settings = settings_for(job.address, job.config, arguments)
     job.readers = open_evaluation_shards(
         arguments.data, arguments.split, job.settings.sequence_length, arguments.tokenizer
     )

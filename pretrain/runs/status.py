@@ -123,12 +123,8 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
 
 def _end_of(events: list[Event]) -> Event | None:
     """The `end` event, if nothing was trained or started after it."""
-    for event in reversed(events):
-        if event["event"] == "end":
-            return event
-        if event["event"] in ("train", "start", "resume"):
-            return None
-    return None
+    events = [event for event in events if event["event"] in ("end", "train", "start", "resume")]
+    return events[-1] if events and events[-1]["event"] == "end" else None
 
 
 def _total_steps(run: Path, events: list[Event], heartbeat: dict, step: int | None) -> int | None:
