@@ -138,8 +138,6 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
             problems.attempt(add_sources, job, arguments)
         if arguments.tasks or arguments.prompt is not None:
             problems.attempt(add_tokenizer, job, arguments)
-        if arguments.prompt is not None and job.tokenizer is not None:
-            problems.attempt(add_prompt, job, arguments)
     if addresses:
         problems.extend(plot_problems(arguments.plot, addresses))
     # Last, and not at all where something else is wrong already: it takes seconds and may download.
@@ -164,7 +162,7 @@ def add_sources(job: Job, arguments: argparse.Namespace) -> None:
 
 
 def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
-    """Raises InputError for a folder without one."""
+    """The job's tokenizer and prompt. Raises InputError for a folder without a tokenizer, and for a long prompt."""
     try:
         job.tokenizer = AutoTokenizer.from_pretrained(
             str(job.address.folder), trust_remote_code=arguments.trust_remote_code
@@ -175,15 +173,13 @@ def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
             f"--model {job.address.name}: its tokenizer cannot be loaded, which --tasks and --prompt need ({reason}); "
             "put the tokenizer's files into the model folder"
         ) from error
-
-
-def add_prompt(job: Job, arguments: argparse.Namespace) -> None:
-    job.prompt_ids_BT = encode_prompt(
-        job.tokenizer,
-        arguments.prompt,
-        max_new_tokens=arguments.max_new_tokens,
-        max_positions=getattr(job.config, "max_position_embeddings", None),
-    )
+    if arguments.prompt is not None:
+        job.prompt_ids_BT = encode_prompt(
+            job.tokenizer,
+            arguments.prompt,
+            max_new_tokens=arguments.max_new_tokens,
+            max_positions=getattr(job.config, "max_position_embeddings", None),
+        )
 
 
 def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy) -> ModelResults:

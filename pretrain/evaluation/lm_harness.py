@@ -173,17 +173,17 @@ def _load(manager, spec: str) -> list[Any]:
 
 def _without_repeats(loaded: list[Any]) -> tuple[list[Any], list[str]]:
     """(each task once, problems): a task beside a group that holds it goes, one in two groups is refused."""
-    holders: dict[str, list[str]] = {}
-    for item in loaded:
-        for task in item.get_all_tasks() if hasattr(item, "get_all_tasks") else ():
-            holders.setdefault(task.task_name, []).append(item.name)
-    problems = [
-        f"--tasks: {task} is in {' and '.join(groups)}; give one of them, or the tasks by name"
-        for task, groups in holders.items()
-        if len(groups) > 1
-    ]
-    tasks = {item.task_name: item for item in loaded if not hasattr(item, "get_all_tasks")}
     groups = [item for item in loaded if hasattr(item, "get_all_tasks")]
+    holders: dict[str, list[str]] = {}
+    for group in groups:
+        for task in group.get_all_tasks():
+            holders.setdefault(task.task_name, []).append(group.name)
+    problems = [
+        f"--tasks: {task} is in {' and '.join(names)}; give one of them, or the tasks by name"
+        for task, names in holders.items()
+        if len(names) > 1
+    ]
+    tasks = {item.task_name: item for item in loaded if item not in groups}
     return groups + [task for name, task in tasks.items() if name not in holders], problems
 
 

@@ -111,10 +111,7 @@ def write_results(path: Path, evaluations: list[ModelResults], settings: dict[st
         "format": "groundwork-evaluation",
         "version": 1,
         "settings": settings,
-        "versions": {
-            **package_versions([*RECORDED_PACKAGES, "lm_eval"]),
-            "commit": commit_of(Path(__file__).parent),
-        },
+        "versions": {**package_versions([*RECORDED_PACKAGES, "lm_eval"]), "commit": commit_of(Path(__file__).parent)},
         "models": [evaluation.as_dict() for evaluation in evaluations],
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -222,14 +222,8 @@ def _progress(
 ) -> Iterator[None]:
     """A bar in tokens, moved by the model's own forward passes."""
     tokens_per_pass = settings.sequences_per_micro_batch * strategy.ranks * settings.sequence_length
-    bar = tqdm(
-        total=sequences * settings.sequence_length,
-        desc=name,
-        unit="tok",
-        unit_scale=True,
-        dynamic_ncols=True,
-        disable=not strategy.is_main,
-    )
+    look = {"desc": name, "unit": "tok", "unit_scale": True, "dynamic_ncols": True}
+    bar = tqdm(total=sequences * settings.sequence_length, disable=not strategy.is_main, **look)
 
     def advance(*_: Any) -> None:  # a hook that returned something would replace the model's output
         bar.update(min(tokens_per_pass, bar.total - bar.n))
