@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 import pretrain.model.architectures  # noqa: F401  (registers the local models, which then need no trust_remote_code)
+from pretrain.config import WindowSpec
 from pretrain.data.shards import ShardReader
 from pretrain.data.windows import read_windows, windows_of
 from pretrain.files import damage
@@ -65,8 +66,7 @@ class TrainingLosses:
     """{source: mean nats per token over its first window}"""
     readers: dict[str, ShardReader]
     """By source."""
-    sequence_length: int
-    document_mask: bool = True
+    window: WindowSpec
 
 
 def verify_export(
@@ -184,9 +184,7 @@ def compare_logits(
 
 
 @torch.no_grad()
-def losses_of(
-    model: PreTrainedModel, readers: dict[str, ShardReader], sequence_length: int, document_mask: bool
-) -> dict[str, float]:
+def losses_of(model: PreTrainedModel, readers: dict[str, ShardReader], window: WindowSpec) -> dict[str, float]:
     """{source: mean loss per token in nats over its first window}, in fp32 on the CPU.
 
     By the library's own eager forward pass and logits, each document of the window alone: a path that training did
@@ -194,23 +192,23 @@ def losses_of(
     """
     losses = {}
     for name, reader in readers.items():
-        ids = read_windows(reader, windows_of(reader, sequence_length, 1), sequence_length, rows=1)
+        ids = read_windows(reader, windows_of(reader, window, 1), window, rows=1)
         ids_T = torch.from_numpy(ids[0].astype(np.int64))
         starts = {0}
-        if document_mask:
+        if window.document_mask:
             starts |= set((ids_T[:-1] == reader.manifest.end_of_document_id).nonzero()[:, 0].tolist())
-        bounds = [*sorted(starts), sequence_length]
+        bounds = [*sorted(starts), window.sequence_length]
         total = 0.0
         for start, end in itertools.pairwise(bounds):
             logits_TV = exported_logits(model, ids_T[None, start:end])[0]
             total += F.cross_entropy(logits_TV.float(), ids_T[start + 1 : end + 1], reduction="sum").item()
-        losses[name] = total / sequence_length
+        losses[name] = total / window.sequence_length
     return losses
 
 
 def compare_losses(check: ExportCheck, model: PreTrainedModel, trained: TrainingLosses, tolerance: float) -> None:
     """A difference above `tolerance` nats, or NaN, is a problem."""
-    exported = losses_of(model, trained.readers, trained.sequence_length, trained.document_mask)
+    exported = losses_of(model, trained.readers, trained.window)
     for name, loss in trained.losses.items():
         difference = abs(exported[name] - loss)
         if not difference <= tolerance:

@@ -19,8 +19,6 @@ REFERENCE = "single"
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, None), "fp16": (2e-2, None)}
 """{precision: (largest difference of the loss, largest relative difference of the gradient norm)}. In half precision
 strategies round in different places, and gradient norms may differ by a few percent where losses agree."""
-COMPUTE_IN_BF16 = ("muon",)
-"""Optimizers whose update is computed in bf16 under any precision, where the device multiplies in bf16."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +75,19 @@ def measure_parity(
                 *(outcomes[REFERENCE].refusals or [f"{recipe} does not train; see {output / REFERENCE}.log"])
             )
     optimizer = read_run_config(recipe, []).optim.name
-    if precision == "fp32" and optimizer in COMPUTE_IN_BF16 and multiplies_in_bf16():
+    if precision == "fp32" and updates_in_bf16(optimizer):
         print(f"{optimizer} computes its updates in bf16 here: losses are compared as those of bf16.\n")
         precision = "bf16"
     return report_parity(outcomes, TOLERANCES[precision], output)
 
 
-def multiplies_in_bf16() -> bool:
-    """Whether this machine has instructions for it; imports torch."""
+def updates_in_bf16(optimizer: str) -> bool:
+    """Whether the optimizer computes its updates in bf16 on this machine under any precision; imports torch."""
     from pretrain.hardware import missing_bf16
+    from pretrain.optim.optimizers import OPTIMIZERS
     from pretrain.parallel.strategy import device_type
 
-    return missing_bf16(device_type()) is None
+    return OPTIMIZERS[optimizer].updates_in_bf16 and missing_bf16(device_type()) is None
 
 
 def run_overrides(recipe: Path, steps: int, precision: str) -> list[str]:

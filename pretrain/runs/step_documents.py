@@ -48,7 +48,7 @@ def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
     batches, first_sample, count = open_step(run, step)
     sequences = [read_sequence(batches, first_sample + n, n + 1) for n in range(min(limit, count))]
     lines = [
-        f"{run} · step {step:,}: {count:,} sequences of {batches.sequence_length:,} tokens, "
+        f"{run} · step {step:,}: {count:,} sequences of {batches.window.sequence_length:,} tokens, "
         f"samples {first_sample:,} to {first_sample + count - 1:,} of the run"
     ]
     decoders = {source: load_decoder(reader.manifest.tokenizer_folder) for source, reader in batches.readers.items()}
@@ -111,7 +111,7 @@ def read_sequence(batches: Batches, sample: int, number: int) -> Sequence:
     """Sample `sample` of the run."""
     (source, start), *_ = batches.locate(sample, 1)
     reader = batches.readers[batches.folders[source]]
-    ids = np.empty(batches.sequence_length + 1, batches.dtype)
+    ids = np.empty(batches.window.sequence_length + 1, batches.dtype)
     reader.read(start, ids)
     shards = reader.manifest.of_split(reader.split)
     place, offset = place_in_shards(shards, start)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from pretrain.checkpoint.export import describe_training
 from pretrain.checkpoint.export_check import TrainingLosses, losses_of, verify_export
+from pretrain.config import WindowSpec
 from pretrain.data.manifest import Manifest, Shard
 from pretrain.data.shards import ShardReader
 from pretrain.files import commit
@@ -95,18 +96,18 @@ def test_an_export_in_fp32_has_the_very_logits(exported):
 
 def test_the_loss_of_the_training_model_is_compared(exported, reader):
     model = AutoModelForCausalLM.from_pretrained(exported[1], dtype=torch.float32)
-    readers = {"docs": reader}
-    trained = losses_of(model, readers, 64, True)
-    result = check(exported, trained=TrainingLosses(trained, readers, 64))
+    readers, window = {"docs": reader}, WindowSpec(64, True)
+    trained = losses_of(model, readers, window)
+    result = check(exported, trained=TrainingLosses(trained, readers, window))
     assert not result.problems
     assert result.loss_difference < 5e-3
     assert "each document alone" in result.in_words()
 
     # What the checkpoint and the export have both wrong shows against the model that trained alone.
-    wrong = check(exported, trained=TrainingLosses({"docs": trained["docs"] - 0.2}, readers, 64))
+    wrong = check(exported, trained=TrainingLosses({"docs": trained["docs"] - 0.2}, readers, window))
     assert "rounding explains 0.05 at most" in wrong.in_words() and "NOT the model" in wrong.in_words()
-    assert check(exported, trained=TrainingLosses({"docs": float("nan")}, readers, 64)).problems
-    unmasked = check(exported, trained=TrainingLosses(trained, readers, 64, document_mask=False))
+    assert check(exported, trained=TrainingLosses({"docs": float("nan")}, readers, window)).problems
+    unmasked = check(exported, trained=TrainingLosses(trained, readers, WindowSpec(64, False)))
     assert unmasked.loss_difference != result.loss_difference
 
 

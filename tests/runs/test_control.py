@@ -26,7 +26,7 @@ from pretrain.runs.control import (
     withdraw,
 )
 from pretrain.runs.status import read_json, read_status
-from support.project import ROOT, events, free_port, run_script
+from support.project import ROOT, events, free_port, run_script, start_script
 from support.run_logs import end_line, finished_run, start_line, train_line, write_run
 
 START = "start-1"
@@ -321,13 +321,11 @@ def steer(run, command):
 def live_run(strategy, recipe, run):
     """A training of two processes that would take forever, once it has logged a step of its own."""
     before = len(events(run, "train")) if run.exists() else 0
-    trainer = subprocess.Popen(
-        [
-            sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
-            "--num_processes", "2", "--main_process_port", str(free_port()), "train.py", "--config", recipe,
-            "--budget.steps", "100000", "--validation.every_steps", "100000", "--checkpoint.every_steps", "100000",
-        ],
-        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    trainer = start_script(
+        "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
+        "--num_processes", "2", "--main_process_port", free_port(), "train.py", "--config", recipe,
+        "--budget.steps", "100000", "--validation.every_steps", "100000", "--checkpoint.every_steps", "100000",
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
         wait_until(lambda: len(events(run, "train")) > before, trainer)

@@ -6,8 +6,10 @@ import math
 import pytest
 import torch
 
+from pretrain import hardware
+from pretrain.config import Optim
 from pretrain.optim import muon
-from pretrain.optim.optimizers import build_optimizer
+from pretrain.optim.optimizers import OPTIMIZERS, optimizer_builder
 from pretrain.runs import parity
 from pretrain.runs.parity import (
     Curve,
@@ -138,7 +140,7 @@ def test_an_optimizer_that_computes_in_bf16_is_compared_as_bf16(recipe, tmp_path
     monkeypatch.setattr(parity, "train_under", lambda name, *arguments: StrategyOutcome(curves[name]))
 
     def compare(name: str, in_bf16: bool) -> int:
-        monkeypatch.setattr(parity, "multiplies_in_bf16", lambda: in_bf16)
+        monkeypatch.setattr(hardware, "missing_bf16", lambda device_type: None if in_bf16 else "none")
         options = {"steps": 2, "strategies": ["ddp"], "processes": 2, "precision": "fp32"}
         folder = tmp_path / f"{name}_{in_bf16}"
         folder.mkdir()
@@ -157,16 +159,16 @@ def test_the_list_of_optimizers_that_compute_in_bf16_is_right(name, monkeypatch)
     updated = []
     for missing in (None, "no bf16 instructions"):
         monkeypatch.setattr(muon, "missing_bf16", lambda device_type, missing=missing: missing)
-        weight = torch.nn.Parameter(torch.linspace(-1, 1, 48).view(6, 8))
-        optimizer = build_optimizer(
-            [("up.weight", weight), ("norm.weight", torch.nn.Parameter(torch.ones(8)))],
-            full_shapes={"up.weight": (6, 8), "norm.weight": (8,)}, no_decay={"norm.weight"}, name=name,
-            learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, seed=0, device_type="cpu",
-        )  # fmt: skip
+        model = torch.nn.ModuleDict({"up": torch.nn.Linear(8, 6, bias=False), "norm": torch.nn.LayerNorm(6)})
+        weight = model["up"].weight
+        weight.data = torch.linspace(-1, 1, 48).view(6, 8)
+        optimizer = optimizer_builder(Optim(name=name, learning_rate=0.1), model, 0.1, seed=0, device_type="cpu")(
+            list(model.named_parameters())
+        )
         weight.grad = torch.linspace(0, 3, 48).view(6, 8).sin()
         optimizer.step()
         updated.append(weight.detach())
-    assert torch.equal(*updated) == (name not in parity.COMPUTE_IN_BF16)
+    assert torch.equal(*updated) == (not OPTIMIZERS[name].updates_in_bf16)
 
 
 def test_runs_of_a_recipe_are_compared_with_each_other(recipe, tmp_path, capsys):

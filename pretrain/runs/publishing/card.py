@@ -143,7 +143,7 @@ def architecture_rows(facts: CardFacts, publication: Publication) -> Iterable[tu
     yield "parameters", f"{facts.parameters:,}" if facts.parameters else None
     yield "active parameters", f"{facts.active_parameters:,}" if facts.active_parameters else None
     for name in SHAPES:
-        value = shape_of(model, name)
+        value = shape_fact(model, name)
         yield name, f"{value:,}" if isinstance(value, int) else value
     yield "input and output embeddings", "tied" if model.get("tie_word_embeddings", True) else "separate"
     yield "dtype of the weights", publication.dtype or facts.setting("export.dtype")
@@ -171,7 +171,7 @@ SHAPES = {
 """{name in the card: keys of config.json that may hold it}"""
 
 
-def shape_of(model: dict[str, Any], name: str) -> Any:
+def shape_fact(model: dict[str, Any], name: str) -> Any:
     """The value of the first of its keys that this model has; None without any."""
     return next((model[key] for key in SHAPES[name] if model.get(key) is not None), None)
 
@@ -308,7 +308,7 @@ def lineage_text(facts: CardFacts) -> str:
 
 def limits_text(facts: CardFacts, publication: Publication) -> str:
     tokens = f" of {count_text(facts.tokens)} tokens" if facts.tokens else ""
-    context, length = shape_of(facts.model, "longest context"), facts.setting("data.sequence_length")
+    context, length = shape_fact(facts.model, "longest context"), facts.setting("data.sequence_length")
     lines = [
         f"- A base model: it continues text as its training text{tokens} would, including what is wrong, private or "
         "offensive in it. It has had no safety training and no filter.",
