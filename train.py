@@ -18,7 +18,6 @@ if __name__ == "__main__":  # before torch is imported: --help and a mistyped se
 
 import gc
 import os
-from functools import partial
 
 import torch
 
@@ -26,7 +25,8 @@ from pretrain.checkpoint.run_state import Request
 from pretrain.config import RunConfig
 from pretrain.data.batches import key_of
 from pretrain.hardware import peak_flops
-from pretrain.parallel.strategy import Strategy, device_type, make_strategy, strategy_class
+from pretrain.parallel.registry import make_strategy, strategy_class
+from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.planning.smoke import smoke_test
 from pretrain.training.attempt import attempt
 from pretrain.training.build import build_training
@@ -153,7 +153,7 @@ def start(asked: CommandLine) -> None:
     strategy = make_strategy(asked.config)
 
     def train(config: RunConfig, steps: int | None = None) -> int:
-        return attempt(config, strategy, partial(main, config, asked.overridden, strategy, steps))
+        return attempt(config, strategy, lambda metrics: main(config, asked.overridden, strategy, steps, metrics))
 
     strategy.ranks.exit(smoke_test(asked.config, strategy, train) if asked.smoke else train(asked.config))
 

@@ -35,6 +35,7 @@ from pretrain.evaluation.shard_loss import (
 from pretrain.hardware import emulation_of_bf16
 from pretrain.model.build import load_pretrained
 from pretrain.model.model_config import load_model_config
+from pretrain.parallel.registry import evaluation_strategy
 from pretrain.parallel.strategy import Strategy
 from pretrain.runs.addresses import ModelAddress, find_models
 from pretrain.runs.history import read_end
@@ -61,7 +62,7 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
     Raises InputError with every problem before anything is measured.
     """
     jobs, tasks = find_everything(arguments)
-    strategy = Strategy("fp32")  # precision is each model's own; see measure_shards
+    strategy = evaluation_strategy()  # precision is each model's own; see measure_shards
     if not strategy.ranks.is_main or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     in_bf16 = strategy.ranks.is_main and measures_in_bf16(jobs, tasks, arguments.precision)

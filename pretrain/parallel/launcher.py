@@ -1,7 +1,7 @@
 """What the launcher asks for: which strategy, and whether its settings contradict the recipe.
 
-`accelerate launch --config_file F` passes F on to the processes as environment variables, typing errors and all; so
-what is said there is read here, and checked, before anything starts.
+`accelerate launch --config_file F` passes F on to the processes as environment variables, typos included; so they are
+read and checked here before anything starts.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from pretrain.config import RunConfig
-from pretrain.parallel.launcher_files import command_problems, deepspeed_problems, value_at
+from pretrain.parallel.launcher_files import command_problems, conflict, deepspeed_problems
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 """Our names to accelerate's."""
@@ -57,21 +57,6 @@ def deepspeed_file() -> dict:
         return {}
 
 
-def requested_strategy() -> str:
-    """Name of the strategy that the launcher's environment asks for, whether it runs here or not."""
-    if environment_flag("ACCELERATE_USE_DEEPSPEED"):
-        return f"zero{deepspeed_file().get('zero_optimization', {}).get('stage', 0)}"
-    if environment_flag("ACCELERATE_USE_FSDP"):
-        if os.environ.get("FSDP_VERSION", "1") != "2":
-            return "fsdp1"
-        return "hsdp" if replicas_requested() > 1 else "fsdp2"
-    if environment_flag("ACCELERATE_USE_MEGATRON_LM"):
-        return "pp"  # the only settings of pipelines that the launcher hands on are Megatron-LM's
-    if environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        return "tp"
-    return "ddp" if processes_launched() > 1 else "single"
-
-
 def parallel_size(variable: str) -> int:
     """Processes that share one model, as the launcher says in this variable; all of them where its file says null.
 
@@ -84,7 +69,7 @@ def parallel_size(variable: str) -> int:
     return size
 
 
-def launcher_problems(config: RunConfig, precision: str) -> list[str]:
+def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[str]:
     """Settings of the launcher that contradict the recipe, or that this project does not run."""
     problems = []
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -93,24 +78,21 @@ def launcher_problems(config: RunConfig, precision: str) -> list[str]:
             f"launcher: mixed_precision: {launched} contradicts the recipe's precision: {precision}; "
             "remove mixed_precision from the launcher's file, or set precision in the recipe"
         )
-    settled = {
+    set_by_recipe = {
         "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "batch.tokens_per_step"),
         "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", "optim.max_grad_norm"),
         "dynamo_backend": ("ACCELERATE_DYNAMO_BACKEND", "compile"),
         "fsdp_activation_checkpointing": ("FSDP_ACTIVATION_CHECKPOINTING", "activation_checkpointing"),
     }
-    for name, (variable, setting) in settled.items():
+    for name, (variable, setting) in set_by_recipe.items():
         value = os.environ.get(variable, "none")
         if value.lower() not in ("none", "no", "false", "auto", "1" if name == "gradient_accumulation_steps" else ""):
-            problems.append(
-                f"launcher: {name}: {value} stands beside the recipe's {setting}: {value_at(config, setting)}, which "
-                "settles it; remove it from the launcher's file"
-            )
+            problems.append(conflict("launcher", name, value, config, setting))
     if environment_flag("ACCELERATE_USE_DEEPSPEED"):
         problems += deepspeed_problems(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), config)
     elif environment_flag("ACCELERATE_USE_FSDP"):
         problems += replica_problems(processes_launched())
-    return problems + command_problems(requested_strategy(), processes_launched())
+    return problems + command_problems(strategy, processes_launched())
 
 
 def replica_problems(processes: int) -> list[str]:

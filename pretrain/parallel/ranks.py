@@ -1,4 +1,4 @@
-"""The processes of a launch: who they are, and what they say to each other from host memory, without the device."""
+"""The processes of a launch, and their communication from host memory, without the device."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ _Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process and the others. All ranks call together whatever communicates; one process alone never waits."""
+    """This process and the others. All ranks together call what communicates; a single process never waits."""
 
     rank: int = 0
     """This process, from 0."""
@@ -59,7 +59,7 @@ class Ranks:
 
     @contextmanager
     def together(self, error: type[Exception]) -> Iterator[None]:
-        """What fails on one rank in this block raises `error` on all, so that none waits for one that has given up."""
+        """What fails on one rank in this block raises `error` on all, so that none waits for one that failed."""
         problem = None
         try:
             yield

@@ -42,7 +42,7 @@ def meet_afresh() -> None:
 def choose_interface() -> None:
     """Sets GLOO_SOCKET_IFNAME where gloo would tell other machines to find this one at 127.0.0.1.
 
-    gloo gives away the address that the host's own name resolves to, on many systems 127.0.1.1: the others then hang.
+    gloo advertises the address that the host's own name resolves to, on many systems 127.0.1.1: the others then hang.
     Here it is the interface of the route to the main address. Raises InputError where several could be meant.
     """
     machines = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

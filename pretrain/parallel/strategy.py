@@ -1,11 +1,12 @@
-"""The only module that knows which strategy runs.
+"""What the loop trains with and never looks behind: one process or DDP here, the other strategies in subclasses.
 
-`accelerate launch --config_file accelerate_configs/X.yaml` chooses it; `Strategy` builds the Accelerator, checks that
+`accelerate launch --config_file accelerate_configs/X.yaml` chooses; `Strategy` builds the Accelerator, checks that
 what runs is what was asked for, and gives the loop the verbs it needs: prepare, accumulate, backward, update, sum.
-The same files serve machines with and without GPUs: without one, processes talk over gloo.
+It also declares what a plan needs: its layout, memory and traffic.
+
+The same launcher files serve machines with and without GPUs: without one, processes communicate over gloo.
 """
 
-import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,16 +19,19 @@ from accelerate.utils import DistributedDataParallelKwargs
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
 from pretrain.hardware import keep_freed_memory, missing_bf16, unusable_gpu, use_all_cores
+from pretrain.memory.parts import FP32, Memory, PlannedRun, Work, at_peak
 from pretrain.model.fp8 import fp8_problem, use_fp8
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.model_config import load_model_config
 from pretrain.optim.gradient_norm import total_norm
 from pretrain.optim.optimizers import OPTIMIZERS, describe_optimizer, load_optimizer_state, optimizer_state_by_name
-from pretrain.parallel.launcher import PRECISIONS, launcher_problems, requested_strategy
+from pretrain.parallel.launcher import PRECISIONS, processes_launched
+from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.rendezvous import choose_interface, meet_afresh
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.tensor_group import TensorGroup
+from pretrain.parallel.tensor_group import ShardedState, TensorGroup, load_parts
 
 
 def device_type() -> str:
@@ -53,46 +57,6 @@ def resolve_precision(requested: str) -> str:
 OptimizerBuilder = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 """(name, parameter) pairs to an optimizer for them: see `optimizers.optimizer_builder`."""
 
-STRATEGIES = {
-    "single": "pretrain.parallel.strategy.Strategy",
-    "ddp": "pretrain.parallel.strategy.Strategy",
-    "fsdp2": "pretrain.parallel.fully_sharded.FullySharded",
-    "hsdp": "pretrain.parallel.fully_sharded.FullySharded",
-    "zero1": "pretrain.parallel.zero.Zero",
-    "zero2": "pretrain.parallel.zero.Zero",
-    "zero3": "pretrain.parallel.zero.Zero",
-    "pp": "pretrain.parallel.pipeline.PipelineParallel",
-    "tp": "pretrain.parallel.tensor_parallel.TensorParallel",
-}
-"""Class of each strategy, imported when it is asked for."""
-
-
-def make_strategy(config: RunConfig) -> "Strategy":
-    """The strategy that the launcher asks for, ready to prepare a model. Raises InputError as `strategy_class`."""
-    return strategy_class(config)(resolve_precision(config.precision), config)
-
-
-def strategy_class(config: RunConfig) -> type["Strategy"]:
-    """The class of the strategy that the launcher asks for.
-
-    Raises InputError with everything in the launcher's settings that contradicts the recipe or cannot run.
-    """
-    name = requested_strategy()
-    problems = launcher_problems(config, resolve_precision(config.precision))
-    if name not in STRATEGIES:
-        if not problems:
-            problems.append(
-                f"launcher: {name} is not among the strategies that run: {', '.join(STRATEGIES)}; take a file of "
-                "accelerate_configs, or set fsdp_version: 2 in your own"
-            )
-        raise InputError(*problems)
-    module, _, class_name = STRATEGIES[name].rpartition(".")
-    found: type[Strategy] = getattr(importlib.import_module(module), class_name)
-    problems += found.problems(config)
-    if problems:
-        raise InputError(*problems)
-    return found
-
 
 class Strategy:
     """The strategy that runs: one process, or data parallel (DDP). The others are subclasses.
@@ -106,36 +70,39 @@ class Strategy:
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     compilations: tuple[str, ...] = ("none", "regional", "full")
     """What of the recipe's precision and compile runs under this strategy."""
+    trains_experts = True
+    """Whether mixtures of experts run."""
+    holds_whole_model = True
+    """Whether each process has all fp32 weights on its device."""
 
     def __init__(self, precision: str, config: RunConfig | None = None):
         """Starts the processes' communication; `config` may be None where nothing is trained."""
         self.precision = precision
         self.config = config
-        self.name = requested_strategy()
-        if config is None and self.name not in ("single", "ddp"):
-            raise InputError(
-                f"launcher: {self.name} is for training; use accelerate_configs/single.yaml or ddp.yaml here: a "
-                "checkpoint of any strategy can be read under them"
-            )
+        self.name = self.requested()
         meet_afresh()
         choose_interface()
         self.accelerator = self.make_accelerator()
         self.device: torch.device = self.accelerator.device
-        self.check_started()
         self.ranks = Ranks.of_launch()
         self.data_rank, self.data_ranks = self.ranks.rank, self.ranks.count
         """Which part of the batch this rank reads, of how many. Ranks that share one model's work share a part."""
         self.micro_batches_per_call: int = 1
         """How many times batch.sequences_per_micro_batch one call of the model takes."""
         self.optimizer_built = ""
-        """What was built, in words, once prepared."""
+        """A description, once prepared."""
         if self.device.type == "cpu":
             use_all_cores()
             keep_freed_memory()
 
     @classmethod
-    def problems(cls, config: RunConfig) -> list[str]:
-        """What in the recipe this strategy cannot run."""
+    def requested(cls) -> str | None:
+        """Name of this strategy as the launcher's environment asks for it; None where it does not."""
+        return "ddp" if processes_launched() > 1 else "single"
+
+    @classmethod
+    def problems(cls, config: RunConfig, name: str) -> list[str]:
+        """What in the recipe this strategy, called `name`, cannot run."""
         optimizers = [name for name, spec in OPTIMIZERS.items() if cls.parameter_form in spec.takes]
         given = {
             "optim.name": (config.optim.name, optimizers),
@@ -143,22 +110,68 @@ class Strategy:
             "compile": (config.compile, cls.compilations),
         }
         return [
-            f"{path}: {value} does not run under {requested_strategy()}; choose {' or '.join(allowed)}, or a strategy "
+            f"{path}: {value} does not run under {name}; choose {' or '.join(allowed)}, or a strategy "
             f"that runs it, as ddp does"
             for path, (value, allowed) in given.items()
             if value not in allowed
         ]
 
+    @classmethod
+    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
+        """How the launcher file of this name, as it is shipped, divides a run."""
+        problem = "runs on one GPU" if name == "single" else "needs more than one GPU"
+        return Layout(name, ranks, machines, problem=problem if (name == "single") != (ranks == 1) else None)
+
+    @classmethod
+    def micro_batches(cls, layout: Layout) -> int:
+        """How many micro-batches all processes take together in a micro-step."""
+        return layout.ranks
+
+    @classmethod
+    def parts_of_micro_batch(cls, config: RunConfig) -> int:
+        """What batch.sequences_per_micro_batch has to be a multiple of."""
+        return 1
+
+    @classmethod
+    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
+        """Memory of the process that needs most, with so many sequences per micro-batch."""
+        return replicated(run.work(sequences, cls.micro_batches(layout)), is_ddp=layout.ranks > 1)
+
+    @classmethod
+    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
+        """(seconds in which a GPU sends in a step, part of the computing behind which that can hide).
+
+        Ring collectives: a sum of B bytes over n processes moves 2 B (n - 1) / n, a gather or a scatter half of that.
+        """
+        # Summed in the last micro-step, during its backward pass.
+        return 2 * FP32 * step.sizes.total * layout.ring / step.across, 2 / 3 / step.micro_steps
+
+    @classmethod
+    def idle(cls, config: RunConfig, layout: Layout) -> float:
+        """Time in which processes wait for each other's results, relative to the time they compute."""
+        return 0.0
+
+    @classmethod
+    def offload_seconds(cls, layout: Layout, parameters: int) -> float:
+        """What an update takes longer because it is not on the GPU."""
+        return 0.0
+
+    def planned_memory(self, config: RunConfig) -> Memory:
+        """What a plan says of this recipe as it is launched here."""
+        run = PlannedRun(config, load_model_config(config.model), self.precision, self.device.type)
+        return self.footprint(run, self.running_layout(), config.batch.sequences_per_micro_batch)
+
+    def running_layout(self) -> Layout:
+        return self.layout(self.name, self.ranks.count)
+
     def make_accelerator(self) -> Accelerator:
+        """Raises RuntimeError where accelerate, as it does silently, falls back to another strategy."""
         return Accelerator(
             cpu=device_type() == "cpu",
             mixed_precision=PRECISIONS[self.precision],
             step_scheduler_with_optimizer=False,
             kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
         )
-
-    def check_started(self) -> None:
-        """Accelerate silently falls back to another strategy: refuse that."""
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
@@ -175,14 +188,19 @@ class Strategy:
         weights.fill(model.causal_lm, "")
         model.causal_lm.tie_weights()
         self.causal_lm = model.causal_lm
-        named_parameters = list(model.causal_lm.named_parameters())
-        optimizer = build_optimizer(named_parameters)
-        self.optimizer_built = describe_optimizer(optimizer)
-        self.name_of = {parameter: name for name, parameter in named_parameters}
+        optimizer = self.optimizer_of_parameters(build_optimizer)
         with warnings.catch_warnings():  # torch renames broadcast_buffers; accelerate passes the old name
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         return self.model
+
+    def optimizer_of_parameters(self, build_optimizer: OptimizerBuilder) -> torch.optim.Optimizer:
+        """The optimizer of the parameters that are here, which have their names from now on."""
+        named_parameters = [(n, p) for n, p in self.causal_lm.named_parameters() if not p.is_meta]
+        self.name_of = {parameter: name for name, parameter in named_parameters}
+        optimizer = build_optimizer(named_parameters)
+        self.optimizer_built = describe_optimizer(optimizer)
+        return optimizer
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
@@ -212,7 +230,7 @@ class Strategy:
         divisor = None  # such that torch.nn.utils.clip_grad_norm_ would multiply by its inverse
         if max_grad_norm is not None:
             divisor = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0)
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        inner = self.inner_optimizer
         if self.accelerator.scaler is None and inner.defaults.get("fused"):
             # The fused kernels read both on the device: they divide as they go, a pass over the gradients less, and
             # leave everything as it is where found_inf is 1.
@@ -228,6 +246,11 @@ class Strategy:
                 self.optimizer.step()
         self.optimizer.zero_grad()
         return grad_norm, skipped
+
+    @property
+    def inner_optimizer(self) -> torch.optim.Optimizer:
+        """torch's own, without accelerate's wrapper."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def gradient_norm(self) -> torch.Tensor:
         """Norm of the whole model's gradient, a scalar on the device."""
@@ -266,14 +289,12 @@ class Strategy:
 
     def optimizer_tensors(self) -> TensorGroup:
         """The optimizer's state as '<parameter>.<state>'."""
-        return TensorGroup.of(optimizer_state_by_name(self.optimizer.optimizer, self.name_of))
+        return TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of))
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         """Puts whole tensors by name into the running model and optimizer."""
-        with torch.no_grad():
-            for name, tensor in self.model_tensors().tensors.items():
-                tensor.copy_(model[name])
-        load_optimizer_state(self.optimizer.optimizer, self.name_of, optimizer)
+        load_parts(self.model_tensors().tensors, model)
+        load_optimizer_state(self.inner_optimizer, self.name_of, ShardedState(optimizer, self.name_of))
 
     def state(self) -> dict[str, float]:
         """What else an exact continuation needs: the fp16 loss scale."""
@@ -291,3 +312,27 @@ class Strategy:
     def replicas(self) -> list[ReplicaGroup]:
         """Weights of which several ranks hold a copy, equal bit by bit: see `replicas.differences`."""
         return [(None, {n: p.detach() for p, n in self.name_of.items()})] if self.ranks.count > 1 else []
+
+
+def replicated(work: Work, *, is_ddp: bool) -> Memory:
+    """Memory where everything is on every process.
+
+    DDP's buckets stay between steps. In the last micro-step gradients are written into them; those of the micro-steps
+    before it, which are not summed over the processes, have a place of their own.
+    """
+    sizes, weight = work.sizes, work.parameter_bytes
+    whole = weight * sizes.total
+    resident = whole if is_ddp or work.accumulates else 0.0
+    buckets = whole if is_ddp and work.accumulates else 0.0
+    # A tied head's gradient waits for the embedding's; one of its own is added to the gradients at once.
+    act = work.activation_bytes(work.activations, weight, waiting=work.head_gradient if sizes.is_tied else 0.0)
+    head = 0.0 if sizes.is_tied else weight * sizes.head
+    embedding = weight * sizes.embedding
+    moments = {
+        "loss": (resident, act["loss"]),
+        "backward": (resident or head, act["backward"]),
+        "first layer": (resident or whole - embedding - weight * sizes.layer, act["first layer"]),
+        "embedding": (resident or whole - embedding, embedding + act["embedding"]),
+        "update": (whole, work.update_bytes),
+    }
+    return at_peak(moments, whole, work.optimizer_bytes(), buckets)

@@ -15,11 +15,11 @@ import torch
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
 from pretrain.hardware import DTYPES, peak_flops
-from pretrain.memory.footprint import Layout, footprint
 from pretrain.model.attention import choose_attention
 from pretrain.model.inputs import model_inputs
 from pretrain.model.model_config import load_text_model_config
-from pretrain.parallel.strategy import Strategy, make_strategy
+from pretrain.parallel.registry import make_strategy
+from pretrain.parallel.strategy import Strategy
 from pretrain.training.build import build_training
 from pretrain.training.experts import router_losses
 from pretrain.training.prefetch import ReadAhead
@@ -182,7 +182,7 @@ def measure_peak(config: RunConfig, strategy: Strategy, micro_steps: int) -> flo
     return peak.bytes
 
 
-def calibrate(config: RunConfig, model_config: Any, flops_per_token: float) -> Calibration:
+def calibrate(config: RunConfig, flops_per_token: float) -> Calibration:
     """Times CALIBRATION_STEPS steps of at most MOST_MICRO_STEPS micro-steps, then measures and predicts their memory.
 
     Raises InputError where the recipe cannot run in one process of this machine.
@@ -217,19 +217,7 @@ def calibrate(config: RunConfig, model_config: Any, flops_per_token: float) -> C
         peak_flops=peak,
         peak_source=peak_source,
         measured_peak_bytes=measure_peak(config, strategy, min(micro_steps, 2)),
-        predicted_peak_bytes=predict_peak(config, model_config, strategy, min(micro_steps, 2)),
+        predicted_peak_bytes=strategy.planned_memory(
+            config.with_batch(tokens_per_step=min(micro_steps, 2) * tokens)
+        ).total,
     )
-
-
-def predict_peak(config: RunConfig, model_config: Any, strategy: Strategy, micro_steps: int) -> float:
-    """What `measure_peak` would return if the memory model were exact."""
-    sequences = config.batch.sequences_per_micro_batch
-    return footprint(
-        config.with_batch(tokens_per_step=micro_steps * sequences * config.data.sequence_length),
-        model_config,
-        "single",
-        Layout(1),
-        precision=strategy.precision,
-        sequences=sequences,
-        device_type=strategy.device.type,
-    ).total

@@ -13,9 +13,10 @@ from rich.table import Table
 from pretrain.config import RunConfig
 from pretrain.errors import Problems
 from pretrain.gpus import GIB
-from pretrain.memory.footprint import LAUNCHER_FILES
+from pretrain.memory.parts import PlannedRun
 from pretrain.model.flops import FORMULA
 from pretrain.model.model_config import load_model_config
+from pretrain.parallel.registry import STRATEGIES
 from pretrain.planning.calibration import Calibration, calibrate
 from pretrain.planning.candidates import (
     Candidate,
@@ -94,13 +95,14 @@ def build_plan(
     model_config = load_model_config(config.model)
     precision = planned_precision(config, hardware.gpu)
     work = work_of_run(config, model_config)
-    calibration = calibrate(config, model_config, work.flops_per_token) if with_calibration else None
+    calibration = calibrate(config, work.flops_per_token) if with_calibration else None
     if calibration:
         speed = Speed(calibration.mfu or 0.0, "measured on this machine", calibration.tokens_per_second)
     else:
         source = "stated" if mfu else "the best published codebases at this size, on H100s"
         speed = Speed(mfu or default_mfu(work.active), source)
-    candidates = [consider(name, config, model_config, work, hardware, precision, speed) for name in LAUNCHER_FILES]
+    run = PlannedRun(config, model_config, precision)
+    candidates = [consider(name, run, work, hardware, speed) for name in STRATEGIES]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
     problems = Problems()

@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM
 from pretrain.checkpoint.export_check import no_loading_bars
 from pretrain.config import RunConfig
 from pretrain.files import damage
-from pretrain.memory.footprint import footprint, layout_of
-from pretrain.model.model_config import load_model_config
 from pretrain.parallel.strategy import Strategy
 from pretrain.planning.calibration import measure_peak
 from pretrain.runs.history import read_metrics
@@ -151,17 +149,7 @@ def memory_verdict(config: RunConfig, strategy: Strategy, events: list[dict], mi
     else:
         here = measure_peak(config, strategy, micro_steps)
     measured = max(strategy.ranks.gather(here))
-    plugin = strategy.accelerator.state.deepspeed_plugin
-    planned = footprint(
-        config,
-        load_model_config(config.model),
-        strategy.name,
-        layout_of(strategy.name, strategy.ranks.count),
-        precision=strategy.precision,
-        sequences=config.batch.sequences_per_micro_batch,
-        device_type=kind,
-        deepspeed=plugin.deepspeed_config["zero_optimization"] if plugin else None,
-    ).total
+    planned = strategy.planned_memory(config).total
     strategy.ranks.print(f"      tensors at the peak: {in_words(measured, planned)}")
     return memory_problem(measured, planned)
 

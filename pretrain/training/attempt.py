@@ -14,7 +14,9 @@ from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.config import RunConfig
 from pretrain.errors import CRASHED, EXIT_BAD_INPUT, EXIT_CRASH_LOOP, EXIT_INTERRUPTED, InputError, end_now
 from pretrain.hardware import memory_bytes
-from pretrain.memory.advice import ladder
+from pretrain.memory.parts import PlannedRun
+from pretrain.model.model_config import load_model_config
+from pretrain.parallel.memory_advice import ladder
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.strategy import Strategy
 from pretrain.processes import folder_lock
@@ -158,11 +160,9 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
     """What to change, cheapest first, each with the memory it would need; the last one fits."""
-    memory, kind = memory_bytes(strategy.device), strategy.device.type
     try:
-        rungs = ladder(
-            config, strategy.name, strategy.ranks.count, memory, precision=strategy.precision, device_type=kind
-        )
+        run = PlannedRun(config, load_model_config(config.model), strategy.precision, strategy.device.type)
+        rungs = ladder(run, strategy.name, strategy.ranks.count, memory_bytes(strategy.device))
     except (InputError, RuntimeError, MemoryError) as error:  # the end of a run must not hide its cause
         rungs = [f"no figures ({type(error).__name__}: {error})"]
     lines = "\n".join(f"  {number}. {rung}" for number, rung in enumerate(rungs, start=1))

@@ -93,7 +93,7 @@ def sample_texts(
     """
     group = strategy.model_tensors()
     tensors = {name: group.fetch(name, strategy.ranks.is_main) for name in group.shapes}
-    device = strategy.device if strategy.name in ("single", "ddp") else torch.device("cpu")
+    device = strategy.device if strategy.holds_whole_model else torch.device("cpu")
 
     def continue_prompts() -> list[tuple[str, str]]:
         return _continue_prompts(model_config, tensors, tokenizer_folder, settings, seed, device)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 
 from pretrain.errors import InputError
 from pretrain.optim.optimizers import ModelShapes
-from pretrain.parallel import strategy
+from pretrain.parallel import registry
 from pretrain.recipe import read_run_config
 from pretrain.training.run_plan import derive
 from support.faults import launch_with_faults
@@ -344,8 +344,8 @@ def test_check_finds_a_model_that_cannot_recompute_its_activations(recipe, monke
 
 
 def test_check_finds_what_the_strategy_refuses_with_all_else(recipe, monkeypatch):
-    monkeypatch.setattr(strategy, "requested_strategy", lambda: "fsdp2")
-    monkeypatch.setattr(strategy, "launcher_problems", lambda config, precision: [])
+    monkeypatch.setattr(registry, "requested_strategy", lambda: ("fsdp2", registry.STRATEGIES["fsdp2"]))
+    monkeypatch.setattr(registry, "launcher_problems", lambda config, precision, name: [])
     overrides = [("optim.name", "adafactor"), ("batch.tokens_per_step", "300")]
     with pytest.raises(InputError) as caught:
         check(SimpleNamespace(config=read_run_config(recipe, overrides)))

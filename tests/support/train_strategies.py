@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from accelerate.state import AcceleratorState
 
+import pretrain.parallel.strategy
 import train
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.replicas import replica_differences
@@ -46,6 +47,8 @@ def check_load(load):
 
     def checked(strategy, model, optimizer):
         load(strategy, model, optimizer)
+        if type(strategy).load is not checked:
+            return  # a subclass has called with what is its own
         for group, saved in ((strategy.model_tensors(), model), (strategy.optimizer_tensors(), optimizer)):
             assert set(group.shapes) == set(saved), f"{strategy.name}: {set(group.shapes) ^ set(saved)}"
             for name in group.shapes:
@@ -139,11 +142,6 @@ def all_strategies(base: type = Strategy) -> list[type]:
 
 
 if __name__ == "__main__":
-    import pretrain.parallel.fully_sharded
-    import pretrain.parallel.pipeline
-    import pretrain.parallel.tensor_parallel
-    import pretrain.parallel.zero
-
     run: dict = {}
     # Tests that run side by side share the cores: threads that wait for each other there make a step take seconds.
     pretrain.parallel.strategy.use_all_cores = lambda: torch.set_num_threads(1)
