@@ -66,12 +66,14 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def plot(arguments: argparse.Namespace) -> int:
-    """Writes the PNG and the page."""
+    """Writes the PNG and the page, by default into the nearest folder that holds all runs."""
     from pretrain.runs.curves import curves_of
     from pretrain.runs.plots import write_page, write_png
 
     runs = require_runs(arguments.runs)
-    base = arguments.output or (runs[0] if len(runs) == 1 else common_folder(runs)) / "plot"
+    folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve().parent for run in runs]))
+    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    base = arguments.output or folder / "plot"
     base = base.with_suffix("") if base.suffix in (".png", ".html") else base
     require_writable(base)
     histories = [read_history(run) for run in runs]
@@ -84,12 +86,6 @@ def plot(arguments: argparse.Namespace) -> int:
         write(curves, path)
         print(path)
     return 0
-
-
-def common_folder(runs: list[Path]) -> Path:
-    """The nearest folder that holds all runs."""
-    folder = Path(os.path.commonpath([run.resolve().parent for run in runs]))
-    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
 def require_writable(path: Path) -> None:

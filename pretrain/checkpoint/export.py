@@ -40,7 +40,7 @@ def add_converters_keys(path: Path) -> None:
 def export_final(
     run: Path, strategy: Strategy, dtype: str, describe: Callable[..., None], beat: Callable[[], None]
 ) -> Path:
-    """Writes run/final, whole or not at all; all ranks together. Raises SaveFailed if one cannot write."""
+    """Writes run/final, complete or not at all; all ranks together. Raises SaveError if one cannot write."""
     ranks, final, unfinished = strategy.ranks, run / "final", run / ".saving-final"
     with ranks.together(SaveError):
         if ranks.is_main:
@@ -60,7 +60,7 @@ def export_final(
 
 
 def describe_training(run: Path, folder: Path) -> str | None:
-    """Writes the model card into the folder; returns what went wrong, if it did: no card is worth losing a model."""
+    """Writes the model card into the folder; returns what went wrong, if anything: no card is worth losing a model."""
     try:
         write_card(run, folder)
     except Exception as error:  # whatever the card's sources hold, the model beside it must be kept

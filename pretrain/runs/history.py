@@ -1,8 +1,8 @@
 """Reading metrics.jsonl: all of it, with every curve single-valued, or only its end.
 
-A run that goes on from a checkpoint, or that rolls back, repeats steps: the lines of the first time stay in the file.
-The last time is what the model is made of, so only its lines belong to a curve. `start` says from which step a process
-went on, `rollback` to which step it went back.
+A run that resumes from a checkpoint or rolls back repeats steps, and the earlier lines stay in the file. Only the last
+ones describe the model, so only they belong to a curve. `start` says from which step a process resumed, `rollback` to
+which step it went back.
 """
 
 import json
@@ -17,7 +17,7 @@ from pretrain.errors import InputError, Problems, did_you_mean
 from pretrain.runs.run_folder import METRICS_FILE
 
 CURVES = frozenset({"train", "validation", "evaluation", "sample", "skip"})
-"""Events that describe the model at a step; the others record what happened, which a rollback does not undo."""
+"""Events that describe the model at a step; the others record what happened, also before a rollback."""
 BESIDE = frozenset({"evaluation", "publish"})
 """Events that other processes write, also long after the run's own has ended."""
 MEASURED = frozenset({"validation", "evaluation"})
@@ -27,7 +27,6 @@ NO_MEASURES = {
     "evaluated_tokens",
 }  # fmt: skip
 """Keys of an `evaluation` event that say what was measured, and how."""
-READ_BACK_BYTES = 1 << 16
 MOST_SOURCES = 20
 
 Event = dict[str, Any]
@@ -59,7 +58,7 @@ class Score:
 
 @dataclass(frozen=True)
 class History:
-    """A whole run. Every event carries `hours`: the time that processes ran up to it, without the gaps between."""
+    """A whole run. Every event has `hours`: running time up to it, without the gaps between processes."""
 
     folder: Path
     events: list[Event] = field(repr=False)
@@ -159,7 +158,7 @@ def require_runs(folders: Iterable[Path]) -> list[Path]:
 
 
 def find_runs(folder: Path, *, depth: int = 3) -> list[Path]:
-    """The runs in a folder and its subfolders, by name. What lies within a run is not looked at."""
+    """The runs in a folder and its subfolders, by name, without runs inside runs."""
     found = []
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -195,7 +194,7 @@ def read_metrics(run: Path) -> list[Event]:
 
 
 def parse_lines(lines: Iterable[bytes]) -> list[Event]:
-    """The events in the lines; lines that a crash cut short or that are no events are left out."""
+    """The events in the lines, without truncated lines and other text."""
     events = []
     for line in lines:
         try:
@@ -210,10 +209,7 @@ def parse_lines(lines: Iterable[bytes]) -> list[Event]:
 
 
 def append_events(run: Path, events: Iterable[Event]) -> None:
-    """Adds lines to the run's metrics.jsonl, which the run itself may be writing to; existing lines are kept.
-
-    Raises OSError where it cannot be written.
-    """
+    """Adds lines to the run's metrics.jsonl, to which the run itself may be writing too. Raises OSError."""
     text = "".join(json.dumps(event, allow_nan=False) + "\n" for event in events)
     descriptor = os.open(run / METRICS_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -250,7 +246,7 @@ def current_events(events: Iterable[Event]) -> list[Event]:
 
 
 def repeats_after(event: Event) -> int | None:
-    """The last step that stays valid when this event says that training continues from an earlier step."""
+    """The last step that stays valid after this event, if it says that training continues from an earlier step."""
     if event["event"] == "start":
         # Step 0 itself is measured again by a process that starts from scratch.
         return event.get("step") or -1
@@ -275,25 +271,15 @@ def _subject(event: Event) -> tuple:
 
 
 def read_end(run: Path, *, lines: int = 2000, look_back_bytes: int = 1 << 22) -> list[Event]:
-    """The last events of a run, superseded ones left out, by reading the file from its end, whatever its length.
+    """The last events of a run, without superseded ones, read from the end of the file, whatever its length.
 
-    Args:
-        lines: how many of the last lines to read. Before them only validations count.
-        look_back_bytes: how far to look for the last validation, and for the last train line.
+    lines: how many of the last lines to read; before them, only validations within `look_back_bytes`.
     """
     with open(run / METRICS_FILE, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        length = READ_BACK_BYTES
-        while True:
-            file.seek(max(0, size - length))
-            block = file.read(min(size, length))
-            if length >= min(size, look_back_bytes) or all(
-                b'\n{"event": "%b"' % name in block for name in (b"train", b"validation")
-            ):
-                break
-            length *= 4
-    # Unless it is the whole file, the block begins in the middle of a line.
-    all_lines = block.split(b"\n")[0 if length >= size else 1 :]
+        begin = max(0, file.seek(0, os.SEEK_END) - look_back_bytes)
+        file.seek(begin)
+        # Unless it is the whole file, what is read begins in the middle of a line.
+        all_lines = file.read().split(b"\n")[1 if begin else 0 :]
     validations = [line for line in all_lines[:-lines] if line.startswith(b'{"event": "validation"')]
     return current_events(parse_lines([*validations[-MOST_SOURCES:], *all_lines[-lines:]]))
 

@@ -100,7 +100,7 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
         alive = end is None and age < STALE_HEARTBEAT_SECONDS
     reached = (train.get("step"), start.get("step"), last.get("rollback", {}).get("to_step"))
     step = next((step for step in reached if is_number(step)), None)
-    total_steps = _total_steps(run, events, heartbeat, step)
+    total_steps = _total_steps(run, events, step)
     holder = read_json(run / LOCK_FILE) or heartbeat
     return RunStatus(
         folder=run,
@@ -123,18 +123,14 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
 
 def _end_of(events: list[Event]) -> Event | None:
     """The `end` event, if nothing was trained or started after it."""
-    for event in reversed(events):
-        if event["event"] == "end":
-            return event
-        if event["event"] in ("train", "start", "resume"):
-            return None
-    return None
+    events = [event for event in events if event["event"] in ("end", "train", "start", "resume")]
+    return events[-1] if events and events[-1]["event"] == "end" else None
 
 
-def _total_steps(run: Path, events: list[Event], heartbeat: dict, step: int | None) -> int | None:
+def _total_steps(run: Path, events: list[Event], step: int | None) -> int | None:
     # Where a decay was asked for, the `control` event tells the new end.
     stated = [e for e in reversed(events) if e["event"] in ("start", "control") and is_number(e.get("total_steps"))]
-    for source in (*stated[:1], heartbeat, first_event(run)):
+    for source in (*stated[:1], first_event(run)):
         total = source.get("total_steps")
         if is_number(total) and total >= (step or 0):
             return total

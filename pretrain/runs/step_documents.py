@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.config import Data
-from pretrain.data.batches import Batches, SkippedRange
+from pretrain.data.batches import Batches
 from pretrain.data.document_index import read_index
 from pretrain.data.manifest import Manifest, Shard, id_dtype
 from pretrain.data.tokenizer import load_decoder
@@ -74,9 +74,11 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
     if step > last:
         raise InputError(f"--step {step:,}: {run} has reached step {last:,}; give 1 to {last:,}")
     settings = read_config(run)
-    state, identity = newest_state(run)
-    # A larger budget moves the stages of a curriculum: the start that was in effect then counts. A decay that was
-    # asked for shortens the run without moving them, so a start within it says nothing of them.
+    # Of the newest checkpoint that can be read.
+    newest = next(filter(None, map(read_state, reversed(checkpoint_folders(run).values()))), {})
+    state = newest.get("state", {})
+    # A larger budget moves the stages of a curriculum: the start in effect at that step counts. A decay on command
+    # shortens the run without moving them, so a start within it says nothing of them.
     before = min(step, state.get("anneal_from") or step)
     start = next((start for start in reversed(history.of("start")) if start["step"] < before), {})
     try:
@@ -86,8 +88,9 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
         raise InputError(
             f"{run}: config.yaml and the start event do not say what its data was ({error}); restore them"
         ) from None
-    batches = Batches(data, seed=seed, ramp=ramp).leaving_out(left_out(state))
-    if problems := changed_sources(batches, identity):
+    left_out = [tuple(entry["samples"]) for entry in state.get("rollbacks") or [] if entry.get("samples")]
+    batches = Batches(data, seed=seed, ramp=ramp).leaving_out(left_out)
+    if problems := changed_sources(batches, newest.get("identity", {})):
         raise InputError(*problems)
     return batches, ramp.sequences_before(step - 1), ramp.sequences_at(step - 1)
 
@@ -102,17 +105,6 @@ def changed_sources(batches: Batches, identity: dict) -> list[str]:
         for folder, reader in batches.readers.items()
         if folder in trained_on and not reader.manifest.sha256.startswith(trained_on[folder])
     ]
-
-
-def newest_state(run: Path) -> tuple[dict, dict]:
-    """(the state, what the data was) of the newest checkpoint that records it; empty without one."""
-    newest = next(filter(None, map(read_state, reversed(checkpoint_folders(run).values()))), {})
-    return newest.get("state", {}), newest.get("identity", {})
-
-
-def left_out(state: dict) -> list[SkippedRange]:
-    """The samples that rollbacks left out."""
-    return [tuple(rollback["samples"]) for rollback in state.get("rollbacks") or [] if rollback.get("samples")]
 
 
 def read_sequence(batches: Batches, sample: int, number: int) -> Sequence:

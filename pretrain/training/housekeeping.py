@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from pretrain.checkpoint.export import describe_model, export_final
-from pretrain.checkpoint.export_check import verify_export
+from pretrain.checkpoint.export_check import TrainingLosses, verify_export
 from pretrain.checkpoint.run_state import Request, RunState
 from pretrain.data.shards import ShardReader
 from pretrain.errors import EXIT_DONE
@@ -168,16 +168,10 @@ class Housekeeping:
             config.output, self.strategy, config.export.dtype, self.describe, self.supervisor.watch.beat
         )
         with self.supervisor.leaving(f"the check of {final}"):
-            verification = partial(
-                verify_export,
-                final,
-                self.continuation.newest,
-                dtype=config.export.dtype,
-                precision=self.plan.precision,
-                training_losses={source: result["loss"] for source, result in self._validate(sequences=1).items()},
-                readers=self.validation_readers,
-                window=config.data.window,
-            )
+            losses = {source: result["loss"] for source, result in self._validate(sequences=1).items()}
+            trained = TrainingLosses(losses, self.validation_readers, config.data.window)
+            precisions = {"dtype": config.export.dtype, "precision": self.plan.precision}
+            verification = partial(verify_export, final, self.continuation.newest, **precisions, trained=trained)
             verdict = self.strategy.ranks.by_main(verification, self.supervisor.listen_or_leave)
             if verdict is not None:
                 self.metrics.write("export", step=state.step, problems=verdict.problems)

@@ -1,10 +1,12 @@
 """What a run's folder says of the run: resolved config, model, strategy, environment; and the start, announced."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import subprocess
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 from pretrain.config import RunConfig
@@ -92,13 +94,17 @@ def data_record(reader: ShardReader) -> dict:
 
 def environment(strategy: Strategy) -> dict:
     """Versions, commit and machine."""
+    packages = package_versions(RECORDED_PACKAGES)
+    return {"commit": commit_of(Path(__file__).parent), **describe_machine(strategy.device), "packages": packages}
+
+
+def package_versions(packages: Iterable[str]) -> dict[str, str]:
+    """{package: version} of those that are installed."""
     versions = {}
-    for package in RECORDED_PACKAGES:
-        try:
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {"commit": commit_of(Path(__file__).parent), **describe_machine(strategy.device), "packages": versions}
+    return versions
 
 
 def commit_of(folder: Path) -> str | None:

@@ -18,12 +18,12 @@ from pretrain.units import count_text, duration_text
 CARD_FILE, PICTURE_FILE = "README.md", "loss.png"
 TAGS = ("pretraining", "base-model", "groundwork")
 METRIC_TYPES = {"acc": "accuracy", "acc_norm": "accuracy", "exact_match": "exact_match", "perplexity": "perplexity"}
-"""Ours and the harness's names of measures to the Hub's metric ids; the others keep theirs."""
+"""{measure: the Hub's metric id}; the others keep their names."""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """How a model is offered: what a run's files cannot say. All None: a folder that was not published yet."""
+    """How a model is offered, which a run's files cannot say. All None: not published yet."""
 
     repository: str | None = None
     """owner/name on the Hub."""
@@ -70,7 +70,7 @@ def title_of(facts: CardFacts, publication: Publication) -> str:
 
 
 def metadata(facts: CardFacts, publication: Publication) -> str:
-    """The YAML between the card's first two rules, checked by huggingface_hub's own classes."""
+    """The YAML at the top, checked by huggingface_hub's own classes."""
     from huggingface_hub import ModelCardData
 
     base = facts.setting("model")
@@ -92,25 +92,22 @@ def metadata(facts: CardFacts, publication: Publication) -> str:
 
 
 def eval_results(facts: CardFacts) -> list[Any]:
-    """Scores as huggingface_hub.EvalResult, for the model-index; those over a part of a task are left out."""
+    """Scores as huggingface_hub.EvalResult, for the model-index, without those over part of a task."""
     from huggingface_hub import EvalResult
 
-    results = []
-    for score in facts.scores:
-        if score.is_whole:
-            name = score.metric.partition(",")[0]
-            results.append(
-                EvalResult(
-                    task_type="text-generation",
-                    task_name="Text generation",
-                    dataset_name=score_name(score),
-                    dataset_type=score.task,
-                    metric_type=METRIC_TYPES.get(name, name),
-                    metric_name=score.metric.replace("_", " "),
-                    metric_value=round(score.value, 6),
-                )
-            )
-    return results
+    names = {score: score.metric.partition(",")[0] for score in facts.scores if score.is_whole}
+    return [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Text generation",
+            dataset_name=score_name(score),
+            dataset_type=score.task,
+            metric_type=METRIC_TYPES.get(name, name),
+            metric_name=score.metric.replace("_", " "),
+            metric_value=round(score.value, 6),
+        )
+        for score, name in names.items()
+    ]
 
 
 def introduction(facts: CardFacts) -> str:
