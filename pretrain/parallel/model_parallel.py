@@ -21,7 +21,7 @@ from pretrain.config import RunConfig
 from pretrain.errors import InputError
 from pretrain.model.model_config import load_model_config
 from pretrain.optim.gradient_norm import total_norm
-from pretrain.parallel.launcher import parallel_size, processes_launched
+from pretrain.parallel.launcher import environment_flag, parallel_size, processes_launched
 from pretrain.parallel.layout import Layout
 from pretrain.parallel.strategy import Strategy
 
@@ -32,6 +32,8 @@ class ModelParallel(Strategy, ABC):
     precisions = ("fp32", "bf16")
     compilations = ("none", "regional")
     trains_experts = holds_whole_model = False
+    name: str
+    """In STRATEGIES."""
     launcher_flag: ClassVar[str]
     """Environment variable by which the launcher asks for this strategy."""
     size_variable: ClassVar[str]
@@ -57,6 +59,12 @@ class ModelParallel(Strategy, ABC):
         self.ranks_of_mesh: torch.Tensor = mesh.mesh
         self.micro_steps = 0
         """Taken since the last update."""
+
+    @classmethod
+    def requested(cls) -> str | None:
+        # HSDP's sizes come under the flag of tensor parallelism.
+        is_requested = environment_flag(cls.launcher_flag) and not environment_flag("ACCELERATE_USE_FSDP")
+        return cls.name if is_requested else None
 
     @classmethod
     def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:

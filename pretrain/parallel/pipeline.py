@@ -21,7 +21,7 @@ from pretrain.config import Pipeline, RunConfig
 from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak, loss_bytes
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.parallel.launcher import environment_flag, parallel_size
+from pretrain.parallel.launcher import parallel_size
 from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.model_parallel import ModelParallel
 from pretrain.parallel.pipeline_stages import (
@@ -215,6 +215,7 @@ class StagedTensors(TensorGroup):
 class PipelineParallel(ModelParallel):
     """Stages of the model on different processes; several pipelines share the data."""
 
+    name = "pp"
     launcher_flag = "ACCELERATE_USE_MEGATRON_LM"  # the only settings for pipelines that the launcher passes on
     size_variable = "MEGATRON_LM_PP_DEGREE"
     size_setting = "megatron_lm_pp_degree"
@@ -228,10 +229,6 @@ class PipelineParallel(ModelParallel):
         self.schedule = STAGE_LAYOUTS[config.pipeline.schedule]
         self.owners = self.schedule.owners(self.model_ranks)
         self.micro_batches_per_call = self.model_ranks
-
-    @classmethod
-    def requested(cls) -> str | None:
-        return "pp" if environment_flag(cls.launcher_flag) else None
 
     @classmethod
     def parts_of_micro_batch(cls, config: RunConfig) -> int:
@@ -374,9 +371,7 @@ class PipelineParallel(ModelParallel):
         return [(p.grad, p is not copy) for p in self.name_of if p.grad is not None]
 
     def model_tensors(self) -> TensorGroup:
-        saved = self.causal_lm.state_dict().keys()
-        buffers = {n: b for n, b in self.causal_lm.named_buffers() if n in saved and not b.is_meta}
-        return self.staged({name: parameter for parameter, name in self.name_of.items()} | buffers)
+        return self.staged(super().model_tensors().tensors)
 
     def optimizer_tensors(self) -> TensorGroup:
         return self.staged(super().optimizer_tensors().tensors)
