@@ -7,6 +7,7 @@ import pytest
 from pretrain.gpus import find_gpu
 from pretrain.parallel.registry import STRATEGIES, requested_strategy
 from pretrain.planning.report import build_plan
+from pretrain.planning.step_time import Hardware
 from pretrain.recipe import read_run_config
 from support.launcher_environment import launcher_environment
 from support.project import events, launch
@@ -25,7 +26,7 @@ def test_a_plan_lists_it_with_its_own_memory(recipe, monkeypatch):
 
     def candidates(*overrides):
         config = read_run_config(recipe, list(overrides))
-        plan = build_plan(config, str(recipe), [], find_gpu("h100"), gpus=2, machines=1, mfu=0.4)
+        plan = build_plan(config, str(recipe), [], Hardware(find_gpu("h100"), 2, 1), mfu=0.4)
         return {candidate.name: candidate for candidate in plan.candidates}
 
     found = candidates()

@@ -25,7 +25,7 @@ def launched(monkeypatch):
 
 def problems(recipe, *overrides) -> str:
     return "\n".join(
-        PipelineParallel.problems(read_run_config(recipe, list(zip(*[iter(overrides)] * 2, strict=True))))
+        PipelineParallel.problems(read_run_config(recipe, list(zip(*[iter(overrides)] * 2, strict=True))), "pp")
     )
 
 

@@ -25,7 +25,7 @@ def launched(monkeypatch):
 
 
 def problems(recipe, **overrides) -> str:
-    return "\n".join(TensorParallel.problems(read_run_config(recipe, list(overrides.items()))))
+    return "\n".join(TensorParallel.problems(read_run_config(recipe, list(overrides.items())), "tp"))
 
 
 def test_a_style_is_found_by_pattern():
