@@ -369,7 +369,7 @@ for command in sys.argv[1:]:
         runs.parser().parse_args([command, "--help"])
     except SystemExit:
         print(*sys.modules, sep="\\n")"""
-    printed = run_script("-c", code, *COMMANDS).stdout
+    printed = run_script("-c", code, *COMMANDS, fresh=True).stdout
     assert all(f"usage: -c {command} " in printed for command in COMMANDS)
     loaded = {name.partition(".")[0] for name in printed.split()}
     assert "pretrain" in loaded and not loaded & {"numpy", "torch", "yaml", "pydantic", "matplotlib", "transformers"}
