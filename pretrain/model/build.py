@@ -24,7 +24,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from pretrain.errors import InputError
 from pretrain.model.attention import implementation_of
-from pretrain.model.model_config import described, load_model_config
+from pretrain.model.model_config import described, first_line, load_model_config
 
 # Matrix products are fastest, on GPUs above all, when the vocabulary is a multiple of this.
 VOCABULARY_MULTIPLE = 64
@@ -71,11 +71,6 @@ def use_attention(model: PreTrainedModel, attention: str) -> None:
     _count_positions_in_the_window(model, attention)
 
 
-def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Full shape of every parameter by its Hugging Face name; a tied pair appears once, under the embedding's name."""
-    return {name: tuple(parameter.shape) for name, parameter in build_meta_model(config).named_parameters()}
-
-
 def count_parameters(config: PreTrainedConfig) -> int:
     """Number of parameters; a tied pair counts once."""
     return sum(parameter.numel() for parameter in build_meta_model(config).parameters())
@@ -119,20 +114,14 @@ def initialize_module(model: PreTrainedModel, name: str, *, seed: int) -> None:
     """Gives the module called `name` inside `model` ("" is the whole) its initial weights, and touches nothing else.
 
     What is on the meta device is created on the CPU; what exists already is written in place. Modules are initialised
-    children first by the model's own `_init_weights`, each from the seed (seed, module's name), so the result for a
-    block is the same whether the block is made alone or with the whole model. The unit that can be made alone is any
-    module that no ancestor's `_init_weights` reaches into: a decoder layer, the embedding, the final norm, the head.
-    (GPT-2's attention, for one, sets the weights of its own c_proj: make the attention or its block, not the c_proj.)
-    A parameter that is tied to another is left for `model.tie_weights()`.
+    children first by the model's own `_init_weights`, each from the seed (seed, module's name), so a block gets the
+    same weights whether it is made alone or with the whole model. Any module can be made alone into which no
+    ancestor's `_init_weights` reaches: a decoder layer, the embedding, the final norm, the head. (GPT-2's attention
+    sets the weights of its own c_proj: make the attention or its block, not the c_proj.) A parameter that is tied to
+    another is left for `model.tie_weights()`.
 
-    For a strategy that shards, none of these ever holds more than one unit beyond its own shard:
-      - FSDP: shard a meta model, `to_empty` it, and for each unit call this on a second meta model, distribute the
-        unit's parameters and buffers over the ranks, and send the unit back with `.to("meta")`.
-      - ZeRO-3: for each unit, call this in `deepspeed.zero.GatheredParameters(unit.parameters(), modifier_rank=0)`.
-      - pipeline: call this on every rank for the units of its own stages, with the names of the whole model.
-
-    The random numbers are always drawn on the CPU: another device would draw others from the same seed. Raises
-    InputError if the architecture leaves a parameter or buffer without a value.
+    Random numbers are always drawn on the CPU: another device would draw others from the same seed. Raises InputError
+    if the architecture leaves a parameter or buffer without a value.
     """
     tied_names = set(model.all_tied_weights_keys)
     root = model.get_submodule(name)
@@ -171,12 +160,12 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
             output_loading_info=True,
         )
     except (ImportError, ValueError) as error:
-        raise InputError(f"{name_or_path}: the library cannot build this model: {_first_line(error)}") from error
+        raise InputError(f"{name_or_path}: the library cannot build this model: {first_line(error)}") from error
     except SafetensorError as error:
-        raise InputError(f"{name_or_path}: its weights are damaged ({_first_line(error)}); restore them") from error
+        raise InputError(f"{name_or_path}: its weights are damaged ({first_line(error)}); restore them") from error
     except OSError as error:
         raise InputError(
-            f"{name_or_path}: no safetensors weights could be read ({_first_line(error)}); give a folder or a Hub id "
+            f"{name_or_path}: no safetensors weights could be read ({first_line(error)}); give a folder or a Hub id "
             "that has model.safetensors"
         ) from error
     missing = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
@@ -219,10 +208,9 @@ def save_model_metadata(model_or_config: PreTrainedModel | PreTrainedConfig, fol
     A local architecture's file is copied beside config.json, whose auto_map then names its classes. The padding id of
     generation is the end-of-document id unless one was set.
     """
-    if isinstance(model_or_config, PreTrainedModel):
-        model = model_or_config
-    else:
-        model = build_meta_model(model_or_config)
+    model = model_or_config
+    if isinstance(model, PreTrainedConfig):
+        model = build_meta_model(model)
     Path(folder).mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
@@ -261,11 +249,7 @@ def _count_positions_in_the_window(model: PreTrainedModel, attention: str) -> No
 def _attention_problem(attention: str, error: Exception) -> str:
     if "does not support an attention implementation" in str(error):
         return NO_SUCH_ATTENTION
-    return f"attention {attention} cannot be used with this model here: {_first_line(error)}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    return f"attention {attention} cannot be used with this model here: {first_line(error)}"
 
 
 def _module_seed(seed: int, module_name: str) -> int:
@@ -312,14 +296,12 @@ def _run_initializer(
 
 
 def _refuse_missing_values(model_class: str, modules: list[tuple[str, nn.Module]]) -> None:
-    forgotten = []
-    for module_name, module in modules:
-        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        forgotten += [
-            f"{module_name}.{name}"
-            for name, tensor in tensors
-            if tensor.is_floating_point() and not tensor.is_meta and torch.isnan(tensor.sum())
-        ]
+    forgotten = [
+        f"{module_name}.{name}"
+        for module_name, module in modules
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        if tensor.is_floating_point() and not tensor.is_meta and torch.isnan(tensor.sum())
+    ]
     if forgotten:
         raise InputError(
             f"{model_class} gives no initial values to {', '.join(sorted(forgotten))}: set them in its _init_weights"

@@ -44,12 +44,7 @@ def host_batch(ids: np.ndarray, *, device: torch.device, end_of_document_id: int
 
 
 def model_inputs(
-    ids: np.ndarray,
-    *,
-    device: torch.device,
-    attention: str,
-    end_of_document_id: int | None,
-    rows: int | None = None,
+    ids: np.ndarray, *, device: torch.device, attention: str, end_of_document_id: int | None, rows: int | None = None
 ) -> dict[str, Any]:
     """The model's arguments, on its device, from ids (B, T + 1).
 

@@ -86,17 +86,16 @@ def refuse_composites(name: str, config: PreTrainedConfig) -> None:
 
 
 def _unreadable(name_or_path: str, is_folder: bool, error: Exception) -> str:
-    reason = str(error).strip().split("\n")[0]
     if "trust_remote_code" in str(error):
         return (
             f"{name_or_path}: this model carries its own code, which runs with your rights; allow it with "
             "trust_remote_code on the command line if you trust its author"
         )
     if is_folder:
-        return f"{name_or_path}/config.json cannot be used: {reason}"
+        return f"{name_or_path}/config.json cannot be used: {first_line(error)}"
     return (
-        f"{name_or_path}: not a file or folder here, and it cannot be read from the Hugging Face Hub ({reason}); give "
-        "a model's .json file, a model folder or a Hub id"
+        f"{name_or_path}: no file or folder here, and it cannot be read from the Hugging Face Hub "
+        f"({first_line(error)}); give a model's .json file, a model folder or a Hub id"
     )
 
 
@@ -217,6 +216,10 @@ def reads_plainly(config_class: type[PreTrainedConfig], key: str) -> bool:
     return re.search(plain, model_source(config_class), re.MULTILINE) is not None
 
 
+def first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
 def described(error: BaseException) -> str:
     """An error of the library in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -247,28 +250,22 @@ def _type_problem(name: str, value: Any, fields: dict) -> str | None:
 
 
 def _rope_problems(fields: dict, keys: dict[str, Any]) -> list[str]:
+    """Unknown keys of rotary positions; `value_problems` judges the values."""
     if "rope_parameters" not in fields:
         return []
-    problems = []
-    for outer in ("rope_parameters", "rope_scaling"):
-        given = keys.get(outer)
-        # Some classes nest one dict per kind of layer; those are left to the library's own check.
-        if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-            continue
-        allowed = {*RopeParameters.__annotations__, "type"}
-        problems += [
-            f"{outer}.{key} is not a key of rotary positions{did_you_mean(key, allowed)}"
-            for key in given
-            if key not in allowed
-        ]
-        problems += _theta_problems(f"{outer}.rope_theta", given.get("rope_theta"))
-    return problems + _theta_problems("rope_theta", keys.get("rope_theta"))
-
-
-def _theta_problems(key: str, theta: Any) -> list[str]:
-    if theta is None or (isinstance(theta, (int, float)) and not isinstance(theta, bool) and theta > 0):
-        return []
-    return [f"{key}: {shortened(repr(theta))} is not a positive number; for example 10000.0"]
+    allowed = {*RopeParameters.__annotations__, "type"}
+    # Some classes nest one dict per kind of layer; those are left to the library's own check.
+    given = {
+        outer: keys[outer]
+        for outer in ("rope_parameters", "rope_scaling")
+        if isinstance(keys.get(outer), dict) and not any(isinstance(value, dict) for value in keys[outer].values())
+    }
+    return [
+        f"{outer}.{key} is not a key of rotary positions{did_you_mean(key, allowed)}"
+        for outer, values in given.items()
+        for key in values
+        if key not in allowed
+    ]
 
 
 def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]) -> list[str]:
