@@ -71,16 +71,11 @@ def _torch(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens):
     if z_loss:
         raise InputError(NO_Z_LOSS)
     dtype = _compute_dtype(hidden_ND, weight_VD)
-    options = nn.LinearCrossEntropyOptions(
-        batch_chunk_size=chunk_tokens, chunking_method=None if chunk_tokens else "auto"
-    )
+    method = None if chunk_tokens else "auto"
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens, chunking_method=method)
+    hidden_ND, weight_VD, bias_V = (None if x is None else x.to(dtype) for x in (hidden_ND, weight_VD, bias_V))
     loss = F.linear_cross_entropy(
-        hidden_ND.to(dtype),
-        weight_VD.to(dtype),
-        targets_N,
-        linear_bias=None if bias_V is None else bias_V.to(dtype),
-        ignore_index=IGNORED,
-        options=options,
+        hidden_ND, weight_VD, targets_N, linear_bias=bias_V, ignore_index=IGNORED, options=options
     ).float()
     return loss, loss.detach()
 
@@ -322,11 +317,5 @@ class LanguageModelLoss(nn.Module):
     def loss_of_hidden(self, hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, cross_entropy) from the base model's last hidden states."""
         head = self.causal_lm.get_output_embeddings()
-        return next_token_loss(
-            hidden_BTD,
-            head.weight,
-            targets_BT,
-            head_bias=getattr(head, "bias", None),
-            z_loss=self.z_loss,
-            backend=self.backend,
-        )
+        settings = {"head_bias": getattr(head, "bias", None), "z_loss": self.z_loss, "backend": self.backend}
+        return next_token_loss(hidden_BTD, head.weight, targets_BT, **settings)
