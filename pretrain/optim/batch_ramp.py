@@ -55,11 +55,17 @@ def batch_ramp(
 
     With ramp_from = 1/n the batch climbs 1/n, 2/n ... n/n of sequences_per_step, a multiple of n; the levels below the
     full batch share the first `ramp_over` of the run's sequences equally, each rounded up to whole steps. The defaults
-    give a constant batch. Raises InputError for a ramp that would never end.
+    give a constant batch. Raises InputError for a batch that is no multiple of n and for a ramp that would never end.
     """
     if not ramp_over < 1.0:
         raise InputError(f"batch.ramp.over: {ramp_over} leaves no part of the run for the full batch; use less than 1")
     parts = round(1.0 / ramp_from) if ramp_over else 1
+    if rest := sequences_per_step % parts:
+        below = sequences_per_step - rest
+        nearest = " or ".join(f"{fitting:,}" for fitting in (below, below + parts) if fitting)
+        raise InputError(
+            f"{sequences_per_step:,} sequences per step is not a multiple of {parts} ramp levels; nearest: {nearest}"
+        )
     levels = [sequences_per_step * part // parts for part in range(1, parts + 1)]
     over = Fraction(ramp_over).limit_denominator(10**6)
     if total_sequences is None:

@@ -76,11 +76,8 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
             f"batch.tokens_per_step: {config.batch.tokens_per_step:,} is not a multiple of data.sequence_length "
             f"{length:,}; nearest: {max(1, sequences) * length:,} or {(sequences + 1) * length:,}"
         )
-    one_per_group = config.model_copy(
-        update={"batch": config.batch.model_copy(update={"sequences_per_micro_batch": 1})}
-    )
     active = active_parameters(model_config)
-    ramp = ramp_of(one_per_group, sequences, 1, active)
+    ramp = ramp_of(config, sequences, active)
     return RunWork(
         sizes=sizes,
         active=active,
@@ -265,8 +262,7 @@ def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
     if not all((Path(folder) / MANIFEST_FILE).is_file() for folder in folders):
         return rows
     sequences = config.batch.tokens_per_step // config.data.sequence_length
-    one = config.model_copy(update={"batch": config.batch.model_copy(update={"sequences_per_micro_batch": 1})})
-    batches = Batches(config.data, seed=config.seed, ramp=ramp_of(one, sequences, 1, work.sizes.total))
+    batches = Batches(config.data, seed=config.seed, ramp=ramp_of(config, sequences, work.sizes.total))
     epochs = batches.epochs_at(work.steps)
     return [
         {**row, "epochs": epochs[row["source"]], "available": batches.readers[row["source"]].tokens} for row in rows

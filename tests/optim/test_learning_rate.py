@@ -178,3 +178,9 @@ def test_a_budget_in_steps_is_kept_exactly(ramp_from, ramp_over):
 def test_a_ramp_that_never_ends_is_refused():
     with pytest.raises(InputError, match=r"batch\.ramp\.over: 1\.0 leaves no part of the run for the full batch"):
         batch_ramp(64, total_sequences=10_000, ramp_from=0.5, ramp_over=1.0)
+
+
+@pytest.mark.parametrize(("sequences", "nearest"), [(98, "96 or 100"), (3, "4$")])
+def test_a_batch_that_its_levels_do_not_divide_is_refused_with_the_nearest(sequences, nearest):
+    with pytest.raises(InputError, match=f"is not a multiple of 4 ramp levels; nearest: {nearest}"):
+        batch_ramp(sequences, total_sequences=10_000, ramp_from=0.25, ramp_over=0.1)
