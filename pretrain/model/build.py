@@ -41,19 +41,12 @@ def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) 
     """
     if attention is None:
         attention = library_attention(config)
-    config, implementation = copy.deepcopy(config), implementation_of(attention)
+    given = {"attn_implementation": implementation_of(attention), "dtype": torch.float32}
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
-    except (ImportError, ValueError) as error:
-        raise InputError(_attention_problem(attention, error)) from error
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **given)
     except Exception as error:  # whatever a model's own code raises at values that it did not expect
-        if isinstance(error, KeyError) and error.args == (implementation,):  # from its table of attention classes
-            raise InputError(NO_SUCH_ATTENTION) from error
-        raise InputError(
-            f"model: {type(config).__name__} cannot be built with these values ({described(error)}); compare them "
-            "with a model of this type that works"
-        ) from error
+        raise InputError(_building_problem(config, attention, error)) from error
     _clear_padding(model)
     _count_positions_in_the_window(model, attention)
     return model
@@ -83,10 +76,8 @@ def count_non_embedding_parameters(config: PreTrainedConfig) -> int:
     2204.02311, appendix B, counts so). Learned positions, as in GPT-2, are a look-up too.
     """
     model = build_meta_model(config)
-    head = model.get_output_embeddings()
-    head_weight = head.weight if head is not None else None
-    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    looked_up = sum(weight.numel() for weight in embeddings if weight is not head_weight)
+    head_weight = getattr(model.get_output_embeddings(), "weight", None)
+    looked_up = sum(e.weight.numel() for e in _embeddings(model) if e.weight is not head_weight)
     return sum(parameter.numel() for parameter in model.parameters()) - looked_up
 
 
@@ -95,7 +86,7 @@ def embedding_parameter_names(model: nn.Module) -> set[str]:
 
     Works on meta, whole and partitioned models alike, since it asks for the owner and not for the shape.
     """
-    owned = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    owned = {id(embedding.weight) for embedding in _embeddings(model)}
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in owned}
 
 
@@ -185,8 +176,7 @@ def set_end_of_document(config: PreTrainedConfig, end_of_document_id: int) -> No
     are the same, as in GPT-2. There is no padding id: as one, the id would never be learned (see `build_meta_model`).
     Batched generation finds its padding id in generation_config.json (see `save_model_metadata`).
     """
-    config.bos_token_id = end_of_document_id
-    config.eos_token_id = end_of_document_id
+    config.bos_token_id = config.eos_token_id = end_of_document_id
     config.pad_token_id = None
 
 
@@ -211,24 +201,26 @@ def save_model_metadata(model_or_config: PreTrainedModel | PreTrainedConfig, fol
     model = model_or_config
     if isinstance(model, PreTrainedConfig):
         model = build_meta_model(model)
-    Path(folder).mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(model.config)
+    Path(folder).mkdir(parents=True, exist_ok=True)
     config.architectures = [type(model).__name__]
     if type(model)._auto_class is not None:
         custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)
     generation = copy.deepcopy(model.generation_config) or GenerationConfig()
-    generation.bos_token_id = config.bos_token_id
-    generation.eos_token_id = config.eos_token_id
+    generation.bos_token_id, generation.eos_token_id = config.bos_token_id, config.eos_token_id
     if generation.pad_token_id is None and isinstance(config.eos_token_id, int):
         generation.pad_token_id = config.eos_token_id
     generation.save_pretrained(folder)
 
 
 def _clear_padding(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.padding_idx = None
+    for embedding in _embeddings(model):
+        embedding.padding_idx = None
+
+
+def _embeddings(model: nn.Module) -> list[nn.Embedding]:
+    return [module for module in model.modules() if isinstance(module, nn.Embedding)]
 
 
 def _count_positions_in_the_window(model: PreTrainedModel, attention: str) -> None:
@@ -246,10 +238,18 @@ def _count_positions_in_the_window(model: PreTrainedModel, attention: str) -> No
     model.base_model.build_alibi_tensor = without_padding
 
 
-def _attention_problem(attention: str, error: Exception) -> str:
-    if "does not support an attention implementation" in str(error):
+def _building_problem(config: PreTrainedConfig, attention: str, error: Exception) -> str:
+    in_its_table = isinstance(error, KeyError) and error.args == (
+        implementation_of(attention),
+    )  # of attention classes
+    if in_its_table or "does not support an attention implementation" in str(error):
         return NO_SUCH_ATTENTION
-    return f"attention {attention} cannot be used with this model here: {first_line(error)}"
+    if isinstance(error, ImportError | ValueError):
+        return f"attention {attention} cannot be used with this model here: {first_line(error)}"
+    return (
+        f"model: {type(config).__name__} cannot be built with these values ({described(error)}); compare them with a "
+        "model of this type that works"
+    )
 
 
 def _module_seed(seed: int, module_name: str) -> int:

@@ -50,7 +50,7 @@ def model_inputs(
 
     Args:
         attention: the model's attn_implementation, which decides in what form the documents reach it.
-        end_of_document_id: mask attention between documents; None: attend over the whole window.
+        end_of_document_id: as in `host_batch`.
         rows: only the first `rows` count; the targets of the others are ignored. None: all count.
     """
     return host_batch(ids, device=device, end_of_document_id=end_of_document_id).on_device(device, attention, rows)

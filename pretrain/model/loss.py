@@ -274,10 +274,9 @@ class LanguageModelLoss(nn.Module):
 
     Parameter names are those of the model behind "causal_lm.".
 
-    Args:
-        from_hidden_states: the logits are head(last hidden state) and nothing else, so that they need not be whole in
-            memory. None: found out by running a small copy. Models that scale or cap their logits (gemma2, cohere,
-            granite) compute them in their own forward pass, and the memory is paid.
+    from_hidden_states: the logits are head(last hidden state) and nothing else, so that they need not be whole in
+    memory; None: found out by `projects_hidden_states`. Models that scale or cap their logits (gemma2, cohere,
+    granite) compute them in their own forward pass, and the memory is paid.
     """
 
     def __init__(
@@ -289,9 +288,7 @@ class LanguageModelLoss(nn.Module):
         from_hidden_states: bool | None = None,
     ):
         super().__init__()
-        self.causal_lm = causal_lm
-        self.z_loss = z_loss
-        self.backend = backend
+        self.causal_lm, self.z_loss, self.backend = causal_lm, z_loss, backend
         if from_hidden_states is None:
             from_hidden_states = projects_hidden_states(causal_lm.config)
         self.from_hidden_states = from_hidden_states

@@ -9,6 +9,7 @@ import functools
 import inspect
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,8 @@ READ_INTO_ROPE_PARAMETERS = {"rope_theta", "rope_scaling", "partial_rotary_facto
 # The rest of the many known types are one typo away from these or are listed on the Hub.
 COMMON_MODEL_TYPES = ("llama", "qwen3", "gpt2", *pretrain.model.architectures.MODEL_TYPES)
 SHIPPED_CONFIGS = Path(__file__).parents[2] / "model_configs"
-COUNT_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
+COUNT_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+COUNT_FIELDS += ("num_key_value_heads", "head_dim", "max_position_embeddings")
 
 
 def load_model_config(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -65,8 +58,7 @@ def load_model_config(name_or_path: str, *, trust_remote_code: bool = False) -> 
 
 def load_text_model_config(name_or_path: str) -> PreTrainedConfig:
     """`load_model_config` of what can be pretrained on text alone. Raises InputError for the rest."""
-    config = load_model_config(name_or_path)
-    refuse_composites(name_or_path, config)
+    refuse_composites(name_or_path, config := load_model_config(name_or_path))
     return config
 
 
@@ -77,11 +69,9 @@ def refuse_composites(name: str, config: PreTrainedConfig) -> None:
     except ValueError:  # it has several
         text = None
     if text is not config:
-        advice = (
-            f"its part for text is {text.model_type}: write a JSON with that model_type"
-            if text
-            else (f"take a language model, for example {', '.join(COMMON_MODEL_TYPES)}")
-        )
+        advice = f"take a language model, for example {', '.join(COMMON_MODEL_TYPES)}"
+        if text:
+            advice = f"its part for text is {text.model_type}: write a JSON with that model_type"
         raise InputError(f"{name}: model_type {config.model_type} is a model of text and of something else; {advice}")
 
 
@@ -155,9 +145,8 @@ class _RepeatedKeyError(Exception):
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    repeated = sorted({key for key in keys if keys.count(key) > 1})
-    if repeated:
+    counts = Counter(key for key, _ in pairs)
+    if repeated := sorted(key for key, count in counts.items() if count > 1):
         raise _RepeatedKeyError(f"{', '.join(repeated)} is given more than once; keep one")
     return dict(pairs)
 
@@ -228,9 +217,8 @@ def described(error: BaseException) -> str:
 
 def _own_fields(config_class: type[PreTrainedConfig]) -> set[str]:
     """The keys that a class adds to those of every configuration: the ones that describe the model."""
-    return {field.name for field in dataclasses.fields(config_class)} - {
-        field.name for field in dataclasses.fields(PreTrainedConfig)
-    }
+    own, common = ({f.name for f in dataclasses.fields(kind)} for kind in (config_class, PreTrainedConfig))
+    return own - common
 
 
 def _type_problem(name: str, value: Any, fields: dict) -> str | None:
@@ -279,11 +267,10 @@ def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]
     width, heads = count.get("hidden_size"), count.get("num_attention_heads")
     key_heads, head_width = count.get("num_key_value_heads"), count.get("head_dim")
     if width and heads and head_width is None:
-        if width % heads:
-            below = width - width % heads
+        if rest := width % heads:
             problems.append(
                 f"{own_name['hidden_size']} {width} is not a multiple of {own_name['num_attention_heads']} {heads}; "
-                f"nearest: {below or heads} or {below + heads}"
+                f"nearest: {width - rest or heads} or {width - rest + heads}"
             )
         head_width = width // heads
     if heads and key_heads and heads % key_heads:

@@ -84,10 +84,8 @@ class DeepOneConfig(PreTrainedConfig):
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
-                f"{self.num_key_value_heads}"
-            )
+            heads, key_heads = self.num_attention_heads, self.num_key_value_heads
+            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs, so it must be even")
         super().__post_init__(**kwargs)
@@ -173,16 +171,8 @@ class DeepOneAttention(nn.Module):
             key_BKSE, value_BKSE = past_key_values.update(key_BKSE, value_BKSE, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         # kwargs carry what a backend needs beyond the mask, such as the document boundaries of packed sequences.
-        y_BTHE, weights_BHTS = attend(
-            self,
-            query_BHTE,
-            key_BKSE,
-            value_BKSE,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
+        kwargs |= {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling}
+        y_BTHE, weights_BHTS = attend(self, query_BHTE, key_BKSE, value_BKSE, attention_mask, **kwargs)
         return self.o_proj(y_BTHE.reshape(*x_BTD.shape[:-1], -1).contiguous()), weights_BHTS
 
 
