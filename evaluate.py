@@ -135,7 +135,7 @@ def main(argv: list[str]) -> None:
     from pretrain.evaluation.evaluate import evaluate_models
 
     _, strategy = evaluate_models(arguments)
-    strategy.exit(0)
+    strategy.ranks.exit(0)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ def main(
     continuation = Continuation(config, plan, overridden, strategy, metrics)  # at its newest intact checkpoint
     run, state = continuation.run, continuation.state
     if continuation.is_done:
-        strategy.print(f"{config.output} is done: {state.step:,} steps. The model is in {config.output}/final.")
+        strategy.ranks.print(
+            f"{config.output} is already complete: {state.step:,} steps. The model is in {config.output}/final."
+        )
         return EXIT_DONE
 
     # Model and optimizer: those of the checkpoint, of a pretrained model, or of the seed.
@@ -153,7 +155,7 @@ def start(asked: CommandLine) -> None:
     def train(config: RunConfig, steps: int | None = None) -> int:
         return attempt(config, strategy, partial(main, config, asked.overridden, strategy, steps))
 
-    strategy.exit(smoke_test(asked.config, strategy, train) if asked.smoke else train(asked.config))
+    strategy.ranks.exit(smoke_test(asked.config, strategy, train) if asked.smoke else train(asked.config))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""GPUs: memory, peak rates, links, power and a price to begin with, for plan.py and for MFU.
+"""GPUs: memory, peak rates, links, power and a default price, for plan.py and for MFU.
 
 Memory, dense peaks without sparsity, bandwidths and power are from NVIDIA's and AMD's data sheets; memory is what
 torch reports, a little under the name's figure. Prices are on-demand prices per GPU and hour as they were common at

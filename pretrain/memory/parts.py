@@ -147,9 +147,8 @@ def work_of(
     if library_attention(model_config) == "eager":
         stands_for = "eager"
     settings = {
-        "sequence_length": config.data.sequence_length,
+        "window": config.data.window,
         "attention": stands_for,
-        "document_mask": config.data.document_mask,
         "activation_checkpointing": config.activation_checkpointing,
         "compiled": config.compile != "none",
     }

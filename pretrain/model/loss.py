@@ -146,6 +146,8 @@ def _chunked_loss(
     grad_hidden_ND, grad_weight_VD, grad_bias_V = _empty_gradients(hidden_ND, weight_VD, bias_V, needs)
     is_target_N = targets_N != IGNORED
     sums = torch.zeros(2, dtype=torch.float32, device=hidden_ND.device)
+    eager = functools.partial(_softmax_less_target_, needs_gradient=any(needs))
+    softmax_less_target_ = _compiled_softmax_less_target_() if compiled else eager
     with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):
         head_VD = weight_VD.to(dtype)
         bias = None if bias_V is None else bias_V.to(dtype)
@@ -154,10 +156,7 @@ def _chunked_loss(
             hidden_CD, weights_C1 = hidden_ND[rows].to(dtype), is_target_N[rows, None].float()
             block_CV = F.linear(hidden_CD, head_VD, bias)
             target_C1 = targets_N[rows].where(is_target_N[rows], 0)[:, None]
-            if compiled:
-                cross_entropy_C1, lse_C1 = _compiled_softmax_less_target_()(block_CV, target_C1, z_loss)
-            else:
-                cross_entropy_C1, lse_C1 = _softmax_less_target_(block_CV, target_C1, z_loss, any(needs))
+            cross_entropy_C1, lse_C1 = softmax_less_target_(block_CV, target_C1, z_loss)
             sums += torch.cat([cross_entropy_C1 * weights_C1, lse_C1.square() * weights_C1], dim=1).sum(dim=0)
             weights_C1 *= 1.0 + 2.0 * z_loss * lse_C1
             if needs[0]:

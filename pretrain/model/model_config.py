@@ -96,7 +96,7 @@ def _config_from_json(path: Path) -> PreTrainedConfig:
     problems = value_problems(
         keys, {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in keys}
     )
-    if any("within each other" in problem for problem in problems):
+    if any("are nested" in problem for problem in problems):
         raise InputError(*[f"{path}: {problem}" for problem in problems])
     # The library accepts a standard name for a class's own (hidden_size for GPT-2's n_embd): check under its own.
     names = {key: config_class.attribute_map.get(key, key) for key in keys}
@@ -225,7 +225,7 @@ def _type_problem(name: str, value: Any, fields: dict) -> str | None:
     """What is wrong with a value's type by the class's annotations, or None."""
     if name not in fields:
         is_count = isinstance(value, int) and not isinstance(value, bool)
-        return None if name not in COUNT_FIELDS or is_count else f"{shortened(repr(value))} is no whole number"
+        return None if name not in COUNT_FIELDS or is_count else f"{shortened(repr(value))} is not an integer"
     expected = fields[name].type
     try:
         huggingface_hub.dataclasses.type_validator(name, value, expected)
@@ -233,7 +233,7 @@ def _type_problem(name: str, value: Any, fields: dict) -> str | None:
         shown = expected.__name__ if isinstance(expected, type) else str(expected)
         return f"{shortened(repr(value))} is a {type(value).__name__}; allowed: {shown}"
     if isinstance(value, bool) and "bool" not in str(expected):
-        return f"{str(value).lower()} is no number; allowed: {expected}"
+        return f"{str(value).lower()} is not a number; allowed: {expected}"
     return None
 
 

@@ -1,7 +1,7 @@
 """What values of a model's configuration cannot be: the library takes most of them, and fails later or trains wrong.
 
-Bounds lie far beyond every model there is: what is above one is a slip of the hand, and would hang the library or
-fill the memory.
+Bounds lie far beyond every model there is: what is above one is a typo, and would hang the library or fill the
+memory.
 """
 
 import math
@@ -30,7 +30,7 @@ ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 POSITIVE_IN_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor")
 POSITIVE_IN_ROPE += ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
 MOST_DEPTH = 20
-"""Of lists and objects within each other."""
+"""Of nested lists and objects."""
 
 
 def value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
@@ -40,14 +40,14 @@ def value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
         defaults: of the class's keys; where one is an activation or negative, the key takes such values.
     """
     if _depth(keys) > MOST_DEPTH:
-        return [f"lists or objects stand within each other more than {MOST_DEPTH} deep; no model's JSON does"]
+        return [f"lists or objects are nested more than {MOST_DEPTH} deep; no model's JSON is"]
     problems = []
     for path, value in _numbers(keys):
         problems += _number_problems(path, value, defaults.get(path))
     for key, value in keys.items():
         is_activation = isinstance(defaults.get(key), str) and defaults[key] in ACT2FN
         if is_activation and (not isinstance(value, str) or value not in ACT2FN):
-            problems.append(f"{key}: {_shown(value)} is no activation{did_you_mean(str(value), ACT2FN)}")
+            problems.append(f"{key}: {_shown(value)} is not an activation{did_you_mean(str(value), ACT2FN)}")
     return problems + _kind_problems(keys) + _rope_problems(keys)
 
 
@@ -56,10 +56,10 @@ def _kind_problems(keys: Mapping[str, Any]) -> list[str]:
     problems = []
     for key in ("dtype", "torch_dtype"):
         if (value := keys.get(key)) is not None and value not in CONFIG_DTYPES:
-            problems.append(f"{key}: {_shown(value)} is no dtype{did_you_mean(str(value), CONFIG_DTYPES)}")
+            problems.append(f"{key}: {_shown(value)} is not a dtype{did_you_mean(str(value), CONFIG_DTYPES)}")
     for key in ("id2label", "label2id"):
         if (value := keys.get(key)) is not None and not isinstance(value, dict):
-            problems.append(f"{key}: {_shown(value)} is no object of labels; a language model needs none: remove it")
+            problems.append(f"{key}: {_shown(value)} is not an object of labels; a language model needs none")
     return problems
 
 
@@ -92,7 +92,9 @@ def _rope_problems(keys: Mapping[str, Any]) -> list[str]:
         if (given := keys.get(outer)) is None:
             continue
         if not isinstance(given, dict):
-            problems.append(f"{outer}: {_shown(given)} is no object; such as {{'rope_type': 'linear', 'factor': 8.0}}")
+            problems.append(
+                f"{outer}: {_shown(given)} is not an object; such as {{'rope_type': 'linear', 'factor': 8.0}}"
+            )
             continue
         nested = {f"{outer}.{kind}.": value for kind, value in given.items() if isinstance(value, dict)}
         for prefix, values in (nested or {f"{outer}.": given}).items():
@@ -104,7 +106,7 @@ def _rope_kind_problems(prefix: str, values: Mapping[str, Any]) -> list[str]:
     problems = []
     for key in ("rope_type", "type"):
         if (kind := values.get(key)) is not None and (not isinstance(kind, str) or kind not in ROPE_TYPES):
-            problems.append(f"{prefix}{key}: {_shown(kind)} is no kind{did_you_mean(str(kind), ROPE_TYPES)}")
+            problems.append(f"{prefix}{key}: {_shown(kind)} is not a rope_type{did_you_mean(str(kind), ROPE_TYPES)}")
     for key in ("factor", *POSITIVE_IN_ROPE):
         if (value := values.get(key)) is None:
             continue

@@ -55,7 +55,7 @@ def batch_ramp(
 
     With ramp_from = 1/n the batch climbs 1/n, 2/n ... n/n of sequences_per_step, a multiple of n; the levels below the
     full batch share the first `ramp_over` of the run's sequences equally, each rounded up to whole steps. The defaults
-    give a constant batch. Raises InputError for a batch that is no multiple of n and for a ramp that would never end.
+    give a constant batch. Raises InputError for a batch that is not a multiple of n and a ramp that never ends.
     """
     if not ramp_over < 1.0:
         raise InputError(f"batch.ramp.over: {ramp_over} leaves no part of the run for the full batch; use less than 1")

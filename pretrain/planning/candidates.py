@@ -19,6 +19,7 @@ from pretrain.gpus import Gpu
 from pretrain.memory.footprint import LAUNCHER_FILES, Layout, data_ranks, footprint, layout_of
 from pretrain.memory.parts import FP32, Memory, optimizer_elements, sizes_of
 from pretrain.model.flops import active_parameters, flops_per_token, matrix_parameters
+from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.strategy import STRATEGIES
 from pretrain.planning.step_time import ALONE, Hardware, RunWork, Speed
@@ -77,7 +78,7 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
             f"{length:,}; nearest: {max(1, sequences) * length:,} or {(sequences + 1) * length:,}"
         )
     active = active_parameters(model_config)
-    ramp = ramp_of(config, sequences, active)
+    ramp = planned_ramp(config, active)
     return RunWork(
         sizes=sizes,
         active=active,
@@ -88,6 +89,12 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
         flops_per_token=flops_per_token(model_config, length),
         recompute=4 / 3 if config.activation_checkpointing != "none" else 1.0,
     )
+
+
+def planned_ramp(config: RunConfig, active: int) -> BatchRamp:
+    """The batch over the run, whatever the number of processes. active: see `ramp_of`."""
+    sequences = config.batch.tokens_per_step // config.data.sequence_length
+    return ramp_of(config, sequences, active)
 
 
 def micro_batches(config: RunConfig, ranks: int) -> list[int]:
@@ -261,8 +268,7 @@ def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
     rows = [{"source": folder, "tokens": shares[folder] * work.tokens, "epochs": None} for folder in folders]
     if not all((Path(folder) / MANIFEST_FILE).is_file() for folder in folders):
         return rows
-    sequences = config.batch.tokens_per_step // config.data.sequence_length
-    batches = Batches(config.data, seed=config.seed, ramp=ramp_of(config, sequences, work.sizes.total))
+    batches = Batches(config.data, seed=config.seed, ramp=planned_ramp(config, work.active))
     epochs = batches.epochs_at(work.steps)
     return [
         {**row, "epochs": epochs[row["source"]], "available": batches.readers[row["source"]].tokens} for row in rows

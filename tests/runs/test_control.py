@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from pretrain.errors import InputError
+from pretrain.files import write_durably
 from pretrain.processes import folder_lock
 from pretrain.runs.control import (
     ANSWER_FILE,
@@ -23,10 +24,9 @@ from pretrain.runs.control import (
     send,
     wait_for_answer,
     withdraw,
-    write_replacing,
 )
 from pretrain.runs.status import read_json, read_status
-from support.project import ROOT, events, free_port, run_script
+from support.project import ROOT, events, free_port, run_script, start_script
 from support.run_logs import end_line, finished_run, start_line, train_line, write_run
 
 START = "start-1"
@@ -146,15 +146,15 @@ def test_acknowledging_nothing_writes_nothing(run):
 
 
 def test_no_reader_sees_half_a_file(tmp_path):
-    path = tmp_path / "folder" / "file.json"
-    write_replacing(path, {"n": 0})
+    path = tmp_path / "file.json"
+    write_durably(path, '{"n": 0}')
     stop = threading.Event()
 
     def write():
         n = 0
         while not stop.is_set():
             n += 1
-            write_replacing(path, {"n": n, "filling": "x" * 5000})
+            write_durably(path, json.dumps({"n": n, "filling": "x" * 5000}))
 
     thread = threading.Thread(target=write)
     thread.start()
@@ -321,13 +321,11 @@ def steer(run, command):
 def live_run(strategy, recipe, run):
     """A training of two processes that would take forever, once it has logged a step of its own."""
     before = len(events(run, "train")) if run.exists() else 0
-    trainer = subprocess.Popen(
-        [
-            sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
-            "--num_processes", "2", "--main_process_port", str(free_port()), "train.py", "--config", recipe,
-            "--budget.steps", "100000", "--validation.every_steps", "100000", "--checkpoint.every_steps", "100000",
-        ],
-        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    trainer = start_script(
+        "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
+        "--num_processes", "2", "--main_process_port", free_port(), "train.py", "--config", recipe,
+        "--budget.steps", "100000", "--validation.every_steps", "100000", "--checkpoint.every_steps", "100000",
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
         wait_until(lambda: len(events(run, "train")) > before, trainer)

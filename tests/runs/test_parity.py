@@ -71,7 +71,7 @@ def test_those_that_ran_decide_the_exit_status(tmp_path, capsys):
     assert json.loads((tmp_path / "parity.json").read_text())["tp"]["refused"][1] == "model: too small"
 
 
-def test_what_differs_or_fails_is_a_failure(tmp_path, capsys):
+def test_a_difference_or_a_crash_is_a_failure(tmp_path, capsys):
     other = StrategyOutcome(Curve({1: 6.1, 2: 5.0}, REFERENCE.grad_norm))
     assert report_parity({"single": EQUAL, "ddp": EQUAL, "zero3": other}, BOUNDS, tmp_path) == 1
     assert json.loads((tmp_path / "parity.json").read_text())["zero3"]["same"] is False
@@ -89,16 +89,16 @@ def test_refusals_alone_prove_nothing(tmp_path, capsys):
 def test_the_table_has_every_step_and_strategy(tmp_path):
     lines = [{"event": "start"}, {"event": "train", "step": 1, "loss": 6.5, "grad_norm": None}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    curve = read_curve(tmp_path / "metrics.jsonl")
+    curve = read_curve(tmp_path)
     assert math.isnan(curve.grad_norm[1])
     text = distance_table(
         "Loss", {"single": curve.loss, "ddp": {1: 6.5000005}, "zero3_offload": curve.loss}, relative=False
     )
     assert text.splitlines() == [
         "Loss",
-        "     step      single      ddp  zero3_offload",
-        "        1    6.500000    5e-07              ·",
-        "  largest                5e-07              ·",
+        "     step    single    ddp  zero3_offload",
+        "        1  6.500000  5e-07              ·",
+        "  largest            5e-07              ·",
     ]
 
 
@@ -154,7 +154,7 @@ def test_an_optimizer_that_computes_in_bf16_is_compared_as_bf16(recipe, tmp_path
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
-def test_optimizers_that_compute_in_bf16_are_those_that_are_said_to(name, monkeypatch):
+def test_the_list_of_optimizers_that_compute_in_bf16_is_right(name, monkeypatch):
     """The same update where a device multiplies in bf16 and where it does not, or two that differ."""
     updated = []
     for missing in (None, "no bf16 instructions"):
@@ -177,7 +177,7 @@ def test_runs_of_a_recipe_are_compared_with_each_other(recipe, tmp_path, capsys)
     assert parity.measure_parity(recipe, tmp_path / "out", **options) == 0
     found = json.loads((tmp_path / "out/parity.json").read_text())["ddp"]
     assert found["same"] and found["loss"] < 1e-5
-    curves = [read_curve(tmp_path / f"out/{name}/metrics.jsonl") for name in ("single", "ddp")]
+    curves = [read_curve(tmp_path / "out" / name) for name in ("single", "ddp")]
     assert [list(curve.loss) for curve in curves] == [list(curve.grad_norm) for curve in curves] == 2 * [[1, 2, 3]]
     capsys.readouterr()
     other = Curve({step: loss + 1e-4 for step, loss in curves[1].loss.items()}, curves[1].grad_norm)

@@ -11,6 +11,7 @@ from pretrain.errors import InputError
 from pretrain.gpus import GPUS, find_gpu, gpu_called
 from pretrain.planning.candidates import command_of, largest_that_fits, micro_batches, storage_of, work_of_run
 from pretrain.planning.report import build_plan, comment_of, plan_json, remarks
+from pretrain.planning.step_time import Hardware
 from pretrain.recipe import read_run_config
 from support.project import ROOT, run_script
 from support.tiny_models import TINY_LLAMA
@@ -40,7 +41,7 @@ def recipe(tmp_path_factory):
 def plan_of(recipe, *overrides, gpu="h100", gpus=8, machines=1, **options):
     config = read_run_config(recipe, list(overrides))
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    return build_plan(config, str(recipe), list(overrides), gpu, gpus=gpus, machines=machines, **options)
+    return build_plan(config, str(recipe), list(overrides), Hardware(gpu, gpus, machines), **options)
 
 
 @pytest.fixture(scope="module")

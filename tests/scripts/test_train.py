@@ -71,7 +71,7 @@ def test_a_run_from_start_to_finish(recipe, tmp_path):
     assert text.startswith("def ")
 
     again = train(recipe)
-    assert "is done: 12 steps" in again.stdout
+    assert "is already complete: 12 steps" in again.stdout
     assert losses(run) == curve, "a finished run must not be trained again"
 
 

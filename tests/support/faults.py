@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -18,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.project import ROOT, events, free_port
+from support.project import events, free_port, start_script
 
 EVERYTHING = os.environ.get("FAULTS") == "all"
 """make test-faults: the long sweep."""
@@ -115,16 +114,11 @@ def launch_with_faults(
         "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml", "--num_processes",
         processes, "--main_process_port", free_port(), *(launcher or []),
     ]  # fmt: skip
-    command = [sys.executable, *(launches if processes > 1 else []), "tests/support/train_with_faults.py", *arguments]
+    command = [*(launches if processes > 1 else []), "tests/support/train_with_faults.py", *arguments]
     begun, launched = time.monotonic(), time.time()
     with open(folder / "output.txt", "w+") as output:
-        process = subprocess.Popen(
-            [str(part) for part in command],
-            cwd=ROOT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+        process = start_script(
+            *command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             meanwhile(process)

@@ -13,21 +13,30 @@ from pathlib import Path
 
 import pytest
 
+from support.warm_python import WarmPopen
+
 ROOT = Path(__file__).parents[2]
 FIRST_PORT = 12_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 PORTS = (FIRST_PORT + number % 1000 for number in itertools.count(os.getpid()))
 
 
-def run_script(*arguments, check=True, timeout=600, **environment) -> subprocess.CompletedProcess:
+def start_script(*arguments, fresh=False, **settings) -> subprocess.Popen:
+    """Starts a script of the project from its root. fresh: in a new interpreter, not a fork of a warm one."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **settings.pop("env", {})}
+    start = subprocess.Popen if fresh else WarmPopen
+    return start([sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, text=True, **settings)
+
+
+def run_script(*arguments, check=True, timeout=600, fresh=False, **environment) -> subprocess.CompletedProcess:
     """Runs a script of the project from its root; fails with its output unless it may fail."""
-    result = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with start_script(*arguments, fresh=fresh, env=environment, **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    result = subprocess.CompletedProcess(process.args, process.returncode, output, errors)
     if check and result.returncode:
         pytest.fail(f"{' '.join(map(str, arguments))} exited {result.returncode}\n{result.stdout}\n{result.stderr}")
     return result
@@ -35,7 +44,7 @@ def run_script(*arguments, check=True, timeout=600, **environment) -> subprocess
 
 @functools.cache
 def cpu_seconds(*arguments, tries=3) -> float:
-    """The least that a script of the project needs of a processor, whatever else the machine does."""
+    """The least that a script of the project needs of a processor, with its imports, whatever else runs."""
 
     def used() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -44,7 +53,7 @@ def cpu_seconds(*arguments, tries=3) -> float:
     seconds = []
     for _ in range(tries):
         before = used()
-        run_script(*arguments)
+        run_script(*arguments, fresh=True)
         seconds.append(used() - before)
     return min(seconds)
 
@@ -59,11 +68,11 @@ def free_port() -> int:
             return port
 
 
-def launch(strategy: str, processes: int, *arguments, check=True, **environment) -> subprocess.CompletedProcess:
-    """Runs a script under `accelerate launch` with a shipped strategy file."""
+def launch(strategy: str, processes: int, *arguments, **settings) -> subprocess.CompletedProcess:
+    """Runs a script under `accelerate launch` with a shipped strategy file; settings as of `run_script`."""
     return run_script(
         "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
-        "--num_processes", processes, "--main_process_port", free_port(), *arguments, check=check, **environment,
+        "--num_processes", processes, "--main_process_port", free_port(), *arguments, **settings,
     )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ import pretrain.training.samples
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.prefetch import ReadAhead
+from support.warm_python import starter
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 SETTINGS = json.loads(os.environ["FAULTS_TO_INJECT"])
@@ -79,7 +80,7 @@ class Faults:
         if what in ("nan", "spike"):
             return float("nan") if what == "nan" else fault.get("factor", 10.0)
         if what.startswith("SIG"):
-            os.kill(os.getppid() if fault.get("to") == "launcher" else os.getpid(), getattr(signal, what))
+            os.kill(starter() if fault.get("to") == "launcher" else os.getpid(), getattr(signal, what))
         elif what == "sleep":
             time.sleep(fault.get("seconds", 1e6))
         elif what == "change":

@@ -1,0 +1,269 @@
+"""A Python that has imported everything already, and forks for each script: most of a test's time would be imports.
+
+Each process that runs tests has one such server. `WarmPopen` is `subprocess.Popen`, except that a script of the
+project under this interpreter is forked from the server instead of started: same arguments, environment, folder,
+files, sessions, signals and exit status. The launchers that it runs start their ranks in the same way.
+
+What differs: the parent is the server, so tests about launchers that die take `subprocess.Popen`; so do those about
+how an interpreter starts. Whoever changes a variable that is read during imports gets a new interpreter by itself.
+"""
+
+import array
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOCKET, ENVIRONMENT = "WARM_PYTHON_SOCKET", "WARM_PYTHON_ENVIRONMENT"
+READ_BY_IMPORTS = (
+    "OMP_", "MKL_", "KMP_", "OPENBLAS", "ATEN_", "ONEDNN_", "DNNL_", "LD_", "PYTHON", "PATH", "HF_", "TRANSFORMERS_",
+    "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "CUDA_", "TQDM_", "DS_", "WANDB_", "MPL", "XDG_", "HOME",
+    "TMPDIR", "RAY_", "TOKENIZERS_", "NO_COLOR", "COLUMNS", "TERM", "LANG", "LC_",
+)  # fmt: skip
+SET_BY_LIBRARIES = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_DUPLICATE_LIB_OK",
+    "TOKENIZERS_PARALLELISM", "HF_XET_HIGH_PERFORMANCE", "PYTHONPATH",
+)  # fmt: skip
+"""And by launchers, for those that they start. PYTHONPATH is read below."""
+LIBRARIES = (
+    "accelerate.commands.launch", "torch.distributed.run", "torch._dynamo", "torch._inductor.compile_fx",
+    "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "matplotlib.pyplot",
+    "datasets", "deepspeed", "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.qwen3.modeling_qwen3", "safetensors.torch", "huggingface_hub", "psutil",
+)  # fmt: skip
+
+
+ASKED_BY: list[int] = []
+"""In a process that the server has forked: the process that asked for it."""
+
+
+class WarmPopen(subprocess.Popen):
+    """subprocess.Popen whose process is forked from the server where that makes no difference."""
+
+    _connection: socket.socket | None = None
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
+        python = [str(part) for part in args] if isinstance(args, list | tuple) else []
+        environment = dict(os.environ if env is None else env)
+        if preexec_fn or pass_fds or not can_be_forked(python, environment):
+            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
+        # Of the rest: startupinfo, creationflags, shell, the six ends of the pipes, and what follows them.
+        pipes, start_new_session = rest[3:9], rest[-2]
+        files = [own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
+        request = {
+            "arguments": python[1:],
+            "environment": environment,
+            "folder": str(cwd or os.getcwd()),
+            "new_session": bool(start_new_session),
+            "starter": os.getpid(),
+        }
+        content = json.dumps(request).encode()
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect("\0" + server())
+        socket.send_fds(self._connection, [len(content).to_bytes(8, "little")], files)
+        self._connection.sendall(content)
+        self.pid = int.from_bytes(self._connection.recv(8, socket.MSG_WAITALL), "little")
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+        return None
+
+    def _try_wait(self, wait_flags):
+        if self._connection is None:
+            return super()._try_wait(wait_flags)
+        if wait_flags & os.WNOHANG and not select.select([self._connection], [], [], 0)[0]:
+            return (0, 0)
+        return (self.pid, self._ended())
+
+    def _internal_poll(self, _deadstate=None, **internals):
+        if self._connection is None or self.returncode is not None:
+            return super()._internal_poll(_deadstate, **internals)
+        if select.select([self._connection], [], [], 0)[0]:
+            self._handle_exitstatus(self._ended())
+        return self.returncode
+
+    def _ended(self) -> int:
+        """The status as os.waitpid gives it; that of a process killed with SIGKILL if the server has died."""
+        status = self._connection.recv(8, socket.MSG_WAITALL)
+        return int.from_bytes(status, "little") if status else signal.SIGKILL
+
+
+def starter() -> int:
+    """The process that has started this one: the parent, or who asked the server."""
+    return ASKED_BY[0] if ASKED_BY else os.getppid()
+
+
+def can_be_forked(command: list[str], environment: dict[str, str]) -> bool:
+    """Whether this is a script under this interpreter, with nothing changed that imports read."""
+    if len(command) < 2 or command[0] != sys.executable or os.path.exists("/dev/nvidiactl"):
+        return False  # CUDA, once it is asked what there is, does not survive a fork
+    arguments = command[2:] if command[1] == "-u" else command[1:]
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")):
+        return False
+    server()
+    here, there = json.loads(os.environ[ENVIRONMENT]), read_by_imports(environment)
+    return here == there
+
+
+def read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    found = {name: value for name, value in environment.items() if name.startswith(READ_BY_IMPORTS)}
+    return {name: value for name, value in found.items() if name not in SET_BY_LIBRARIES}
+
+
+def server() -> str:
+    """The address of the server, started by the first who asks."""
+    if SOCKET not in os.environ:
+        address = f"groundwork-{os.getpid()}"
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", SOCKET: address}
+        environment[ENVIRONMENT] = json.dumps(read_by_imports(environment))
+        ready, writer = os.pipe()
+        command = [sys.executable, __file__, str(writer)]
+        # Its end is ours: it watches its standard input, which closes when this process ends, in whichever way.
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, pass_fds=[writer])
+        os.close(writer)
+        is_ready = os.read(ready, 1)
+        os.close(ready)
+        if not is_ready:
+            raise RuntimeError("the warm interpreter cannot import the project; see its traceback above")
+        os.environ[SOCKET] = address
+        os.environ[ENVIRONMENT] = environment[ENVIRONMENT]
+        atexit.register(process.kill)
+    return os.environ[SOCKET]
+
+
+def import_everything() -> None:
+    sys.path.insert(0, str(ROOT))
+    import pretrain
+
+    kept = os.dup(1), os.dup(2)
+    silence = os.open(os.devnull, os.O_WRONLY)  # DeepSpeed says that there is no GPU
+    for number in (1, 2):
+        os.dup2(silence, number)
+    try:
+        for name in (*(module.name for module in pkgutil.walk_packages(pretrain.__path__, "pretrain.")), *LIBRARIES):
+            importlib.import_module(name)
+        sys.stdout.flush()
+    finally:
+        for number, own in enumerate(kept, start=1):
+            os.dup2(own, number)
+            os.close(own)
+        os.close(silence)
+    sys.path.remove(str(ROOT))
+
+
+def serve() -> dict:
+    """Forks for every request; returns the request in the process that is to run it."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("\0" + os.environ[SOCKET])
+    listener.listen(64)
+    os.write(int(sys.argv[1]), b"!")
+    os.close(int(sys.argv[1]))
+    wake, wakes = socket.socketpair()
+    wakes.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+    children: dict[int, socket.socket] = {}
+    while True:
+        ready = select.select([listener, wake, sys.stdin.fileno()], [], [])[0]
+        if sys.stdin.fileno() in ready:  # whoever started this is gone
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+        if wake in ready:
+            wake.recv(4096)
+            report_ends(children)
+        if listener in ready:
+            connection = listener.accept()[0]
+            request, files = receive(connection)
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for other in (listener, wake, wakes, connection, *children.values()):
+                    other.close()
+                return request | {"files": files}
+            for file in files:
+                os.close(file)
+            children[pid] = connection
+            connection.sendall(pid.to_bytes(8, "little"))
+
+
+def receive(connection: socket.socket) -> tuple[dict, list[int]]:
+    length, files, _, _ = socket.recv_fds(connection, 8, 3)
+    content = connection.recv(int.from_bytes(length, "little"), socket.MSG_WAITALL)
+    return json.loads(content), list(array.array("i", files))
+
+
+def report_ends(children: dict[int, socket.socket]) -> None:
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        with children.pop(pid) as connection, contextlib.suppress(OSError):  # nobody waits any more
+            connection.sendall(status.to_bytes(8, "little"))
+
+
+def become(request: dict) -> list[str]:
+    """Makes this process the one that was asked for; returns the arguments after the interpreter's own."""
+    if request["new_session"]:
+        os.setsid()
+    for target, file in enumerate(request["files"]):
+        os.dup2(file, target)
+    for file in request["files"]:
+        if file > 2:
+            os.close(file)
+    own = {name: os.environ[name] for name in (SOCKET, ENVIRONMENT)}
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.environ.update(own)
+    os.chdir(request["folder"])
+    ASKED_BY[:] = [request["starter"]]
+    arguments = request["arguments"]
+    unbuffered = arguments[0] == "-u"
+    sys.stdout.reconfigure(line_buffering=unbuffered or os.isatty(1))
+    subprocess.Popen = WarmPopen
+    elastic = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+    importlib.import_module(elastic).Popen = subprocess.Popen
+    importlib.import_module("pretrain.training.watchdog").LAUNCHER = os.getppid()
+    return arguments[1:] if unbuffered else arguments
+
+
+def run(asked: list[str]) -> None:
+    """What the interpreter does with the rest of its command line."""
+    sys.path[0:0] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    if asked[0] == "-c":
+        sys.argv[:] = ["-c", *asked[2:]]
+        sys.path.insert(0, "")
+        exec(compile(asked[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif asked[0] == "-m":
+        sys.argv[:] = asked[1:]
+        sys.path.insert(0, os.getcwd())
+        sys.modules.pop(asked[1], None)  # else runpy warns
+        runpy.run_module(asked[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = asked
+        sys.path.insert(0, str(Path(asked[0]).parent.resolve()))
+        runpy.run_path(asked[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT / "tests")
+    from support import warm_python  # what it keeps must be where others who import it look
+
+    warm_python.import_everything()
+    gc.collect()
+    gc.freeze()
+    asked = warm_python.become(warm_python.serve())
+    del sys.path[0]
+    warm_python.run(asked)

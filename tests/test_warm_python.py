@@ -1,0 +1,73 @@
+"""A script that is forked from a warm interpreter does what a started one does."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from support.warm_python import WarmPopen, can_be_forked, starter
+
+WHAT_IT_SEES = """
+import os, sys
+print(sys.argv, __name__, os.getcwd(), os.environ.get("MINE"), os.environ.get("OTHERS"), sys.stdin.read())
+print("error", file=sys.stderr)
+print(os.getsid(0) == os.getpid())
+sys.exit(7)
+"""
+
+
+ENVIRONMENT = dict(os.environ) | {"HF_HUB_OFFLINE": "1"}
+
+
+def outcome(start, arguments, **settings):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with start([sys.executable, *arguments], **pipes, **{"env": ENVIRONMENT, **settings}) as process:
+        output, errors = process.communicate(timeout=100)
+    return process.returncode, output, errors
+
+
+@pytest.mark.parametrize("form", ["-c", "file", "-m"])
+def test_arguments_environment_files_session_and_status(form, tmp_path):
+    (tmp_path / "program.py").write_text(WHAT_IT_SEES)
+    command = {"-c": ["-c", WHAT_IT_SEES], "file": [tmp_path / "program.py"], "-m": ["-m", "program"]}[form]
+    (tmp_path / "input").write_text("given")
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "OTHERS"} | {"MINE": "1"}
+
+    def run(start):
+        with open(tmp_path / "input") as given:
+            return outcome(
+                start, [*map(str, command), "a b"], cwd=tmp_path, env=environment, stdin=given, start_new_session=True
+            )
+
+    assert run(WarmPopen) == run(subprocess.Popen)
+
+
+@pytest.mark.parametrize("end", ["raise SystemExit('in words')", "1 / 0", "import os; os.kill(os.getpid(), 9)"])
+def test_ends(end):
+    warm, cold = (outcome(start, ["-c", end]) for start in (WarmPopen, subprocess.Popen))
+    assert warm[0] == cold[0] != 0
+    assert warm[2].splitlines()[-1:] == cold[2].splitlines()[-1:]
+
+
+def test_it_is_forked_gets_signals_and_starts_others_warm():
+    program = (
+        "import signal, subprocess, sys\n"
+        "assert 'deepspeed' in sys.modules\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(subprocess.call([sys.executable, '-c', CHILD])))\n"
+        "print('ready', flush=True)\n"
+        "signal.pause()"
+    ).replace("CHILD", repr("import sys; sys.exit(3 if 'deepspeed' in sys.modules else 4)"))
+    with WarmPopen([sys.executable, "-c", program], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n" and process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(100) == 3
+
+
+def test_what_imports_read_gets_a_new_interpreter():
+    command = [sys.executable, "-c", ""]
+    assert can_be_forked(command, ENVIRONMENT)
+    assert not can_be_forked(command, ENVIRONMENT | {"OMP_NUM_THREADS": "7"})
+    assert not can_be_forked(["bash", "-c", ""], ENVIRONMENT)
+    assert starter() == os.getppid()
