@@ -192,15 +192,12 @@ def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int) -> list[str
     ]
 
 
-def save_model_metadata(model_or_config: PreTrainedModel | PreTrainedConfig, folder: str | os.PathLike) -> None:
+def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     """Writes all of a model folder but the weights and the tokenizer: config.json, generation_config.json, own code.
 
     A local architecture's file is copied beside config.json, whose auto_map then names its classes. The padding id of
     generation is the end-of-document id unless one was set.
     """
-    model = model_or_config
-    if isinstance(model, PreTrainedConfig):
-        model = build_meta_model(model)
     config = copy.deepcopy(model.config)
     Path(folder).mkdir(parents=True, exist_ok=True)
     config.architectures = [type(model).__name__]

@@ -215,12 +215,11 @@ def test_a_vocabulary_that_does_not_fit_is_named_with_the_remedy():
 
 
 @pytest.mark.parametrize("kind", TINY)
-@pytest.mark.parametrize("given", ["model", "config"])
-def test_metadata_and_weights_make_a_loadable_folder(tmp_path, kind, given):
+def test_metadata_and_weights_make_a_loadable_folder(tmp_path, kind):
     config = tiny(kind)
     set_end_of_document(config, 5)
     model = build_model(config, seed=7)
-    save_model_metadata(model if given == "model" else config, tmp_path)
+    save_model_metadata(model, tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
     files = {path.name for path in tmp_path.iterdir()}
     assert files == {"config.json", "generation_config.json"} | ({"deepone.py"} if kind == "deepone" else set())
@@ -244,7 +243,7 @@ def test_pretrained_weights_become_fp32_masters_without_a_padding_row(tmp_path):
 def test_pretrained_refuses_what_has_no_weights(tmp_path):
     with pytest.raises(InputError, match=r"a JSON describes a model but holds no weights.*init: scratch"):
         load_pretrained(write_json(tmp_path, LLAMA))
-    save_model_metadata(tiny("llama"), tmp_path / "folder")
+    save_model_metadata(build_meta_model(tiny("llama")), tmp_path / "folder")
     with pytest.raises(InputError, match=r"no safetensors weights could be read"):
         load_pretrained(str(tmp_path / "folder"))
 
@@ -275,7 +274,7 @@ def test_a_good_json_is_read_with_either_spelling_of_rope(tmp_path):
 
 
 def test_a_saved_config_is_read_again(tmp_path, config):
-    save_model_metadata(config, tmp_path)
+    save_model_metadata(build_meta_model(config), tmp_path)
     assert str(tmp_path) not in (tmp_path / "config.json").read_text()
     read_as_folder = load_model_config(str(tmp_path)).to_dict()
     read_as_json = load_model_config(str(tmp_path / "config.json")).to_dict()
