@@ -92,7 +92,7 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
 def planned_ramp(config: RunConfig, active: int) -> BatchRamp:
     """The batch over the run, whatever the number of processes. active: see `ramp_of`."""
     sequences = config.batch.tokens_per_step // config.data.sequence_length
-    return ramp_of(config.with_batch(sequences_per_micro_batch=1), sequences, 1, active)
+    return ramp_of(config, sequences, active)
 
 
 def micro_batches(config: RunConfig, ranks: int) -> list[int]:

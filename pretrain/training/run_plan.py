@@ -240,7 +240,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     problems.stop_if_any()
     model = plan_model(config, model_config, losses_of_routers)
 
-    ramp = problems.attempt(ramp_of, config, sequences_per_step, ranks, model.active_parameters)
+    ramp = problems.attempt(ramp_of, config, sequences_per_step, model.active_parameters)
     problems.stop_if_any()
     schedule = problems.attempt(schedule_of, config, ramp.total_steps)
     batches = problems.attempt(Batches, data, seed=config.seed, ramp=ramp)
@@ -314,7 +314,7 @@ def sequences_of(config: RunConfig, ranks: int) -> int:
     return batch.tokens_per_step // length
 
 
-def ramp_of(config: RunConfig, sequences_per_step: int, ranks: int, active: int) -> BatchRamp:
+def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRamp:
     """The batch over the run. active: parameters that a token meets, by which a budget per parameter counts."""
     budget, length = config.budget, config.data.sequence_length
     tokens = budget.tokens
@@ -323,7 +323,6 @@ def ramp_of(config: RunConfig, sequences_per_step: int, ranks: int, active: int)
     ramp = config.batch.ramp
     return batch_ramp(
         sequences_per_step,
-        sequences_per_group=config.batch.sequences_per_micro_batch * ranks,
         total_sequences=None if budget.steps else math.ceil(tokens / length),
         total_steps=budget.steps,
         ramp_from=ramp.start if ramp else 1.0,

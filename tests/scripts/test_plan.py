@@ -232,7 +232,7 @@ def test_runs_that_cannot_be_planned_are_refused(recipe, overrides, gpu, message
 
 
 def test_a_gpu_that_nobody_knows_can_be_described():
-    gpu = find_gpu("mine", memory_bytes=48e9, peak_flops=2e14, price_per_hour=0.5)
+    gpu = find_gpu("mine", memory_bytes=48e9, bf16_flops=2e14, price_per_hour=0.5)
     assert (gpu.memory_bytes, gpu.bf16_flops, gpu.price_per_hour) == (48e9, 2e14, 0.5)
     assert find_gpu("RTX 4090").name == "rtx_4090"
 
