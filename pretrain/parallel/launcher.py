@@ -14,22 +14,13 @@ from pretrain.parallel.launcher_files import command_problems, conflict, deepspe
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 """Our names to accelerate's."""
 
-OF_SEVERAL_PROCESSES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "TORCHELASTIC_",
-    "ACCELERATE_",
-    "FSDP_",
-)
+OF_SEVERAL_PROCESSES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+OF_SEVERAL_PROCESSES += ("ACCELERATE_", "FSDP_")
 """Beginnings of the names by which a process knows that it is one of several."""
 
 
 def environment_alone() -> dict[str, str]:
-    """This process's environment for one that it starts and that takes no part in the training."""
+    """The environment for a process that this one starts and that does not take part in the training."""
     return {name: value for name, value in os.environ.items() if not name.startswith(OF_SEVERAL_PROCESSES)}
 
 
@@ -96,7 +87,7 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
 
 
 def replica_problems(processes: int) -> list[str]:
-    """What is wrong with HSDP's numbers of groups and of processes in each, as the launcher hands them on."""
+    """What is wrong with HSDP's numbers of groups and of processes in each, as the launcher passes them on."""
     replicas = replicas_requested()
     shards = os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "None") if replicas > 1 else "None"
     if processes % replicas:

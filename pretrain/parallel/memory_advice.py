@@ -13,7 +13,6 @@ FURTHER = {
     "zero2": ("fsdp2", "zero3_offload"),
     "fsdp2": ("zero3_offload",),
     "zero3": ("zero3_offload",),
-    "zero3_offload": ("zero3_offload_nvme",),
 }
 """Launcher files that divide or move away more than a strategy does, the fastest first."""
 FURTHER_ELSEWHERE = ("fsdp2", "zero3_offload")

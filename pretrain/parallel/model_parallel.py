@@ -21,7 +21,7 @@ from pretrain.config import RunConfig
 from pretrain.errors import InputError
 from pretrain.model.model_config import load_model_config
 from pretrain.optim.gradient_norm import total_norm
-from pretrain.parallel.launcher import parallel_size, processes_launched
+from pretrain.parallel.launcher import environment_flag, parallel_size, processes_launched
 from pretrain.parallel.layout import Layout
 from pretrain.parallel.strategy import Strategy
 
@@ -32,12 +32,16 @@ class ModelParallel(Strategy, ABC):
     precisions = ("fp32", "bf16")
     compilations = ("none", "regional")
     trains_experts = holds_whole_model = False
+    name: str
+    """In STRATEGIES."""
     launcher_flag: ClassVar[str]
     """Environment variable by which the launcher asks for this strategy."""
     size_variable: ClassVar[str]
     """Environment variable in which the launcher passes on how many processes share a model."""
     size_setting: ClassVar[str]
     """What that is called in the launcher's file."""
+    spans_machines: ClassVar[bool]
+    """Whether processes that share a model communicate little enough to be on several machines, in a plan."""
     mesh_order: ClassVar[tuple[str, str]]
     """Dimensions of the mesh, the last being that of neighbouring processes, whose link is the fastest."""
 
@@ -57,10 +61,19 @@ class ModelParallel(Strategy, ABC):
         """Taken since the last update."""
 
     @classmethod
+    def requested(cls) -> str | None:
+        # HSDP's sizes come under the flag of tensor parallelism.
+        is_requested = environment_flag(cls.launcher_flag) and not environment_flag("ACCELERATE_USE_FSDP")
+        return cls.name if is_requested else None
+
+    @classmethod
     def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
-        """All processes share one model."""
-        environment = {cls.launcher_flag: "true", cls.size_variable: str(ranks)}
-        return replace(super().layout(name, ranks, machines), environment=environment)
+        """All processes share one model, or those of a machine do."""
+        groups = 1 if cls.spans_machines else machines
+        environment = {cls.launcher_flag: "true", cls.size_variable: str(ranks // groups)}
+        options = f" --{cls.size_setting} {ranks // groups}" if groups > 1 else ""
+        layout = super().layout(name, ranks, machines)
+        return replace(layout, groups=groups, environment=environment, options=options)
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:

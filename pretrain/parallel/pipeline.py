@@ -21,7 +21,7 @@ from pretrain.config import Pipeline, RunConfig
 from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak, loss_bytes
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.parallel.launcher import environment_flag, parallel_size
+from pretrain.parallel.launcher import parallel_size
 from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.model_parallel import ModelParallel
 from pretrain.parallel.pipeline_stages import (
@@ -215,9 +215,11 @@ class StagedTensors(TensorGroup):
 class PipelineParallel(ModelParallel):
     """Stages of the model on different processes; several pipelines share the data."""
 
+    name = "pp"
     launcher_flag = "ACCELERATE_USE_MEGATRON_LM"  # the only settings for pipelines that the launcher passes on
     size_variable = "MEGATRON_LM_PP_DEGREE"
     size_setting = "megatron_lm_pp_degree"
+    spans_machines = True
     # Stages exchange little, copies of a stage all its gradients: those are neighbours.
     mesh_order = ("model", "data")
     parameter_form = "stage"
@@ -229,10 +231,6 @@ class PipelineParallel(ModelParallel):
         self.micro_batches_per_call = self.model_ranks
 
     @classmethod
-    def requested(cls) -> str | None:
-        return "pp" if environment_flag(cls.launcher_flag) else None
-
-    @classmethod
     def parts_of_micro_batch(cls, config: RunConfig) -> int:
         return STAGE_LAYOUTS[config.pipeline.schedule].stages_per_rank * config.pipeline.microbatch_scale
 
@@ -241,17 +239,14 @@ class PipelineParallel(ModelParallel):
         """The process that needs most is either the first, with the embedding, or the last, with head and loss."""
         settings, ranks = run.config.pipeline, layout.per_group
         work = run.work(sequences, layout.ranks, cls.parts_of_micro_batch(run.config))  # of one pipeline microbatch
-        sizes, act, stage_layout = work.sizes, work.activations, STAGE_LAYOUTS[settings.schedule]
-        stages = len(stage_layout.owners(ranks))
+        sizes, act, schedule = work.sizes, work.activations, STAGE_LAYOUTS[settings.schedule]
+        stages = len(schedule.owners(ranks))
         microbatches = stages * settings.microbatch_scale
         layers = math.ceil(sizes.layers / ranks)
-        whole = (
-            sizes.layers / stages * microbatches * stage_layout.stages_per_rank
-        )  # layers x microbatches, all kept at once
-        in_flight = {"1F1B": ranks, "Interleaved1F1B": (3 * ranks - 1) / 2 * stage_layout.stages_per_rank / 2}.get(
-            settings.schedule
-        )
-        kept_layers = whole if in_flight is None else min(whole, layers * in_flight)
+        kept_layers = sizes.layers / stages * microbatches * schedule.stages_per_rank  # of all microbatches at once
+        in_flight = {"1F1B": ranks, "Interleaved1F1B": (3 * ranks - 1) / 2 * schedule.stages_per_rank / 2}
+        if settings.schedule in in_flight:
+            kept_layers = min(kept_layers, layers * in_flight[settings.schedule])
         kept = act.outside(work.sequences) * microbatches + kept_layers * act.per_layer(work.sequences)
         loss = loss_bytes(work, work.parameter_bytes, act.hidden(work.sequences))
         first = layers * sizes.layer + sizes.embedding
@@ -261,10 +256,7 @@ class PipelineParallel(ModelParallel):
         travelling = 2 * FP32 * microbatches * work.tokens * sizes.width
         ends = {
             "backward": (first, kept + act.backward(work.sequences)),
-            "loss": (
-                both if stage_layout.is_v else last,
-                (kept if stage_layout.is_v else kept / 2) + loss,
-            ),
+            "loss": (both if schedule.is_v else last, (kept if schedule.is_v else kept / 2) + loss),
         }
         found = []
         for moment, (elements, activations) in ends.items():
@@ -379,9 +371,7 @@ class PipelineParallel(ModelParallel):
         return [(p.grad, p is not copy) for p in self.name_of if p.grad is not None]
 
     def model_tensors(self) -> TensorGroup:
-        saved = self.causal_lm.state_dict().keys()
-        buffers = {n: b for n, b in self.causal_lm.named_buffers() if n in saved and not b.is_meta}
-        return self.staged({name: parameter for parameter, name in self.name_of.items()} | buffers)
+        return self.staged(super().model_tensors().tensors)
 
     def optimizer_tensors(self) -> TensorGroup:
         return self.staged(super().optimizer_tensors().tensors)

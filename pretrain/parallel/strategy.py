@@ -284,7 +284,9 @@ class Strategy:
     def model_tensors(self) -> TensorGroup:
         """The parameters by HF name, tied ones once, in fp32."""
         saved = self.causal_lm.state_dict().keys()
-        buffers = {name: buffer for name, buffer in self.causal_lm.named_buffers() if name in saved}
+        buffers = {
+            name: buffer for name, buffer in self.causal_lm.named_buffers() if name in saved and not buffer.is_meta
+        }
         return TensorGroup.of({name: parameter for parameter, name in self.name_of.items()} | buffers)
 
     def optimizer_tensors(self) -> TensorGroup:

@@ -22,7 +22,7 @@ from pretrain.config import RunConfig
 from pretrain.memory.parts import FP32, Memory, PlannedRun
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.parallel.launcher import environment_flag, parallel_size
+from pretrain.parallel.launcher import parallel_size
 from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.model_parallel import ModelParallel
 from pretrain.parallel.replicas import ReplicaGroup
@@ -69,30 +69,14 @@ def plan_problem(model_config: Any, size: int) -> str | None:
 class TensorParallel(ModelParallel):
     """Every layer on all processes of a group, a slice on each; several groups share the data."""
 
+    name = "tp"
     launcher_flag = "ACCELERATE_USE_PARALLELISM_CONFIG"
     size_variable = "PARALLELISM_CONFIG_TP_SIZE"
     size_setting = "parallelism_config_tp_size"
+    spans_machines = False
     # Slices are summed twice per layer, in both directions: their processes are neighbours.
     mesh_order = ("data", "model")
     parameter_form = "pieces"
-
-    @classmethod
-    def requested(cls) -> str | None:
-        # HSDP's sizes are passed on under the same flag.
-        is_requested = environment_flag(cls.launcher_flag) and not environment_flag("ACCELERATE_USE_FSDP")
-        return "tp" if is_requested else None
-
-    @classmethod
-    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
-        """The processes of a machine share one model."""
-        layout = super().layout(name, ranks, machines)
-        if machines == 1:
-            return layout
-        size = str(ranks // machines)
-        environment = {**layout.environment, cls.size_variable: size}
-        return replace(
-            layout, groups=machines, environment=environment, options=f" --parallelism_config_tp_size {size}"
-        )
 
     @classmethod
     def micro_batches(cls, layout: Layout) -> int:

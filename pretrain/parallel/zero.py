@@ -126,7 +126,7 @@ class Zero(Strategy):
     def make_accelerator(self) -> Accelerator:
         folder = prepare_extensions_folder()
         if uses_nvme() and not (folder / "async_io" / "async_io.so").exists() and os.environ.get("RANK", "0") == "0":
-            print("compiling DeepSpeed's operator for files, once on this machine: some minutes ...", flush=True)
+            print("compiling DeepSpeed's file I/O operator, once per machine; this takes minutes ...", flush=True)
         import deepspeed
 
         # An operator for all-reduces between processes of one CPU, compiled at the first start: gloo serves as well.
@@ -137,7 +137,7 @@ class Zero(Strategy):
         self.settings = {**deepspeed_file(), **derived_settings(self.config, self.precision)}
         self.stage: int = self.settings["zero_optimization"]["stage"]
         kwargs_handlers = []
-        if device_type() == "cpu":  # without a backend every process would believe that it is alone
+        if device_type() == "cpu":  # without a backend every process would run on its own
             kwargs_handlers.append(InitProcessGroupKwargs(backend="gloo"))
         accelerator = Accelerator(
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=self.settings, zero3_init_flag=False),
