@@ -21,6 +21,7 @@ from pretrain.model.build import (
     save_model_metadata,
     set_end_of_document,
 )
+from pretrain.model.initial_weights import units_of
 from pretrain.model.model_config import load_model_config
 from support.tiny_models import LLAMA, TINY
 
@@ -162,6 +163,18 @@ def test_units_made_one_at_a_time_are_those_of_the_whole_model(config):
         )
     alone.tie_weights()
     assert digest(alone) == digest(whole)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "ctrl"])  # ctrl names no class of its layers
+def test_units_together_are_the_whole_model(model_type):
+    model = build_meta_model(AutoConfig.for_model(model_type))
+    filled = {id(parameter) for unit in units_of(model) for parameter in model.get_submodule(unit).parameters()}
+    assert filled == {id(parameter) for parameter in model.parameters()} != set()
+
+
+def test_a_model_whose_parts_cannot_be_made_alone_is_refused():
+    with pytest.raises(InputError, match=r"model: GPTBigCodeForCausalLM has bias beside its layers, in transformer"):
+        units_of(build_meta_model(AutoConfig.for_model("gpt_bigcode")))
 
 
 def test_weights_that_exist_are_initialised_in_place_to_the_same_values(config):
