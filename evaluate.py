@@ -144,7 +144,7 @@ def read_number(arguments: argparse.Namespace, name: str, kind: type, least: int
         return [f"--{name} {text}: must be {wanted}"]
     setattr(arguments, name, number)
     # not (a > b) instead of a <= b: nan is no number above 0 either
-    is_wrong = not (number > 0) if least is None else number < least
+    is_wrong = not (number > 0) if least is None else not (number >= least)
     return [f"--{name} {text}: must be {wanted} and at most 1e18"] if is_wrong or number > 1e18 else []
 
 
@@ -159,7 +159,7 @@ def main(argv: list[str]) -> None:
         talk_to_model(arguments)
         return
     _, strategy = evaluate_models(arguments)
-    strategy.exit(0)
+    strategy.ranks.exit(0)
 
 
 if __name__ == "__main__":

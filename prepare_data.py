@@ -20,20 +20,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, run_script
-from pretrain.preparation.arguments import PreparationRequest, available_cores, parse_arguments, read_request
+from pretrain.preparation.arguments import parse_arguments
 
 if TYPE_CHECKING:
     from pretrain.preparation.collector import Tally
-    from pretrain.preparation.plan import Documents
-    from pretrain.preparation.prepare import Encode, PreparationOutcome
+    from pretrain.preparation.plan import PreparationRequest
+    from pretrain.preparation.prepare import PreparationOutcome
 
 
 def main() -> int:
     arguments = parse_arguments(__doc__)
+    # Imported after the command line is parsed: --help must not wait for numpy.
+    from pretrain.preparation.inspect import inspection_text
+    from pretrain.preparation.request import read_request
+
     if arguments.verify:
         return verify(arguments.verify)
     if arguments.inspect:
-        return inspect(arguments.inspect)
+        print(inspection_text(Path(arguments.inspect)))
+        return 0
     request = read_request(arguments)
     if request.destination:
         request.destination.open()
@@ -56,74 +61,36 @@ def verify(folder: str) -> int:
     return 0
 
 
-def inspect(folder: str) -> int:
-    """Prints what is in a prepared folder."""
-    from pretrain.preparation.inspect import inspection_text
-
-    print(inspection_text(Path(folder)))
-    return 0
-
-
-def train(request: PreparationRequest) -> int:
+def train(request: "PreparationRequest") -> int:
     """Trains a tokenizer on the documents."""
     from pretrain.preparation.tokenizer_training import train_tokenizer
 
-    os.environ.setdefault("RAYON_NUM_THREADS", str(request.workers or available_cores()))
-    train_tokenizer(request.documents, request.output, request.vocabulary_size, request.sample_bytes, request.options)
+    os.environ.setdefault("RAYON_NUM_THREADS", str(request.workers))
+    train_tokenizer(request)
     print(f"Next: python prepare_data.py --input ... --tokenizer {request.output} --output data/NAME")
     return 0
 
 
-def prepare_shards(request: PreparationRequest) -> int:
+def prepare_shards(request: "PreparationRequest") -> int:
     """Makes the folder of shards, or one slice of it."""
     from pretrain.preparation.prepare import StoppedError, prepare
     from pretrain.preparation.progress import DocumentProgress
-    from pretrain.preparation.slices import slice_folder, slice_of
+    from pretrain.preparation.slices import slice_of
 
     started = time.monotonic()
-    documents, options, output = request.documents, request.options, request.output
     if request.slice:
-        documents, options = slice_of(documents, options, *request.slice)
-        output = slice_folder(output, *request.slice)
-    with DocumentProgress(documents.total_bytes) as progress:
+        request = slice_of(request, *request.slice)
+    output = request.output
+    with DocumentProgress(request.documents.total_bytes) as progress:
         try:
-            outcome = prepare(
-                documents,
-                request.tokenizer,
-                output,
-                options,
-                engine=request.engine,
-                workers=request.workers or available_cores(),
-                say=progress.say,
-                report=progress.update,
-                encode=encoder_of(request, documents),
-            )
+            outcome = prepare(request, say=progress.say, report=progress.update)
         except StoppedError as stop:
             progress.say(f"stopped; run the same command again to continue {output}")
             return EXIT_INTERRUPTED if stop.args[0] == signal.SIGINT else EXIT_PREEMPTED
-    if outcome.already_done:
-        print(f"{output}: already complete")
-    else:
-        print(f"{output}: prepared in {time.monotonic() - started:.1f} s")
+    how = "already complete" if outcome.already_done else f"prepared in {time.monotonic() - started:.1f} s"
+    print(f"{output}: {how}")
     print_summary(outcome, str(output), is_slice=request.slice is not None)
-    sys.stdout.flush()
     return 0
-
-
-def encoder_of(request: PreparationRequest, documents: "Documents") -> "Encode | None":
-    """Where encoded parts come from: slices to merge, a Ray cluster, or (None) processes of this machine."""
-    if request.merge_slices:
-        from pretrain.preparation.slices import merged_parts, require_slices
-
-        folders = require_slices(request.output, documents, request.tokenizer, request.options, request.merge_slices)
-        return lambda start, settings: merged_parts(folders, start, documents.total_bytes or 0, settings.deduplicate)
-    if request.on_ray:
-        from pretrain.preparation.ray_workers import encode_parts_on_ray
-
-        return lambda start, settings: encode_parts_on_ray(
-            documents.parts(settings.reading, start), settings, request.workers, request.ray_address
-        )
-    return None
 
 
 def print_summary(outcome: "PreparationOutcome", output: str, is_slice: bool) -> None:

@@ -77,7 +77,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def add_recipe(arguments: argparse.Namespace) -> list[str]:
     """Fills from the run's recipe what the command line leaves open; returns what is missing or wrong then."""
-    from pretrain.runs.settings import read_config
+    from pretrain.runs.run_folder import read_config
 
     if arguments.run is None:
         return ["--run is missing: give the folder of a run, such as runs/x"]
@@ -129,7 +129,7 @@ def publish_one(arguments: argparse.Namespace, model: "Model", staging: Path, ur
     from pretrain.runs.publishing.card import Publication
     from pretrain.runs.publishing.hub_upload import upload, waiting_mark
     from pretrain.runs.publishing.publish import stage, writing_to
-    from pretrain.runs.settings import read_config
+    from pretrain.runs.run_folder import read_config
 
     publication = Publication(
         repository=arguments.repo,

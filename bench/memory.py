@@ -178,7 +178,7 @@ def measure_here(case: Case, folder: Path) -> int:
     measured = measure_peak(config, strategy, case.micro_steps)
     sys.stdout.write(json.dumps({"measured": measured, "predicted": predicted.total}) + "\n")
     sys.stdout.flush()
-    strategy.exit(0)
+    strategy.ranks.exit(0)
     return 0
 
 

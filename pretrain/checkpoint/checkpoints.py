@@ -31,7 +31,8 @@ from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, shares, tensor_index
 from pretrain.errors import EXIT_NO_VALID_CHECKPOINT
 from pretrain.files import REMOVED, commit, damage, remove, seal, write_durably
-from pretrain.parallel.strategy import Strategy, TensorGroup
+from pretrain.parallel.ranks import Ranks
+from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.runs.run_folder import read_state, step_of
 
 UNFINISHED, DAMAGED = ".saving-", "damaged-"
@@ -76,9 +77,9 @@ class Save:
 class Checkpoints:
     """The checkpoints of one run. Every method but `finished` is called by all ranks together."""
 
-    def __init__(self, run: Path, strategy: Strategy, settings: config.Checkpoint):
+    def __init__(self, run: Path, ranks: Ranks, settings: config.Checkpoint):
         self.folder = run / "checkpoints"
-        self.strategy, self.settings, self.in_background = strategy, settings, settings.in_background
+        self.ranks, self.settings, self.in_background = ranks, settings, settings.in_background
         self.last_step: int | None = None
         """The step of the newest checkpoint that was found valid or written."""
         self.begun_step: int | None = None
@@ -86,8 +87,8 @@ class Checkpoints:
         self._in_flight: Save | None = None
         self._done: list[Save] = []
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
-        with strategy.together(SaveError):
-            if strategy.is_main:
+        with ranks.together(SaveError):
+            if ranks.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for leftover in [*self.folder.glob(f"{UNFINISHED}*"), *self.folder.glob(f"{REMOVED}*")]:
                     shutil.rmtree(leftover)
@@ -119,8 +120,8 @@ class Checkpoints:
         unfinished = self.folder / f"{UNFINISHED}{final.name}"
         save = Save(step, final, {}, {}, contents, describe, started=begun)
         try:
-            with self.strategy.together(SaveError):
-                if self.strategy.is_main:
+            with self.ranks.together(SaveError):
+                if self.ranks.is_main:
                     require_space(self.folder, sum(bytes_of(group) for group in groups.values()))
                     shutil.rmtree(unfinished, ignore_errors=True)
                     unfinished.mkdir()
@@ -160,8 +161,9 @@ class Checkpoints:
         New memory costs more than the copy: the kernel clears every page of it.
         """
         staged: dict[str, dict[str, torch.Tensor]] = {}
-        rank, ranks, on_gpu = self.strategy.rank, self.strategy.ranks, False
-        for file, name, tensor in shares(prefix, group, rank, ranks, beat, on_host=not self.in_background):
+        on_gpu = False
+        mine = shares(prefix, group, self.ranks.rank, self.ranks.count, beat, on_host=not self.in_background)
+        for file, name, tensor in mine:
             on_gpu = on_gpu or tensor.is_cuda
             if not self.in_background:
                 staged.setdefault(file, {})[name] = tensor.contiguous()
@@ -195,16 +197,16 @@ class Checkpoints:
                 written[file] = seal(unfinished / file)
         except Exception as error:  # whatever it is, the other ranks wait for the answer
             problem = f"{type(error).__name__}: {error}"
-        answers = self.strategy.gather((problem, written), in_background=True)
+        answers = self.ranks.gather((problem, written), in_background=True)
         problems = [problem for problem, _ in answers if problem]
-        if not problems and self.strategy.is_main:
+        if not problems and self.ranks.is_main:
             try:
                 self._commit(save, unfinished, {n: entry for _, share in answers for n, entry in share.items()})
             except Exception as error:  # as above: describing the model may fail in any way
                 problems = [f"{type(error).__name__}: {error}"]
         # Nobody goes on before the commit: the next save must find it done, and all must know how it went.
-        problems = self.strategy.gather(problems, in_background=True)[0]
-        if problems and self.strategy.is_main:
+        problems = self.ranks.gather(problems, in_background=True)[0]
+        if problems and self.ranks.is_main:
             shutil.rmtree(unfinished, ignore_errors=True)
         save.bytes = sum(entry["bytes"] for _, share in answers for entry in share.values())
         return "; ".join(problems) or None
@@ -223,8 +225,8 @@ class Checkpoints:
 
     def valid(self, folder: Path) -> Path:
         """A checkpoint of any run, once its files are found to be as they were written. Raises NoValidCheckpoint."""
-        share = damage(folder, self.strategy.rank, self.strategy.ranks)
-        if problems := [problem for found in self.strategy.gather(share) for problem in found]:
+        share = damage(folder, self.ranks.rank, self.ranks.count)
+        if problems := [problem for found in self.ranks.gather(share) for problem in found]:
             raise NoValidCheckpointError(f"{folder} cannot be used: {'; '.join(problems)}")
         return folder
 
@@ -238,22 +240,22 @@ class Checkpoints:
         """
         self.wait(beat)
         # The main rank's list: on a network disk the others may still see an older one.
-        present = self.strategy.gather(sorted(path.name for path in self.folder.glob("step-*")))[0]
+        present = self.ranks.gather(sorted(path.name for path in self.folder.glob("step-*")))[0]
         for folder in [self.folder / name for name in reversed(present)]:
             if at_most is not None and step_of(folder) > at_most:
                 continue
-            share = damage(folder, self.strategy.rank, self.strategy.ranks, beat)
-            problems = [problem for found in self.strategy.gather(share) for problem in found]
+            share = damage(folder, self.ranks.rank, self.ranks.count, beat)
+            problems = [problem for found in self.ranks.gather(share) for problem in found]
             if not problems:
                 self.last_step = self.begun_step = step_of(folder)
                 return folder
             aside = folder.with_name(f"{DAMAGED}{folder.name}")
             log(f"checkpoint {folder.name} cannot be used: {'; '.join(problems)}; renamed to {aside.name}")
-            with self.strategy.together(SaveError):
-                if self.strategy.is_main:
+            with self.ranks.together(SaveError):
+                if self.ranks.is_main:
                     shutil.rmtree(aside, ignore_errors=True)
                     folder.rename(aside)
-        if at_most is None and (lost := self.strategy.gather(self._lost())[0]):
+        if at_most is None and (lost := self.ranks.gather(self._lost())[0]):
             raise NoValidCheckpointError(
                 f"none of the checkpoints in {self.folder} is intact ({lost}); restore one from a copy as step-..., "
                 "or start again with another --output"
@@ -270,17 +272,15 @@ class Checkpoints:
     def discard_after(self, step: int) -> None:
         """Removes the checkpoints of later steps: training rolls back to `step` and continues differently."""
         self.wait()
-        with self.strategy.together(SaveError):
-            if self.strategy.is_main:
+        with self.ranks.together(SaveError):
+            if self.ranks.is_main:
                 write_durably(self.folder / "LATEST", f"step-{step:08d}")
                 for folder in self.folder.glob("step-*"):
                     if step_of(folder) > step:
                         remove(folder)
 
     def _prune(self) -> None:
-        losses = {
-            step_of(folder): (read_state(folder) or {}).get("validation_loss") for folder in self.folder.glob("step-*")
-        }
+        losses = {step_of(folder): read_state(folder).get("validation_loss") for folder in self.folder.glob("step-*")}
         for step in set(losses) - steps_to_keep(self.settings, losses):
             remove(self.folder / f"step-{step:08d}")
 
@@ -331,7 +331,7 @@ class SavedRun:
 
 def load_saved(folder: Path) -> SavedRun:
     """The contents of a checkpoint that was found valid."""
-    if (contents := read_state(folder)) is None:
+    if not (contents := read_state(folder)):
         raise NoValidCheckpointError(f"{folder}: its trainer_state.json cannot be read")
     try:
         return SavedRun(SavedTensors(folder, "model"), SavedTensors(folder, "optimizer"), contents)

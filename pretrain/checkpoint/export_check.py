@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 import pretrain.model.architectures  # noqa: F401  (registers the local models, which then need no trust_remote_code)
+from pretrain.config import WindowSpec
 from pretrain.data.shards import ShardReader
 from pretrain.data.windows import read_windows, windows_of
 from pretrain.files import damage
@@ -65,8 +66,7 @@ def verify_export(
     precision: str,
     training_losses: dict[str, float] | None = None,
     readers: dict[str, ShardReader] | None = None,
-    sequence_length: int | None = None,
-    document_mask: bool = True,
+    window: WindowSpec | None = None,
 ) -> ExportCheck:
     """Compares an exported folder with the checkpoint of the same step and with the model that trained. One process.
 
@@ -79,7 +79,7 @@ def verify_export(
         precision: of the training, as resolved.
         training_losses: {source: mean loss of the training model over the first window}, from all ranks together.
         readers: the sources of training_losses.
-        sequence_length, document_mask: of that measurement.
+        window: of that measurement.
     """
     check = ExportCheck(folder)
     check.problems += [f"damaged: {problem}" for problem in damage(folder)]
@@ -96,7 +96,7 @@ def verify_export(
         check.problems += exported_tokenizer_problems(folder, exported)
         ids_BT = probe_ids(exported.config.vocab_size)
         if training_losses and readers:
-            losses = losses_of(exported, readers, sequence_length, document_mask)
+            losses = losses_of(exported, readers, window)
             tolerance = max(LOSS_TOLERANCE[dtype], LOSS_TOLERANCE[precision])
             compare_losses(check, losses, training_losses, tolerance)
         else:
@@ -188,9 +188,7 @@ def compare_logits(
 
 
 @torch.no_grad()
-def losses_of(
-    model: PreTrainedModel, readers: dict[str, ShardReader], sequence_length: int, document_mask: bool
-) -> dict[str, float]:
+def losses_of(model: PreTrainedModel, readers: dict[str, ShardReader], window: WindowSpec) -> dict[str, float]:
     """{source: mean loss per token in nats over its first window}, in fp32 on the CPU.
 
     By the library's own eager forward pass and logits, each document of the window alone: on no path that the training
@@ -198,17 +196,17 @@ def losses_of(
     """
     losses = {}
     for name, reader in readers.items():
-        ids = read_windows(reader, windows_of(reader, sequence_length, 1), sequence_length, rows=1)
+        ids = read_windows(reader, windows_of(reader, window, 1), window, rows=1)
         ids_T = torch.from_numpy(ids[0].astype(np.int64))
         starts = {0}
-        if document_mask:
+        if window.document_mask:
             starts |= set((ids_T[:-1] == reader.manifest.end_of_document_id).nonzero()[:, 0].tolist())
-        bounds = [*sorted(starts), sequence_length]
+        bounds = [*sorted(starts), window.sequence_length]
         total = 0.0
         for start, end in itertools.pairwise(bounds):
             logits_TV = exported_logits(model, ids_T[None, start:end])[0]
             total += F.cross_entropy(logits_TV.float(), ids_T[start + 1 : end + 1], reduction="sum").item()
-        losses[name] = total / sequence_length
+        losses[name] = total / window.sequence_length
     return losses
 
 

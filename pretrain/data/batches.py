@@ -105,12 +105,12 @@ class Batches:
 
     def __init__(self, data: Data, *, seed: int, ramp: BatchRamp, skipped: Sequence[SkippedRange] = ()):
         self.data = data
-        self.sequence_length = data.sequence_length
+        self.window = data.window
         self.random_windows = data.sampling == "random_windows"
         self.seed, self.ramp, self.skipped = seed, ramp, tuple(skipped)
         self.readers = open_training(data)
         self.folders = list(self.readers)
-        self.windows = np.array([(r.tokens - 1) // self.sequence_length for r in self.readers.values()], np.int64)
+        self._windows_per_epoch = np.array([self.window.count_in(r.tokens) for r in self.readers.values()], np.int64)
         self.segments = self._plan(data)
         self._starts = [segment.first_sample for segment in self.segments]
         self._permutations: dict[tuple[int, int], Permutation] = {}
@@ -123,7 +123,7 @@ class Batches:
     def read(self, step: int, micro_step: int, rank: int, *, ranks: int, sequences: int) -> np.ndarray:
         """Token ids (sequences, sequence_length + 1) of one micro-batch, in the shards' own integer type."""
         first = self.ramp.sequences_before(step) + (micro_step * ranks + rank) * sequences
-        out = np.empty((sequences, self.sequence_length + 1), self.dtype)
+        out = np.empty((sequences, self.window.sequence_length + 1), self.dtype)
         for row, (source, start) in enumerate(self._located(first, sequences)):
             self.readers[self.folders[source]].read(start, out[row])
         if out.max() >= self.vocabulary_size:
@@ -165,7 +165,9 @@ class Batches:
         segment = self.segments[bisect.bisect_right(self._starts, int(sample[0])) - 1]
         rounds, place = divmod(int(sample[0]) - segment.first_sample, len(segment.pattern))
         drawn = segment.drawn_before + rounds * segment.drawn[-1] + segment.drawn[place]
-        return {folder: float(n / w) for folder, n, w in zip(self.folders, drawn, self.windows, strict=True)}
+        return {
+            folder: float(n / w) for folder, n, w in zip(self.folders, drawn, self._windows_per_epoch, strict=True)
+        }
 
     def samples_of(self, first_step: int, last_step: int) -> SkippedRange:
         """The samples that steps first_step to last_step (counted from 0) use, as a range to leave out."""
@@ -195,34 +197,27 @@ class Batches:
         return samples
 
     def _first_tokens(self, source: np.ndarray, draw: np.ndarray) -> np.ndarray:
-        starts = np.empty_like(draw)
-        epoch, place = np.divmod(draw, self.windows[source])
+        starts, length = np.empty_like(draw), self.window.sequence_length
+        epoch, place = np.divmod(draw, self._windows_per_epoch[source])
         for number, turn in {*zip(source.tolist(), epoch.tolist(), strict=True)}:
             here = (source == number) & (epoch == turn)
             if self.random_windows:
                 reader = self.readers[self.folders[number]]
                 key = np.uint64(key_of(self.seed, number, "random") & (2**64 - 1))
-                starts[here] = _mix(_mix(draw[here].astype(np.uint64)) ^ key) % (reader.tokens - self.sequence_length)
+                starts[here] = _mix(_mix(draw[here].astype(np.uint64)) ^ key) % (reader.tokens - length)
             else:
-                starts[here] = self._permutation(number, turn)(place[here]) * self.sequence_length
+                starts[here] = self._permutation(number, turn)(place[here]) * length
         return starts
 
     def _permutation(self, source: int, epoch: int) -> Permutation:
         if (source, epoch) not in self._permutations:
             self._permutations = {key: value for key, value in self._permutations.items() if key[1] >= epoch - 1}
             self._permutations[source, epoch] = Permutation(
-                int(self.windows[source]), key_of(self.seed, source, epoch, "epoch")
+                int(self._windows_per_epoch[source]), key_of(self.seed, source, epoch, "epoch")
             )
         return self._permutations[source, epoch]
 
     def _plan(self, data: Data) -> list[Segment]:
-        short = [
-            f"{folder}: {reader.tokens:,} training tokens are fewer than one sequence of {self.sequence_length:,} + 1"
-            for folder, reader in self.readers.items()
-            if reader.tokens <= self.sequence_length
-        ]
-        if short:
-            raise InputError(*short)
         skipped = sum(count for _, count in self.skipped)
         total = self.ramp.total_sequences + skipped
         segments: list[Segment] = []
@@ -246,7 +241,7 @@ class Batches:
         for source in sources:
             number = self.folders.index(str(source.shards))
             if source.max_epochs is not None:
-                left[number] = int(source.max_epochs * self.windows[number]) - drawn[number]
+                left[number] = int(source.max_epochs * self._windows_per_epoch[number]) - drawn[number]
             weights[number] = source.weight if left[number] > 0 else 0.0
         if not weights.any():
             return None, 0
@@ -261,7 +256,7 @@ class Batches:
         return Segment(sample, pattern, counts, drawn.copy()), length
 
     def _exhausted(self, sources: list[Source], sample: int, total: int) -> str:
-        tokens = self.sequence_length
+        tokens = self.window.sequence_length
         caps = ", ".join(f"{source.shards} after {source.max_epochs:g} epochs" for source in sources)
         return (
             f"data: the sources are used up ({caps}) at {sample * tokens:,} of {total * tokens:,} tokens; "
@@ -290,8 +285,15 @@ def open_training(data: Data) -> dict[str, ShardReader]:
     readers: dict[str, ShardReader] = {}
     problems = Problems()
     for folder, tokenizer in {str(s.shards): s.tokenizer for stage in data.mixtures for s in stage.train}.items():
-        if reader := problems.attempt(open_shards, folder, "train", tokenizer):
-            readers[folder] = reader
+        reader = problems.attempt(open_shards, folder, "train", tokenizer)
+        if reader is None:
+            continue
+        readers[folder] = reader
+        if not data.window.count_in(reader.tokens):
+            problems.append(
+                f"{folder}: {reader.tokens:,} training tokens are fewer than one sequence of "
+                f"{data.sequence_length:,} + 1; prepare more text or lower data.sequence_length"
+            )
     names = {reader.manifest.tokenizer_sha256: folder for folder, reader in readers.items()}
     if len(names) > 1:
         problems.append(

@@ -65,23 +65,23 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
     """
     jobs, tasks = find_everything(arguments)
     strategy = Strategy("fp32")  # precision is each model's own; see measure_shards
-    if not strategy.is_main or not sys.stderr.isatty():
+    if not strategy.ranks.is_main or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    in_bf16 = strategy.is_main and measures_in_bf16(jobs, tasks, arguments.precision)
+    in_bf16 = strategy.ranks.is_main and measures_in_bf16(jobs, tasks, arguments.precision)
     if in_bf16 and (problem := emulation_of_bf16(strategy.device)):
         print(f"warning: {problem}; give --precision fp32", file=sys.stderr, flush=True)
     evaluations = []
     for job in jobs:
         evaluation = measure(job, tasks, arguments, strategy)
         evaluations.append(evaluation)
-        if strategy.is_main:
+        if strategy.ranks.is_main:
             append_to_run(evaluation)
             track(evaluation)
             if arguments.output:
                 write_results(arguments.output, evaluations, command_line_settings(arguments))
             if evaluation.sample is not None:
                 print(f"--- {job.address.name}\n{evaluation.sample}\n---", flush=True)
-    if strategy.is_main:
+    if strategy.ranks.is_main:
         report_evaluation(evaluations, arguments)
     return evaluations, strategy
 
@@ -125,7 +125,7 @@ def report_evaluation(evaluations: list[ModelResults], arguments: argparse.Names
 def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelection | None]:
     """Finds models, shards and tasks. Raises InputError with every problem of all of them."""
     problems = Problems(output_problems("--output", arguments.output))
-    addresses = [address for text in arguments.model for address in problems.attempt(find_models, [text]) or []]
+    addresses = [address for text in arguments.model for address in problems.attempt(find_models, text) or []]
     for folder in arguments.data:
         problems.attempt(read_manifest, folder, arguments.tokenizer)
     jobs = []
@@ -164,9 +164,7 @@ def add_sources(job: Job, arguments: argparse.Namespace) -> None:
         sequences_per_micro_batch=None if arguments.batch_size == "auto" else arguments.batch_size,
     )
     job.settings = settings_for(job.address, job.config, wishes)
-    job.readers = open_evaluation_shards(
-        arguments.data, arguments.split, job.settings.sequence_length, arguments.tokenizer
-    )
+    job.readers = open_evaluation_shards(arguments.data, arguments.split, job.settings.window, arguments.tokenizer)
     manifests = [reader.manifest for reader in job.readers.values()]
     problems = [p for manifest in manifests for p in tokenizer_problems(job.address, job.config, manifest)]
     if problems:
@@ -202,13 +200,14 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
     model = load_pretrained(str(job.address.folder), trust_remote_code=arguments.trust_remote_code)
     model.eval()
     result = ModelResults(job.address, parameters=sum(parameter.numel() for parameter in model.parameters()))
-    if job.prompt_ids_BT is not None and strategy.is_main:
+    if job.prompt_ids_BT is not None and strategy.ranks.is_main:
         result.sample = generate_text(
             model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling_of(arguments)
         )
     if job.readers:
         result.sources = measure_shards(model, job.readers, strategy, job.settings)
-        result.source_settings = {"split": arguments.split, **asdict(job.settings)}
+        settings = asdict(job.settings)
+        result.source_settings = {"split": arguments.split, **settings.pop("window"), **settings}
     # The harness loads the model itself, in the dtype that it is saved in.
     del model
     gc.collect()
@@ -243,7 +242,9 @@ def talk_to_model(arguments: argparse.Namespace) -> None:
     device = torch.device(device_type())
 
     def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
-        (address,) = find_models(arguments.model)
+        address, *others = find_models(arguments.model[0])
+        if others:
+            raise InputError(f"--interactive: continues text with one model, not {arguments.model[0]}")
         config = load_model_config(str(address.folder), trust_remote_code=arguments.trust_remote_code)
         job = Job(address, config)
         add_tokenizer(job, arguments)

@@ -23,8 +23,14 @@ HELP = """Type a beginning and press Enter; \\n stands for a new line. The model
   :top_p 0.9         from those of 90 % in all     :max_new_tokens 100
   :reload            the newest checkpoint         :settings        as they are
   :help              this                          :quit            or Ctrl-D. Ctrl-C stops a text"""
-DEFAULTS = {"temperature": 0.8, "top_k": 50, "top_p": None, "max_new_tokens": 100}
-"""Of what the command line leaves open; small base models repeat themselves under greedy decoding."""
+SETTINGS = {
+    "temperature": (float, 0, 100),
+    "top_k": (int, 0, 10**9),
+    "top_p": (float, 0, 1),
+    "max_new_tokens": (int, 1, 10**9),
+}
+"""Kind of number, least and most."""
+EXAMPLES = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "max_new_tokens": 100}
 
 Loader = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, str]]
 """Gives a model, its tokenizer and its name, as they are on disk now."""
@@ -38,7 +44,7 @@ class Session:
         sampling: how to begin; the seed counts up with each text.
     """
 
-    COMMANDS = ("more", "again", "temperature", "top_k", "top_p", "max_new_tokens", "reload", "settings", "help", "quit")
+    COMMANDS = ("more", "again", *SETTINGS, "reload", "settings", "help", "quit")
 
     def __init__(self, load: Loader, sampling: Sampling, device: torch.device):
         self._load, self._device, self.sampling = load, device, sampling
@@ -67,7 +73,7 @@ class Session:
         name, _, value = line[1:].strip().partition(" ")
         if name not in self.COMMANDS:
             raise InputError(f":{name}: unknown{did_you_mean(name, self.COMMANDS)}")
-        if name in ("temperature", "top_k", "top_p", "max_new_tokens"):
+        if name in SETTINGS:
             self.sampling = changed(self.sampling, name, value.strip())
         elif name in ("more", "again"):
             if not self.text:
@@ -121,18 +127,17 @@ def devices_of(device: torch.device) -> list[torch.device]:
 
 def changed(sampling: Sampling, name: str, value: str) -> Sampling:
     """Raises InputError for a value that is not allowed."""
-    limits = {"temperature": (float, 0, 100), "top_k": (int, 0, 10**9), "top_p": (float, 0, 1)}
-    kind, least, most = limits.get(name, (int, 1, 10**9))
+    kind, least, most = SETTINGS[name]
     try:
         number = kind(value)
     except ValueError:
         number = None
     if number is None or not least <= number <= most:
-        raise InputError(f":{name} {value}: give a number from {least} to {most}, such as :{name} {DEFAULTS[name] or 0.9}")
+        raise InputError(f":{name} {value}: give a number from {least} to {most:,}, such as :{name} {EXAMPLES[name]}")
     if name == "temperature" and not number:
         return dataclasses.replace(sampling, temperature=None, top_k=None, top_p=None)
     if name in ("top_k", "top_p") and sampling.temperature is None:
-        sampling = dataclasses.replace(sampling, temperature=DEFAULTS["temperature"])
+        sampling = dataclasses.replace(sampling, temperature=EXAMPLES["temperature"])
     return dataclasses.replace(sampling, **{name: number or None})
 
 

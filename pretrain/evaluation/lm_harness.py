@@ -207,7 +207,7 @@ def score_tasks(
 
     if batch_size is None:
         batch_size = "auto" if strategy.device.type == "cuda" else "1"
-    with evaluate_package_importable(), only_main_prints(strategy.is_main):
+    with evaluate_package_importable(), only_main_prints(strategy.ranks.is_main):
         model = _shared_model(strategy)(
             pretrained=str(folder),
             device=str(strategy.device),
@@ -228,7 +228,7 @@ def score_tasks(
             log_samples=False,
         )
         # The harness hands out results where LOCAL_RANK is 0 alone.
-        gathered = strategy.gather(None if results is None else _scores(results, tasks.names))
+        gathered = strategy.ranks.gather(None if results is None else _scores(results, tasks.names))
     return next(scores for scores in gathered if scores is not None)
 
 
@@ -254,10 +254,10 @@ def _shared_model(strategy: Strategy) -> type:
 
         def _answer(self, method, requests, disable_tqdm):
             # By document: its choices share a context, which the harness computes once.
-            owners = [request.doc_id % strategy.ranks for request in requests]
-            mine = [request for request, owner in zip(requests, owners, strict=True) if owner == strategy.rank]
+            owners = [request.doc_id % strategy.ranks.count for request in requests]
+            mine = [request for request, owner in zip(requests, owners, strict=True) if owner == strategy.ranks.rank]
             answers = method(mine, disable_tqdm) if mine else []
-            parts = [iter(part) for part in strategy.gather(list(answers))]
+            parts = [iter(part) for part in strategy.ranks.gather(list(answers))]
             return [next(parts[owner]) for owner in owners]
 
     return SharedModel

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, WindowSpec
 from pretrain.data.manifest import Manifest
 from pretrain.data.shards import ShardReader, open_shards
 from pretrain.errors import InputError
@@ -34,8 +34,7 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class ShardSettings:
     """How a model is measured. For a model of a run they are the run's own, so that the numbers agree."""
 
-    sequence_length: int
-    document_mask: bool
+    window: WindowSpec
     precision: str
     """Arithmetic over fp32 weights: fp32, bf16 or fp16."""
     attention: str
@@ -94,10 +93,9 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, wishes: Wishes
     if document_mask is None and run:
         document_mask = run.data.document_mask
     precision = resolve_precision(precision)
-    attention, document_mask = _attention(config, run.attention if run else "auto", precision, document_mask)
+    attention, document_mask = _attention(config, run.attention if run else "auto", precision, length, document_mask)
     return ShardSettings(
-        sequence_length=length,
-        document_mask=document_mask,
+        window=WindowSpec(length, document_mask),
         precision=precision,
         attention=attention,
         loss_backend=choose_loss(run.loss.backend if run else "auto", device_type=device_type(), compile_mode="none"),
@@ -108,7 +106,7 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, wishes: Wishes
 
 
 def _attention(
-    config: PreTrainedConfig, requested: str, precision: str, document_mask: bool | None
+    config: PreTrainedConfig, requested: str, precision: str, length: int, document_mask: bool | None
 ) -> tuple[str, bool]:
     """(attention, document_mask): the run's own kernel, or where this machine has none the one that computes the same.
 
@@ -123,11 +121,11 @@ def _attention(
         requested = "auto"
     try:
         wanted = document_mask is not False
-        return probe(config, attention=requested, document_mask=wanted).attention, wanted
+        return probe(config, attention=requested, window=WindowSpec(length, wanted)).attention, wanted
     except InputError:
         if document_mask is not None:
             raise
-        return probe(config, attention=requested, document_mask=False).attention, False
+        return probe(config, attention=requested, window=WindowSpec(length, False)).attention, False
 
 
 def run_config_of(address: ModelAddress) -> RunConfig | None:
@@ -143,7 +141,7 @@ def run_config_of(address: ModelAddress) -> RunConfig | None:
 
 
 def open_evaluation_shards(
-    folders: list[Path], split: str, sequence_length: int, tokenizer: str | None = None
+    folders: list[Path], split: str, window: WindowSpec, tokenizer: str | None = None
 ) -> dict[str, ShardReader]:
     """{name: reader}; tokenizer: of files that others prepared. Raises InputError with every unusable folder."""
     readers: dict[str, ShardReader] = {}
@@ -154,10 +152,10 @@ def open_evaluation_shards(
         except InputError as error:
             problems += error.problems
             continue
-        if reader.tokens <= sequence_length:
+        if not window.count_in(reader.tokens):
             problems.append(
                 f"--data {folder}: {reader.tokens:,} {split} tokens are fewer than one sequence of "
-                f"{sequence_length:,} + 1; at most --sequence_length {reader.tokens - 1}"
+                f"{window.sequence_length:,} + 1; at most --sequence_length {reader.tokens - 1}"
             )
         readers[name_of(Path(folder), readers)] = reader
     if problems:
@@ -210,17 +208,16 @@ def measure_shards(
     model = LanguageModelLoss(causal_lm, backend=settings.loss_backend).to(strategy.device)
     results = {}
     for name, reader in readers.items():
-        windows = (reader.tokens - 1) // settings.sequence_length
+        windows = settings.window.count_in(reader.tokens)
         sequences = min(settings.sequences or windows, windows)
         with _progress(model, name, sequences, strategy, settings), _autocast(strategy, settings.precision):
             results |= validate(
                 model,
                 {name: reader},
                 strategy,
-                sequence_length=settings.sequence_length,
+                window=settings.window,
                 sequences=sequences,
                 sequences_per_micro_batch=settings.sequences_per_micro_batch,
-                document_mask=settings.document_mask,
                 attention=settings.attention,
             )
     return results
@@ -236,14 +233,14 @@ def _progress(
     model: torch.nn.Module, name: str, sequences: int, strategy: Strategy, settings: ShardSettings
 ) -> Iterator[None]:
     """A bar in tokens, moved by the model's own forward passes."""
-    tokens_per_pass = settings.sequences_per_micro_batch * strategy.ranks * settings.sequence_length
+    tokens_per_pass = settings.sequences_per_micro_batch * strategy.ranks.count * settings.window.sequence_length
     bar = tqdm(
-        total=sequences * settings.sequence_length,
+        total=sequences * settings.window.sequence_length,
         desc=name,
         unit="tok",
         unit_scale=True,
         dynamic_ncols=True,
-        disable=not strategy.is_main,
+        disable=not strategy.ranks.is_main,
     )
 
     def advance(*_: Any) -> None:  # a hook that returned something would replace the model's output

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, PreTrainedModel
 from transformers.integrations import moe
 
+from pretrain.config import WindowSpec
 from pretrain.memory.compiled import LayerGraphs, graph_backend
 from pretrain.model.attention import TOKENS_PER_SEGMENT
 from pretrain.model.build import build_meta_model
@@ -168,11 +169,10 @@ class _GradientOfHidden(torch.autograd.Function):
 def trace_activations(
     model_config: Any,
     *,
-    sequence_length: int,
+    window: WindowSpec,
     weights: torch.dtype,
     autocast: bool,
     attention: str = FLASH,
-    document_mask: bool = True,
     activation_checkpointing: str = "none",
     compiled: bool = False,
 ) -> Activations:
@@ -190,29 +190,27 @@ def trace_activations(
         warnings.simplefilter("ignore", FutureWarning)
         return _trace(
             model_config.to_json_string(use_diff=False),
-            sequence_length,
+            window,
             weights,
             autocast,
             attention,
-            document_mask,
             activation_checkpointing,
             compiled,
         )
 
 
 @functools.lru_cache(maxsize=64)
-def _trace(config_json, sequence_length, weights, autocast, attention, document_mask, checkpointing, compiled):
+def _trace(config_json, window, weights, autocast, attention, checkpointing, compiled):
     model_config = AutoConfig.for_model(**json.loads(config_json))
     measured = {
         (layers, sequences): _measure(
             model_config,
             layers,
             sequences,
-            sequence_length,
+            window,
             weights,
             autocast,
             attention,
-            document_mask,
             checkpointing,
         )
         for layers in (1, 2)
@@ -227,8 +225,7 @@ def _trace(config_json, sequence_length, weights, autocast, attention, document_
     hidden = line("hidden", 1)
     if compiled:
         graphs = [
-            _compiled_layer(model_config, sequences, sequence_length, weights, autocast, attention, document_mask)
-            for sequences in (1, 2)
+            _compiled_layer(model_config, sequences, window, weights, autocast, attention) for sequences in (1, 2)
         ]
         kept = Line.through(*(graph.kept for graph in graphs))
         # The gradient of the layer's output is alive beside what its backward pass needs.
@@ -240,7 +237,7 @@ def _trace(config_json, sequence_length, weights, autocast, attention, document_
     return Activations(outside, per_layer, backward, hidden)
 
 
-def _measure(model_config, layers, sequences, length, weights, autocast, attention, document_mask, checkpointing):
+def _measure(model_config, layers, sequences, window, weights, autocast, attention, checkpointing):
     """Bytes beyond weights and gradients: kept after the forward pass, and at the peak of the backward pass."""
     model = _meta_model(model_config, layers, attention)
     checkpoint_activations(model, checkpointing)
@@ -249,7 +246,7 @@ def _measure(model_config, layers, sequences, length, weights, autocast, attenti
         model.train()
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
-        inputs = _inputs(model_config, sequences, length, weights, document_mask)
+        inputs = _inputs(model_config, sequences, window, weights)
         with LiveBytes() as live:
             for tensor in [*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers()]:
                 live.add(tensor)
@@ -267,17 +264,17 @@ def _measure(model_config, layers, sequences, length, weights, autocast, attenti
             return {"kept": kept - resident, "peak": live.peak - resident, "hidden": size}
 
 
-def _compiled_layer(model_config, sequences, length, weights, autocast, attention, document_mask) -> "LayerGraphs":
+def _compiled_layer(model_config, sequences, window, weights, autocast, attention) -> "LayerGraphs":
     model = _meta_model(model_config, 1, attention)
     torch._dynamo.reset()
     graphs = LayerGraphs()
     with FakeTensorMode(allow_non_fake_inputs=True), _grouped_products_of_any_dtype():
         _give_sizes(model, weights)
         model.train()
-        hidden_shape = (sequences, length, model_config.hidden_size)
+        hidden_shape = (sequences, window.sequence_length, model_config.hidden_size)
         for layer in layers_of(model):
             layer.compile(dynamic=False, backend=graph_backend(graphs, hidden_shape))
-        inputs = _inputs(model_config, sequences, length, weights, document_mask)
+        inputs = _inputs(model_config, sequences, window, weights)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             hidden = model.base_model(use_cache=False, **inputs).last_hidden_state
         _GradientOfHidden.apply(hidden).backward()
@@ -323,11 +320,11 @@ def _give_sizes(model: nn.Module, dtype: torch.dtype) -> None:
     model.tie_weights()
 
 
-def _inputs(model_config, sequences: int, length: int, dtype: torch.dtype, document_mask: bool) -> dict[str, Any]:
+def _inputs(model_config, sequences: int, window: WindowSpec, dtype: torch.dtype) -> dict[str, Any]:
     """What the base model is called with, its first layer's input in the place of the token ids."""
-    width = model_config.hidden_size
+    length, width = window.sequence_length, model_config.hidden_size
     inputs = {"inputs_embeds": torch.empty(sequences, length, width, dtype=dtype, requires_grad=True)}
-    if not document_mask:
+    if not window.document_mask:
         return inputs
     segments = torch.empty(sequences * max(8, length // TOKENS_PER_SEGMENT) + 1, dtype=torch.int32)
     layout = {"cu_seq_lens_q": segments, "cu_seq_lens_k": segments, "max_length_q": length, "max_length_k": length}

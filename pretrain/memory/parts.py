@@ -15,14 +15,12 @@ from typing import Any
 import torch
 
 from pretrain.config import RunConfig
-from pretrain.hardware import missing_bf16
 from pretrain.memory.activations import FLASH, Activations, trace_activations
-from pretrain.model.build import build_meta_model, embedding_parameter_names, library_attention
+from pretrain.model.build import build_meta_model, library_attention
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import CHUNK_BYTES, CPU_PIECE_BYTES, MIN_CHUNK_TOKENS, choose_loss
 from pretrain.model.reference import projects_hidden_states
-from pretrain.optim.muon import BATCH_ELEMENTS
-from pretrain.optim.optimizers import is_output_head, parameter_dtype
+from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
 
 FP32 = 4
 
@@ -39,13 +37,10 @@ class Sizes:
     layer: int
     """One layer."""
     layers: int
-    hidden_matrices: int
-    """What Muon updates."""
-    rows_and_columns: int
-    """What Adafactor keeps: a row and a column of each matrix, and every element of anything else."""
     largest: int
     """The largest parameter."""
-    largest_hidden_matrix: int
+    shapes: ModelShapes
+    """By which optimizers tell what they keep."""
     vocabulary: int
     width: int
 
@@ -112,25 +107,18 @@ class Memory:
 def sizes_of(model_config: Any) -> Sizes:
     """Counts the parameters of a model, which is built without storage."""
     model = build_meta_model(model_config)
-    embeddings = embedding_parameter_names(model)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    elements = {name: math.prod(shape) for name, shape in shapes.items()}
-    heads = [name for name in shapes if is_output_head(name) and name not in embeddings]
+    parameters = ModelShapes.of(model)
+    elements = {name: math.prod(shape) for name, shape in parameters.shapes.items()}
+    heads = [name for name in elements if is_output_head(name) and name not in parameters.embeddings]
     layers = layers_of(model)
-    hidden = [n for n, s in shapes.items() if len(s) == 2 and n not in embeddings and not is_output_head(n)]
     return Sizes(
         total=sum(elements.values()),
-        embedding=sum(elements[name] for name in shapes if name in embeddings),
+        embedding=sum(elements[name] for name in elements if name in parameters.embeddings),
         head=sum(elements[name] for name in heads),
         layer=sum(parameter.numel() for parameter in layers[0].parameters()),
         layers=len(layers),
-        hidden_matrices=sum(elements[name] for name in hidden),
-        rows_and_columns=sum(
-            elements[name] // shape[-1] + elements[name] // shape[-2] if len(shape) > 1 else elements[name]
-            for name, shape in shapes.items()
-        ),
         largest=max(elements.values()),
-        largest_hidden_matrix=max((elements[name] for name in hidden), default=0),
+        shapes=parameters,
         vocabulary=model_config.vocab_size,
         width=model_config.hidden_size,
     )
@@ -159,9 +147,8 @@ def work_of(
     if library_attention(model_config) == "eager":
         stands_for = "eager"
     settings = {
-        "sequence_length": config.data.sequence_length,
+        "window": config.data.window,
         "attention": stands_for,
-        "document_mask": config.data.document_mask,
         "activation_checkpointing": config.activation_checkpointing,
         "compiled": config.compile != "none",
     }
@@ -193,13 +180,7 @@ def loss_backend(config: RunConfig, model_config: Any, device_type: str) -> str:
 
 def optimizer_elements(name: str, sizes: Sizes) -> float:
     """State that an optimizer keeps, in fp32 elements."""
-    if name == "muon":  # one moment for hidden matrices, two for the rest
-        return 2 * sizes.total - sizes.hidden_matrices
-    if name == "adafactor":
-        return sizes.rows_and_columns
-    if name == "adamw_8bit":  # two bytes, and two fp32 scales for every 256 elements
-        return sizes.total * (2 / FP32 + 2 / 256)
-    return 2 * sizes.total
+    return OPTIMIZERS[name](sizes.shapes).state_elements()
 
 
 def optimizer_bytes(work: Work, share: float = 1.0) -> float:
@@ -208,14 +189,8 @@ def optimizer_bytes(work: Work, share: float = 1.0) -> float:
 
 
 def update_bytes(work: Work) -> float:
-    """What an update makes and drops again; AdamW's fused kernels need nothing."""
-    if work.optimizer == "muon":  # one direction in fp32; a batch of them, and four products of it, as they multiply
-        batch = max(work.sizes.largest_hidden_matrix, min(BATCH_ELEMENTS, work.sizes.hidden_matrices))
-        multiplied = FP32 if work.device_type == "cpu" and missing_bf16("cpu") else FP32 / 2
-        return FP32 * work.sizes.largest_hidden_matrix + 6 * multiplied * batch
-    if work.optimizer == "adafactor":  # squares, update, a product on the way, fp32 copies and random bits of bf16
-        return work.sizes.largest * (28 if work.rounds_stochastically else 4 * FP32)
-    return 0.0
+    """What an update allocates and frees again."""
+    return OPTIMIZERS[work.optimizer](work.sizes.shapes).update_bytes(work.device_type, work.rounds_stochastically)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig
 
+from pretrain.config import WindowSpec
 from pretrain.errors import InputError, did_you_mean
 from pretrain.model import cpu_attention
 from pretrain.model.cpu_attention import HALF_DTYPES
@@ -110,19 +111,17 @@ def implementation_of(attention: str) -> str:
     return attention.partition("+")[0]
 
 
-def choose_attention(
-    requested: str, *, device_type: str, dtype: torch.dtype, document_mask: bool = True, training: bool = True
-) -> str:
+def choose_attention(requested: str, *, device_type: str, dtype: torch.dtype, window: WindowSpec | None = None) -> str:
     """The attn_implementation to give to a model of transformers for the attention that a run asks for.
 
     auto is sdpa: on a CPU the operator of model/cpu_attention.py, on a GPU in half precision torch's varlen
     flash attention, on a GPU in fp32 a dense mask. Raises InputError, naming what works, where the device, the dtype
-    or a package is missing for what was asked.
+    or a package is missing for what was asked, or the windows (None: not judged) rule it out.
     """
     half_on_gpu = device_type == "cuda" and dtype in HALF_DTYPES
     works = ["auto", "eager", "sdpa"]
-    works += ["flex_attention"] if device_type == "cuda" or not training else []
-    works += ["varlen"] if half_on_gpu and document_mask else []
+    works += ["flex_attention"] if device_type == "cuda" else []
+    works += ["varlen"] if half_on_gpu and (window is None or window.document_mask) else []
     works += [name for name, package in FLASH_PACKAGES.items() if half_on_gpu and importlib.util.find_spec(package)]
     if requested not in ATTENTION_NAMES:
         raise InputError(f"attention {requested!r} is unknown{did_you_mean(requested, ATTENTION_NAMES)}")

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pretrain.config import WindowSpec
 from pretrain.model.attention import attention_arguments, document_layout
 
 IGNORED = -100
@@ -33,9 +34,9 @@ class HostBatch:
         return {"input_ids_BT": ids[:, :-1].contiguous(), "targets_BT": targets, **arguments}
 
 
-def host_batch(ids: np.ndarray, *, device: torch.device, end_of_document_id: int | None) -> HostBatch:
-    """Of ids (B, T + 1), for a model on `device`; end_of_document_id: mask attention between documents, or None."""
-    layout = document_layout(ids[:, :-1], end_of_document_id) if end_of_document_id is not None else None
+def host_batch(ids: np.ndarray, window: WindowSpec, *, end_of_document_id: int, device: torch.device) -> HostBatch:
+    """Of ids (B, T + 1), each row one `window`, for a model on `device`."""
+    layout = document_layout(ids[:, :-1], end_of_document_id) if window.document_mask else None
     batch = HostBatch(torch.from_numpy(ids), layout)
     if device.type != "cuda":
         return batch
@@ -45,17 +46,18 @@ def host_batch(ids: np.ndarray, *, device: torch.device, end_of_document_id: int
 
 def model_inputs(
     ids: np.ndarray,
+    window: WindowSpec,
     *,
+    end_of_document_id: int,
     device: torch.device,
     attention: str,
-    end_of_document_id: int | None,
     rows: int | None = None,
 ) -> dict[str, Any]:
-    """The model's arguments, on its device, from ids (B, T + 1).
+    """The model's arguments, on its device, from ids (B, T + 1), each row one `window`.
 
     Args:
         attention: the model's attn_implementation, which decides in what form the documents reach it.
-        end_of_document_id: mask attention between documents; None: attend over the whole window.
         rows: only the first `rows` count; the targets of the others are ignored. None: all count.
     """
-    return host_batch(ids, device=device, end_of_document_id=end_of_document_id).on_device(device, attention, rows)
+    batch = host_batch(ids, window, end_of_document_id=end_of_document_id, device=device)
+    return batch.on_device(device, attention, rows)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pretrain.errors import InputError, did_you_mean
+from pretrain.optim.optimizers import OPTIMIZERS
 
 DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
@@ -27,8 +28,6 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
 LEARNING_RATE_BY_PARAMETERS = ((10e6, 1e-3), (124e6, 6e-4), (1e9, 3e-4), (7e9, 1.5e-4), (13e9, 1e-4), (175e9, 6e-5))
 """(parameters, peak learning rate) for AdamW. 10M: nanoGPT's character model; 124M, 13B and 175B: GPT-3, Brown et al.
 2020, table 2.1; 1B and 7B: common practice between GPT-3 and LLaMA (arXiv 2302.13971)."""
-MUON_RATE = 3.0
-"""Muon's peak learning rate relative to AdamW's: docs/training.md has what was measured."""
 
 
 @dataclass(frozen=True)
@@ -175,13 +174,13 @@ def cooldown_steps_of_infinite(
 def learning_rate_for_parameters(parameters: int, optimizer: str = "adamw") -> float:
     """Peak learning rate for a model of that many parameters: log-log interpolation of LEARNING_RATE_BY_PARAMETERS.
 
-    Held at the table's ends: 1e-3 below 10M parameters, 6e-5 above 175B; times MUON_RATE under muon.
+    Held at the table's ends: 1e-3 below 10M parameters, 6e-5 above 175B; times the optimizer's relative_learning_rate.
     """
     sizes = [size for size, _ in LEARNING_RATE_BY_PARAMETERS]
     above = min(max(bisect.bisect_left(sizes, parameters), 1), len(sizes) - 1)
     (size_0, rate_0), (size_1, rate_1) = LEARNING_RATE_BY_PARAMETERS[above - 1 : above + 1]
     position = math.log(min(max(parameters, sizes[0]), sizes[-1]) / size_0) / math.log(size_1 / size_0)
-    return rate_0 * (rate_1 / rate_0) ** position * (MUON_RATE if optimizer == "muon" else 1.0)
+    return rate_0 * (rate_1 / rate_0) ** position * OPTIMIZERS[optimizer].relative_learning_rate
 
 
 def learning_rate_for_batch(base_learning_rate: float, sequences_per_step: int) -> float:

@@ -72,6 +72,33 @@ class Muon(torch.optim.Optimizer):
         return direction.mT if direction.size(0) > direction.size(1) else direction
 
 
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for hidden matrices and AdamW for the rest, as one optimizer.
+
+    Muon's update is scaled to AdamW's root mean square (Liu et al., arXiv 2502.16982), so one learning rate serves
+    both. param_groups and state are those of the two, concatenated.
+    """
+
+    def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
+        self.parts = (muon, adamw)
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        # The groups are shared objects: a learning rate written here is what each part reads.
+        split = len(muon.param_groups)
+        muon.param_groups, adamw.param_groups = self.param_groups[:split], self.param_groups[split:]
+        muon.state = adamw.state = self.state
+
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        split = len(self.parts[0].param_groups)
+        self.parts[0].param_groups, self.parts[1].param_groups = self.param_groups[:split], self.param_groups[split:]
+        for part in self.parts:
+            part.state = self.state
+
+
 def batches_of_one_shape(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """The matrices in batches of one shape (or its transpose) and of at most BATCH_ELEMENTS, or one by one.
 

@@ -4,6 +4,8 @@ The loop never asks which strategy runs: strategy gives it the verbs. A new one 
 docs/strategies.md lists.
 
     strategy: one process and DDP, and the choice of the others
+    ranks: the processes of a launch, and what they say to each other on the host
+    tensor_group: whole tensors by name, for checkpoints
     fully_sharded: FSDP2 and HSDP
     zero, zero_partitions: DeepSpeed's ZeRO
     model_parallel, pipeline, pipeline_stages, tensor_parallel: models cut between processes

@@ -27,13 +27,14 @@ from pretrain.optim.gradient_norm import total_norm
 from pretrain.optim.optimizers import describe_optimizer, load_optimizer_state, optimizer_state_by_name
 from pretrain.parallel.launcher import replicas_requested
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import OptimizerBuilder, Strategy, TensorGroup, device_type, group_of
+from pretrain.parallel.strategy import OptimizerBuilder, Strategy, device_type
+from pretrain.parallel.tensor_group import TensorGroup
 
 
 class FullySharded(Strategy):
     """FSDP2 and HSDP."""
 
-    optimizers = ("adamw", "muon")
+    parameter_form = "sharded"
     precisions = ("fp32", "bf16")
     compilations = ("none", "regional")  # compiled whole, the graph would break at every hook of a layer
 
@@ -51,7 +52,6 @@ class FullySharded(Strategy):
         return Accelerator(fsdp_plugin=plugin, step_scheduler_with_optimizer=False)
 
     def check_started(self) -> None:
-        super().check_started()
         if not self.accelerator.is_fsdp2:
             raise RuntimeError(f"FSDP2 was asked for, but accelerate runs {self.accelerator.distributed_type}")
 
@@ -62,7 +62,7 @@ class FullySharded(Strategy):
         self.causal_lm = causal_lm = model.causal_lm
         plugin = self.accelerator.state.fsdp_plugin
         self.reshards = bool(plugin.reshard_after_forward)
-        self.mesh = device_mesh(self.device.type, self.replica_count, self.ranks)
+        self.mesh = device_mesh(self.device.type, self.replica_count, self.ranks.count)
         settings = {
             "mesh": self.mesh,
             "mp_policy": self._mixed_precision(),
@@ -105,10 +105,10 @@ class FullySharded(Strategy):
         return (grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm).to(self.device)
 
     def model_tensors(self) -> TensorGroup:
-        return ShardedGroup.of(super().model_tensors())
+        return ShardedGroup.of(super().model_tensors().tensors)
 
     def optimizer_tensors(self) -> TensorGroup:
-        return ShardedGroup.of(group_of(optimizer_state_by_name(self.optimizer, self.name_of)))
+        return ShardedGroup.of(optimizer_state_by_name(self.optimizer, self.name_of))
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         load_parts(super().model_tensors().tensors, model)
@@ -135,10 +135,6 @@ def device_mesh(device: str, replicas: int, processes: int) -> DeviceMesh:
 
 class ShardedGroup(TensorGroup):
     """Tensors of which every process holds a part."""
-
-    @classmethod
-    def of(cls, group: TensorGroup) -> "ShardedGroup":
-        return cls(group.shapes, group.dtypes, group.tensors)
 
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
         tensor = self.tensors[name].detach()

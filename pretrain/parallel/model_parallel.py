@@ -36,7 +36,7 @@ class ModelParallel(Strategy, ABC):
     def __init__(self, precision: str, config: RunConfig | None = None):
         super().__init__(precision, config)
         self.model_ranks = parallel_size(self.size_variable)
-        sizes = {"model": self.model_ranks, "data": self.ranks // self.model_ranks}
+        sizes = {"model": self.model_ranks, "data": self.ranks.count // self.model_ranks}
         mesh = init_device_mesh(
             self.device.type, tuple(sizes[name] for name in self.mesh_order), mesh_dim_names=self.mesh_order
         )

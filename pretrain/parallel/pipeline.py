@@ -33,7 +33,8 @@ from pretrain.parallel.pipeline_stages import (
     stage_parameters,
 )
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import OptimizerBuilder, TensorGroup
+from pretrain.parallel.strategy import OptimizerBuilder
+from pretrain.parallel.tensor_group import TensorGroup
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ class PipelineParallel(ModelParallel):
     size_setting = "megatron_lm_pp_degree"
     # Stages exchange little, copies of a stage all its gradients: those are neighbours.
     mesh_order = ("model", "data")
-    optimizers = ("adamw", "muon", "adafactor")
+    parameter_form = "stage"
 
     def __init__(self, precision: str, config: RunConfig):
         super().__init__(precision, config)
@@ -301,7 +302,7 @@ class PipelineParallel(ModelParallel):
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
         self.tied_group = self.group_of_tied_head()
         if self.schedule.splits_backward and self.config.compile != "none":
-            self.print(
+            self.ranks.print(
                 f"compile: {self.config.compile} has no effect with {self.config.pipeline.schedule}: a compiled layer "
                 "cannot compute the gradients of its inputs and of its weights apart"
             )

@@ -6,34 +6,28 @@ The same files serve machines with and without GPUs: without one, processes talk
 """
 
 import importlib
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
-from safetensors import SafetensorError
 
 from pretrain.config import RunConfig
-from pretrain.errors import InputError, end_now
+from pretrain.errors import InputError
 from pretrain.hardware import keep_freed_memory, missing_bf16, unusable_gpu, use_all_cores
 from pretrain.model.fp8 import fp8_problem, use_fp8
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.gradient_norm import total_norm
 from pretrain.optim.optimizers import OPTIMIZERS, describe_optimizer, load_optimizer_state, optimizer_state_by_name
-from pretrain.parallel.launcher import PRECISIONS, launcher_problems, processes_launched, requested_strategy
+from pretrain.parallel.launcher import PRECISIONS, launcher_problems, requested_strategy
+from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.rendezvous import choose_interface, meet_afresh
 from pretrain.parallel.replicas import ReplicaGroup
-
-_Value = TypeVar("Value")
+from pretrain.parallel.tensor_group import TensorGroup
 
 
 def device_type() -> str:
@@ -57,7 +51,7 @@ def resolve_precision(requested: str) -> str:
 
 
 OptimizerBuilder = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
-"""(name, parameter) pairs to an optimizer for them: `optimizers.build_optimizer` with all else given."""
+"""(name, parameter) pairs to an optimizer for them: see `optimizers.optimizer_builder`."""
 
 STRATEGIES = {
     "single": "pretrain.parallel.strategy.Strategy",
@@ -74,13 +68,17 @@ STRATEGIES = {
 
 
 def make_strategy(config: RunConfig) -> "Strategy":
-    """The strategy that the launcher asks for, ready to prepare a model.
+    """The strategy that the launcher asks for, ready to prepare a model. Raises InputError as `strategy_class`."""
+    return strategy_class(config)(resolve_precision(config.precision), config)
+
+
+def strategy_class(config: RunConfig) -> type["Strategy"]:
+    """The class of the strategy that the launcher asks for.
 
     Raises InputError with everything in the launcher's settings that contradicts the recipe or cannot run.
     """
-    precision = resolve_precision(config.precision)
     name = requested_strategy()
-    problems = launcher_problems(config, precision)
+    problems = launcher_problems(config, resolve_precision(config.precision))
     if name not in STRATEGIES:
         if not problems:
             problems.append(
@@ -89,29 +87,11 @@ def make_strategy(config: RunConfig) -> "Strategy":
             )
         raise InputError(*problems)
     module, _, class_name = STRATEGIES[name].rpartition(".")
-    strategy_class: type[Strategy] = getattr(importlib.import_module(module), class_name)
-    problems += strategy_class.problems(config)
+    found: type[Strategy] = getattr(importlib.import_module(module), class_name)
+    problems += found.problems(config)
     if problems:
         raise InputError(*problems)
-    return strategy_class(precision, config)
-
-
-@dataclass(frozen=True)
-class TensorGroup:
-    """Tensors by name, whole, wherever their pieces are. Fetching one is collective: every rank asks in one order."""
-
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, torch.dtype]
-    tensors: Mapping[str, torch.Tensor]
-
-    def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        """The whole tensor, perhaps the one that trains, where it is; None on a rank that does not want it."""
-        return self.tensors[name].detach() if wanted else None
-
-    def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        """The whole tensor on the host; None on a rank that takes part but does not want it."""
-        whole = self.whole(name, wanted)
-        return whole.to("cpu") if wanted else None
+    return found
 
 
 class Strategy:
@@ -121,10 +101,11 @@ class Strategy:
     accumulate with the forward pass and backward in it for every micro-step, update. All ranks call together.
     """
 
-    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
+    parameter_form: str = "whole"
+    """In which the optimizer is given parameters; see `OptimizerSpec.takes`."""
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     compilations: tuple[str, ...] = ("none", "regional", "full")
-    """What of the recipe's optim.name, precision and compile runs under this strategy."""
+    """What of the recipe's precision and compile runs under this strategy."""
 
     def __init__(self, precision: str, config: RunConfig | None = None):
         """Starts the processes' communication; `config` may be None where nothing is trained."""
@@ -140,17 +121,14 @@ class Strategy:
         choose_interface()
         self.accelerator = self.make_accelerator()
         self.device: torch.device = self.accelerator.device
-        self.rank: int = self.accelerator.process_index
-        self.ranks: int = self.accelerator.num_processes
-        self.is_main: bool = self.accelerator.is_main_process
-        self.data_rank, self.data_ranks = self.rank, self.ranks
+        self.check_started()
+        self.ranks = Ranks.of_launch()
+        self.data_rank, self.data_ranks = self.ranks.rank, self.ranks.count
         """Which part of the batch this rank reads, of how many. Ranks that share one model's work share a part."""
         self.micro_batches_per_call: int = 1
         """How many times batch.sequences_per_micro_batch one call of the model takes."""
         self.optimizer_built = ""
         """What was built, in words, once prepared."""
-        self.check_started()
-        self.host_group, self.background_group = host_groups()
         if self.device.type == "cpu":
             use_all_cores()
             keep_freed_memory()
@@ -158,8 +136,9 @@ class Strategy:
     @classmethod
     def problems(cls, config: RunConfig) -> list[str]:
         """What in the recipe this strategy cannot run."""
+        optimizers = [name for name, spec in OPTIMIZERS.items() if cls.parameter_form in spec.takes]
         given = {
-            "optim.name": (config.optim.name, cls.optimizers),
+            "optim.name": (config.optim.name, optimizers),
             "precision": (resolve_precision(config.precision), cls.precisions),
             "compile": (config.compile, cls.compilations),
         }
@@ -179,9 +158,7 @@ class Strategy:
         )
 
     def check_started(self) -> None:
-        """Accelerate silently falls back to fewer processes or another strategy: refuse that."""
-        if self.ranks != processes_launched():
-            raise RuntimeError(f"{processes_launched()} processes were launched, but accelerate runs {self.ranks}")
+        """Accelerate silently falls back to another strategy: refuse that."""
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
@@ -271,74 +248,25 @@ class Strategy:
         """Whether this rank's loss counts in the mean; ranks that share one model's work have one that reports it."""
         return True
 
-    def gather(self, value: Any, in_background: bool = False) -> list[Any]:
-        """One small object of every rank, on every rank, without the device.
-
-        in_background: from a thread of its own, beside what the ranks say to each other in the main thread.
-        """
-        if self.ranks == 1:
-            return [value]
-        values = [None] * self.ranks
-        dist.all_gather_object(values, value, group=self.background_group if in_background else self.host_group)
-        return values
-
-    @contextmanager
-    def together(self, error: type[Exception], on_failure: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """What fails on one rank in this block fails on all, so that none waits for one that has given up.
-
-        on_failure runs on the main rank once everybody knows.
-        """
-        problem = None
-        try:
-            yield
-        except (OSError, SafetensorError) as cause:
-            problem = f"{type(cause).__name__}: {cause}"
-        problems = [text for text in self.gather(problem) if text]
-        if problems:
-            if self.is_main:
-                on_failure()
-            raise error("; ".join(problems))
-
-    def by_main(self, work: Callable[[], _Value], beat: Callable[[], None]) -> _Value | None:
-        """Runs `work` in a thread of the main rank while all ranks wait and call `beat`; its result is there alone.
-
-        Where `beat` raises, which it must on all ranks alike, the work goes on with nobody waiting for it.
-        """
-        executor = ThreadPoolExecutor(max_workers=1)
-        future = executor.submit(work) if self.is_main else None
-        executor.shutdown(wait=False)
-        while not self.gather(future is not None and future.done())[0]:
-            beat()
-            time.sleep(0.05)
-        return future.result() if self.is_main else None
-
-    def print(self, text: str) -> None:
-        """From the main rank alone."""
-        if self.is_main:
-            print(text, flush=True)
-
     def describe(self) -> dict[str, Any]:
         """What runs, for the run's record."""
         return {
             "strategy": self.name,
-            "ranks": self.ranks,
+            "ranks": self.ranks.count,
             "device": self.device.type,
             "precision": self.precision,
             "threads": torch.get_num_threads(),
         }
 
-    def barrier(self) -> None:
-        self.accelerator.wait_for_everyone()
-
     def model_tensors(self) -> TensorGroup:
         """The parameters by HF name, tied ones once, in fp32."""
         saved = self.causal_lm.state_dict().keys()
         buffers = {name: buffer for name, buffer in self.causal_lm.named_buffers() if name in saved}
-        return group_of({name: parameter for parameter, name in self.name_of.items()} | buffers)
+        return TensorGroup.of({name: parameter for parameter, name in self.name_of.items()} | buffers)
 
     def optimizer_tensors(self) -> TensorGroup:
         """The optimizer's state as '<parameter>.<state>'."""
-        return group_of(optimizer_state_by_name(self.optimizer.optimizer, self.name_of))
+        return TensorGroup.of(optimizer_state_by_name(self.optimizer.optimizer, self.name_of))
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         """Puts whole tensors by name into the running model and optimizer."""
@@ -362,32 +290,4 @@ class Strategy:
 
     def replicas(self) -> list[ReplicaGroup]:
         """Weights of which several ranks hold a copy, equal bit by bit: see `replicas.differences`."""
-        return [(None, {n: p.detach() for p, n in self.name_of.items()})] if self.ranks > 1 else []
-
-    def exit(self, code: int) -> NoReturn:
-        """Ends every process of what is over; all ranks together.
-
-        At once: torch's and DeepSpeed's destructors over gloo sometimes hang or abort after everything was written,
-        and a thread that nobody waits for any more would be waited for.
-        """
-        self.barrier()
-        end_now(code)
-
-
-def group_of(tensors: Mapping[str, torch.Tensor]) -> TensorGroup:
-    """A group of tensors that every rank holds whole."""
-    return TensorGroup(
-        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
-        {name: tensor.dtype for name, tensor in tensors.items()},
-        tensors,
-    )
-
-
-def host_groups() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Two groups of all ranks that talk over the network from host memory: for the loop, and for a thread beside it.
-
-    A thread may wait as long as the slowest disk takes to write a checkpoint; hangs of the loop are found elsewhere.
-    """
-    if not dist.is_initialized():
-        return None, None
-    return dist.new_group(backend="gloo"), dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+        return [(None, {n: p.detach() for p, n in self.name_of.items()})] if self.ranks.count > 1 else []

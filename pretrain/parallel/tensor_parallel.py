@@ -26,7 +26,8 @@ from pretrain.parallel.fully_sharded import ShardedGroup, ShardedState, load_par
 from pretrain.parallel.launcher import parallel_size
 from pretrain.parallel.model_parallel import ModelParallel
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import OptimizerBuilder, TensorGroup, group_of
+from pretrain.parallel.strategy import OptimizerBuilder
+from pretrain.parallel.tensor_group import TensorGroup
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 SUMMED = "replicated_with_grad_allreduce"
@@ -73,8 +74,7 @@ class TensorParallel(ModelParallel):
     size_setting = "parallelism_config_tp_size"
     # Slices are summed twice per layer, in both directions: their processes are neighbours.
     mesh_order = ("data", "model")
-    # The others look at whole matrices.
-    optimizers = ("adamw",)
+    parameter_form = "pieces"
 
     @classmethod
     def problems(cls, config: RunConfig) -> list[str]:
@@ -135,10 +135,10 @@ class TensorParallel(ModelParallel):
         ]
 
     def model_tensors(self) -> TensorGroup:
-        return ShardedGroup.of(super().model_tensors())
+        return ShardedGroup.of(super().model_tensors().tensors)
 
     def optimizer_tensors(self) -> TensorGroup:
-        return ShardedGroup.of(group_of(optimizer_state_by_name(self.optimizer.optimizer, self.name_of)))
+        return ShardedGroup.of(optimizer_state_by_name(self.optimizer.optimizer, self.name_of))
 
     def replicas(self) -> list[ReplicaGroup]:
         """What is not split, over the processes that share the layers; everything, over the groups of those."""

@@ -26,7 +26,8 @@ from pretrain.optim.optimizers import describe_optimizer
 from pretrain.parallel.deepspeed_build import prepare_extensions_folder
 from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, processes_launched
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import OptimizerBuilder, Strategy, TensorGroup, device_type
+from pretrain.parallel.strategy import OptimizerBuilder, Strategy, device_type
+from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.parallel.zero_partitions import Partitions
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -36,7 +37,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Zero(Strategy):
     """ZeRO-1, 2 and 3."""
 
-    optimizers = ("adamw",)  # the others need whole matrices, and DeepSpeed updates flat pieces of many
+    parameter_form = "pieces"  # flat, of many parameters together
     precisions = ("fp32", "bf16")
     compilations = ("none", "regional")  # compiled whole, the graph would break at every hook of a layer
 
@@ -80,7 +81,6 @@ class Zero(Strategy):
         return accelerator
 
     def check_started(self) -> None:
-        super().check_started()
         if self.accelerator.deepspeed_plugin is None:
             raise RuntimeError(f"DeepSpeed was asked for, but accelerate runs {self.accelerator.distributed_type}")
 
@@ -279,7 +279,7 @@ class Zero(Strategy):
 
     def replicas(self) -> list[ReplicaGroup]:
         """Stages 1 and 2: the weights that compute, gathered after every update. Stage 3 keeps no copies."""
-        return [(None, dict(self.parameter_of))] if self.stage < 3 and self.ranks > 1 else []
+        return [(None, dict(self.parameter_of))] if self.stage < 3 and self.ranks.count > 1 else []
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "deepspeed": self.settings}

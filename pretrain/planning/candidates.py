@@ -19,6 +19,7 @@ from pretrain.gpus import Gpu
 from pretrain.memory.footprint import LAUNCHER_FILES, Layout, data_ranks, footprint, layout_of
 from pretrain.memory.parts import FP32, Memory, optimizer_elements, sizes_of
 from pretrain.model.flops import active_parameters, flops_per_token, matrix_parameters
+from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.strategy import STRATEGIES
 from pretrain.planning.step_time import ALONE, Hardware, RunWork, Speed
@@ -76,11 +77,8 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
             f"batch.tokens_per_step: {config.batch.tokens_per_step:,} is not a multiple of data.sequence_length "
             f"{length:,}; nearest: {max(1, sequences) * length:,} or {(sequences + 1) * length:,}"
         )
-    one_per_group = config.model_copy(
-        update={"batch": config.batch.model_copy(update={"sequences_per_micro_batch": 1})}
-    )
     active = active_parameters(model_config)
-    ramp = ramp_of(one_per_group, sequences, 1, active)
+    ramp = planned_ramp(config, active)
     return RunWork(
         sizes=sizes,
         active=active,
@@ -91,6 +89,12 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
         flops_per_token=flops_per_token(model_config, length),
         recompute=4 / 3 if config.activation_checkpointing != "none" else 1.0,
     )
+
+
+def planned_ramp(config: RunConfig, active: int) -> BatchRamp:
+    """The batch over the run, whatever the number of processes. active: see `ramp_of`."""
+    sequences = config.batch.tokens_per_step // config.data.sequence_length
+    return ramp_of(config.with_batch(sequences_per_micro_batch=1), sequences, 1, active)
 
 
 def micro_batches(config: RunConfig, ranks: int) -> list[int]:
@@ -264,9 +268,7 @@ def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
     rows = [{"source": folder, "tokens": shares[folder] * work.tokens, "epochs": None} for folder in folders]
     if not all((Path(folder) / MANIFEST_FILE).is_file() for folder in folders):
         return rows
-    sequences = config.batch.tokens_per_step // config.data.sequence_length
-    one = config.model_copy(update={"batch": config.batch.model_copy(update={"sequences_per_micro_batch": 1})})
-    batches = Batches(config.data, seed=config.seed, ramp=ramp_of(one, sequences, 1, work.sizes.total))
+    batches = Batches(config.data, seed=config.seed, ramp=planned_ramp(config, work.active))
     epochs = batches.epochs_at(work.steps)
     return [
         {**row, "epochs": epochs[row["source"]], "available": batches.readers[row["source"]].tokens} for row in rows

@@ -2,7 +2,8 @@
 
 The same input gives the same bytes, whatever the workers and interruptions; plan defines what decides them.
 
-    arguments, plan: the request; how it differs from what a folder was made from
+    arguments, request: the command line, and what it asks for
+    plan: the request, and how it differs from what a folder was made from
     prepare, progress: the resumable preparation
     encode, long_text: texts to ids
     worker, ray_workers: a worker's part of the input; workers on other machines

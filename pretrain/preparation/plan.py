@@ -1,4 +1,4 @@
-"""What a preparation is asked for, and how that differs from what a folder was made from."""
+"""What is asked of a preparation, and how that differs from what a folder was made from."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -11,6 +11,7 @@ from pretrain.errors import InputError
 from pretrain.preparation.documents.records import Reading
 from pretrain.preparation.documents.sources import InputFile, Part, Position, expected_bytes, parts_of, slice_range
 from pretrain.preparation.documents.urls import fingerprint, size_of
+from pretrain.preparation.upload import Destination
 
 SHOWN_DIFFERENCES = 8
 
@@ -100,16 +101,52 @@ class PreparationOptions:
         return replace(self, max_documents=min(limits, default=None))
 
 
-def plan_of(documents: Documents, tokenizer: LoadedTokenizer, options: PreparationOptions) -> dict[str, Any]:
-    """Everything that decides the bytes of the folder, as the manifest records it."""
-    return {
-        "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
-        "vocabulary_size": tokenizer.vocabulary_size,
-        "end_of_document_id": tokenizer.end_of_document_id,
-        "dtype": dtype_for(tokenizer.vocabulary_size),
-        "options": options.as_plan(),
-        "sources": documents.description(),
-    }
+@dataclass(frozen=True)
+class PreparationRequest:
+    """What to prepare or train, and where; documents, options, tokenizer and output are checked and usable."""
+
+    documents: Documents
+    options: PreparationOptions
+    tokenizer: LoadedTokenizer | None
+    """None where one is to be trained."""
+    output: Path
+    """A local folder."""
+    engine: str = "auto"
+    workers: int | None = 1
+    """Processes; None: one per core of the Ray cluster."""
+    on_ray: bool = False
+    ray_address: str | None = None
+    slice: tuple[int, int] | None = None
+    """(number, count) of the one slice to prepare."""
+    merge_slices: int | None = None
+    """Number of slices to merge."""
+    vocabulary_size: int | None = None
+    """Of the tokenizer to train."""
+    sample_bytes: int | None = None
+    """Text to train it on, at most."""
+    destination: Destination | None = None
+    """URL to which the output is copied."""
+
+    def plan(self) -> dict[str, Any]:
+        """Everything that decides the bytes of the folder, as the manifest records it."""
+        return {
+            "tokenizer": {"name": self.tokenizer.name, "sha256": self.tokenizer.sha256},
+            "vocabulary_size": self.tokenizer.vocabulary_size,
+            "end_of_document_id": self.tokenizer.end_of_document_id,
+            "dtype": dtype_for(self.tokenizer.vocabulary_size),
+            "options": self.options.as_plan(),
+            "sources": self.documents.description(),
+        }
+
+
+def refuse_other_files(output: Path, ours: str) -> None:
+    """Raises InputError where `output` is a file, or a folder with content but without our file or folder `ours`."""
+    if output.is_file():
+        raise InputError(f"--output {output}: is a file; give a folder")
+    others = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
+    if others and ours not in others:
+        shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+        raise InputError(f"--output {output}: already contains other files ({shown}); give a new or empty folder")
 
 
 def refuse_differences(
@@ -120,13 +157,13 @@ def refuse_differences(
     `free` names options that may change on the way because they change no byte of what is already there.
     """
     differences = []
-    for key in ("tokenizer", "vocabulary_size", "end_of_document_id", "dtype", "options"):
-        before, now = made_from.get(key), plan[key]
+    for key, now in plan.items():
+        before = made_from.get(key)
         if isinstance(now, dict):
             before = before if isinstance(before, dict) else {}
             names = [name for name in now if before.get(name) != now[name] and name not in free]
             differences += [f"{key}.{name} was {before.get(name)!r}, is now {now[name]!r}" for name in names]
-        elif before != now:
+        elif before != now and key != "sources":
             differences.append(f"{key} was {before!r}, is now {now!r}")
     differences += source_differences(made_from.get("sources") or [], plan["sources"])
     if differences:

@@ -10,22 +10,30 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.manifest import FORMAT_NAME, FORMAT_VERSION, MANIFEST_FILE, SPLITS, TOKENIZER_FOLDER, Manifest
+from pretrain.data.manifest import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    SPLITS,
+    TOKENIZER_FOLDER,
+    Manifest,
+    Shard,
+)
 from pretrain.data.shards import read_manifest
-from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
 from pretrain.files import as_json, sync_files, sync_folder, write_durably
 from pretrain.preparation.collector import DisagreementError, Intake, Tally
 from pretrain.preparation.deduplicate import seen_in_shards
 from pretrain.preparation.documents.sources import BEGINNING, Position
 from pretrain.preparation.encode import Encoder, ReferenceEncoder, make_encoder
-from pretrain.preparation.plan import Documents, PreparationOptions, plan_of, refuse_differences, source_differences
+from pretrain.preparation.plan import PreparationRequest, refuse_differences, refuse_other_files, source_differences
 from pretrain.preparation.shard_writer import ShardWriter, shard_files
+from pretrain.preparation.slices import merged_parts, require_slices
 from pretrain.preparation.worker import EncodedPart, EncodingSettings, encode_parts
 from pretrain.processes import folder_lock
 
@@ -54,35 +62,24 @@ class StoppedError(Exception):
 
 
 Report = Callable[[Tally], None]
-Encode = Callable[[Position, EncodingSettings], Iterator[EncodedPart]]
 
 
 def prepare(
-    documents: Documents,
-    tokenizer: LoadedTokenizer,
-    output: Path,
-    options: PreparationOptions,
-    engine: str = "auto",
-    workers: int = 1,
-    say: Callable[[str], None] = print,
-    report: Report = lambda tally: None,
-    encode: Encode | None = None,
+    request: PreparationRequest, say: Callable[[str], None] = print, report: Report = lambda tally: None
 ) -> PreparationOutcome:
-    """Makes, continues or recognises the prepared folder `output`.
-
-    encode: the encoded parts from a position on; None: by `workers` processes of this machine.
+    """Makes, continues or recognises the prepared folder `request.output`.
 
     Raises InputError for input that cannot be used or a folder that was made from something else, StoppedError when
     a signal ended it early (run it again to continue).
     """
-    options = options.within(documents)
-    plan = plan_of(documents, tokenizer, options)
+    output, plan = request.output, request.plan()
+    slices = require_slices(request)
     state_folder = output / UNFINISHED_FOLDER
     finished = _finished(output, plan)
     if finished is not None and not state_folder.exists():
         return finished
     existed = output.is_dir()
-    _check_free(output)
+    refuse_other_files(output, UNFINISHED_FOLDER)
     try:
         state_folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -94,24 +91,19 @@ def prepare(
             if finished is not None:
                 shutil.rmtree(state_folder, ignore_errors=True)
                 return finished
-            stages: Counter[str] = Counter()
-            encode = encode or _on_this_machine(documents, workers, stages)
-            run = _Run(documents, tokenizer, output, options, plan, report, encode, stages)
+            run = _Run(request, plan, slices, report)
             try:
-                return run.complete(engine, say)
+                return run.complete(say)
             except InputError:
                 if not run.worth_keeping:
                     _discard(output, existed)
                 raise
     except OSError as error:
-        raise InputError(_disk_problem(output, error)) from error
-
-
-def _on_this_machine(documents: Documents, workers: int, stages: Counter[str]) -> Encode:
-    def encode(start: Position, settings: EncodingSettings) -> Iterator[EncodedPart]:
-        return encode_parts(timed(documents.parts(settings.reading, start), stages, "read"), settings, workers)
-
-    return encode
+        name = f" ({error.filename})" if error.filename else ""
+        raise InputError(
+            f"{output}: {error.strerror or error}{name}; free space or fix permissions, then run the same command "
+            "again: it continues where it stopped"
+        ) from error
 
 
 def timed(items: Iterator[Any], stages: Counter[str], name: str) -> Iterator[Any]:
@@ -123,14 +115,6 @@ def timed(items: Iterator[Any], stages: Counter[str], name: str) -> Iterator[Any
         if item is None:
             return
         yield item
-
-
-def _disk_problem(output: Path, error: OSError) -> str:
-    name = f" ({error.filename})" if error.filename else ""
-    return (
-        f"{output}: {error.strerror or error}{name}; free space or fix permissions, then run the same command again: "
-        "it continues where it stopped"
-    )
 
 
 def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
@@ -150,16 +134,6 @@ def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
     return PreparationOutcome(manifest, tally, already_done=True, continued=False, seconds=0.0, tokens_made=0)
 
 
-def _check_free(output: Path) -> None:
-    if output.is_file():
-        raise InputError(f"--output {output}: is a file; give a folder")
-    if output.is_dir() and not (output / UNFINISHED_FOLDER).is_dir():
-        others = sorted(path.name for path in output.iterdir())
-        if others:
-            shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
-            raise InputError(f"--output {output}: already contains other files ({shown}); give a new or empty folder")
-
-
 def _discard(output: Path, existed: bool) -> None:
     """Removes what a preparation without any result has made, and nothing else."""
     for path in shard_files(output):
@@ -173,36 +147,27 @@ def _discard(output: Path, existed: bool) -> None:
 class _Run:
     """One process's work on an unfinished folder, under its lock."""
 
-    def __init__(
-        self,
-        documents: Documents,
-        tokenizer: LoadedTokenizer,
-        output: Path,
-        options: PreparationOptions,
-        plan: dict[str, Any],
-        report: Report,
-        encode: Encode,
-        stages: Counter[str],
-    ):
-        self.encode, self.stages = encode, stages
-        self.documents, self.tokenizer, self.output = documents, tokenizer, output
-        self.options, self.plan, self.report = options, plan, report
-        self.plan_path = output / UNFINISHED_FOLDER / "plan.json"
-        self.progress_path = output / UNFINISHED_FOLDER / "progress.json"
+    def __init__(self, request: PreparationRequest, plan: dict[str, Any], slices: list[Path], report: Report):
+        self.request, self.plan, self.slices, self.report = request, plan, slices, report
+        self.output = request.output
+        self.stages: Counter[str] = Counter()
+        self.plan_path = self.output / UNFINISHED_FOLDER / "plan.json"
+        self.progress_path = self.output / UNFINISHED_FOLDER / "progress.json"
         # What an earlier process left is not this one's to throw away.
         self.worth_keeping = self.plan_path.exists()
 
-    def complete(self, engine: str, say: Callable[[str], None]) -> PreparationOutcome:
+    def complete(self, say: Callable[[str], None]) -> PreparationOutcome:
         """Tokenises what is left and writes the manifest."""
         started = time.monotonic()
+        tokenizer, engine = self.request.tokenizer, self.request.engine
         progress = self._load_progress()
         if progress is None:
-            self.tokenizer.save(self.output / TOKENIZER_FOLDER)
+            tokenizer.save(self.output / TOKENIZER_FOLDER)
             sync_files(self.output / TOKENIZER_FOLDER)
             write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
         else:
             say(f"{self.output}: continuing after {progress['tally']['documents']:,} documents")
-        encoder, reason = make_encoder(self.tokenizer, engine)
+        encoder, reason = make_encoder(tokenizer, engine)
         if reason:
             say(f"tokenising with tokenizers: {reason}")
         before = progress["tally"]["tokens"] if progress else 0
@@ -214,11 +179,15 @@ class _Run:
             say(f"starting over with tokenizers: {error}")
             self.progress_path.unlink(missing_ok=True)
             before = 0
-            tally, shards = self._tokenise(None, ReferenceEncoder(self.tokenizer))
-        manifest = self._finish(tally, shards)
-        seconds = time.monotonic() - started
+            tally, shards = self._tokenise(None, ReferenceEncoder(tokenizer))
         return PreparationOutcome(
-            manifest, tally, False, progress is not None, seconds, tally.tokens - before, dict(self.stages)
+            self._finish(tally, shards),
+            tally,
+            already_done=False,
+            continued=progress is not None,
+            seconds=time.monotonic() - started,
+            tokens_made=tally.tokens - before,
+            stage_seconds=dict(self.stages),
         )
 
     def _load_progress(self) -> dict[str, Any] | None:
@@ -234,27 +203,19 @@ class _Run:
         refuse_differences(self.output, earlier, self.plan, "was begun", free=("on_error", "max_errors"))
         return progress
 
-    def _tokenise(self, progress: dict[str, Any] | None, encoder: Encoder) -> tuple[Tally, list[Any]]:
-        options = self.options
+    def _tokenise(self, progress: dict[str, Any] | None, encoder: Encoder) -> tuple[Tally, list[Shard]]:
+        options, dtype = self.request.options, self.plan["dtype"]
         tally = Tally(**progress["tally"]) if progress else Tally()
         position = Position(*progress["position"]) if progress else BEGINNING
-        state = progress["writer"] if progress else None
-        dtype = self.plan["dtype"]
-        writer = ShardWriter(self.output, dtype, options.shard_tokens, state, options.megatron)
-        seen = seen_in_shards(self.output, writer.written(), dtype) if options.deduplicate else None
-        names = (source["path"] for source in self.plan["sources"])
-        intake = Intake(tally, writer, options, {name: number for number, name in enumerate(names)}, seen)
-        settings = EncodingSettings(
-            self.tokenizer,
-            encoder,
-            options.reading,
-            options.validation_fraction,
-            stop_at_problem=options.on_error == "stop",
-            deduplicate=options.deduplicate,
+        writer = ShardWriter(
+            self.output, dtype, options.shard_tokens, progress["writer"] if progress else None, options.megatron
         )
+        seen = seen_in_shards(self.output, writer.written(), dtype) if options.deduplicate else None
+        numbers = {source["path"]: number for number, source in enumerate(self.plan["sources"])}
+        intake = Intake(tally, writer, options, numbers, seen)
         committed = time.monotonic()
         try:
-            with _stop_signals() as stopped, _closing(self.encode(position, settings)) as encoded_parts:
+            with _stop_signals() as stopped, closing(self._encoded(position, encoder)) as encoded_parts:
                 for encoded in () if progress and progress["complete"] else encoded_parts:
                     began = time.perf_counter()
                     complete = intake.add(encoded)
@@ -271,7 +232,7 @@ class _Run:
                     if stopped:
                         raise StoppedError(stopped[0])
             if not tally.documents and options.slice is None:
-                raise InputError(_nothing_found(tally, options))
+                raise InputError(self._nothing_found(tally))
             return tally, writer.finish()
         except InputError:
             # What came before the bad record is sound and need not be made again.
@@ -281,14 +242,43 @@ class _Run:
         finally:
             writer.close()
 
+    def _nothing_found(self, tally: Tally) -> str:
+        skipped = f"{tally.empty_documents:,} empty documents and {tally.bad_records:,} bad records were skipped"
+        if tally.filtered_documents:
+            skipped += f", {tally.filtered_documents:,} left out by filters"
+        limit = self.request.options.max_tokens
+        if limit is not None:
+            skipped += f", and --max_tokens {limit:,} is less than the first document"
+        return f"the input holds no documents ({skipped}); nothing was written; give files that contain text"
+
+    def _encoded(self, start: Position, encoder: Encoder) -> Iterator[EncodedPart]:
+        """The encoded parts from a position on: of slices, of a Ray cluster, or of processes of this machine."""
+        request, options = self.request, self.request.options
+        if self.slices:
+            return merged_parts(self.slices, start, request.documents.total_bytes or 0, options.deduplicate)
+        settings = EncodingSettings(
+            request.tokenizer,
+            encoder,
+            options.reading,
+            options.validation_fraction,
+            stop_at_problem=options.on_error == "stop",
+            deduplicate=options.deduplicate,
+        )
+        parts = request.documents.parts(options.reading, start)
+        if request.on_ray:
+            from pretrain.preparation.ray_workers import encode_parts_on_ray
+
+            return encode_parts_on_ray(parts, settings, request.workers, request.ray_address)
+        return encode_parts(timed(parts, self.stages, "read"), settings, request.workers)
+
     def _commit(self, writer: ShardWriter, tally: Tally, position: Position, complete: bool) -> None:
         began = time.perf_counter()
         state = {"position": position, "complete": complete, "tally": asdict(tally), "writer": writer.sync()}
         write_durably(self.progress_path, as_json(state))
         self.stages["sync"] += time.perf_counter() - began
 
-    def _finish(self, tally: Tally, shards: list[Any]) -> Manifest:
-        changed = source_differences(self.plan["sources"], self.documents.description())
+    def _finish(self, tally: Tally, shards: list[Shard]) -> Manifest:
+        changed = source_differences(self.plan["sources"], self.request.documents.description())
         if changed:
             raise InputError(
                 f"{self.output}: the input changed while it was read: {'; '.join(changed[:8])}; "
@@ -312,15 +302,6 @@ class _Run:
         return read_manifest(self.output)
 
 
-def _nothing_found(tally: Tally, options: PreparationOptions) -> str:
-    skipped = f"{tally.empty_documents:,} empty documents and {tally.bad_records:,} bad records were skipped"
-    if tally.filtered_documents:
-        skipped += f", {tally.filtered_documents:,} left out by filters"
-    limit = options.max_tokens
-    limits = f", and --max_tokens {limit:,} is less than the first document" if limit is not None else ""
-    return f"the input holds no documents ({skipped}{limits}); nothing was written; give files that contain text"
-
-
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
     """Collects SIGINT and SIGTERM so that work stops between parts; a second one acts at once."""
@@ -336,11 +317,3 @@ def _stop_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _closing(generator: Iterator[EncodedPart]) -> Iterator[Iterator[EncodedPart]]:
-    try:
-        yield generator
-    finally:
-        generator.close()

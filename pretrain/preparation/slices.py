@@ -15,11 +15,10 @@ import numpy as np
 from pretrain.data.document_index import document_table, read_index, tokens_of
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS, Manifest, Shard, id_dtype
 from pretrain.data.shards import ShardReader, read_manifest
-from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError, Problems
 from pretrain.preparation.deduplicate import document_hashes
 from pretrain.preparation.documents.sources import Position
-from pretrain.preparation.plan import Documents, PreparationOptions, plan_of, refuse_differences
+from pretrain.preparation.plan import PreparationOptions, PreparationRequest, refuse_differences
 from pretrain.preparation.worker import EncodedPart, Problem
 
 TOKENS_PER_PART = 1 << 22
@@ -33,11 +32,6 @@ def parse_slice(text: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
-def slice_folder(output: Path, number: int, count: int) -> Path:
-    """Where a slice of `output` is made."""
-    return output.with_name(output.name + ".slices") / f"{number}-of-{count}"
-
-
 def slice_problems(options: PreparationOptions) -> list[str]:
     """Why such a preparation cannot be divided."""
     limits = {"max_documents": options.max_documents, "max_tokens": options.max_tokens}
@@ -45,29 +39,30 @@ def slice_problems(options: PreparationOptions) -> list[str]:
     return [f"--slice: slices do not know of each other, so {' and '.join(given)} must be left out"] if given else []
 
 
-def slice_of(
-    documents: Documents, options: PreparationOptions, number: int, count: int
-) -> tuple[Documents, PreparationOptions]:
-    """(the documents of slice `number` of `count`, its options). Raises InputError where they cannot be divided."""
-    # Which document is a copy is known when all are together.
-    options = replace(options, slice=f"part {number} of {count}", deduplicate=False, megatron=False)
-    return documents.sliced(number, count), options
+def slice_of(request: PreparationRequest, number: int, count: int) -> PreparationRequest:
+    """The preparation of slice `number` of `count`. Raises InputError where the documents cannot be divided."""
+    # Which document is a copy is known only when all are together.
+    label = f"part {number} of {count}"
+    options = replace(request.options, slice=label, deduplicate=False, megatron=False)
+    output = request.output.with_name(request.output.name + ".slices") / f"{number}-of-{count}"
+    return replace(request, documents=request.documents.sliced(number, count), options=options, output=output)
 
 
-def require_slices(
-    output: Path, documents: Documents, tokenizer: LoadedTokenizer, options: PreparationOptions, count: int
-) -> list[Path]:
-    """The folders of all slices of `output`. Raises InputError naming each that is unfinished or of something else."""
-    plan = plan_of(documents, tokenizer, options)
+def require_slices(request: PreparationRequest) -> list[Path]:
+    """The folders of the slices to merge. Raises InputError naming each that is unfinished or of something else."""
+    if request.merge_slices is None:
+        return []
+    plan = request.plan()
     folders, problems = [], Problems()
-    for number in range(count):
-        folder = slice_folder(output, number, count)
-        _, options_of_slice = slice_of(documents, options, number, count)
+    for number in range(request.merge_slices):
+        of_slice = slice_of(request, number, request.merge_slices)
+        folder = of_slice.output
         if not (folder / MANIFEST_FILE).is_file():
-            problems.append(f"{folder}: is not complete; run the same command with --slice {number}/{count}")
+            command = f"--slice {number}/{request.merge_slices}"
+            problems.append(f"{folder}: is not complete; run the same command with {command}")
             continue
         made_from = json.loads((folder / MANIFEST_FILE).read_bytes())
-        plan_of_slice = plan | {"options": options_of_slice.as_plan()}
+        plan_of_slice = plan | {"options": of_slice.options.as_plan()}
         problems.attempt(refuse_differences, folder, made_from, plan_of_slice, "was finished")
         folders.append(folder)
     problems.stop_if_any()

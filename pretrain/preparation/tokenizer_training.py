@@ -16,7 +16,7 @@ from pretrain.errors import InputError
 from pretrain.files import as_json
 from pretrain.preparation.documents.sources import BEGINNING, records_of_part
 from pretrain.preparation.encode import ReferenceEncoder
-from pretrain.preparation.plan import Documents, PreparationOptions, source_differences
+from pretrain.preparation.plan import PreparationRequest, refuse_differences, refuse_other_files
 from pretrain.preparation.worker import is_validation_text
 
 if TYPE_CHECKING:
@@ -59,24 +59,33 @@ class Sample:
         return self.text_bytes >= self.limit_bytes
 
 
-def train_tokenizer(
-    documents: Documents, output: Path, vocabulary_size: int, sample_bytes: int, options: PreparationOptions
-) -> None:
+def train_tokenizer(request: PreparationRequest) -> None:
     """Trains on at most `sample_bytes` of the documents' text and writes a Hugging Face tokenizer folder.
 
-    When there is more text than that, documents are drawn by the hash of their text. Documents of the validation split
-    are never trained on: on them the bytes per token are measured. Raises InputError, leaving nothing behind.
+    Larger inputs are sampled by the hash of each document's text. Documents of the validation split are never trained
+    on; the bytes per token are measured on them. Raises InputError, leaving nothing behind.
     """
-    record = _record(documents, vocabulary_size, sample_bytes, options)
-    if _is_done(output, record):
+    output, size, limit = request.output, request.vocabulary_size, request.sample_bytes
+    if size < SMALLEST_VOCABULARY:
+        raise InputError(
+            f"--train_tokenizer {size}: must be at least {SMALLEST_VOCABULARY}: "
+            f"the 256 bytes and {USUAL_END_OF_DOCUMENT}"
+        )
+    asked = {"vocabulary_size": size, "sample_bytes": limit}
+    record = {**asked, "options": request.options.as_plan(), "sources": request.documents.description()}
+    refuse_other_files(output, RECORD_FILE)
+    if (output / RECORD_FILE).is_file():
+        refuse_differences(output, json.loads((output / RECORD_FILE).read_bytes()), record, "was trained")
         print(f"{output}: already complete")
         return
     started = time.monotonic()
-    sample = Sample(_fraction(documents, sample_bytes), sample_bytes)
-    backend = _trained(_texts(documents, options, sample), vocabulary_size)
+    # All documents are drawn where the amount of text cannot be known.
+    expected = request.documents.expected_text_bytes
+    sample = Sample(min(1.0, limit / expected) if expected else 1.0, limit)
+    backend = _trained(_texts(request, sample), size)
     if not sample.documents:
         held_out = "; all it holds is for validation, so use --validation_fraction 0" if sample.held_out else ""
-        raise InputError(f"the input holds no documents to train on{held_out}; give files that hold text")
+        raise InputError(f"the input holds no documents to train on{held_out}; give files that contain text")
     temporary = output.with_name(output.name + ".tmp")
     try:
         _write(backend, temporary, record)
@@ -87,58 +96,15 @@ def train_tokenizer(
         raise InputError(f"--output {output}: {error.strerror}; give a writable folder with room") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    _print_summary(output, backend.get_vocab_size(), vocabulary_size, sample, time.monotonic() - started)
+    _print_summary(output, backend.get_vocab_size(), size, sample, time.monotonic() - started)
 
 
-def _record(
-    documents: Documents, vocabulary_size: int, sample_bytes: int, options: PreparationOptions
-) -> dict[str, Any]:
-    if vocabulary_size < SMALLEST_VOCABULARY:
-        raise InputError(
-            f"--train_tokenizer {vocabulary_size}: must be at least {SMALLEST_VOCABULARY}: "
-            f"the 256 bytes and {USUAL_END_OF_DOCUMENT}"
-        )
-    asked = {"vocabulary_size": vocabulary_size, "sample_bytes": sample_bytes}
-    options = options.within(documents)
-    return {**asked, "options": options.as_plan(), "sources": documents.description()}
-
-
-def _without_nulls(value: Any) -> Any:
-    """Options that are off are the same as options that were not known yet."""
-    return {key: v for key, v in value.items() if v is not None} if isinstance(value, dict) else value
-
-
-def _is_done(output: Path, record: dict[str, Any]) -> bool:
-    if output.is_file():
-        raise InputError(f"--output {output}: is a file; give a folder")
-    if not output.is_dir() or not any(output.iterdir()):
-        return False
-    path = output / RECORD_FILE
-    if not path.is_file():
-        raise InputError(f"--output {output}: already contains other files; give a new or empty folder")
-    before = json.loads(path.read_bytes())
-    changed = [k for k in record if k != "sources" and _without_nulls(before.get(k)) != _without_nulls(record[k])]
-    differences = [f"{key} was {before.get(key)!r}, is now {record[key]!r}" for key in changed]
-    differences += source_differences(before.get("sources") or [], record["sources"])
-    if differences:
-        raise InputError(
-            f"{output}: was trained from something else: {'; '.join(differences[:8])}; "
-            "use another --output, or remove this one first"
-        )
-    return True
-
-
-def _fraction(documents: Documents, sample_bytes: int) -> float:
-    """The share of documents to draw; all of them where the amount of text cannot be known."""
-    expected = documents.expected_text_bytes
-    return 1.0 if not expected else min(1.0, sample_bytes / expected)
-
-
-def _texts(documents: Documents, options: PreparationOptions, sample: Sample) -> Iterator[str]:
+def _texts(request: PreparationRequest, sample: Sample) -> Iterator[str]:
+    validation_fraction = request.options.validation_fraction
     held_out: list[bytes] = []
     held_out_bytes = 0
-    for text in _usable_texts(documents, options, sample):
-        if is_validation_text(text, options.validation_fraction):
+    for text in _usable_texts(request, sample):
+        if is_validation_text(text, validation_fraction):
             if held_out_bytes < HELD_OUT_BYTES:
                 held_out.append(text)
                 held_out_bytes += len(text)
@@ -148,7 +114,7 @@ def _texts(documents: Documents, options: PreparationOptions, sample: Sample) ->
             characters = text.decode()
             for start in range(0, len(characters), LONGEST_PIECE_CHARACTERS):
                 yield characters[start : start + LONGEST_PIECE_CHARACTERS]
-        if sample.is_full and (held_out_bytes >= HELD_OUT_BYTES or not options.validation_fraction):
+        if sample.is_full and (held_out_bytes >= HELD_OUT_BYTES or not validation_fraction):
             break
     sample.held_out = tuple(held_out)
 
@@ -158,9 +124,9 @@ def _is_drawn(text: bytes, fraction: float) -> bool:
     return int.from_bytes(hashlib.sha256(text).digest()[8:16], "big") < fraction * 2.0**64
 
 
-def _usable_texts(documents: Documents, options: PreparationOptions, sample: Sample) -> Iterator[bytes]:
-    taken, limit = 0, options.within(documents).max_documents
-    for part in documents.parts(options.reading, BEGINNING):
+def _usable_texts(request: PreparationRequest, sample: Sample) -> Iterator[bytes]:
+    taken, options = 0, request.options
+    for part in request.documents.parts(options.reading, BEGINNING):
         for source, record in records_of_part(part, options.reading):
             if record.problem is not None:
                 sample.bad_records += 1
@@ -171,7 +137,7 @@ def _usable_texts(documents: Documents, options: PreparationOptions, sample: Sam
                         "with a large enough --max_errors"
                     )
             elif record.text:
-                if taken == limit:
+                if taken == options.max_documents:
                     return
                 taken += 1
                 yield record.text

@@ -59,7 +59,7 @@ class Housekeeping:
     def log(self, report: StepReport, learning_rate: float) -> None:
         """Writes the figures since the last log, and warns of lost speed and of dead experts."""
         tokens, self._tokens_at_log = self.state.tokens - self._tokens_at_log, self.state.tokens
-        figures = self.throughput.read(tokens, self.plan.flops_per_token, self.peak_flops, self.strategy.ranks)
+        figures = self.throughput.read(tokens, self.plan.flops_per_token, self.peak_flops, self.strategy.ranks.count)
         self.metrics.write(
             "train",
             step=self.state.step,
@@ -105,11 +105,10 @@ class Housekeeping:
                 self.built.model,
                 self.validation_readers,
                 self.strategy,
-                sequence_length=config.data.sequence_length,
+                window=config.data.window,
                 sequences=sequences,
                 sequences_per_micro_batch=config.batch.sequences_per_micro_batch
                 * self.strategy.micro_batches_per_call,
-                document_mask=config.data.document_mask,
                 attention=self.plan.attention,
                 after_batch=self.supervisor.listen_or_leave,
             )
@@ -131,7 +130,9 @@ class Housekeeping:
             return
         with self.throughput.paused(), self.supervisor.leaving("evaluation"):
             beat = self.supervisor.listen_or_leave
-            evaluate_beside(self.companions, self.strategy, self.continuation.newest, self.config.evaluation, beat)
+            evaluate_beside(
+                self.companions, self.strategy.ranks, self.continuation.newest, self.config.evaluation, beat
+            )
 
     def sample(self) -> None:
         """Text that the model continues."""
@@ -175,10 +176,9 @@ class Housekeeping:
                 precision=self.plan.precision,
                 training_losses={source: result["loss"] for source, result in self._validate(sequences=1).items()},
                 readers=self.validation_readers,
-                sequence_length=config.data.sequence_length,
-                document_mask=config.data.document_mask,
+                window=config.data.window,
             )
-            verdict = self.strategy.by_main(verification, self.supervisor.listen_or_leave)
+            verdict = self.strategy.ranks.by_main(verification, self.supervisor.listen_or_leave)
             if verdict is not None:
                 self.metrics.write("export", step=state.step, problems=verdict.problems)
                 self.metrics.say(verdict.in_words())
@@ -189,5 +189,5 @@ class Housekeeping:
             self.metrics.say(f"Still running, with results to come in metrics.jsonl: {names}")
         self.supervisor.watch.close()
         self.metrics.end(EXIT_DONE, "done", step=state.step, tokens=state.tokens, skipped_steps=state.skipped_steps)
-        self.strategy.print(f"The model is in {final}. Try: python evaluate.py --model {final} --interactive")
+        self.strategy.ranks.print(f"The model is in {final}. Try: python evaluate.py --model {final} --interactive")
         return EXIT_DONE

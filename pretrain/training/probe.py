@@ -9,7 +9,7 @@ Shapes: B windows, T positions, V vocabulary.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import torch
@@ -17,12 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from pretrain.config import WindowSpec
 from pretrain.errors import InputError
 from pretrain.model.attention import candidates_of
 from pretrain.model.build import NO_SUCH_ATTENTION, build_model
 from pretrain.model.inputs import model_inputs
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.reference import (
+    DOCUMENT_LENGTHS,
     END_OF_DOCUMENT,
     TOLERANCE,
     KeyedConfig,
@@ -43,6 +45,8 @@ ON_GPU_ALONE = {
     "flash_attention_3": torch.bfloat16,
 }
 """Attention that is judged on a GPU, and in which dtype; all others in fp32 on the CPU, where they have a form."""
+TESTED_LENGTH = sum(DOCUMENT_LENGTHS[0])
+"""Tokens of the copy's windows, whatever the run's sequence length: one test serves every length."""
 BF16_TOLERANCE = 3e-2
 """As TOLERANCE, for arithmetic in bf16."""
 
@@ -68,7 +72,7 @@ class Judgement:
     """Everything else is correct: the model trains correctly with document_mask off."""
 
 
-def probe(config: PreTrainedConfig, *, attention: str, document_mask: bool, balances: bool = False) -> Probe:
+def probe(config: PreTrainedConfig, *, attention: str, window: WindowSpec, balances: bool = False) -> Probe:
     """The first attention among those of `attention` under which the architecture trains correctly.
 
     Takes a second or two, once per configuration and process. Raises InputError with what was found, and what can be
@@ -76,10 +80,10 @@ def probe(config: PreTrainedConfig, *, attention: str, document_mask: bool, bala
 
     Args:
         attention: as the recipe's attention.
-        document_mask: as the recipe's data.document_mask.
+        window: as the recipe's; the copy is tested on shorter ones with the same properties.
         balances: routers are to be balanced, so the loss that balances them must reach them.
     """
-    found = _probe(KeyedConfig.of(config), attention, document_mask)
+    found = _probe(KeyedConfig.of(config), attention, replace(window, sequence_length=TESTED_LENGTH))
     if balances and (problem := _balance_problem(KeyedConfig.of(config))):
         raise InputError(f"model: {config.model_type} {problem}")
     return found
@@ -87,7 +91,7 @@ def probe(config: PreTrainedConfig, *, attention: str, document_mask: bool, bala
 
 @functools.lru_cache(maxsize=64)
 @one_thread()
-def _probe(keyed: KeyedConfig, attention: str, document_mask: bool) -> Probe:
+def _probe(keyed: KeyedConfig, attention: str, window: WindowSpec) -> Probe:
     reference = reference_of(keyed)
     if problem := _causality_problem(reference):
         raise InputError(f"model: {keyed.config.model_type} {problem}")
@@ -95,11 +99,12 @@ def _probe(keyed: KeyedConfig, attention: str, document_mask: bool) -> Probe:
     # The copy's windows are shorter than the model's, so a name that holds them is the copy's own.
     names = zip(candidates_of(attention, keyed.config), candidates_of(attention, reference.config), strict=True)
     for name, small_name in names:
-        found[name] = _judge(reference, small_name, document_mask)
+        found[name] = _judge(reference, small_name, window)
         if not found[name].problems:
             return Probe(name, is_projection(reference), _said(found))
+    unmasked = replace(window, document_mask=False)
     works_without_documents = any(
-        found[name].leaks_documents and not _judge(reference, name, document_mask=False).problems for name in found
+        found[name].leaks_documents and not _judge(reference, name, unmasked).problems for name in found
     )
     raise InputError(_refusal(keyed.config.model_type, attention, works_without_documents, found))
 
@@ -146,7 +151,7 @@ def _causality_problem(model: PreTrainedModel) -> str | None:
     )
 
 
-def _judge(reference: PreTrainedModel, attention: str, document_mask: bool) -> Judgement:
+def _judge(reference: PreTrainedModel, attention: str, window: WindowSpec) -> Judgement:
     judgement = Judgement()
     dtype = ON_GPU_ALONE.get(attention, torch.float32)
     device = torch.device("cuda" if attention in ON_GPU_ALONE else "cpu")
@@ -156,10 +161,10 @@ def _judge(reference: PreTrainedModel, attention: str, document_mask: bool) -> J
         model.load_state_dict(reference.state_dict())
         model.to(device, dtype)
         _compare_whole(judgement, model, reference, tolerance)
-        if document_mask and not judgement.problems:
-            _compare_documents(judgement, model, reference, attention, tolerance)
+        if window.document_mask and not judgement.problems:
+            _compare_documents(judgement, model, reference, _inputs(model, attention, window), tolerance)
         if not judgement.problems:
-            _check_gradients(judgement, model, attention, document_mask)
+            _check_gradients(judgement, model, attention, window)
     except InputError as error:
         judgement.problems += error.problems
     except Exception as error:  # a model's own code may fail in any way on arguments it does not know
@@ -175,10 +180,13 @@ def _compare_whole(judgement: Judgement, model: PreTrainedModel, reference: PreT
 
 
 def _compare_documents(
-    judgement: Judgement, model: PreTrainedModel, reference: PreTrainedModel, attention: str, tolerance: float
+    judgement: Judgement,
+    model: PreTrainedModel,
+    reference: PreTrainedModel,
+    inputs: dict[str, Tensor],
+    tolerance: float,
 ) -> None:
     """A packed window against each of its documents alone, and the loss of both."""
-    inputs = _inputs(model, attention, document_mask=True)
     arguments = {name: value for name, value in inputs.items() if name not in ("input_ids_BT", "targets_BT")}
     judgement.leaks_documents = True  # unless what follows goes through
     packed_BTV = logits_of(model, inputs["input_ids_BT"], **arguments)
@@ -201,11 +209,11 @@ def _compare_documents(
     judgement.leaks_documents = False
 
 
-def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: str, document_mask: bool) -> None:
+def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: str, window: WindowSpec) -> None:
     whole = LanguageModelLoss(model.train(), from_hidden_states=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        whole(**_inputs(model, attention, document_mask))[0].backward()
+        whole(**_inputs(model, attention, window))[0].backward()
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     infinite = [name for name, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
     missing = [name for name, p in parameters.items() if p.grad is None]
@@ -229,7 +237,7 @@ def _balance_problem(keyed: KeyedConfig) -> str | None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 experts.begin_step(1)
-                whole(**_inputs(model, "eager", document_mask=False))[0].backward()
+                whole(**_inputs(model, "eager", WindowSpec(TESTED_LENGTH, document_mask=False)))[0].backward()
             experts.count()
             experts.end_step()
         gradients.append({router.name: _gradients_of(router.module) for router in routers_of(model)})
@@ -246,10 +254,11 @@ def _gradients_of(module: torch.nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None] or [torch.zeros(0)])
 
 
-def _inputs(model: PreTrainedModel, attention: str, document_mask: bool) -> dict[str, Tensor]:
+def _inputs(model: PreTrainedModel, attention: str, window: WindowSpec) -> dict[str, Tensor]:
     return model_inputs(
         ReferenceWindow.of(model.config).ids_BT.numpy(),
+        window,
+        end_of_document_id=END_OF_DOCUMENT,
         device=model.device,
         attention=attention,
-        end_of_document_id=END_OF_DOCUMENT if document_mask else None,
     )

@@ -21,8 +21,10 @@ from pretrain.model.build import (
     count_parameters,
     set_end_of_document,
 )
+from pretrain.model.compile import checkpointing_problems
 from pretrain.model.flops import active_parameters, flops_per_token
 from pretrain.model.inputs import HostBatch, host_batch
+from pretrain.model.loss import loss_problems
 from pretrain.model.model_config import load_text_model_config
 from pretrain.model.pretrained import find_weights
 from pretrain.optim.batch_ramp import BatchRamp, batch_ramp
@@ -33,6 +35,7 @@ from pretrain.optim.learning_rate import (
     learning_rate_for_batch,
     learning_rate_for_parameters,
 )
+from pretrain.optim.optimizers import optimizer_problems
 from pretrain.parallel.strategy import Strategy, device_type, resolve_precision
 from pretrain.runs.addresses import trunk_checkpoint
 from pretrain.runs.publishing.hub_upload import login_problems, offer_problems
@@ -85,7 +88,7 @@ class RunPlan(ModelPlan):
 
     def tokens_before(self, step: int) -> int:
         """Training tokens of all steps before `step`."""
-        return self.ramp.sequences_before(step) * self.batches.sequence_length
+        return self.ramp.sequences_before(step) * self.batches.window.sequence_length
 
     def micro_steps(self, step: int) -> int:
         """Forward and backward passes of each process in `step`."""
@@ -100,8 +103,8 @@ class RunPlan(ModelPlan):
             ranks=strategy.data_ranks,
             sequences=self.sequences_per_micro_batch * strategy.micro_batches_per_call,
         )
-        end = self.batches.end_of_document_id if self.batches.data.document_mask else None
-        return host_batch(ids, device=strategy.device, end_of_document_id=end)
+        batches = self.batches
+        return host_batch(ids, batches.window, end_of_document_id=batches.end_of_document_id, device=strategy.device)
 
     def learning_rate(self, step: int) -> float:
         return self.schedule.learning_rate(step, self.peak_learning_rate)
@@ -172,7 +175,7 @@ class Cadences:
     @classmethod
     def of(cls, config: RunConfig, run: RunPlan) -> "Cadences":
         """Those of a recipe, some of which it may give in tokens."""
-        tokens_per_step = run.ramp.sequences_per_level[-1] * run.batches.sequence_length
+        tokens_per_step = run.ramp.sequences_per_level[-1] * run.batches.window.sequence_length
 
         def interval(cadence: Cadence) -> int | None:
             steps = cadence.every_tokens / tokens_per_step if cadence.every_tokens else cadence.every_steps
@@ -221,7 +224,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         config.attention,
         device_type=device or "cpu",
         dtype=DTYPES[precision or "fp32"],
-        document_mask=data.document_mask,
+        window=data.window,
     )
     sequences_per_step = problems.attempt(sequences_of, config, ranks)
     if model_config is not None and readers:
@@ -231,6 +234,9 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     if model_config is not None:
         problems += too_long(model_config, data.sequence_length)
         losses_of_routers = problems.attempt(router_losses, config.loss, model_config)
+        problems += problems.attempt(optimizer_problems, config.optim.name, model_config, device or "cpu") or []
+        problems += problems.attempt(loss_problems, config.loss, model_config) or []
+        problems += checkpointing_problems(config.activation_checkpointing, model_config)
     problems.stop_if_any()
     model = plan_model(config, model_config, losses_of_routers)
 
@@ -261,7 +267,7 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
     found = probe(
         model_config,
         attention=config.attention,
-        document_mask=config.data.document_mask,
+        window=config.data.window,
         balances=losses_of_routers.balance > 0,
     )
     return ModelPlan(

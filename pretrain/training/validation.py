@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from pretrain.config import Data
+from pretrain.config import Data, WindowSpec
 from pretrain.data.shards import ShardReader, open_shards, read_manifest
 from pretrain.data.windows import read_windows, windows_of
 from pretrain.errors import Problems
@@ -23,14 +23,14 @@ def open_validation(data: Data) -> dict[str, ShardReader]:
         wanted = [
             (folder, "validation", tokenizer)
             for folder, tokenizer in sources.items()
-            if read_manifest(folder, tokenizer).totals("validation")[0] > data.sequence_length
+            if data.window.count_in(read_manifest(folder, tokenizer).totals("validation")[0]) > 0
         ]
     readers, problems = {}, Problems()
     for folder, split, tokenizer in wanted:
         reader = problems.attempt(open_shards, folder, split, tokenizer)
         if reader is None:
             continue
-        if reader.tokens <= data.sequence_length:
+        if not data.window.count_in(reader.tokens):
             problems.append(
                 f"data.validation: {folder} has {reader.tokens:,} {split} tokens, fewer than one sequence of "
                 f"{data.sequence_length:,} + 1; prepare it with a larger --validation_fraction or shorten the "
@@ -52,10 +52,9 @@ def validate(
     readers: dict[str, ShardReader],
     strategy: Strategy,
     *,
-    sequence_length: int,
+    window: WindowSpec,
     sequences: int,
     sequences_per_micro_batch: int,
-    document_mask: bool,
     attention: str,
     after_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, float]]:
@@ -70,20 +69,21 @@ def validate(
     results = {}
     try:
         for name, reader in readers.items():
-            starts = windows_of(reader, sequence_length, sequences)
+            starts = windows_of(reader, window, sequences)
             total = torch.zeros(2, dtype=torch.float64)
             for first in range(0, len(starts), sequences_per_micro_batch * strategy.data_ranks):
                 mine = starts[first + strategy.data_rank * sequences_per_micro_batch :][:sequences_per_micro_batch]
-                ids = read_windows(reader, mine, sequence_length, sequences_per_micro_batch)
+                ids = read_windows(reader, mine, window, sequences_per_micro_batch)
                 batch = model_inputs(
                     ids,
+                    window,
+                    end_of_document_id=reader.manifest.end_of_document_id,
                     device=strategy.device,
                     attention=attention,
-                    end_of_document_id=reader.manifest.end_of_document_id if document_mask else None,
                     rows=len(mine),
                 )
                 _, cross_entropy = model(**batch)
-                tokens = len(mine) * sequence_length
+                tokens = len(mine) * window.sequence_length
                 total += torch.tensor([cross_entropy.item() * tokens, tokens], dtype=torch.float64)
                 after_batch()
             loss_sum, tokens = strategy.sum(total.to(strategy.device)).tolist()

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from pretrain.checkpoint.export import describe_training
 from pretrain.checkpoint.export_check import losses_of, verify_export
+from pretrain.config import WindowSpec
 from pretrain.data.manifest import Manifest, Shard
 from pretrain.data.shards import ShardReader
 from pretrain.files import commit
@@ -94,8 +95,8 @@ def test_an_export_in_fp32_has_the_very_logits(exported):
 
 def test_the_loss_of_the_training_model_is_compared(exported, reader):
     model = AutoModelForCausalLM.from_pretrained(exported[1], dtype=torch.float32)
-    trained = losses_of(model, {"docs": reader}, 64, True)
-    settings = {"readers": {"docs": reader}, "sequence_length": 64}
+    trained = losses_of(model, {"docs": reader}, WindowSpec(64, True))
+    settings = {"readers": {"docs": reader}, "window": WindowSpec(64, True)}
     result = check(exported, training_losses=trained, **settings)
     assert not result.problems
     assert result.loss_difference < 5e-3
@@ -105,7 +106,7 @@ def test_the_loss_of_the_training_model_is_compared(exported, reader):
     wrong = check(exported, training_losses={"docs": trained["docs"] - 0.2}, **settings)
     assert "rounding explains 0.05 at most" in wrong.in_words() and "NOT the model" in wrong.in_words()
     assert check(exported, training_losses={"docs": float("nan")}, **settings).problems
-    unmasked = check(exported, training_losses=trained, document_mask=False, **settings)
+    unmasked = check(exported, training_losses=trained, **settings | {"window": WindowSpec(64, False)})
     assert unmasked.loss_difference != result.loss_difference
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.config import Data
+from pretrain.config import Data, WindowSpec
 from pretrain.data.batches import PATTERN_LENGTH, Batches, Permutation, interleave
 from pretrain.errors import InputError
 from pretrain.model.inputs import model_inputs
@@ -55,7 +55,9 @@ def test_a_window_is_the_text_with_its_next_token(tmp_path):
     ids = batches.read(3, 0, 0, ranks=1, sequences=4)
     assert ids.shape == (4, LENGTH + 1) and ids.dtype == np.uint16
     assert (np.diff(ids.astype(int), axis=1) == 1).all(), "windows must run across shard files"
-    inputs = model_inputs(ids, device=torch.device("cpu"), attention="groundwork_sdpa", end_of_document_id=None)
+    inputs = model_inputs(
+        ids, WindowSpec(LENGTH, False), end_of_document_id=0, device=torch.device("cpu"), attention="groundwork_sdpa"
+    )
     assert (inputs["targets_BT"] == inputs["input_ids_BT"] + 1).all()
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, WindowSpec
 from pretrain.memory.activations import Line, trace_activations
 from pretrain.memory.advice import ladder
 from pretrain.memory.footprint import LAUNCHER_FILES, footprint, layout_of
@@ -78,9 +78,7 @@ def test_a_line_goes_through_its_points():
 
 def test_a_traced_layer_keeps_what_autograd_keeps(model_config):
     """Against torch's own saved tensors, on real tensors: hooks see each tensor that a backward pass will need."""
-    act = trace_activations(
-        model_config, sequence_length=64, weights=torch.float32, autocast=False, document_mask=False
-    )
+    act = trace_activations(model_config, window=WindowSpec(64, False), weights=torch.float32, autocast=False)
     model = build_model(model_config, seed=0, attention="groundwork_sdpa")
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved = {}
@@ -101,7 +99,7 @@ def test_a_traced_layer_keeps_what_autograd_keeps(model_config):
 
 
 def test_a_traced_weight_counts_once_whatever_the_batch(model_config):
-    act = trace_activations(model_config, sequence_length=64, weights=torch.float32, autocast=True)
+    act = trace_activations(model_config, window=WindowSpec(64, True), weights=torch.float32, autocast=True)
     matrices = sizes_of(model_config).layer - 2 * SHAPE["hidden_size"]
     assert act.per_layer.fixed == 2 * matrices, "autocast's copies of a layer's matrices in bf16"
 

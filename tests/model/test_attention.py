@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import pretrain.model.architectures  # noqa: F401, registers the local ones
+from pretrain.config import WindowSpec
 from pretrain.errors import InputError
 from pretrain.model import cpu_attention
 from pretrain.model.attention import attention_arguments, choose_attention, document_layout, eager, sdpa
@@ -304,7 +305,7 @@ def test_missing_flash_package_is_named():
 
 def test_varlen_without_documents_is_refused():
     with pytest.raises(InputError, match="varlen has no documents to keep apart"):
-        choose_attention("varlen", device_type="cuda", dtype=torch.bfloat16, document_mask=False)
+        choose_attention("varlen", device_type="cuda", dtype=torch.bfloat16, window=WindowSpec(64, False))
 
 
 def test_auto_is_sdpa_everywhere():

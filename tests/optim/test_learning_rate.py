@@ -9,7 +9,6 @@ from pretrain.errors import InputError
 from pretrain.optim.batch_ramp import BatchRamp, batch_ramp
 from pretrain.optim.learning_rate import (
     DECAY_SHAPES,
-    MUON_RATE,
     SCHEDULES,
     Schedule,
     cooldown_steps_of_infinite,
@@ -107,7 +106,7 @@ def test_learning_rate_by_size_meets_the_published_points():
 
 
 def test_muons_rate_is_a_multiple_of_adamws():
-    assert learning_rate_for_parameters(124e6, "muon") == pytest.approx(MUON_RATE * 6e-4)
+    assert learning_rate_for_parameters(124e6, "muon") == pytest.approx(3 * 6e-4)
     assert learning_rate_for_parameters(124e6, "adafactor") == learning_rate_for_parameters(124e6, "adamw")
 
 

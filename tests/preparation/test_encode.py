@@ -10,7 +10,7 @@ from pretrain.errors import InputError
 from pretrain.preparation.documents.formats import Reading
 from pretrain.preparation.documents.sources import find_sources
 from pretrain.preparation.encode import AGREEMENT_TEXTS, FastEncoder, ReferenceEncoder, make_encoder
-from pretrain.preparation.plan import Files, PreparationOptions
+from pretrain.preparation.plan import Files, PreparationOptions, PreparationRequest
 from pretrain.preparation.tokenizer_training import train_tokenizer
 
 END = "<|endoftext|>"
@@ -207,7 +207,9 @@ def test_missing_and_broken_tokenizers_are_named(tmp_path, monkeypatch):
 def train(tmp_path, output, size=400, text_bytes=200_000_000, **options):
     documents = Files(find_sources([f"{tmp_path}/*.txt"]))
     options = PreparationOptions(reading=Reading(documents="paragraph"), **options)
-    train_tokenizer(documents, output, size, text_bytes, options)
+    train_tokenizer(
+        PreparationRequest(documents, options, None, output, vocabulary_size=size, sample_bytes=text_bytes)
+    )
 
 
 def write_paragraphs(path, count=300):

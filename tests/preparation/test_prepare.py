@@ -15,7 +15,7 @@ from pretrain.data.shards import verify_shards
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import InputError
 from pretrain.preparation.documents.sources import find_sources
-from pretrain.preparation.plan import Files, PreparationOptions
+from pretrain.preparation.plan import Files, PreparationOptions, PreparationRequest
 from pretrain.preparation.prepare import prepare
 from pretrain.processes import folder_lock, process_state
 from support.prepared import KILLED, content_of, run_killed, texts, write_jsonl
@@ -24,8 +24,12 @@ from support.project import ROOT
 
 def prepare_files(tmp_path, tokenizer, **options):
     """Prepares tmp_path/*.jsonl into tmp_path/out in this process."""
+    return prepare(request_for(tmp_path, tokenizer, **options))
+
+
+def request_for(tmp_path, tokenizer, **options):
     documents = Files(find_sources([f"{tmp_path}/*.jsonl"]))
-    return prepare(documents, load_tokenizer(tokenizer), tmp_path / "out", PreparationOptions(**options))
+    return PreparationRequest(documents, PreparationOptions(**options), load_tokenizer(tokenizer), tmp_path / "out")
 
 
 def test_a_second_process_is_refused_and_told_by_whom(tmp_path, tokenizer):
@@ -57,13 +61,13 @@ def test_what_a_kill_left_in_a_finished_folder_is_removed(tmp_path, tokenizer):
 
 def test_input_that_changes_while_it_is_read_is_noticed(tmp_path, tokenizer):
     write_jsonl(tmp_path / "a.jsonl", texts(9))
-    documents = Files(find_sources([f"{tmp_path}/*.jsonl"]))
+    request = request_for(tmp_path, tokenizer)
 
     def change(tally):
         write_jsonl(tmp_path / "a.jsonl", texts(10))
 
     with pytest.raises(InputError, match=r"the input changed while it was read: source a\.jsonl has changed"):
-        prepare(documents, load_tokenizer(tokenizer), tmp_path / "out", PreparationOptions(), report=change)
+        prepare(request, report=change)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 

@@ -38,6 +38,7 @@ def config_of(model_type: str) -> PreTrainedConfig:
 
 def outcome(model_type: str, document_mask: bool) -> str:
     """One word on how the model trains, or 'refused: ' and why."""
+    from pretrain.config import WindowSpec
     from pretrain.errors import InputError
     from pretrain.model.model_config import refuse_composites
     from pretrain.training.probe import probe
@@ -48,7 +49,7 @@ def outcome(model_type: str, document_mask: bool) -> str:
         return f"refused: no default configuration ({type(error).__name__})"
     try:
         refuse_composites(model_type, config)
-        found = probe(config, attention="auto", document_mask=document_mask)
+        found = probe(config, attention="auto", window=WindowSpec(64, document_mask))
     except InputError as error:
         return "refused: " + "; ".join(error.problems)
     logits = "" if found.from_hidden_states else ", whole logits"

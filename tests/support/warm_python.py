@@ -113,9 +113,6 @@ def can_be_forked(command: list[str], environment: dict[str, str]) -> bool:
         return False
     server()
     here, there = json.loads(os.environ[ENVIRONMENT]), read_by_imports(environment)
-    if here != there and "WARM_DEBUG" in os.environ:
-        with open("/tmp/cold.log", "a") as f:
-            f.write(f"COLD {command[1:3]} {dict(set(here.items()) ^ set(there.items()))}\n")
     return here == there
 
 
@@ -135,8 +132,10 @@ def server() -> str:
         # Its end is ours: it watches its standard input, which closes when this process ends, in whichever way.
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, pass_fds=[writer])
         os.close(writer)
-        os.read(ready, 1)
+        is_ready = os.read(ready, 1)
         os.close(ready)
+        if not is_ready:
+            raise RuntimeError("the warm interpreter cannot import the project; see its traceback above")
         os.environ[SOCKET] = address
         os.environ[ENVIRONMENT] = environment[ENVIRONMENT]
         atexit.register(process.kill)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from pretrain.config import WindowSpec
 from pretrain.errors import InputError
 from pretrain.model.inputs import IGNORED, host_batch, model_inputs
 from pretrain.training.prefetch import ReadAhead
@@ -37,7 +38,7 @@ class Run:
         if len(self.reads) == 2:
             self.is_read.set()
         ids = np.full((2, 9), 100 * self.name + 10 * step + micro_step, np.uint16)
-        return host_batch(ids, device=CPU, end_of_document_id=None)
+        return host_batch(ids, WindowSpec(8, False), end_of_document_id=0, device=CPU)
 
 
 def reader():
@@ -78,7 +79,9 @@ def test_an_error_is_that_of_the_step_that_asks_for_the_batch():
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
 def test_inputs_and_targets_are_int64_and_contiguous_whatever_the_shards_hold(dtype):
     ids = np.arange(30, dtype=dtype).reshape(3, 10)
-    inputs = model_inputs(ids, device=CPU, attention="groundwork_sdpa", end_of_document_id=12, rows=2)
+    inputs = model_inputs(
+        ids, WindowSpec(9, True), end_of_document_id=12, device=CPU, attention="groundwork_sdpa", rows=2
+    )
     assert inputs["input_ids_BT"].tolist() == ids[:, :-1].tolist()
     assert inputs["targets_BT"][:2].tolist() == ids[:2, 1:].tolist() and (inputs["targets_BT"][2] == IGNORED).all()
     assert all(inputs[name].dtype == torch.int64 for name in ("input_ids_BT", "targets_BT", "position_ids"))
@@ -89,7 +92,9 @@ def test_inputs_and_targets_are_int64_and_contiguous_whatever_the_shards_hold(dt
 
 def test_ignored_rows_leave_the_inputs_alone():
     ids = np.arange(10).reshape(1, 10)
-    inputs = model_inputs(ids, device=CPU, attention="groundwork_sdpa", end_of_document_id=None, rows=0)
+    inputs = model_inputs(
+        ids, WindowSpec(9, False), end_of_document_id=0, device=CPU, attention="groundwork_sdpa", rows=0
+    )
     assert inputs["input_ids_BT"].tolist() == [list(range(9))] and ids.tolist() == [list(range(10))]
     assert (inputs["targets_BT"] == IGNORED).all()
 
@@ -98,6 +103,6 @@ def test_ignored_rows_leave_the_inputs_alone():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_batches_for_a_gpu_wait_in_pinned_memory():
     ids = np.arange(30, dtype=np.uint16).reshape(3, 10)
-    batch = host_batch(ids, device=torch.device("cuda"), end_of_document_id=12)
+    batch = host_batch(ids, WindowSpec(9, True), end_of_document_id=12, device=torch.device("cuda"))
     assert batch.ids.is_pinned() and all(tensor.is_pinned() for tensor in batch.layout.values())
     assert batch.on_device(torch.device("cuda"), "groundwork_sdpa")["input_ids_BT"].tolist() == ids[:, :-1].tolist()

@@ -9,6 +9,7 @@ import yaml
 from transformers import AttentionInterface, AutoConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
+from pretrain.config import WindowSpec
 from pretrain.errors import InputError
 from pretrain.model import attention as attention_module
 from pretrain.model.reference import KeyedConfig, projects_hidden_states, reference_of
@@ -18,6 +19,8 @@ from pretrain.training.experts import Experts, RouterLosses
 from pretrain.training.probe import probe
 from support import causal_models
 from support.project import run_script
+
+MASKED = WindowSpec(64, document_mask=True)
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 NO_LOSSES = RouterLosses(2, balance=0.0)
@@ -58,7 +61,7 @@ def test_every_causal_model_works_or_is_refused_by_name_as_the_page_says(model_t
 )  # fmt: skip
 def test_any_size_is_probed(changes):
     config = AutoConfig.for_model("llama", **{**LLAMA, **changes})
-    found = probe(config, attention="auto", document_mask=True)
+    found = probe(config, attention="auto", window=MASKED)
     assert found == probe_module.Probe("groundwork_sdpa", from_hidden_states=True)
 
 
@@ -73,7 +76,7 @@ def test_every_kind_of_layer_is_in_the_copy():
 
 def found_of_llama(**arguments):
     config = AutoConfig.for_model("llama", **LLAMA)
-    return probe(config, **{"attention": "auto", "document_mask": True, **arguments})
+    return probe(config, **{"attention": "auto", "window": MASKED, **arguments})
 
 
 def replace_attention(monkeypatch, **fixed):
@@ -91,12 +94,12 @@ def test_an_attention_that_ignores_documents_is_passed_over(monkeypatch):
     found = found_of_llama()
     assert found.attention == "sdpa"
     assert "groundwork_sdpa: document_mask does not hold" in found.passed_over[0]
-    assert found_of_llama(document_mask=False).attention == "groundwork_sdpa"
+    assert found_of_llama(window=WindowSpec(64, document_mask=False)).attention == "groundwork_sdpa"
 
 
 def test_an_attention_that_computes_something_else_is_passed_over(monkeypatch):
     replace_attention(monkeypatch, scaling=1.0)
-    found = found_of_llama(document_mask=False)
+    found = found_of_llama(window=WindowSpec(64, document_mask=False))
     assert found.attention == "sdpa" and "logits differ from the library's own" in found.passed_over[0]
 
 
@@ -146,11 +149,11 @@ def test_gradients_must_be_there_and_finite(monkeypatch):
 
 def test_the_balancing_loss_must_reach_every_router(monkeypatch):
     config = AutoConfig.for_model("qwen3_moe")
-    assert probe(config, attention="auto", document_mask=True, balances=True).attention == "groundwork_sdpa"
+    assert probe(config, attention="auto", window=MASKED, balances=True).attention == "groundwork_sdpa"
     monkeypatch.setattr(probe_module, "Experts", lambda model, strategy, losses: Experts(model, strategy, NO_LOSSES))
     probe_module._balance_problem.cache_clear()
     with pytest.raises(InputError, match=r"does not reach 2 of its 2 routers, the first is model.layers.0.mlp.gate"):
-        probe(config, attention="auto", document_mask=True, balances=True)
+        probe(config, attention="auto", window=MASKED, balances=True)
 
 
 def test_where_the_logits_come_from_is_found_out():

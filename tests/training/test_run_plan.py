@@ -2,10 +2,12 @@
 
 from types import SimpleNamespace
 
-from pretrain.config import Cadence, Guard
+from pretrain.config import Cadence, Guard, WindowSpec
 from pretrain.training.run_plan import Cadences, Due
 
-RUN = SimpleNamespace(ramp=SimpleNamespace(sequences_per_level=(2, 4)), batches=SimpleNamespace(sequence_length=64))
+RUN = SimpleNamespace(
+    ramp=SimpleNamespace(sequences_per_level=(2, 4)), batches=SimpleNamespace(window=WindowSpec(64, True))
+)
 
 
 def cadences(factor: float = 1.0, **settings: Cadence) -> Cadences:

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from pretrain.errors import InputError
 from pretrain.files import SEAL_FILE, commit, damage, remove
+from pretrain.runs.history import current_events, read_metrics
 from pretrain.runs.publishing.card import CARD_FILE, PICTURE_FILE, Publication, write_card
-from pretrain.runs.publishing.card_facts import read_events
-from pretrain.runs.run_folder import best_step, checkpoint_folders, read_json, read_state
-from pretrain.runs.settings import read_config
+from pretrain.runs.run_folder import best_step, checkpoint_folders, read_config, read_json, read_state
 from pretrain.units import count_text
 
 STAGING = "publish"
@@ -129,7 +128,9 @@ def revision_of(step: int) -> str:
 
 def final_model(run: Path) -> Model:
     """final/, with the step of the run's last good end; of its newest checkpoint while that is not logged."""
-    ends = [event for event in read_events(run) if event.get("event") == "end" and event.get("code") == 0]
+    ends = [
+        event for event in current_events(read_metrics(run)) if event.get("event") == "end" and event.get("code") == 0
+    ]
     step = ends[-1].get("step") if ends else None
     if step is None:
         step = max(checkpoint_folders(run), default=0)

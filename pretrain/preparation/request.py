@@ -1,0 +1,176 @@
+"""What the command line of prepare_data.py asks for; everything wrong is reported at once."""
+
+import argparse
+import os
+from pathlib import Path
+
+from pretrain.data.manifest import MANIFEST_FILE
+from pretrain.data.tokenizer import load_tokenizer
+from pretrain.errors import Problems
+from pretrain.preparation.documents.formats import DOCUMENT_UNITS
+from pretrain.preparation.documents.hub_dataset import open_dataset
+from pretrain.preparation.documents.records import Reading, template_problem
+from pretrain.preparation.documents.sources import find_sources
+from pretrain.preparation.documents.urls import is_url
+from pretrain.preparation.encode import ENGINES
+from pretrain.preparation.plan import Documents, Files, PreparationOptions, PreparationRequest
+from pretrain.preparation.slices import parse_slice, slice_problems
+from pretrain.preparation.tokenizer_training import RECORD_FILE
+from pretrain.preparation.upload import Destination, destination_of
+from pretrain.units import parse_count
+
+
+def read_request(arguments: argparse.Namespace) -> PreparationRequest:
+    """What the command line asks for. Raises InputError with everything that is wrong with it."""
+    problems = Problems(_missing(arguments))
+    options = problems.attempt(_options, arguments)
+    documents = problems.attempt(_documents, arguments) if arguments.input or arguments.dataset else None
+    tokenizer = None
+    if arguments.tokenizer and not arguments.train_tokenizer:
+        tokenizer = problems.attempt(load_tokenizer, arguments.tokenizer, arguments.end_of_document)
+    destination = None
+    if is_url(arguments.output or ""):
+        destination = problems.attempt(_destination, arguments)
+    engine, on_ray = _engine(arguments)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers, most = _count(problems, arguments, "workers"), max(256, 16 * cores)
+    if (workers or 0) > most and not on_ray:
+        problems.append(f"--workers {workers:,}: this machine has {cores} cores; at most {most:,}")
+    request = PreparationRequest(
+        documents,
+        options.within(documents) if options and documents else options,
+        tokenizer,
+        destination.local if destination else Path(arguments.output or ""),
+        engine=engine,
+        workers=workers or (None if on_ray else cores),
+        on_ray=on_ray,
+        ray_address=arguments.ray_address,
+        slice=problems.attempt(parse_slice, arguments.slice) if arguments.slice is not None else None,
+        merge_slices=_count(problems, arguments, "merge_slices"),
+        vocabulary_size=_count(problems, arguments, "train_tokenizer"),
+        sample_bytes=_count(problems, arguments, "tokenizer_sample_bytes"),
+        destination=destination,
+    )
+    problems += _division_problems(request)
+    problems.stop_if_any()
+    return request
+
+
+def _missing(arguments: argparse.Namespace) -> list[str]:
+    """What is missing from the command line or given twice."""
+    problems = []
+    if bool(arguments.input) == bool(arguments.dataset):
+        problems.append("give either --input 'FILES' or --dataset NAME")
+    if not arguments.output:
+        problems.append("give --output FOLDER, the folder to create")
+    if bool(arguments.tokenizer) == bool(arguments.train_tokenizer):
+        problems.append("give either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one")
+    return problems
+
+
+def _division_problems(request: PreparationRequest) -> list[str]:
+    """What is wrong with --slice and --merge_slices."""
+    if request.slice is None and request.merge_slices is None:
+        return []
+    problems = Problems(slice_problems(request.options) if request.options else [])
+    if request.slice and request.merge_slices:
+        problems.append("give either --slice I/N, or --merge_slices N when all slices are prepared")
+    if request.vocabulary_size:
+        problems.append(
+            "--slice and --merge_slices: a tokenizer is trained by one machine, on a sample; leave them out"
+        )
+    if request.documents:
+        problems.attempt(request.documents.sliced, 0, 1)
+    return problems
+
+
+def _documents(arguments: argparse.Namespace) -> Documents:
+    if arguments.dataset:
+        return open_dataset(arguments.dataset, arguments.subset, arguments.split, arguments.streaming)
+    return Files(find_sources(arguments.input, arguments.exclude, arguments.input_format))
+
+
+def _destination(arguments: argparse.Namespace) -> Destination:
+    last = RECORD_FILE if arguments.train_tokenizer else MANIFEST_FILE
+    return destination_of(arguments.output, Path(arguments.staging), last)
+
+
+def _engine(arguments: argparse.Namespace) -> tuple[str, bool]:
+    """(how text is tokenised, whether on Ray) of --engine, which may name ray and another, separated by a comma."""
+    engines = arguments.engine.split(",")
+    return ",".join(engine for engine in engines if engine != "ray") or "auto", "ray" in engines
+
+
+def _options(arguments: argparse.Namespace) -> PreparationOptions:
+    """The options that decide the output's bytes. Raises InputError with everything that is wrong with them."""
+    problems = Problems()
+    choices = {
+        "documents": (arguments.documents, DOCUMENT_UNITS),
+        "on_error": (arguments.on_error, ("stop", "skip")),
+        "engine": (_engine(arguments)[0], ENGINES),
+        "format": (arguments.format, ("shards", "megatron")),
+    }
+    for name, (given, allowed) in choices.items():
+        if given not in allowed:
+            also = "; and ray, alone or after a comma" if name == "engine" else ""
+            problems.append(f"--{name} {given}: must be {', '.join(allowed[:-1])} or {allowed[-1]}{also}")
+    options = PreparationOptions(
+        reading=_reading(arguments, problems),
+        format=arguments.input_format,
+        validation_fraction=_fraction(problems, arguments.validation_fraction),
+        shard_tokens=_count(problems, arguments, "shard_tokens"),
+        max_documents=_count(problems, arguments, "max_documents"),
+        max_tokens=_count(problems, arguments, "max_tokens"),
+        on_error=arguments.on_error,
+        max_errors=_count(problems, arguments, "max_errors", smallest=0),
+        deduplicate=arguments.deduplicate,
+        megatron=arguments.format == "megatron",
+    )
+    problems.stop_if_any()
+    return options
+
+
+def _reading(arguments: argparse.Namespace, problems: list[str]) -> Reading:
+    """Where the text is and which documents to keep; adds what is wrong to `problems`."""
+    template = arguments.template
+    if template is not None:
+        # A shell passes \n between single quotes through as two characters.
+        template = template.replace("\\n", "\n").replace("\\t", "\t")
+        if problem := template_problem(template):
+            problems.append(f"--template {arguments.template}: {problem}")
+            template = None
+    only = []
+    for given in arguments.only:
+        field, equals, values = given.partition("=")
+        if not field or not equals:
+            problems.append(f"--only {given}: must be FIELD=VALUE or FIELD=VALUE,VALUE, such as language=en")
+        only.append((field, tuple(values.split(","))))
+    shortest = _count(problems, arguments, "min_characters")
+    longest = _count(problems, arguments, "max_characters")
+    if shortest and longest and shortest > longest:
+        problems.append(f"--min_characters {shortest:,} is more than --max_characters {longest:,}: nothing matches")
+    return Reading(arguments.text_field, arguments.documents, template, tuple(only), shortest, longest)
+
+
+def _count(problems: list[str], arguments: argparse.Namespace, name: str, smallest: int = 1) -> int | None:
+    """A count such as 10e9, 100M, 10B or 2k; None stays None. Adds what is not a count to `problems`."""
+    text = getattr(arguments, name)
+    if text is None:
+        return None
+    value = parse_count(text)
+    if not isinstance(value, int) or value < smallest:
+        problems.append(
+            f"--{name} {text}: must be a whole number of at least {smallest}, such as 5000, 2k, 10M or 1e9"
+        )
+        return smallest
+    return value
+
+
+def _fraction(problems: list[str], text: str) -> float:
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = 1.0
+    if not 0.0 <= fraction < 1.0:
+        problems.append(f"--validation_fraction {text}: must be a number from 0 (none) to below 1, such as 0.01")
+    return fraction
