@@ -183,5 +183,5 @@ class Housekeeping:
             self.metrics.say(f"Still running, with results to come in metrics.jsonl: {names}")
         self.supervisor.watch.close()
         self.metrics.end(EXIT_DONE, "done", step=state.step, tokens=state.tokens, skipped_steps=state.skipped_steps)
-        self.strategy.ranks.print(f"The model is in {final}. Try: python evaluate.py --model {final} --prompt 'Once'")
+        self.strategy.ranks.print(f"The model is in {final}. Try: python evaluate.py --model {final} --interactive")
         return EXIT_DONE

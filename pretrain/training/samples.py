@@ -16,14 +16,16 @@ from pretrain.parallel.strategy import Strategy
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: greedily, or sampled at `temperature` from the `top_k` most likely."""
+    """How the next token is chosen: greedily, or sampled at `temperature` from the most likely."""
 
     max_new_tokens: int
     temperature: float | None = None
     """None: greedy."""
     top_k: int | None = None
-    """None: all tokens."""
+    """From so many; None: all tokens."""
     seed: int = 0
+    top_p: float | None = None
+    """From the fewest whose probabilities reach this sum (Holtzman et al., arXiv 1904.09751); None: all."""
 
 
 def encode_prompt(
@@ -56,25 +58,29 @@ def generate_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids_BT: torch.Tensor, sampling: Sampling
 ) -> str:
     """Prompt and continuation as text. The same seed gives the same text on the same device."""
-    if sampling.temperature is None:
-        choice = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    else:
-        choice = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": 1.0}
     ids_BT = ids_BT.to(model.device)
-    eos = model.generation_config.eos_token_id
-    first_eos = eos[0] if isinstance(eos, list) else eos
-    pad = model.generation_config.pad_token_id
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(sampling.seed)
-        output_BT = model.generate(
-            ids_BT,
-            attention_mask=torch.ones_like(ids_BT),
-            max_new_tokens=sampling.max_new_tokens,
-            pad_token_id=first_eos if pad is None else pad,
-            **choice,
-        )
+        output_BT = model.generate(ids_BT, **generation_arguments(model, ids_BT, sampling))
     return tokenizer.decode(output_BT[0], skip_special_tokens=True)
+
+
+def generation_arguments(model: PreTrainedModel, ids_BT: torch.Tensor, sampling: Sampling) -> dict:
+    """What `model.generate` is told: nothing of the model's own generation config but its ids decides."""
+    if sampling.temperature is None:
+        choice = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    else:
+        choice = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0}
+        choice["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
+    eos = model.generation_config.eos_token_id
+    pad = model.generation_config.pad_token_id
+    return {
+        "attention_mask": torch.ones_like(ids_BT, device=model.device),
+        "max_new_tokens": sampling.max_new_tokens,
+        "pad_token_id": pad if pad is not None else eos[0] if isinstance(eos, list) else eos,
+        **choice,
+    }
 
 
 def sample_texts(
