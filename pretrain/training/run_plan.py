@@ -58,7 +58,7 @@ class ModelPlan:
     from_hidden_states: bool
     """See `loss.LanguageModelLoss`."""
     attention_passed_over: tuple[str, ...]
-    """Faster attention under which this architecture would not train right, and what was found."""
+    """Faster attention under which this architecture would not train correctly, and what was found."""
 
 
 @dataclass(frozen=True)
