@@ -8,7 +8,7 @@ from pretrain.checkpoint.export_check import verify_export
 from pretrain.checkpoint.run_state import Request, RunState
 from pretrain.data.shards import ShardReader
 from pretrain.errors import EXIT_DONE
-from pretrain.training.background_jobs import Companions, evaluate_beside, publish_beside
+from pretrain.training.background_jobs import Evaluations, evaluate_beside, publish_beside
 from pretrain.training.build import Built
 from pretrain.training.guard import Finding, SpeedGuard
 from pretrain.training.metrics import Throughput, peak_memory_bytes
@@ -41,7 +41,7 @@ class Housekeeping:
         self.strategy, self.metrics = continuation.strategy, continuation.metrics
         self.validation_readers, self.peak_flops = validation_readers, peak_flops
         self.throughput, self.speed_guard = Throughput(), SpeedGuard(self.config.guard.speed_drop)
-        self.companions = Companions(self.config.output, self.metrics)
+        self.evaluations = Evaluations(self.config.output, self.metrics)
         batches = self.plan.batches
         self.tokenizer = batches.readers[batches.folders[0]].manifest.tokenizer_folder
         self._tokens_at_log = self.state.tokens
@@ -66,7 +66,7 @@ class Housekeeping:
         slow = self.speed_guard.judge(figures["tokens_per_second"])
         for warning in filter(None, (slow, self.built.experts.newly_dead())):
             self.metrics.write("warning", step=self.state.step, message=warning)
-        self.companions.fetch()
+        self.evaluations.fetch()
 
     def keep_up(self) -> None:
         """After every step: updates the progress bar and reports finished saves."""
@@ -123,7 +123,7 @@ class Housekeeping:
             return
         with self.throughput.paused(), self.supervisor.leaving("evaluation"):
             beat = self.supervisor.listen_or_leave
-            evaluate_beside(self.companions, self.strategy, self.continuation.newest, self.config.evaluation, beat)
+            evaluate_beside(self.evaluations, self.strategy, self.continuation.newest, self.config.evaluation, beat)
 
     def sample(self) -> None:
         """Logs the model's continuations of the recipe's prompts."""
@@ -143,7 +143,7 @@ class Housekeeping:
         """Ends the run on request, after a save unless it is aborted; returns the exit status."""
         if self.supervisor.request != Request.ABORT:
             self.save(wait=True, required=True)
-        self.companions.stop()
+        self.evaluations.stop()
         return self.supervisor.end()
 
     def finish(self) -> int:
@@ -168,10 +168,9 @@ class Housekeeping:
                 self.metrics.write("export", step=state.step, problems=verdict.problems)
                 self.metrics.say(verdict.in_words())
         publish_beside(config, None, self.metrics)
-        self.companions.fetch()
-        if self.companions.names:
-            names = ", ".join(self.companions.names)
-            self.metrics.say(f"Still running, with results to come in metrics.jsonl: {names}")
+        self.evaluations.fetch()
+        if names := ", ".join(self.evaluations.names):
+            self.metrics.say(f"Evaluations still running, with results to come in metrics.jsonl: {names}")
         self.supervisor.watch.close()
         self.metrics.end(EXIT_DONE, "done", step=state.step, tokens=state.tokens, skipped_steps=state.skipped_steps)
         self.strategy.print(f"The model is in {final}. Try: python evaluate.py --model {final} --prompt 'Once'")
