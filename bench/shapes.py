@@ -1,4 +1,4 @@
-"""Model and batch shapes that the benchmarks measure, and the shards of made-up documents that feed them."""
+"""Model and batch shapes that the benchmarks measure, and shards of synthetic documents for them."""
 
 import hashlib
 import json
@@ -90,7 +90,7 @@ def write_model(shape: Shape, folder: Path) -> Path:
 
 
 def write_shards(folder: Path, vocabulary_size: int, tokens: int, seed: int = 0) -> Path:
-    """A folder of shards of made-up documents: ids by Zipf's law, lengths log-normal. Speed asks for no more."""
+    """A folder of shards of synthetic documents: ids by Zipf's law, log-normal lengths; enough to measure speed."""
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     ids = 1 + random.zipf(1.2, tokens) % (vocabulary_size - 1)

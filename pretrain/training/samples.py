@@ -39,9 +39,7 @@ def encode_prompt(
     if not ids:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if start is None:
-            raise InputError(
-                "--prompt '': this tokenizer has no token that begins a text; give a prompt of some words"
-            )
+            raise InputError("--prompt '': this tokenizer has no token to start a text with; give a non-empty prompt")
         ids = [start]
     if max_positions is not None and len(ids) + max_new_tokens > max_positions:
         room = max_positions - len(ids)
@@ -93,36 +91,23 @@ def sample_texts(
 ) -> list[tuple[str, str]]:
     """(prompt, prompt and continuation) of every prompt of the recipe, on the main rank; [] on the others.
 
-    All ranks call together. The main rank gathers a copy of the weights, tensor by tensor, in its host's memory, since
-    under most strategies no process could continue a text alone; it generates on the device where that holds the whole
-    model anyway.
+    All ranks call together. The main rank gathers a copy of the weights in host memory, tensor by tensor, since under
+    most strategies no process could generate alone; it generates on the device if that holds the whole model anyway.
     """
     group = strategy.model_tensors()
     tensors = {name: group.fetch(name, strategy.ranks.is_main) for name in group.shapes}
     device = strategy.device if strategy.holds_whole_model else torch.device("cpu")
 
     def continue_prompts() -> list[tuple[str, str]]:
-        return _continue_prompts(model_config, tensors, tokenizer_folder, settings, seed, device)
+        model = build_model(copy.deepcopy(model_config), seed=0, attention=library_attention(model_config))
+        model.load_state_dict(tensors, strict=False)
+        model.tie_weights()
+        model.eval().to(device)
+        tokenizer, texts = AutoTokenizer.from_pretrained(tokenizer_folder), []
+        sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_k, seed)
+        for prompt in settings.prompts:
+            ids_BT = encode_prompt(tokenizer, prompt, max_new_tokens=settings.max_new_tokens, max_positions=None)
+            texts.append((prompt, generate_text(model, tokenizer, ids_BT, sampling)))
+        return texts
 
     return strategy.ranks.by_main(continue_prompts, beat) or []
-
-
-def _continue_prompts(
-    model_config: PreTrainedConfig,
-    tensors: dict[str, torch.Tensor],
-    tokenizer_folder: Path,
-    settings: config.Samples,
-    seed: int,
-    device: torch.device,
-) -> list[tuple[str, str]]:
-    model = build_model(copy.deepcopy(model_config), seed=0, attention=library_attention(model_config))
-    model.load_state_dict(tensors, strict=False)
-    model.tie_weights()
-    model.eval().to(device)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_k, seed)
-    texts = []
-    for prompt in settings.prompts:
-        ids_BT = encode_prompt(tokenizer, prompt, max_new_tokens=settings.max_new_tokens, max_positions=None)
-        texts.append((prompt, generate_text(model, tokenizer, ids_BT, sampling)))
-    return texts
