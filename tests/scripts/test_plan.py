@@ -255,3 +255,9 @@ def test_the_page_is_readable_when_piped(recipe):
     assert "\x1b" not in result.stdout
     assert "Recommended: " in result.stdout and "accelerate launch --config_file accelerate_configs/" in result.stdout
     assert str(ROOT) not in result.stdout
+
+
+def test_offload_on_one_gpu_refuses_what_it_refuses_elsewhere(recipe):
+    found = candidate(plan_of(recipe, ("optim.name", "muon"), gpus=1, mfu=0.4), "zero3_offload")
+    assert found.problems[0].startswith("optim.name: muon does not run under zero3_offload; choose adamw")
+    assert candidate(plan_of(recipe, gpus=1, mfu=0.4), "zero3_offload").runs
