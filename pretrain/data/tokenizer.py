@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretrain.errors import InputError
+from pretrain.errors import InputError, one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -152,11 +152,6 @@ def download_tokenizer(hub_id: str) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=["tokenizer.json", *TOKENIZER_FILES]))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise InputError(f"{missing}, and as a Hub id it could not be fetched: {one_line(error)}") from None
-
-
-def one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
 def _content(token: object) -> str | None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pretrain.data.tokenizer import LoadedTokenizer, backend_of, one_line
-from pretrain.errors import InputError
+from pretrain.data.tokenizer import LoadedTokenizer, backend_of
+from pretrain.errors import InputError, one_line
 from pretrain.preparation.long_text import encode_long_text
 
 ENGINES = ("auto", "fast", "reference")

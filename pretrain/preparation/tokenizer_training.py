@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pretrain.data.tokenizer import USUAL_END_OF_DOCUMENT, load_tokenizer
 from pretrain.errors import InputError
 from pretrain.files import as_json
-from pretrain.preparation.documents.sources import BEGINNING, records_of_part
+from pretrain.preparation.documents.sources import BEGINNING
 from pretrain.preparation.encode import ReferenceEncoder
 from pretrain.preparation.plan import PreparationRequest, refuse_differences, refuse_other_files
 from pretrain.preparation.worker import is_validation_text
@@ -127,7 +127,7 @@ def _is_drawn(text: bytes, fraction: float) -> bool:
 def _usable_texts(request: PreparationRequest, sample: Sample) -> Iterator[bytes]:
     taken, options = 0, request.options
     for part in request.documents.parts(options.reading, BEGINNING):
-        for source, record in records_of_part(part, options.reading):
+        for source, record in part.records(options.reading):
             if record.problem is not None:
                 sample.bad_records += 1
                 allowed = options.max_errors if options.on_error == "skip" else 0

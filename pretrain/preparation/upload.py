@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.data.shards import sha256_of
-from pretrain.errors import InputError
+from pretrain.errors import InputError, one_line
 from pretrain.files import as_json, write_durably
 from pretrain.preparation.documents.urls import file_system, shown
 
@@ -46,7 +46,7 @@ class Destination:
         except InputError:
             raise
         except Exception as error:  # each file system has errors of its own
-            raise InputError(f"--output {self.shown}: cannot be written: {_described(error)}") from None
+            raise InputError(f"--output {self.shown}: cannot be written: {one_line(error)}") from None
 
     @property
     def shown(self) -> str:
@@ -82,7 +82,7 @@ class Destination:
                 system.rm_file(f"{root}/{UNFINISHED_FILE}")
         except Exception as error:  # each file system has errors of its own
             raise InputError(
-                f"--output {self.shown}: {_described(error)}; all is prepared in {self.local}: run the same command "
+                f"--output {self.shown}: {one_line(error)}; all is prepared in {self.local}: run the same command "
                 "again to copy the rest"
             ) from None
         return number
@@ -114,8 +114,3 @@ def _copy(system: "AbstractFileSystem", path: Path, remote: str, size: int) -> N
     arrived = system.info(remote).get("size")
     if arrived != size:
         raise OSError(5, f"{path.name} has {size:,} bytes, {arrived} have arrived")
-
-
-def _described(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

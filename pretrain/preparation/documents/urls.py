@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
-from pretrain.errors import InputError
+from pretrain.errors import InputError, one_line
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -48,7 +48,7 @@ def file_system(url: str) -> tuple["AbstractFileSystem", str]:
     try:
         return url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise InputError(f"{shown(url)}: cannot be reached: {_one_line(error)}") from None
+        raise InputError(f"{shown(url)}: cannot be reached: {one_line(error)}") from None
 
 
 def open_file(path: str) -> BinaryIO:
@@ -97,7 +97,7 @@ class RemoteFile(io.RawIOBase):
                 break
             except Exception as error:  # each file system has errors of its own
                 if attempt == TRIES - 1:
-                    raise UnreachableError(5, f"cannot be read: {_one_line(error)}", shown(self.url)) from error
+                    raise UnreachableError(5, f"cannot be read: {one_line(error)}", shown(self.url)) from error
                 time.sleep(2.0**attempt / 4)
                 self._reopen()
         self._position += len(content)
@@ -127,7 +127,7 @@ def _translated(url: str, action: Callable[[], _Value]) -> _Value:
     except FileNotFoundError:
         raise UnreachableError(2, "no such file", shown(url)) from None
     except Exception as error:
-        raise UnreachableError(5, _one_line(error), shown(url)) from error
+        raise UnreachableError(5, one_line(error), shown(url)) from error
 
 
 def find_urls(pattern: str) -> list[str]:
@@ -140,7 +140,7 @@ def find_urls(pattern: str) -> list[str]:
     except FileNotFoundError:
         return []
     except Exception as error:
-        raise InputError(f"--input {shown(pattern)}: cannot be listed: {_one_line(error)}") from None
+        raise InputError(f"--input {shown(pattern)}: cannot be listed: {one_line(error)}") from None
     return sorted(system.unstrip_protocol(name) for name, about in found.items() if about.get("type") != "directory")
 
 
@@ -175,8 +175,3 @@ def fingerprint(path: str, size: int) -> str:
                 file.seek(start)
             digest.update(file.read(FINGERPRINT_BYTES))
     return digest.hexdigest()
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
