@@ -16,6 +16,7 @@ import numpy as np
 from pretrain.data import megatron
 from pretrain.data.manifest import TOKENIZER_FOLDER, Manifest, Shard, dtype_for, id_dtype
 from pretrain.errors import InputError
+from pretrain.files import fingerprint_of
 
 NANOGPT_FILES = {"train": "train.bin", "validation": "val.bin"}
 VALIDATION_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")
@@ -23,7 +24,6 @@ LLM_C_MAGIC = (20240520, 20240801)
 """First int32 of a llm.c .bin, which has a header of 1,024 bytes."""
 COUNTED_IDS = 1 << 20
 LARGEST_COUNTED_WHOLE = 100 << 20
-SAMPLED_BYTES = 1 << 16
 
 
 def foreign_files(path: Path) -> dict[str, Path] | None:
@@ -72,7 +72,8 @@ def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
         tokens = file.stat().st_size // id_dtype(dtype).itemsize
         documents, text_bytes = _counts(file, dtype, sizes, loaded.end_of_document_id)
         shards.append(Shard(file.name, split, tokens, documents, text_bytes, sha256=""))
-        digest.update(_fingerprint(file))
+        with file.open("rb") as content:
+            digest.update(bytes.fromhex(fingerprint_of(content, file.stat().st_size)))
     return Manifest(
         folder=folder,
         tokenizer_name=loaded.name,
@@ -150,13 +151,3 @@ def _counts(file: Path, dtype: str, sizes: np.ndarray, end: int) -> tuple[int, i
         text_bytes += int(sizes[piece].sum())
         counted += len(piece)
     return round(documents * len(ids) / counted), round(text_bytes * len(ids) / counted)
-
-
-def _fingerprint(file: Path) -> bytes:
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with file.open("rb") as content:
-        for start in sorted({0, size // 2, max(0, size - SAMPLED_BYTES)}):
-            content.seek(start)
-            digest.update(content.read(SAMPLED_BYTES))
-    return digest.digest()

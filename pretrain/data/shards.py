@@ -16,6 +16,7 @@ import numpy as np
 
 from pretrain.data.manifest import FORMAT_NAME, FORMAT_VERSION, MANIFEST_FILE, Manifest, Shard, id_dtype
 from pretrain.errors import InputError
+from pretrain.files import sha256_of
 
 VERIFY_BLOCK_BYTES = 1 << 24
 
@@ -216,12 +217,6 @@ def _beside_problems(manifest: Manifest, shard: Shard) -> list[str]:
         elif sha256_of(path) != sha256:
             problems.append(f"{path}: its content has changed (sha256 differs from the manifest's); restore it")
     return problems
-
-
-def sha256_of(path: Path) -> str:
-    """The hash of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _content_problems(manifest: Manifest, shard: Shard) -> list[str]:

@@ -11,9 +11,9 @@ import numpy as np
 from pretrain.data import megatron
 from pretrain.data.document_index import DOCUMENT, DOCUMENTS_SUFFIX, index_path, tokens_of
 from pretrain.data.manifest import SPLITS, Shard, id_dtype
-from pretrain.data.shards import VERIFY_BLOCK_BYTES, sha256_of
+from pretrain.data.shards import VERIFY_BLOCK_BYTES
 from pretrain.errors import InputError
-from pretrain.files import sync_folder, write_durably
+from pretrain.files import sha256_of, sync_folder, write_durably
 
 
 class _HashedFile:

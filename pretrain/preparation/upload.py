@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.data.shards import sha256_of
 from pretrain.errors import InputError, one_line
-from pretrain.files import as_json, write_durably
+from pretrain.files import as_json, sha256_of, write_durably
 from pretrain.preparation.documents.urls import file_system, shown
 
 if TYPE_CHECKING:
