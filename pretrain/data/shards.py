@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.manifest import FORMAT_NAME, FORMAT_VERSION, MANIFEST_FILE, Manifest, Shard, id_dtype
+from pretrain.data.manifest import MANIFEST_FILE, SHARDS_FORMAT, Manifest, Shard, id_dtype
 from pretrain.errors import InputError
 from pretrain.files import sha256_of
 
@@ -55,14 +55,14 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
 
 
 def _manifest_from(folder: Path, path: Path, fields: object, sha256: str) -> Manifest:
-    if not isinstance(fields, dict) or fields.get("format") != FORMAT_NAME:
+    if not isinstance(fields, dict) or fields.get("format") != SHARDS_FORMAT["format"]:
         given = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
         raise InputError(
-            f"{path}: format is {given!r}, must be {FORMAT_NAME!r}; give a folder made by prepare_data.py"
+            f"{path}: format is {given!r}, must be {SHARDS_FORMAT['format']!r}; give a folder made by prepare_data.py"
         )
-    if fields.get("version") != FORMAT_VERSION:
+    if fields.get("version") != SHARDS_FORMAT["version"]:
         raise InputError(
-            f"{path}: format version {fields.get('version')!r}, this program reads version {FORMAT_VERSION}; "
+            f"{path}: format version {fields.get('version')!r}, this program reads {SHARDS_FORMAT['version']}; "
             "prepare the folder again with this program's prepare_data.py"
         )
     problems: list[str] = []

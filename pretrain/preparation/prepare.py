@@ -15,15 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.manifest import (
-    FORMAT_NAME,
-    FORMAT_VERSION,
-    MANIFEST_FILE,
-    SPLITS,
-    TOKENIZER_FOLDER,
-    Manifest,
-    Shard,
-)
+from pretrain.data.manifest import MANIFEST_FILE, SHARDS_FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, counts_in
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.files import as_json, sync_files, sync_folder, write_durably
@@ -283,16 +275,10 @@ class _Run:
                 f"{self.output}: the input changed while it was read: {'; '.join(changed[:8])}; "
                 f"remove {self.output} and prepare it again"
             )
-        manifest = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **self.plan}
+        manifest = {**SHARDS_FORMAT, **self.plan}
         sources = manifest.pop("sources")
         manifest["shards"] = [asdict(shard) for shard in shards]
-        manifest["totals"] = {
-            split: {
-                name: sum(getattr(shard, name) for shard in shards if shard.split == split)
-                for name in ("tokens", "documents", "text_bytes")
-            }
-            for split in SPLITS
-        }
+        manifest["totals"] = {split: counts_in(shards, split) for split in SPLITS}
         manifest["skipped"] = tally.skipped()
         manifest["sources"] = sources
         sync_folder(self.output)

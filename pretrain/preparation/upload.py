@@ -1,4 +1,4 @@
-"""Outputs that are URLs: made in a local folder, which keeps what is done over a kill, then copied file by file."""
+"""Outputs that are URLs: prepared in a local folder, which survives a kill, then copied file by file."""
 
 import json
 from collections.abc import Callable
@@ -18,16 +18,16 @@ UNFINISHED_FILE = ".unfinished"
 
 @dataclass(frozen=True)
 class Destination:
-    """A folder at a URL, and the local folder from which it is filled. `last`: the file whose presence means done."""
+    """A folder at a URL and the local folder it is copied from; the file `last` means that it is complete."""
 
     url: str
     local: Path
     last: str
 
     def open(self) -> None:
-        """Makes sure, before hours of work, that the URL can be written and is free, or holds what is made here.
+        """Checks, before hours of work, that the URL is free, or holds what is made here. Raises InputError.
 
-        What is finished there and not here sends its `last` file here, where it is recognised. Raises InputError.
+        Where it is complete and the local folder is not, the `last` file is copied here, to be recognised.
         """
         system, root = file_system(self.url)
         try:
@@ -49,13 +49,13 @@ class Destination:
 
     @property
     def shown(self) -> str:
-        """The URL without what may be secret in it."""
+        """The URL without secrets."""
         return shown(self.url)
 
     def fill(self, say: Callable[[str], None]) -> int:
-        """Copies what is not there yet, `last` after all others; the number of files that were copied.
+        """Copies what is missing, `last` after all others; returns the number of files copied.
 
-        Raises InputError when it fails; done again, it goes on from there.
+        Raises InputError where it fails; a second call continues from there.
         """
         system, root = file_system(self.url)
         names = sorted(str(p.relative_to(self.local)) for p in self.local.rglob("*") if p.is_file())
@@ -88,7 +88,7 @@ class Destination:
 
 
 def destination_of(url: str, staging: Path, last: str) -> Destination:
-    """Where the folder at a URL is made: below `staging`, by the parts of its address."""
+    """The local folder for a URL is below `staging`, named by the parts of its address."""
     protocol, _, rest = shown(url).partition("://")
     parts = [part for part in rest.split("/") if part not in ("", ".", "..")]
     if not parts:

@@ -117,8 +117,7 @@ class PartEncoder:
     def __init__(self, settings: EncodingSettings):
         # One worker per core: the tokenizers library must not start threads of its own.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        self._settings = settings
-        self._encoder = settings.encoder
+        self._settings, self._encoder = settings, settings.encoder
         self._has_compared = False
 
     def encode(self, part: Part) -> EncodedPart:
@@ -128,27 +127,25 @@ class PartEncoder:
         parsed = time.perf_counter()
         arrays = self._encoder.encode(read.texts)
         tokenised = time.perf_counter()
-        end = self._settings.tokenizer.end_of_document_id
+        settings = self._settings
+        end = settings.tokenizer.end_of_document_id
         self._check_ends(arrays, end)
-        dtype = dtype_for(self._settings.tokenizer.vocabulary_size)
         tokens = np.array([len(array) + 1 for array in arrays], dtype=np.int64)
-        ids = np.full(int(tokens.sum()), end, dtype=dtype)
+        ids = np.full(int(tokens.sum()), end, dtype=dtype_for(settings.tokenizer.vocabulary_size))
         first = 0
         for array in arrays:
             ids[first : first + len(array)] = array
             first += len(array) + 1
-        fraction = self._settings.validation_fraction
-        text_bytes = [len(text) for text in read.texts]
-        documents = document_table(tokens, text_bytes, read.sources, read.places)
-        hashes = document_hashes(ids, np.cumsum(tokens)) if self._settings.deduplicate else None
-        is_validation = np.array([is_validation_text(text, fraction) for text in read.texts], dtype=bool)
+        documents = document_table(tokens, [len(text) for text in read.texts], read.sources, read.places)
+        hashes = document_hashes(ids, np.cumsum(tokens)) if settings.deduplicate else None
+        is_validation = [is_validation_text(text, settings.validation_fraction) for text in read.texts]
         disagreement = self._disagreement(read.texts)
         ended = time.perf_counter()
         return EncodedPart(
             ids=ids,
             documents=documents,
             source_names=tuple(read.names),
-            is_validation=is_validation,
+            is_validation=np.array(is_validation, dtype=bool),
             hashes=hashes,
             empty_documents=read.empty,
             filtered_documents=read.filtered,

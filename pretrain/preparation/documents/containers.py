@@ -231,18 +231,9 @@ def _sample_record(place: int, members: dict[str, bytes | None], reading: Readin
         return checked(place, texts[0])
     if not texts:
         return json_record(place, members["json"], reading)
-    return _joined_record(place, texts[0], members.get("json", b"{}"), reading)
-
-
-def _joined_record(place: int, text: bytes, fields: bytes, reading: Reading) -> Record:
-    """A sample whose text is a member of its own, with the other fields in its .json."""
     try:
-        values = json.loads(fields)
+        fields = json.loads(members.get("json", b"{}"))
     except ValueError as error:
         return Record(place, None, f"broken JSON in its member .json ({error})")
-    values = values if isinstance(values, dict) else {}
-
-    def find(name: str) -> Any:
-        return text if name == reading.text_field else find_field(values, name)
-
-    return fields_record(place, find, reading, list(values))
+    values = (fields if isinstance(fields, dict) else {}) | {reading.text_field: texts[0]}
+    return fields_record(place, lambda name: find_field(values, name), reading, list(values))

@@ -16,43 +16,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pretrain.errors import InputError, did_you_mean
+from pretrain.errors import Problems, did_you_mean
 from pretrain.preparation.documents import containers, formats
 from pretrain.preparation.documents.byte_stream import ByteStream, DamagedFileError
 from pretrain.preparation.documents.formats import PART_BYTES
 from pretrain.preparation.documents.records import Reading, Record
 from pretrain.preparation.documents.urls import find_urls, is_url, open_file, shown, size_of
 
-SUFFIXES = {
-    "jsonl": (".jsonl", ".ndjson"),
-    "json": (".json",),
-    "csv": (".csv", ".tsv"),
-    "txt": (".txt", ".text", ".md", ".py", ".rst"),
-    "parquet": (".parquet", ".pq"),
-    "arrow": (".arrow", ".feather", ".ipc"),
-    "hdf5": (".h5", ".hdf5"),
-    "tar": (".tar", ".tgz"),
+
+class Format(NamedTuple):
+    """A format of files."""
+
+    suffixes: tuple[str, ...]
+    read: Callable[[ByteStream, Reading], Iterator[Record]]
+    place: str
+    """What a record's place counts."""
+
+
+FORMATS = {
+    "jsonl": Format((".jsonl", ".ndjson"), formats.read_jsonl, "line"),
+    "json": Format((".json",), formats.read_json_documents, "document"),
+    "csv": Format((".csv", ".tsv"), formats.read_csv, "line"),
+    "txt": Format((".txt", ".text", ".md", ".py", ".rst"), formats.read_text, "line"),
+    "parquet": Format((".parquet", ".pq"), containers.read_parquet, "row"),
+    "arrow": Format((".arrow", ".feather", ".ipc"), containers.read_arrow, "row"),
+    "hdf5": Format((".h5", ".hdf5"), containers.read_hdf5, "row"),
+    "tar": Format((".tar", ".tgz"), containers.read_tar, "document"),
 }
 COMPRESSIONS = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
-READERS: dict[str, Callable[[ByteStream, Reading], Iterator[Record]]] = {
-    "jsonl": formats.read_jsonl,
-    "json": formats.read_json_documents,
-    "csv": formats.read_csv,
-    "txt": formats.read_text,
-    "parquet": containers.read_parquet,
-    "arrow": containers.read_arrow,
-    "hdf5": containers.read_hdf5,
-    "tar": containers.read_tar,
-}
-PLACES = {
-    "jsonl": "line",
-    "csv": "line",
-    "txt": "line",
-    "parquet": "row",
-    "arrow": "row",
-    "hdf5": "row",
-    "dataset": "row",
-}
 EXPECTED_COMPRESSION_RATIO = 4
 LARGEST_ROW_GROUP_BYTES = 64 << 20
 RECORDS_PER_PART = 4096
@@ -96,8 +87,12 @@ def place_text(path: str, format_name: str | None, number: int) -> str:
     """A place in a file, in words. format_name: None takes it from the suffix; datasets have none."""
     if format_name is None:
         inner = _inner_suffix(path)[0]
-        format_name = next((name for name, known in SUFFIXES.items() if inner in known), "dataset")
-    return f"{path}, {PLACES.get(format_name, 'document')} {number:,}"
+        format_name = _format_of(inner) or "dataset"
+    return f"{path}, {'row' if format_name == 'dataset' else FORMATS[format_name].place} {number:,}"
+
+
+def _format_of(suffix: str) -> str | None:
+    return next((name for name, found in FORMATS.items() if suffix in found.suffixes), None)
 
 
 def _inner_suffix(path: str) -> tuple[str, str | None]:
@@ -114,9 +109,9 @@ def find_sources(
 
     Raises InputError with every pattern without a match and every file that is unreadable or of unknown format.
     """
-    problems: list[str] = []
-    if format_name is not None and format_name not in SUFFIXES:
-        problems.append(f"--input_format {format_name}: no such format{did_you_mean(format_name, SUFFIXES)}")
+    problems = Problems()
+    if format_name is not None and format_name not in FORMATS:
+        problems.append(f"--input_format {format_name}: no such format{did_you_mean(format_name, FORMATS)}")
     paths: set[str] = set()
     for pattern in patterns:
         found = _find(pattern)
@@ -137,8 +132,7 @@ def find_sources(
         problems += [problem] if problem else []
     counts = collections.Counter(source.name for source in sources if source)
     problems += [f"--input: two files are called {name}; leave one out" for name, n in sorted(counts.items()) if n > 1]
-    if problems:
-        raise InputError(*problems)
+    problems.stop_if_any()
     return sources
 
 
@@ -159,9 +153,9 @@ def _names_below(paths: Sequence[str]) -> list[str]:
 
 def _source(path: str, name: str, format_name: str | None) -> tuple[InputFile | None, str | None]:
     inner, compression = _inner_suffix(path)
-    found = format_name or next((format_ for format_, known in SUFFIXES.items() if inner in known), None)
+    found = format_name or _format_of(inner)
     if found is None:
-        known = " ".join(itertools.chain(*SUFFIXES.values()))
+        known = " ".join(suffix for found in FORMATS.values() for suffix in found.suffixes)
         given = inner or "without a suffix"
         return None, f"{shown(path)}: unknown format {given}; known: {known}, also .gz or .zst; or give --input_format"
     try:
@@ -191,7 +185,7 @@ def records_of(source: InputFile, reading: Reading, stream: ByteStream | None = 
     """All records of one file. What makes the rest of it unreadable comes last, as a record with that problem."""
     stream = stream or source.open()
     reading = replace(reading, tab_separated=".tsv" in Path(source.path).suffixes)
-    return _guarded(READERS[source.format](stream, reading), stream)
+    return _guarded(FORMATS[source.format].read(stream, reading), stream)
 
 
 def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
