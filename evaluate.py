@@ -17,10 +17,16 @@ import os
 import sys
 from pathlib import Path
 
-from pretrain.errors import InputError, did_you_mean, run_script
+from pretrain.errors import InputError, Problems, did_you_mean, run_script
 
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 SPLITS = ("validation", "train")
+NUMBERS = {
+    "batch_size": (int, 1), "num_fewshot": (int, 0), "sequences": (int, 1), "sequence_length": (int, 1),
+    "max_new_tokens": (int, 1), "top_k": (int, 1), "seed": (int, 0), "limit": (float, None),
+    "temperature": (float, None),
+}  # fmt: skip
+"""{setting: (type, least value)}; None: any number above 0."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -68,9 +74,8 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     arguments, unknown = parser.parse_known_args(argv)
     flags = [flag for action in parser._actions for flag in action.option_strings]
     problems = [f"{word}: unknown{did_you_mean(word, flags)}" for word in unknown if word.startswith("-")]
-    problems += [
-        f"{word}: belongs to no setting; quote a prompt of several words" for word in unknown if word[:1] != "-"
-    ]
+    stray = [word for word in unknown if not word.startswith("-")]
+    problems += [f"{word}: belongs to no setting; quote a prompt of several words" for word in stray]
     if not arguments.model:
         problems.append("--model is missing: give a run, RUN@STEP, a Hugging Face folder or a Hub id")
     for name, allowed in (("precision", PRECISIONS), ("split", SPLITS)):
@@ -89,42 +94,31 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 
 def read_numbers(arguments: argparse.Namespace) -> list[str]:
     """Turns the numeric settings into numbers; returns what is wrong with the others."""
-    problems = []
-    if arguments.batch_size != "auto":
-        problems += read_number(arguments, "batch_size", int, 1)
-    for name, kind, least in (
-        ("num_fewshot", int, 0),
-        ("sequences", int, 1),
-        ("sequence_length", int, 1),
-        ("max_new_tokens", int, 1),
-        ("top_k", int, 1),
-        ("seed", int, 0),
-        ("limit", float, None),
-        ("temperature", float, None),
-    ):
-        problems += read_number(arguments, name, kind, least)
+    problems = Problems()
+    for name in NUMBERS:
+        text = getattr(arguments, name)
+        if text is not None and (name, text) != ("batch_size", "auto"):
+            setattr(arguments, name, problems.attempt(read_number, name, text))
     limit = arguments.limit
-    if isinstance(limit, float) and limit >= 1 and not limit.is_integer():
+    if limit is not None and limit >= 1 and not limit.is_integer():
         problems.append(f"--limit {limit}: must be a whole number of documents, or a fraction below 1")
     if arguments.top_k is not None and arguments.temperature is None:
         problems.append("--top_k: applies to sampling only; give --temperature too, for example 0.8")
     return problems
 
 
-def read_number(arguments: argparse.Namespace, name: str, kind: type, least: int | None) -> list[str]:
-    """least None: any number above 0."""
-    text = getattr(arguments, name)
-    if text is None:
-        return []
+def read_number(name: str, text: str) -> float:
+    """Raises InputError."""
+    kind, least = NUMBERS[name]
     wanted = f"{'a whole number' if kind is int else 'a number'} {'above 0' if least is None else f'from {least}'}"
     try:
         number = kind(text)
     except ValueError:
-        return [f"--{name} {text}: must be {wanted}"]
-    setattr(arguments, name, number)
-    # not (a > b) instead of a <= b: nan is no number above 0 either
-    is_wrong = not (number > 0) if least is None else number < least
-    return [f"--{name} {text}: must be {wanted} and at most 1e18"] if is_wrong or number > 1e18 else []
+        raise InputError(f"--{name} {text}: must be {wanted}") from None
+    # not (a > b) instead of a <= b: nan is not a number above 0 either
+    if not (number > 0 if least is None else number >= least) or number > 1e18:
+        raise InputError(f"--{name} {text}: must be {wanted} and at most 1e18")
+    return number
 
 
 def main(argv: list[str]) -> None:
@@ -135,7 +129,7 @@ def main(argv: list[str]) -> None:
     from pretrain.evaluation.evaluate import evaluate_models
 
     _, strategy = evaluate_models(arguments)
-    strategy.exit(0)
+    strategy.ranks.exit(0)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ import argparse
 import re
 import sys
 
-from pretrain.errors import Problems, run_script
+from pretrain.errors import InputError, Problems, run_script
+from pretrain.gpus import Gpu, find_gpu
+from pretrain.recipe import pair_up, read_run_config
 
 SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?)\s*(GB|GiB|G|TB|TiB|T|MB|MiB|M)?$", re.IGNORECASE)
 SIZE_UNITS = {"m": 2**20, "g": 2**30, "t": 2**40, None: 2**30}
@@ -24,8 +26,8 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--config", required=True, metavar="RECIPE", help="the recipe to plan")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs in all [1]")
-    parser.add_argument("--gpu", default="h100", help="kind of GPU: h100, a100, rtx_4090 ...; any other name with "
+    parser.add_argument("--gpus", type=int, default=1, help="total number of GPUs [1]")
+    parser.add_argument("--gpu", default="h100", help="GPU model: h100, a100, rtx_4090 ...; any other name with "
                         "--gpu_memory and --peak_tflops [h100]")  # fmt: skip
     parser.add_argument("--machines", type=int, help="number of machines [8 GPUs each]")
     parser.add_argument("--gpu_memory", metavar="80GB", help="memory of one GPU; GB is 2^30 bytes")
@@ -39,52 +41,39 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def main() -> int:
+def main() -> None:
     arguments, rest = parse_arguments(sys.argv[1:])
-    return plan(arguments, rest)
-
-
-def plan(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Plans and prints."""
-    problems = Problems(option_problems(arguments))
-    memory = parse_size(arguments.gpu_memory, problems)
+    problems = option_problems(arguments)
+    memory = problems.attempt(parse_size, arguments.gpu_memory)
     gpu = problems.attempt(gpu_of, arguments, memory)
-    config, overrides = problems.attempt(read, arguments, rest) or (None, [])
+    overrides = problems.attempt(pair_up, rest) or []
+    config = problems.attempt(read_run_config, arguments.config, overrides)
     problems.stop_if_any()
+    # Here and not above: --help and a mistyped option answer before torch is imported.
     from pretrain.planning.report import build_plan, comment_of, plan_json, print_plan
+    from pretrain.planning.step_time import Hardware
 
-    machines = arguments.machines or -(-arguments.gpus // 8)
-    report = build_plan(
-        config,
-        arguments.config,
-        overrides,
-        gpu,
-        gpus=arguments.gpus,
-        machines=machines,
-        mfu=arguments.mfu,
-        with_calibration=arguments.calibrate,
+    hardware = Hardware(gpu, arguments.gpus, arguments.machines or -(-arguments.gpus // 8))
+    plan = build_plan(
+        config, arguments.config, overrides, hardware, mfu=arguments.mfu, with_calibration=arguments.calibrate
     )
     if arguments.json:
-        print(plan_json(report))
+        print(plan_json(plan))
     elif arguments.comment:
-        print(comment_of(report, " ".join(["plan.py", *(word for word in sys.argv[1:] if word != "--comment")])))
+        print(comment_of(plan, " ".join(["plan.py", *(word for word in sys.argv[1:] if word != "--comment")])))
     else:
-        print_plan(report)
-    return 0
+        print_plan(plan)
 
 
-def option_problems(arguments: argparse.Namespace) -> list[str]:
+def option_problems(arguments: argparse.Namespace) -> Problems:
     """What is wrong with plan.py's own options."""
-    problems = []
-    if arguments.gpus < 1:
-        problems.append(f"--gpus {arguments.gpus}: at least 1")
-    machines = arguments.machines
-    if machines is not None and (machines < 1 or (arguments.gpus > 0 and arguments.gpus % machines)):
-        problems.append(
-            f"--machines {machines}: {arguments.gpus} GPUs cannot be divided equally; give a divisor of the GPUs"
-        )
-    if arguments.machines is None and arguments.gpus > 8 and arguments.gpus % 8:
-        problems.append(f"--gpus {arguments.gpus}: is not a multiple of 8 GPUs per machine; set --machines")
+    problems, gpus, machines = Problems(), arguments.gpus, arguments.machines
+    if gpus < 1:
+        problems.append(f"--gpus {gpus}: at least 1")
+    if machines is not None and (machines < 1 or (gpus > 0 and gpus % machines)):
+        problems.append(f"--machines {machines}: {gpus} GPUs cannot be divided equally; give a divisor of the GPUs")
+    if machines is None and gpus > 8 and gpus % 8:
+        problems.append(f"--gpus {gpus}: is not a multiple of 8 GPUs per machine; set --machines")
     if arguments.mfu is not None and not 0 < arguments.mfu <= 1:
         problems.append(f"--mfu {arguments.mfu}: must be above 0 and at most 1; 40 % is 0.4")
     for name in ("peak_tflops", "network_gbits", "price_per_gpu_hour"):
@@ -94,35 +83,24 @@ def option_problems(arguments: argparse.Namespace) -> list[str]:
     return problems
 
 
-def parse_size(text: str | None, problems: list[str]) -> float | None:
+def parse_size(text: str | None) -> float | None:
     """'80GB' -> bytes, with GB as GPUs are sold: 2^30 bytes."""
     if text is None:
         return None
     match = SIZE.match(text.strip())
     if match is None or float(match[1]) <= 0:
-        problems.append(f"--gpu_memory {text}: a size such as 80GB")
-        return None
+        raise InputError(f"--gpu_memory {text}: a size such as 80GB")
     return float(match[1]) * SIZE_UNITS[match[2][0].lower() if match[2] else None]
 
 
-def gpu_of(arguments: argparse.Namespace, memory: float | None):
-    from pretrain.gpus import find_gpu
-
+def gpu_of(arguments: argparse.Namespace, memory: float | None) -> Gpu:
     return find_gpu(
         arguments.gpu,
         memory_bytes=memory,
-        peak_flops=arguments.peak_tflops and arguments.peak_tflops * 1e12,
+        bf16_flops=arguments.peak_tflops and arguments.peak_tflops * 1e12,
         price_per_hour=arguments.price_per_gpu_hour,
         network_bytes_per_second=arguments.network_gbits and arguments.network_gbits * 1e9 / 8,
     )
-
-
-def read(arguments: argparse.Namespace, rest: list[str]):
-    """(the recipe with the overrides applied, the overrides)."""
-    from pretrain.recipe import pair_up, read_run_config
-
-    overrides = pair_up(rest)
-    return read_run_config(arguments.config, overrides), overrides
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and what is wrong with it as far as it shows without the run."""
+    """The command line, and what is wrong with it as far as can be told without the run."""
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
     flags = [flag for action in parser._actions for flag in action.option_strings]
@@ -76,34 +76,25 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def add_recipe(arguments: argparse.Namespace) -> list[str]:
-    """Fills from the run's recipe what the command line leaves open; returns what is missing or wrong then."""
-    from pretrain.runs.settings import read_config
+    """Fills in from the run's recipe what the command line does not set; returns what is still missing or wrong."""
+    from pretrain.runs.run_folder import read_config, setting
 
     if arguments.run is None:
         return ["--run is missing: give the folder of a run, such as runs/x"]
     if not (arguments.run / "config.yaml").is_file():
         return [f"--run {arguments.run}: not the folder of a run (it has no config.yaml)"]
     config = read_config(arguments.run)
-    hub, publish = config.get("hub") or {}, config.get("publish") or {}
-    arguments.repo = arguments.repo or hub.get("repository")
-    arguments.private = arguments.private or bool(hub.get("private"))
-    arguments.license = arguments.license or publish.get("license")
-    language = arguments.language or publish.get("language") or []
+    arguments.repo = arguments.repo or setting(config, "hub.repository")
+    arguments.private = arguments.private or bool(setting(config, "hub.private"))
+    arguments.license = arguments.license or setting(config, "publish.license")
+    language = arguments.language or setting(config, "publish.language") or []
     arguments.language = [language] if isinstance(language, str) else list(language)
+    arguments.dtype = setting(config, "export.dtype")
     return []
 
 
-def output_problems(output: Path, revisions: list[str]) -> list[str]:
-    """What a dry run would have to overwrite."""
-    if output.exists() and not output.is_dir():
-        return [f"--output {output}: is a file; give a folder"]
-    return [
-        f"--output {output}: already contains {name}; give another" for name in revisions if (output / name).exists()
-    ]
-
-
 def publish_all(arguments: argparse.Namespace, models: list["Model"]) -> None:
-    """Stages and uploads one model after the other. Raises PublishFailed."""
+    """Stages and uploads one model after the other. Raises PublishError."""
     from pretrain.processes import is_held, wait_until_free
     from pretrain.runs.publishing.hub_upload import open_repository
     from pretrain.runs.publishing.publish import STAGING, evaluation_log, writing_to
@@ -124,26 +115,28 @@ def publish_all(arguments: argparse.Namespace, models: list["Model"]) -> None:
 
 
 def publish_one(arguments: argparse.Namespace, model: "Model", staging: Path, url: str) -> None:
-    """Stages one model and, unless this is a dry run, makes its revision hold that. Raises PublishFailed."""
+    """Stages one model and, unless this is a dry run, makes its revision hold that. Raises PublishError."""
     from pretrain.processes import folder_lock
     from pretrain.runs.publishing.card import Publication
     from pretrain.runs.publishing.hub_upload import upload, waiting_mark
     from pretrain.runs.publishing.publish import stage, writing_to
-    from pretrain.runs.settings import read_config
 
     publication = Publication(
         repository=arguments.repo,
         license=arguments.license,
         languages=tuple(arguments.language),
-        dtype=(read_config(arguments.run).get("export") or {}).get("dtype"),
+        dtype=arguments.dtype,
     )
     folder = staging / model.revision
     # One process per revision: two that stage it at once would send each other's halves.
     with folder_lock(staging / f".{model.revision}.lock"):
         with writing_to(staging):
             stage(arguments.run, model, publication, folder)
-        say_contents(folder, model, whole=arguments.dry_run)
+        sizes = {path: path.stat().st_size for path in sorted(folder.iterdir())}
+        total = sum(sizes.values())
+        print(f"{model.revision}: step {model.step:,}, {len(sizes)} files, {total / 1e6:,.1f} MB", flush=True)
         if arguments.dry_run:
+            print("\n".join(f"  {size:>14,}  {path}" for path, size in sizes.items()), flush=True)
             return
         try:
             commit = insist(arguments, partial(upload, folder, model, arguments.repo, message=arguments.message))
@@ -155,7 +148,7 @@ def publish_one(arguments: argparse.Namespace, model: "Model", staging: Path, ur
 
 
 def note(arguments: argparse.Namespace, **facts: object) -> None:
-    """An event in the run's metrics.jsonl, of an upload beside the training alone: nobody looks at its output."""
+    """Records an upload during training in the run's metrics.jsonl: nobody watches its output."""
     from pretrain.runs.history import append_events
 
     if arguments.beside_training and arguments.run:
@@ -167,7 +160,7 @@ def note(arguments: argparse.Namespace, **facts: object) -> None:
 
 
 def insist(arguments: argparse.Namespace, act: Callable[[], str]) -> str:
-    """What `act` returns, tried as often as the command line says. Raises the last PublishFailed."""
+    """What `act` returns, retried as the command line says. Raises the last PublishError."""
     from pretrain.runs.publishing.publish import PublishError
 
     for attempt in range(1, arguments.attempts):
@@ -183,17 +176,8 @@ def insist(arguments: argparse.Namespace, act: Callable[[], str]) -> str:
     return act()
 
 
-def say_contents(folder: Path, model: "Model", *, whole: bool) -> None:
-    """What goes up: its size, and every file where `whole`."""
-    sizes = {path: path.stat().st_size for path in sorted(folder.iterdir())}
-    total = sum(sizes.values())
-    print(f"{model.revision}: step {model.step:,}, {len(sizes)} files, {total / 1e6:,.1f} MB", flush=True)
-    if whole:
-        print("\n".join(f"  {size:>14,}  {path}" for path, size in sizes.items()), flush=True)
-
-
 def find_all(arguments: argparse.Namespace, problems: list[str]) -> list["Model"]:
-    """What is to be published. Raises InputError with the problems given and all others that show without the Hub."""
+    """The models to publish. Raises InputError with the problems given and all that can be found without the Hub."""
     from pretrain.runs.publishing.hub_upload import login_problems, offer_problems
     from pretrain.runs.publishing.publish import find_publishable
 
@@ -203,18 +187,16 @@ def find_all(arguments: argparse.Namespace, problems: list[str]) -> list["Model"
     flags = ("--repo", "--license", "--language")
     problems += offer_problems(arguments.repo, arguments.license, arguments.language, flags)
     problems += [] if arguments.dry_run else login_problems()
-    models = None
+    models = []
     if not unusable:
-        models = problems.attempt(
-            find_publishable,
-            arguments.run,
-            steps=arguments.checkpoint,
-            milestones=arguments.milestones,
-            final=arguments.final,
-            with_optimizer=arguments.with_optimizer,
-        )
-    if arguments.output is not None:
-        problems += output_problems(arguments.output, [model.revision for model in models or []])
+        wanted = {"steps": arguments.checkpoint, "milestones": arguments.milestones, "final": arguments.final}
+        wanted["with_optimizer"] = arguments.with_optimizer
+        models = problems.attempt(find_publishable, arguments.run, **wanted) or []
+    if output := arguments.output:
+        if output.exists() and not output.is_dir():
+            problems.append(f"--output {output}: is a file; give a folder")
+        taken = [model.revision for model in models if (output / model.revision).exists()]
+        problems += [f"--output {output}: already contains {name}; give another" for name in taken]
     problems.stop_if_any()
     return models
 

@@ -16,19 +16,22 @@ import os
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pretrain.errors import EXIT_INTERRUPTED, InputError, run_script
+from pretrain.runs.comparison import comparison_text, names_of, summary_text, write_csv
+from pretrain.runs.control import COMMANDS, send, wait_for_answer, withdraw
+from pretrain.runs.history import find_runs, read_history, require_run, require_runs
+from pretrain.runs.run_folder import METRICS_FILE
+from pretrain.runs.status import list_text, read_status, status_text
 
 ROOT_OF_RUNS = Path("runs")
 
 
 def list_runs(arguments: argparse.Namespace) -> int:
     """One line per run under a folder."""
-    from pretrain.runs.history import find_runs
-    from pretrain.runs.run_folder import METRICS_FILE
-    from pretrain.runs.status import list_text, read_status
-
     folder = arguments.folder
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; give a folder that contains runs")
@@ -42,10 +45,6 @@ def list_runs(arguments: argparse.Namespace) -> int:
 
 def status(arguments: argparse.Namespace) -> int:
     """How one run is doing; of a folder of runs, their list."""
-    from pretrain.runs.history import find_runs, require_run
-    from pretrain.runs.run_folder import METRICS_FILE
-    from pretrain.runs.status import read_status, status_text
-
     folder = arguments.run_folder
     if folder.is_dir() and not (folder / METRICS_FILE).is_file() and find_runs(folder):
         arguments.folder = folder
@@ -67,15 +66,14 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def plot(arguments: argparse.Namespace) -> int:
-    """Writes the PNG and the page."""
-    from pretrain.runs.comparison import names_of
+    """Writes the PNG and the page, by default into the nearest folder that holds all runs."""
     from pretrain.runs.curves import curves_of
-    from pretrain.runs.history import read_history, require_runs
     from pretrain.runs.plots import write_page, write_png
-    from pretrain.runs.status import read_status
 
     runs = require_runs(arguments.runs)
-    base = arguments.output or (runs[0] if len(runs) == 1 else common_folder(runs)) / "plot"
+    folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve().parent for run in runs]))
+    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    base = arguments.output or folder / "plot"
     base = base.with_suffix("") if base.suffix in (".png", ".html") else base
     require_writable(base)
     histories = [read_history(run) for run in runs]
@@ -88,12 +86,6 @@ def plot(arguments: argparse.Namespace) -> int:
         write(curves, path)
         print(path)
     return 0
-
-
-def common_folder(runs: list[Path]) -> Path:
-    """The nearest folder that holds all runs."""
-    folder = Path(os.path.commonpath([run.resolve().parent for run in runs]))
-    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
 def require_writable(path: Path) -> None:
@@ -109,10 +101,6 @@ def require_writable(path: Path) -> None:
 
 def compare(arguments: argparse.Namespace) -> int:
     """Prints settings that differ and results."""
-    from pretrain.runs.comparison import comparison_text
-    from pretrain.runs.history import read_history, require_runs
-    from pretrain.runs.status import read_status
-
     if len(arguments.runs) < 2:
         raise InputError(f"compare {arguments.runs[0]}: only one run given; give two or more, or use summary")
     print(comparison_text([(read_history(run), read_status(run)) for run in require_runs(arguments.runs)]))
@@ -121,10 +109,6 @@ def compare(arguments: argparse.Namespace) -> int:
 
 def summary(arguments: argparse.Namespace) -> int:
     """Prints a run on one page."""
-    from pretrain.runs.comparison import summary_text
-    from pretrain.runs.history import read_history
-    from pretrain.runs.status import read_status
-
     history = read_history(arguments.run_folder)
     print(summary_text(history, read_status(arguments.run_folder)))
     return 0
@@ -132,9 +116,6 @@ def summary(arguments: argparse.Namespace) -> int:
 
 def export(arguments: argparse.Namespace) -> int:
     """Writes every logged line as CSV."""
-    from pretrain.runs.comparison import write_csv
-    from pretrain.runs.history import read_history, require_runs
-
     runs = require_runs(arguments.runs)
     require_writable(arguments.output)
     rows = write_csv([read_history(run) for run in runs], arguments.output)
@@ -144,20 +125,15 @@ def export(arguments: argparse.Namespace) -> int:
 
 def documents(arguments: argparse.Namespace) -> int:
     """Prints what was in a step."""
-    from pretrain.runs.history import require_run
     from pretrain.runs.step_documents import documents_text
 
-    text = documents_text(
-        require_run(arguments.run_folder), arguments.step, limit=arguments.limit, characters=arguments.characters
-    )
-    print(text)
+    run = require_run(arguments.run_folder)
+    print(documents_text(run, arguments.step, limit=arguments.limit, characters=arguments.characters))
     return 0
 
 
 def steer(arguments: argparse.Namespace) -> int:
     """Sends a command to a live run and waits until it is done."""
-    from pretrain.runs.control import send, wait_for_answer, withdraw
-
     command, run = arguments.command, arguments.run_folder
     request = {"id": uuid.uuid4().hex}  # known before it is sent: Ctrl-C may come while it is being written
     shown = 0
@@ -216,59 +192,50 @@ def parser() -> argparse.ArgumentParser:
     """The command line, one subcommand per function above."""
     root = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = root.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    add_looking(commands)
-    add_steering(commands)
+    add_readers(commands)
+    for name, text in COMMANDS.items():
+        command = add_command(commands, name, steer, text)
+        command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default 60)")
     add_parity(commands)
     return root
 
 
-def add_looking(commands: argparse._SubParsersAction) -> None:
+def add_command(
+    commands: argparse._SubParsersAction,
+    name: str,
+    run: Callable,
+    help: str,
+    given: str = "run_folder",
+    **options: Any,
+) -> argparse.ArgumentParser:
+    """A subcommand that `run` does, for a run or, with other options of its argument, for several."""
+    command = commands.add_parser(name, help=help)
+    command.set_defaults(run=run)
+    command.add_argument(given, type=Path, **({"metavar": "RUN"} | options))
+    return command
+
+
+def add_readers(commands: argparse._SubParsersAction) -> None:
     """The commands that only read."""
-    command = commands.add_parser("list", help="all runs under a folder")
-    command.set_defaults(run=list_runs)
-    command.add_argument("folder", type=Path, nargs="?", default=ROOT_OF_RUNS, help="(default runs)")
-    command = commands.add_parser("status", help="state and progress of a run")
-    command.set_defaults(run=status)
-    command.add_argument("run_folder", type=Path, metavar="RUN", nargs="?", default=ROOT_OF_RUNS)
+    default, several = {"nargs": "?", "default": ROOT_OF_RUNS}, {"given": "runs", "nargs": "+"}
+    add_command(
+        commands, "list", list_runs, "all runs under a folder (default runs)", "folder", metavar=None, **default
+    )
+    command = add_command(commands, "status", status, "state and progress of a run", **default)
     command.add_argument("--watch", type=positive, nargs="?", const=2.0, metavar="SECONDS", help="refresh every N (2)")
-    command = commands.add_parser("plot", help="curves of one or more runs, as PNG and HTML")
-    command.set_defaults(run=plot)
-    command.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    command = add_command(commands, "plot", plot, "curves of one or more runs, as PNG and HTML", **several)
     command.add_argument(
         "--output", type=Path, help="path without a suffix (default: plot.png and plot.html in the run's folder, or "
         "in the folder that contains the runs)",
     )  # fmt: skip
-    command = commands.add_parser("compare", help="differing settings and results, side by side")
-    command.set_defaults(run=compare)
-    command.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    command = commands.add_parser("summary", help="a run on one page")
-    command.set_defaults(run=summary)
-    command.add_argument("run_folder", type=Path, metavar="RUN")
-    command = commands.add_parser("export", help="all logged metrics as CSV")
-    command.set_defaults(run=export)
-    command.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    add_command(commands, "compare", compare, "differing settings and results, side by side", **several)
+    add_command(commands, "summary", summary, "a run on one page")
+    command = add_command(commands, "export", export, "all logged metrics as CSV", **several)
     command.add_argument("--output", type=Path, required=True, metavar="FILE.csv")
-    command = commands.add_parser("documents", help="the documents that a step was trained on")
-    command.set_defaults(run=documents)
-    command.add_argument("run_folder", type=Path, metavar="RUN")
+    command = add_command(commands, "documents", documents, "the documents that a step was trained on")
     command.add_argument("--step", type=natural, required=True, help="as logged: the first step is 1")
     command.add_argument("--limit", type=natural, default=8, help="sequences to show (default 8)")
     command.add_argument("--characters", type=natural, default=600, help="shown of each document (default 600)")
-
-
-def add_steering(commands: argparse._SubParsersAction) -> None:
-    """The commands to a live run."""
-    helps = {
-        "save": "save a checkpoint of a live run and continue",
-        "stop": "save a checkpoint of a live run and stop it",
-        "abort": "stop a live run without saving",
-        "anneal": "start the final learning-rate decay of a live run",
-    }
-    for name, text in helps.items():
-        command = commands.add_parser(name, help=text)
-        command.set_defaults(run=steer)
-        command.add_argument("run_folder", type=Path, metavar="RUN")
-        command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default 60)")
 
 
 def add_parity(commands: argparse._SubParsersAction) -> None:

@@ -10,7 +10,7 @@ Run the same command to resume; a finished run is reported as already complete.
 
 import sys
 
-from pretrain.errors import EXIT_DONE, or_exit, run_script
+from pretrain.errors import EXIT_DONE, Problems, or_exit, run_script
 from pretrain.recipe import CommandLine, explain, read_command_line
 
 if __name__ == "__main__":  # before torch is imported: --help and a mistyped setting answer at once
@@ -18,7 +18,6 @@ if __name__ == "__main__":  # before torch is imported: --help and a mistyped se
 
 import gc
 import os
-from functools import partial
 
 import torch
 
@@ -26,7 +25,8 @@ from pretrain.checkpoint.run_state import Request
 from pretrain.config import RunConfig
 from pretrain.data.batches import key_of
 from pretrain.hardware import peak_flops
-from pretrain.parallel.strategy import Strategy, device_type, make_strategy
+from pretrain.parallel.registry import make_strategy, strategy_class
+from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.planning.smoke import smoke_test
 from pretrain.training.attempt import attempt
 from pretrain.training.build import build_training
@@ -50,7 +50,9 @@ def main(
     continuation = Continuation(config, plan, overridden, strategy, metrics)  # at its newest intact checkpoint
     run, state = continuation.run, continuation.state
     if continuation.is_done:
-        strategy.print(f"{config.output} is done: {state.step:,} steps. The model is in {config.output}/final.")
+        strategy.ranks.print(
+            f"{config.output} is already complete: {state.step:,} steps. The model is in {config.output}/final."
+        )
         return EXIT_DONE
 
     # Model and optimizer: those of the checkpoint, of a pretrained model, or of the seed.
@@ -134,8 +136,11 @@ def main(
 
 def check(asked: CommandLine) -> None:
     """Checks everything that can be checked before the start."""
-    run = derive(asked.config, ranks=int(os.environ.get("WORLD_SIZE", "1")))
-    open_validation(asked.config.data)
+    problems = Problems()
+    problems.attempt(strategy_class, asked.config)
+    run = problems.attempt(derive, asked.config, ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    problems.attempt(open_validation, asked.config.data)
+    problems.stop_if_any()
     if asked.verbose:
         print(explain(asked))
     print(banner(asked.config, run, {}))
@@ -148,9 +153,9 @@ def start(asked: CommandLine) -> None:
     strategy = make_strategy(asked.config)
 
     def train(config: RunConfig, steps: int | None = None) -> int:
-        return attempt(config, strategy, partial(main, config, asked.overridden, strategy, steps))
+        return attempt(config, strategy, lambda metrics: main(config, asked.overridden, strategy, steps, metrics))
 
-    strategy.exit(smoke_test(asked.config, strategy, train) if asked.smoke else train(asked.config))
+    strategy.ranks.exit(smoke_test(asked.config, strategy, train) if asked.smoke else train(asked.config))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ def main() -> None:
 
     from pretrain import config
     from pretrain.checkpoint.checkpoints import Checkpoints
-    from pretrain.parallel.strategy import Strategy, group_of
+    from pretrain.parallel.strategy import Strategy
+    from pretrain.parallel.tensor_group import TensorGroup
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
@@ -59,7 +60,10 @@ def main() -> None:
     def groups() -> dict:
         names = {parameter: name for name, parameter in model.named_parameters()}
         moments = {f"{names[p]}.{key}": value for p, state in optimizer.state.items() for key, value in state.items()}
-        return {"model": group_of({name: p.detach() for p, name in names.items()}), "optimizer": group_of(moments)}
+        return {
+            "model": TensorGroup.of({name: p.detach() for p, name in names.items()}),
+            "optimizer": TensorGroup.of(moments),
+        }
 
     step()
     alone = statistics.median(step() for _ in range(STEPS_ALONE))
@@ -74,7 +78,7 @@ def main() -> None:
     try:
         for in_background in (False, True):
             settings = config.Checkpoint(keep_last=1, in_background=in_background)
-            checkpoints = Checkpoints(folder / str(in_background), strategy, settings)
+            checkpoints = Checkpoints(folder / str(in_background), strategy.ranks, settings)
             for number in range(1, SAVES + 1):
                 checkpoints.save(number, {}, groups(), lambda folder: None)
                 beside = []

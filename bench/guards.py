@@ -106,9 +106,9 @@ def train_and_time(report: Path, steps: int) -> None:
             seconds.append(time.perf_counter() - begun[-1])
         if len(begun) == WARM_UP_STEPS + steps + 1:
             cost = cost_of(supervisor, begun, seconds)
-            if supervisor.strategy.is_main:
+            if supervisor.strategy.ranks.is_main:
                 report.write_text(json.dumps(vars(cost)))
-            supervisor.strategy.exit(0)
+            supervisor.strategy.ranks.exit(0)
         return outcome
 
     Supervisor.after_step = timed
@@ -126,7 +126,7 @@ def cost_of(supervisor, begun: list[float], seconds: list[float]) -> GuardCost:
     supervisor.compare_copies()
     compares = []
     for _ in range(3):
-        supervisor.strategy.barrier()
+        supervisor.strategy.ranks.barrier()
         start = time.perf_counter()
         supervisor.compare_copies()
         compares.append(time.perf_counter() - start)
@@ -134,7 +134,7 @@ def cost_of(supervisor, begun: list[float], seconds: list[float]) -> GuardCost:
         step=statistics.median(after - before for before, after in itertools.pairwise(measured)),
         after_step=statistics.median(seconds[WARM_UP_STEPS:]),
         watch=watch / len(begun),
-        compare=min(compares) if supervisor.strategy.ranks > 1 else 0.0,
+        compare=min(compares) if supervisor.strategy.ranks.count > 1 else 0.0,
     )
 
 

@@ -156,29 +156,16 @@ def launcher_file(strategy: str, folder: Path) -> Path:
 def measure_here(case: Case, folder: Path) -> int:
     """In each process: measures, predicts, prints both."""
     from pretrain.config import RunConfig
-    from pretrain.memory.footprint import footprint, layout_of
-    from pretrain.model.model_config import load_model_config
-    from pretrain.parallel.strategy import make_strategy
+    from pretrain.parallel.registry import make_strategy
     from pretrain.planning.calibration import measure_peak
 
     config: RunConfig = config_of(case, folder)
     strategy = make_strategy(config)
-    settings = folder / f"{case.strategy}.json"
-    deepspeed = json.loads(settings.read_text())["zero_optimization"] if settings.exists() else None
-    predicted = footprint(
-        config,
-        load_model_config(config.model),
-        case.strategy,
-        layout_of(case.strategy, case.processes),
-        precision=case.precision,
-        sequences=case.sequences,
-        device_type=strategy.device.type,
-        deepspeed=deepspeed,
-    )
+    predicted = strategy.planned_memory(config)
     measured = measure_peak(config, strategy, case.micro_steps)
     sys.stdout.write(json.dumps({"measured": measured, "predicted": predicted.total}) + "\n")
     sys.stdout.flush()
-    strategy.exit(0)
+    strategy.ranks.exit(0)
     return 0
 
 

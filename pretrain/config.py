@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from pretrain.units import parse_count
 
@@ -46,9 +40,7 @@ MOST = 10**18
 NotBoolean = BeforeValidator(refuse_boolean)
 Count = Annotated[int, BeforeValidator(parse_count), NotBoolean, Field(ge=1, le=MOST)]
 # 2k of context is 2,048 tokens and a batch of 512k is 2^19 tokens to everyone in the field; 2k steps are 2,000.
-BinaryCount = Annotated[
-    int, BeforeValidator(lambda value: parse_count(value, thousand=1024)), NotBoolean, Field(ge=1, le=MOST)
-]
+BinaryCount = Annotated[Count, BeforeValidator(lambda value: parse_count(value, thousand=1024))]
 CountFromZero = Annotated[int, BeforeValidator(parse_count), NotBoolean, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, BeforeValidator(parse_fraction), NotBoolean, Field(ge=0, le=1)]
 Names = Annotated[list[str], BeforeValidator(parse_names)]
@@ -79,11 +71,14 @@ class WindowSpec:
         return max(0, tokens - 1) // self.sequence_length
 
 
-class Source(Section):
+class Shards(Section):
     shards: Path
     """Folder written by prepare_data.py; nanoGPT's .bin or folder; or Megatron's .bin with its .idx next to it."""
     tokenizer: str | None = None
     """Tokenizer (folder or Hub id) for shards made by other tools; prepare_data.py's folders carry their own."""
+
+
+class Source(Shards):
     weight: PositiveFloat = 1.0
     """Sampling weight of this source, relative to the other sources."""
     max_epochs: PositiveFloat | None = None
@@ -97,11 +92,7 @@ class CurriculumStage(Section):
     """Fraction of the run at which the stage ends, such as 20% or 0.2; null only in the last stage."""
 
 
-class ValidationSource(Section):
-    shards: Path
-    """Folder written by prepare_data.py; nanoGPT's .bin or folder; or Megatron's .bin with its .idx next to it."""
-    tokenizer: str | None = None
-    """Tokenizer (folder or Hub id) for shards made by other tools; prepare_data.py's folders carry their own."""
+class ValidationSource(Shards):
     split: Literal["validation", "train"] = "validation"
     """The split to evaluate."""
 
@@ -154,10 +145,8 @@ class Budget(Section):
     def one_budget(self):
         given = [name for name in ("tokens_per_parameter", "tokens", "steps") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(
-                "give exactly one of tokens_per_parameter, tokens, steps"
-                + (f" (got {', '.join(given)})" if given else "")
-            )
+            names = f" (got {', '.join(given)})" if given else ""
+            raise ValueError(f"give exactly one of tokens_per_parameter, tokens, steps{names}")
         return self
 
 
@@ -417,3 +406,7 @@ class RunConfig(Section):
     """Where to send metrics in addition to metrics.jsonl and the console."""
     group: str | None = None
     """Name under which trackers group runs."""
+
+    def with_batch(self, **settings: Any) -> "RunConfig":
+        """The same run with these settings of its batch."""
+        return self.model_copy(update={"batch": self.batch.model_copy(update=settings)})

@@ -48,11 +48,11 @@ class Problems(list[str]):
     """Collects the problems of independent checks, so that all are reported at once."""
 
     def attempt(self, check: Callable[..., _Value], *given: Any, **named: Any) -> _Value | None:
-        """What the check returns; None where it raises an InputError, whose problems are then among these."""
+        """What the check returns; None where it raises an InputError, whose problems join these, each once."""
         try:
             return check(*given, **named)
         except InputError as error:
-            self += error.problems
+            self += [problem for problem in error.problems if problem not in self]
             return None
 
     def stop_if_any(self) -> None:

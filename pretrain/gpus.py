@@ -1,10 +1,11 @@
-"""GPUs that plan.py knows: memory, peak rates, links, power and a price to begin with. Imports nothing.
+"""GPUs: memory, peak rates, links, power and a default price, for plan.py and for MFU.
 
 Memory, dense peaks without sparsity, bandwidths and power are from NVIDIA's and AMD's data sheets; memory is what
 torch reports, a little under the name's figure. Prices are on-demand prices per GPU and hour as they were common at
-cloud providers in 2025: a place to start from, to be overridden with --price_per_gpu_hour.
+cloud providers in 2025; --price_per_gpu_hour overrides them.
 """
 
+import re
 from dataclasses import dataclass, replace
 
 from pretrain.errors import InputError, did_you_mean
@@ -33,10 +34,11 @@ class Gpu:
     has_bf16: bool = True
 
 
-def _gpu(name, gib, bf16, fp8, memory, link, network, watts, price, has_bf16=True) -> Gpu:
-    """Units of the data sheets: GiB, TFLOP/s, GB/s (memory, link, network), W, USD."""
-    flops = None if fp8 is None else fp8 * 1e12
-    return Gpu(name, gib * GIB, bf16 * 1e12, flops, memory * 1e9, link * 1e9, network * 1e9, watts, price, has_bf16)
+def _gpu(name: str, *figures: float | None, has_bf16: bool = True) -> Gpu:
+    """From the units of the data sheets: GiB, TFLOP/s (bf16, fp8), GB/s (memory, link, network), W, USD."""
+    units = (GIB, 1e12, 1e12, 1e9, 1e9, 1e9, 1, 1)
+    scaled = (figure and figure * unit for figure, unit in zip(figures, units, strict=True))
+    return Gpu(name, *scaled, has_bf16=has_bf16)
 
 
 GPUS = {
@@ -48,10 +50,13 @@ GPUS = {
         _gpu("h100", 79, 989, 1979, 3350, 450, 50, 700, 2.8),
         _gpu("h100_pcie", 79, 756, 1513, 2000, 64, 25, 350, 2.4),
         _gpu("a100", 79, 312, None, 2039, 300, 25, 400, 1.8),
+        _gpu("a800", 79, 312, None, 2039, 200, 25, 400, 1.6),
         _gpu("a100_40gb", 39, 312, None, 1555, 300, 25, 400, 1.3),
         _gpu("l40s", 44, 362, 733, 864, 32, 12.5, 350, 1.1),
+        _gpu("l40", 44, 181, 362, 864, 32, 12.5, 300, 1.0),
         _gpu("l4", 22, 121, 242, 300, 16, 6, 72, 0.6),
         _gpu("a40", 44, 149.7, None, 696, 56, 12.5, 300, 0.5),
+        _gpu("a10", 22, 125, None, 600, 32, 6, 150, 0.7),
         _gpu("a10g", 22, 125, None, 600, 32, 6, 300, 0.9),
         _gpu("a6000", 47, 154.8, None, 768, 56, 12.5, 300, 0.7),
         _gpu("rtx_5090", 31, 209.5, 419, 1792, 64, 3, 575, 0.6),
@@ -64,33 +69,27 @@ GPUS = {
 }
 
 
-def find_gpu(
-    name: str,
-    *,
-    memory_bytes: float | None = None,
-    peak_flops: float | None = None,
-    price_per_hour: float | None = None,
-    network_bytes_per_second: float | None = None,
-) -> Gpu:
-    """The GPU of this name, with what was given in the place of the table's figures.
+def gpu_called(device_name: str) -> Gpu | None:
+    """The GPU that torch.cuda.get_device_name calls so, 'NVIDIA A100-SXM4-80GB' for one; None if unknown."""
+    words = set(re.split(r"[ -]", device_name.lower()))
+    known = [gpu for name, gpu in GPUS.items() if words.issuperset(name.split("_"))]
+    return max(known, key=lambda gpu: len(gpu.name), default=None)
 
-    A name that is not in the table needs memory and peak. Raises InputError without them.
+
+def find_gpu(name: str, **given: float | None) -> Gpu:
+    """The GPU of this name, with the fields of Gpu that were given in the place of the table's figures.
+
+    A name that is not in the table needs memory_bytes and bf16_flops. Raises InputError without them.
     """
     key = name.lower().replace("-", "_").replace(" ", "_")
+    given = {field: value for field, value in given.items() if value is not None}
     if key in GPUS:
-        gpu = GPUS[key]
-    elif memory_bytes and peak_flops:
-        # What the table would say of a card in a common machine: PCIe 4, 25 Gbit/s, 350 W.
-        gpu = Gpu(key, memory_bytes, peak_flops, None, 1e12, 32e9, 3e9, 350, 0.0)
-    else:
+        return replace(GPUS[key], **given)
+    if not {"memory_bytes", "bf16_flops"} <= given.keys():
         raise InputError(
             f"--gpu: {name} is not in the table{did_you_mean(key, GPUS)}; any other can be described with "
             "--gpu_memory 80GB and --peak_tflops 989"
         )
-    given = {
-        "memory_bytes": memory_bytes,
-        "bf16_flops": peak_flops,
-        "price_per_hour": price_per_hour,
-        "network_bytes_per_second": network_bytes_per_second,
-    }
-    return replace(gpu, **{field: value for field, value in given.items() if value is not None})
+    # What the table would say of a card in a common machine: PCIe 4, 25 Gbit/s, 350 W.
+    common = Gpu(key, 0, 0, None, 1e12, 32e9, 3e9, 350, 0.0)
+    return replace(common, **given)

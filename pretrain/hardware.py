@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from pretrain.gpus import gpu_called
+
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Numbers of malloc's settings, from glibc's malloc.h."""
 
@@ -19,28 +21,6 @@ DRIVER_FILE, DEVICE_FILE = Path("/proc/driver/nvidia/version"), Path("/dev/nvidi
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Our names of precisions to the dtype between the matrix products."""
 
-PEAK_FLOPS_BF16 = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A10G": 125e12,
-    "A10": 125e12,
-    "A40": 149.7e12,
-    "A6000": 154.8e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
-    "V100": 125e12,
-    "T4": 65e12,
-}
-"""Dense bf16 (fp16 where there is no bf16) peak of GPUs in FLOP/s, from NVIDIA's data sheets, without sparsity."""
-
-
 ONEDNN_ISAS_WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni")
 """Values of ONEDNN_MAX_CPU_ISA under which oneDNN multiplies bf16 by converting it."""
 
@@ -49,8 +29,8 @@ ONEDNN_ISAS_WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", 
 def missing_bf16(device_type: str) -> str | None:
     """Why bf16 products are emulated on 'cpu' or 'cuda', as text; None if the device has instructions for them.
 
-    ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA make an older CPU of a newer one, for torch's kernels and for its matrix
-    products; torch.cpu's own checks look past them.
+    ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA restrict torch's kernels and matrix products to the instructions of an
+    older CPU; torch.cpu's own checks ignore them.
     """
     if device_type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -128,10 +108,9 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]
     """(peak FLOP/s of the device in matrix products, where the number is from); None for a GPU that is not listed."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        listed = [key for key in PEAK_FLOPS_BF16 if key in name]
-        if not listed:
+        if (gpu := gpu_called(name)) is None:
             return None, f"no peak is known for {name}"
-        return PEAK_FLOPS_BF16[max(listed, key=len)], f"data sheet of {name}, dense bf16"
+        return gpu.bf16_flops, f"data sheet of {name}, dense bf16"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     size = 256 if precision == "bf16" and missing_bf16("cpu") else 1024  # the larger takes seconds where emulated
     flops = measured_matrix_flops(dtype, device, size=size)

@@ -1,6 +1,5 @@
 """One process per output folder: a lock file that names its holder and is released when the holder dies."""
 
-import contextlib
 import fcntl
 import json
 import math
@@ -8,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -38,7 +37,7 @@ def folder_lock(path: Path, silence_seconds: float | None = None) -> Iterator[No
 
 def hold_while_open(file: IO) -> None:
     """Marks an open file as in use until the last process that inherits it has closed it or is gone."""
-    with contextlib.suppress(OSError):  # a file system without locks: nobody then waits for it either
+    with suppress(OSError):  # a file system without locks: nobody then waits for it either
         fcntl.flock(file, fcntl.LOCK_SH)
 
 
@@ -56,7 +55,7 @@ def is_held(path: Path) -> bool:
 
 def wait_until_free(path: Path) -> None:
     """Returns once no process has the file open that was marked by `hold_while_open`."""
-    with contextlib.suppress(OSError), open(path, "r+b") as file:
+    with suppress(OSError), open(path, "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
 
 

@@ -1,4 +1,4 @@
-"""Recipes and command lines to a RunConfig: the only module that knows YAML and argv.
+"""Reads recipes and command lines into a RunConfig; the only module that knows YAML and argv.
 
 A misspelt key, a wrong type or a rule that two settings break together is reported with the file, the dotted path,
 what was given and what is allowed, all problems at once.
@@ -16,7 +16,8 @@ import yaml
 from pydantic import ValidationError
 
 from pretrain.config import RunConfig, Section
-from pretrain.errors import InputError, did_you_mean, read_small_file, shortened
+from pretrain.errors import InputError, Problems, did_you_mean, read_small_file, shortened
+from pretrain.units import table
 
 brief = reprlib.Repr()
 brief.maxlevel, brief.maxstring, brief.maxother = 3, 200, 200
@@ -51,10 +52,8 @@ for tag, pattern, first in (
     ("bool", r"^(?:true|True|false|False)$", "tTfF"),
     ("null", r"^(?:~|null|Null|)$", ["~", "n", "N", ""]),
     ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", "-+0123456789"),
-    ("float", r"^[-+]?(?:[0-9][0-9_]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?)$", "-+.0123456789"),
+    ("float", r"^(?!0[0-9])[-+]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$", "-+.0123456789"),
 ):
-    if tag == "float":
-        pattern = rf"(?!^0[0-9]){pattern}"
     Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), list(first))
 
 
@@ -105,22 +104,19 @@ def read_command_line(argv: list[str], usage: str) -> CommandLine:
 
 
 def explain(command_line: CommandLine) -> str:
-    """Every setting, one per line: its dotted path, its value, and whether it is the command line's, the recipe's or
-    the default."""
+    """Every setting, one per line: dotted path, value, and where it comes from: command line, recipe or default."""
     in_recipe = set(leaves(parse_yaml(read_small_file(command_line.recipe))))
     rows = []
     for path, value in leaves(command_line.config.model_dump(mode="json")).items():
+        origin = str(command_line.recipe) if path in in_recipe else "default"
         if any(path == key or path.startswith(f"{key}.") for key in command_line.overridden):
             origin = "command line"
-        else:
-            origin = str(command_line.recipe) if path in in_recipe else "default"
-        rows.append((path, json.dumps(value, ensure_ascii=False), origin))
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return "\n".join(f"{path:<{widths[0]}}  {value:<{widths[1]}}  {origin}" for path, value, origin in rows)
+        rows.append([path, json.dumps(value, ensure_ascii=False), origin])
+    return table(rows)
 
 
 def leaves(values: Any, prefix: str = "") -> dict[str, Any]:
-    """{'a': {'b': [1]}} -> {'a.b.0': 1}"""
+    """{'a': {'b': [1]}} -> {'a.b.0': 1}; empty lists and mappings are leaves."""
     if isinstance(values, dict | list) and values:
         items = values.items() if isinstance(values, dict) else enumerate(values)
         return {path: leaf for key, value in items for path, leaf in leaves(value, f"{prefix}{key}.").items()}
@@ -129,7 +125,7 @@ def leaves(values: Any, prefix: str = "") -> dict[str, Any]:
 
 def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
     """['--a.b=1', '--c', '2'] -> [('a.b', '1'), ('c', '2')]"""
-    pairs, rest, problems = [], list(arguments), []
+    pairs, rest, problems = [], list(arguments), Problems()
     while rest:
         flag = rest.pop(0)
         key, equals, value = flag.removeprefix("--").partition("=")
@@ -139,8 +135,7 @@ def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
             problems.append(f"--{key}: needs a value")
         else:
             pairs.append((key, value if equals else rest.pop(0)))
-    if problems:
-        raise InputError(*problems)
+    problems.stop_if_any()
     return pairs
 
 
@@ -148,9 +143,8 @@ def drop_alternatives(values: dict, overridden: set[str]) -> None:
     """Removes from the recipe what the command line answers in another way."""
     for names in ALTERNATIVES:
         if any(name in overridden for name in names):
-            for name in names:
-                section, key = name.split(".")
-                if name not in overridden and isinstance(values.get(section), dict):
+            for section, key in (name.split(".") for name in names if name not in overridden):
+                if isinstance(values.get(section), dict):
                     values[section].pop(key, None)
 
 
@@ -164,16 +158,14 @@ def read_run_config(path: str | Path, overrides: list[tuple[str, str]] = ()) -> 
         raise InputError(f"{path or '--config'}: {error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: a recipe is a mapping of settings (got {type(values).__name__})")
-    drop_alternatives(values, {key for key, _ in overrides})
-    problems = [problem for key, text in overrides if (problem := set_dotted(values, key, text))]
-    config = None
+    overridden = {key for key, _ in overrides}
+    drop_alternatives(values, overridden)
+    problems = Problems(problem for key, text in overrides if (problem := set_dotted(values, key, text)))
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        given = {key for key, _ in overrides}
-        problems += [describe(problem, path, given) for problem in error.errors()]
-    if problems:
-        raise InputError(*problems)
+        problems += [describe(problem, path, overridden) for problem in error.errors()]
+    problems.stop_if_any()
     return config
 
 
@@ -181,19 +173,15 @@ def set_dotted(values: dict, key: str, text: str) -> str | None:
     """Sets values['a']['b'] = text read as YAML, for key 'a.b'; returns the problem if there is no such path."""
     *parents, last = key.split(".")
     try:
-        for name in parents:
-            if isinstance(values, dict) and values.get(name) is None:
-                values[name] = {}
-            values = values[int(name) if isinstance(values, list) else name]
-        index = int(last) if isinstance(values, list) else last
-    except (KeyError, ValueError, IndexError, TypeError):
-        return f"--{key}: no such setting"
-    try:
         value = parse_yaml(text)
     except ValueError as error:
         return f"--{key}: {shortened(text)!r} is not YAML: {error}"
     try:
-        values[index] = value
+        for name in parents:
+            if isinstance(values, dict) and values.get(name) is None:
+                values[name] = {}
+            values = values[int(name) if isinstance(values, list) else name]
+        values[int(last) if isinstance(values, list) else last] = value
     except (KeyError, ValueError, IndexError, TypeError):
         return f"--{key}: no such setting"
     return None
@@ -221,9 +209,7 @@ def allowed_keys(loc: tuple) -> list[str] | None:
     """The keys that stand beside the last one of this path; None where the path leaves the schema."""
     schema: Any = RunConfig
     siblings: list[str] | None = None
-    for part in loc:
-        if isinstance(part, int):
-            continue
+    for part in (part for part in loc if not isinstance(part, int)):
         fields = {field.alias or name: field for name, field in schema.model_fields.items()} if schema else {}
         siblings = sorted(fields)
         if part not in fields:
@@ -244,10 +230,8 @@ def list_fields(schema: type[Section] = RunConfig, prefix: str = "") -> list[tup
     rows: list[tuple[str, Any, str]] = []
     for name, field in schema.model_fields.items():
         path = f"{prefix}{field.alias or name}"
-        inner = sections_in(field.annotation)
-        if inner:
-            is_list = "list" in str(field.annotation)
-            rows += list_fields(inner[0], f"{path}{'[]' if is_list else ''}.")
+        if inner := sections_in(field.annotation):
+            rows += list_fields(inner[0], f"{path}{'[]' if 'list' in str(field.annotation) else ''}.")
         else:
             rows.append((path, "required" if field.is_required() else field.default, field.description or ""))
     return rows

@@ -6,9 +6,9 @@
       trainer_state.json                                  step, tokens, what was skipped, what data and model were
       MANIFEST.json                                       size and sha256 of every file, written last
 
-The step waits for the copy to host memory only; a thread writes to a hidden folder, syncs and hashes every file,
+The step waits only for the copy to host memory; a thread writes to a hidden folder, syncs and hashes every file,
 writes the manifest, renames, syncs the parent, and then prunes: at every instant the newest folder with a valid
-manifest is a whole checkpoint. Resume checks hashes before it reads; a damaged checkpoint is set aside under the name
+manifest is a complete checkpoint. Resume verifies hashes first; a damaged checkpoint is renamed to
 damaged-step-00000500.
 """
 
@@ -31,7 +31,8 @@ from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, shares, tensor_index
 from pretrain.errors import EXIT_NO_VALID_CHECKPOINT
 from pretrain.files import REMOVED, commit, damage, remove, seal, write_durably
-from pretrain.parallel.strategy import Strategy, TensorGroup
+from pretrain.parallel.ranks import Ranks
+from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.runs.run_folder import read_state, step_of
 
 UNFINISHED, DAMAGED = ".saving-", "damaged-"
@@ -40,18 +41,18 @@ SLOWEST_SAVE_SECONDS = 3600.0
 
 
 class NoValidCheckpointError(RunStoppedError):
-    """There are checkpoints, and none can be trusted: starting from scratch would hide the loss."""
+    """There are checkpoints, and none is intact: starting from scratch would hide the loss."""
 
     exit_code = EXIT_NO_VALID_CHECKPOINT
 
 
 class SaveError(RunStoppedError):
-    """The save was given up on every rank; what was there before is untouched."""
+    """The save was abandoned on every rank; earlier checkpoints are untouched."""
 
 
 @dataclass
 class Save:
-    """One save: what is to be written, and what became of it."""
+    """One save: what to write, and the outcome."""
 
     step: int
     folder: Path
@@ -64,9 +65,9 @@ class Save:
     describe: Callable[[Path], None]
     started: float = field(default_factory=time.perf_counter)
     stall_seconds: float = 0.0
-    """How long training waited."""
+    """Time that training waited."""
     seconds: float = 0.0
-    """From the beginning to the commit."""
+    """From start to commit."""
     bytes: int = 0
     problem: str | None = None
     """Why it failed, on every rank alike."""
@@ -76,18 +77,18 @@ class Save:
 class Checkpoints:
     """The checkpoints of one run. Every method but `finished` is called by all ranks together."""
 
-    def __init__(self, run: Path, strategy: Strategy, settings: config.Checkpoint):
+    def __init__(self, run: Path, ranks: Ranks, settings: config.Checkpoint):
         self.folder = run / "checkpoints"
-        self.strategy, self.settings, self.in_background = strategy, settings, settings.in_background
+        self.ranks, self.settings, self.in_background = ranks, settings, settings.in_background
         self.last_step: int | None = None
-        """The step of the newest checkpoint that was found valid or written."""
+        """Of the newest checkpoint that was found valid or written."""
         self.begun_step: int | None = None
         """The same, or the step of a save that is not over: known to all ranks at the same time."""
         self._in_flight: Save | None = None
         self._done: list[Save] = []
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
-        with strategy.together(SaveError):
-            if strategy.is_main:
+        with ranks.together(SaveError):
+            if ranks.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for leftover in [*self.folder.glob(f"{UNFINISHED}*"), *self.folder.glob(f"{REMOVED}*")]:
                     shutil.rmtree(leftover)
@@ -110,7 +111,7 @@ class Checkpoints:
             describe: writes the rest of a HF model folder (config, tokenizer) into the folder given; main rank only.
             beat: called now and then while training waits.
 
-        A save that is still being written is waited for. What became of this one is told by `finished` or `wait`.
+        Waits for an earlier save that is still being written. `finished` and `wait` report the outcome of this one.
         """
         begun = time.perf_counter()
         self.wait(beat)
@@ -119,8 +120,8 @@ class Checkpoints:
         unfinished = self.folder / f"{UNFINISHED}{final.name}"
         save = Save(step, final, {}, {}, contents, describe, started=begun)
         try:
-            with self.strategy.together(SaveError):
-                if self.strategy.is_main:
+            with self.ranks.together(SaveError):
+                if self.ranks.is_main:
                     require_space(self.folder, sum(bytes_of(group) for group in groups.values()))
                     shutil.rmtree(unfinished, ignore_errors=True)
                     unfinished.mkdir()
@@ -139,7 +140,7 @@ class Checkpoints:
         save.stall_seconds = time.perf_counter() - begun
 
     def finished(self) -> Save | None:
-        """A save that was written or has failed since the last call; the ranks need not ask in the same step."""
+        """A save that was written or failed since the last call; ranks need not ask in the same step."""
         if self._in_flight is not None and not self._in_flight.thread.is_alive():
             self.wait()
         return self._done.pop(0) if self._done else None
@@ -155,13 +156,14 @@ class Checkpoints:
             self.last_step = save.step
 
     def _staged(self, prefix: str, group: TensorGroup, beat: Callable[[], None]) -> dict[str, dict[str, torch.Tensor]]:
-        """This rank's share in memory that nothing else writes to; the same memory in every save.
+        """This rank's share in memory that nothing else writes to; reused in every save.
 
-        New memory costs more than the copy: the kernel clears every page of it.
+        Allocating costs more than the copy: the kernel clears every new page.
         """
         staged: dict[str, dict[str, torch.Tensor]] = {}
-        rank, ranks, on_gpu = self.strategy.rank, self.strategy.ranks, False
-        for file, name, tensor in shares(prefix, group, rank, ranks, beat, on_host=not self.in_background):
+        on_gpu = False
+        mine = shares(prefix, group, self.ranks.rank, self.ranks.count, beat, on_host=not self.in_background)
+        for file, name, tensor in mine:
             on_gpu = on_gpu or tensor.is_cuda
             if not self.in_background:
                 staged.setdefault(file, {})[name] = tensor.contiguous()
@@ -169,15 +171,15 @@ class Checkpoints:
             buffer = self._buffers.get((prefix, name))
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 buffer = self._buffers[prefix, name] = host_memory_for(tensor)
-            # On a GPU in the stream of the steps: after the last one, before the next, and gathered tensors are not
-            # reused too early. Nobody waits for a single tensor.
+            # On a GPU in the stream of the steps: after the last one, before the next, so that gathered tensors are
+            # not reused too early. Waiting once at the end, not per tensor.
             staged.setdefault(file, {})[name] = buffer.copy_(tensor, non_blocking=True)
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return staged
 
     def _write(self, save: Save, unfinished: Path) -> None:
-        """In the thread: writes this rank's files, waits for the other ranks', commits."""
+        """In the thread: writes this rank's files, waits for those of other ranks, commits."""
         save.problem = "not finished"
         try:
             save.problem = self._written(save, unfinished)
@@ -195,16 +197,16 @@ class Checkpoints:
                 written[file] = seal(unfinished / file)
         except Exception as error:  # whatever it is, the other ranks wait for the answer
             problem = f"{type(error).__name__}: {error}"
-        answers = self.strategy.gather((problem, written), in_background=True)
+        answers = self.ranks.gather((problem, written), in_background=True)
         problems = [problem for problem, _ in answers if problem]
-        if not problems and self.strategy.is_main:
+        if not problems and self.ranks.is_main:
             try:
                 self._commit(save, unfinished, {n: entry for _, share in answers for n, entry in share.items()})
             except Exception as error:  # as above: describing the model may fail in any way
                 problems = [f"{type(error).__name__}: {error}"]
-        # Nobody goes on before the commit: the next save must find it done, and all must know how it went.
-        problems = self.strategy.gather(problems, in_background=True)[0]
-        if problems and self.strategy.is_main:
+        # No rank continues before the commit: the next save must find it done, and all must know the outcome.
+        problems = self.ranks.gather(problems, in_background=True)[0]
+        if problems and self.ranks.is_main:
             shutil.rmtree(unfinished, ignore_errors=True)
         save.bytes = sum(entry["bytes"] for _, share in answers for entry in share.values())
         return "; ".join(problems) or None
@@ -222,38 +224,37 @@ class Checkpoints:
             print(f"checkpoints: an old one could not be removed ({error})", file=sys.stderr, flush=True)
 
     def valid(self, folder: Path) -> Path:
-        """A checkpoint of any run, once its files are found to be as they were written. Raises NoValidCheckpoint."""
-        share = damage(folder, self.strategy.rank, self.strategy.ranks)
-        if problems := [problem for found in self.strategy.gather(share) for problem in found]:
+        """A checkpoint of any run, after its files were verified. Raises NoValidCheckpointError."""
+        share = damage(folder, self.ranks.rank, self.ranks.count)
+        if problems := [problem for found in self.ranks.gather(share) for problem in found]:
             raise NoValidCheckpointError(f"{folder} cannot be used: {'; '.join(problems)}")
         return folder
 
     def newest_valid(
         self, log: Callable[[str], None], at_most: int | None = None, beat: Callable[[], None] = lambda: None
     ) -> Path | None:
-        """The newest checkpoint, of step `at_most` or before, whose files are all as they were written, or None.
+        """The newest intact checkpoint, of step `at_most` or before, or None.
 
-        What is wrong with those passed over goes to `log`, and they are set aside. Raises NoValidCheckpoint if there
-        are only damaged ones.
+        Damaged ones are logged and set aside. Raises NoValidCheckpointError if all are damaged.
         """
         self.wait(beat)
         # The main rank's list: on a network disk the others may still see an older one.
-        present = self.strategy.gather(sorted(path.name for path in self.folder.glob("step-*")))[0]
+        present = self.ranks.gather(sorted(path.name for path in self.folder.glob("step-*")))[0]
         for folder in [self.folder / name for name in reversed(present)]:
             if at_most is not None and step_of(folder) > at_most:
                 continue
-            share = damage(folder, self.strategy.rank, self.strategy.ranks, beat)
-            problems = [problem for found in self.strategy.gather(share) for problem in found]
+            share = damage(folder, self.ranks.rank, self.ranks.count, beat)
+            problems = [problem for found in self.ranks.gather(share) for problem in found]
             if not problems:
                 self.last_step = self.begun_step = step_of(folder)
                 return folder
             aside = folder.with_name(f"{DAMAGED}{folder.name}")
             log(f"checkpoint {folder.name} cannot be used: {'; '.join(problems)}; renamed to {aside.name}")
-            with self.strategy.together(SaveError):
-                if self.strategy.is_main:
+            with self.ranks.together(SaveError):
+                if self.ranks.is_main:
                     shutil.rmtree(aside, ignore_errors=True)
                     folder.rename(aside)
-        if at_most is None and (lost := self.strategy.gather(self._lost())[0]):
+        if at_most is None and (lost := self.ranks.gather(self._lost())[0]):
             raise NoValidCheckpointError(
                 f"none of the checkpoints in {self.folder} is intact ({lost}); restore one from a copy as step-..., "
                 "or start again with another --output"
@@ -270,29 +271,25 @@ class Checkpoints:
     def discard_after(self, step: int) -> None:
         """Removes the checkpoints of later steps: training rolls back to `step` and continues differently."""
         self.wait()
-        with self.strategy.together(SaveError):
-            if self.strategy.is_main:
+        with self.ranks.together(SaveError):
+            if self.ranks.is_main:
                 write_durably(self.folder / "LATEST", f"step-{step:08d}")
                 for folder in self.folder.glob("step-*"):
                     if step_of(folder) > step:
                         remove(folder)
 
     def _prune(self) -> None:
-        losses = {
-            step_of(folder): (read_state(folder) or {}).get("validation_loss") for folder in self.folder.glob("step-*")
-        }
+        losses = {step_of(folder): read_state(folder).get("validation_loss") for folder in self.folder.glob("step-*")}
         for step in set(losses) - steps_to_keep(self.settings, losses):
             remove(self.folder / f"step-{step:08d}")
 
 
 def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
-    """As much memory on the host, page-locked for one on a GPU: to that it copies several times as fast."""
-    if tensor.is_cuda:
-        try:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        except RuntimeError:  # a limit on locked pages, or too little of them
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    """Host memory of the tensor's shape; page-locked for a GPU, which copies to it several times as fast."""
+    try:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    except RuntimeError:  # a limit on locked pages, or too little of them
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def steps_to_keep(settings: config.Checkpoint, losses: Mapping[int, float | None]) -> set[int]:
@@ -305,7 +302,7 @@ def steps_to_keep(settings: config.Checkpoint, losses: Mapping[int, float | None
 
 
 def wait_for(save: Save, beat: Callable[[], None]) -> None:
-    """Until it is written. Beats in between: a slow disk is no hang, one that never answers is."""
+    """Waits until it is written. Beats meanwhile: a slow disk is not a hang, one that never answers is."""
     while save.thread.is_alive():
         save.thread.join(timeout=1.0)
         if time.perf_counter() - save.started < SLOWEST_SAVE_SECONDS:
@@ -313,7 +310,7 @@ def wait_for(save: Save, beat: Callable[[], None]) -> None:
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:
-    """Raises OSError if the disk has no room for a checkpoint: better before than in the middle of it."""
+    """Raises OSError if the disk has no room for a checkpoint: better before writing than in the middle."""
     free = shutil.disk_usage(folder).free
     if free < 1.05 * needed_bytes:
         raise OSError(f"a checkpoint needs {needed_bytes / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free")
@@ -321,7 +318,7 @@ def require_space(folder: Path, needed_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint's contents; tensors are read when they are asked for."""
+    """A checkpoint's contents; tensors are read on access."""
 
     model: SavedTensors
     optimizer: SavedTensors
@@ -330,10 +327,9 @@ class SavedRun:
 
 
 def load_saved(folder: Path) -> SavedRun:
-    """The contents of a checkpoint that was found valid."""
-    if (contents := read_state(folder)) is None:
-        raise NoValidCheckpointError(f"{folder}: its trainer_state.json cannot be read")
+    """The contents of a valid checkpoint."""
     try:
+        contents = json.loads((folder / "trainer_state.json").read_bytes())
         return SavedRun(SavedTensors(folder, "model"), SavedTensors(folder, "optimizer"), contents)
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise NoValidCheckpointError(f"{folder}: {error}") from error

@@ -40,28 +40,27 @@ def add_converters_keys(path: Path) -> None:
 def export_final(
     run: Path, strategy: Strategy, dtype: str, describe: Callable[..., None], beat: Callable[[], None]
 ) -> Path:
-    """Writes run/final, whole or not at all; all ranks together. Raises SaveFailed if one cannot write."""
-    final, unfinished = run / "final", run / ".saving-final"
-    with strategy.together(SaveError):
-        if strategy.is_main:
+    """Writes run/final, complete or not at all; all ranks together. Raises SaveError if one cannot write."""
+    ranks, final, unfinished = strategy.ranks, run / "final", run / ".saving-final"
+    with ranks.together(SaveError):
+        if ranks.is_main:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-    with strategy.together(SaveError):
-        written = write_group(
-            unfinished, "model", strategy.model_tensors(), strategy.rank, strategy.ranks, DTYPES[dtype], beat
-        )
-    files = {name: entry for share in strategy.gather(written) for name, entry in share.items()}
-    with strategy.together(SaveError):
-        if strategy.is_main:
+    with ranks.together(SaveError):
+        group = strategy.model_tensors()
+        written = write_group(unfinished, "model", group, ranks.rank, ranks.count, DTYPES[dtype], beat)
+    files = {name: entry for share in ranks.gather(written) for name, entry in share.items()}
+    with ranks.together(SaveError):
+        if ranks.is_main:
             describe(unfinished, dtype=DTYPES[dtype])
             if problem := describe_training(run, unfinished):
-                strategy.print(f"warning: {problem}")
+                ranks.print(f"warning: {problem}")
             commit(unfinished, final, files)
     return final
 
 
 def describe_training(run: Path, folder: Path) -> str | None:
-    """Writes the model card into the folder; returns what went wrong, if it did: no card is worth losing a model."""
+    """Writes the model card into the folder; returns what went wrong, if anything: no card is worth losing a model."""
     try:
         write_card(run, folder)
     except Exception as error:  # whatever the card's sources hold, the model beside it must be kept

@@ -27,7 +27,7 @@ PROBE_SEQUENCES, PROBE_TOKENS = 2, 32
 
 @dataclass
 class ExportCheck:
-    """What was compared, and how it came out."""
+    """What was compared, with what result."""
 
     folder: Path
     problems: list[str] = field(default_factory=list)
@@ -58,35 +58,38 @@ class ExportCheck:
         return f"{self.folder} verified: {'; '.join(said)}"
 
 
+@dataclass(frozen=True)
+class TrainingLosses:
+    """The training model's own losses, measured by all ranks together."""
+
+    losses: dict[str, float]
+    """{source: mean nats per token over its first window}"""
+    readers: dict[str, ShardReader]
+    """By source."""
+    window: WindowSpec
+
+
 def verify_export(
-    folder: Path,
-    checkpoint: Path,
-    *,
-    dtype: str,
-    precision: str,
-    training_losses: dict[str, float] | None = None,
-    readers: dict[str, ShardReader] | None = None,
-    window: WindowSpec | None = None,
+    folder: Path, checkpoint: Path, *, dtype: str, precision: str, trained: TrainingLosses | None = None
 ) -> ExportCheck:
     """Compares an exported folder with the checkpoint of the same step and with the model that trained. One process.
 
     The logits of the folder must equal those of the checkpoint's fp32 masters rounded to the folder's dtype, to the
-    last bit. The loss must be the training model's own within LOSS_TOLERANCE, which also finds what the checkpoint
-    and the export have in common: tensors that were gathered wrongly.
+    last bit. The loss must be the training model's own within LOSS_TOLERANCE, which also finds mistakes that the
+    checkpoint and the export share: tensors that were gathered wrongly.
 
     Args:
         dtype: of the folder, as the recipe's export.dtype.
         precision: of the training, as resolved.
-        training_losses: {source: mean loss of the training model over the first window}, from all ranks together.
-        readers: the sources of training_losses.
-        window: of that measurement.
     """
+    import psutil
+
     check = ExportCheck(folder)
     check.problems += [f"damaged: {problem}" for problem in damage(folder)]
     if check.problems:
         return check
     parameters = sum(path.stat().st_size for path in folder.glob("model*.safetensors")) // DTYPES[dtype].itemsize
-    if (needed := 5 * parameters) > (free := free_memory_bytes()):
+    if (needed := 5 * parameters) > (free := psutil.virtual_memory().available):
         check.left_out.append(f"it takes {needed / 1e9:.1f} GB of memory in fp32, and {free / 1e9:.1f} GB are free")
         return check
     with no_loading_bars():
@@ -94,11 +97,10 @@ def verify_export(
         if exported is None:
             return check
         check.problems += exported_tokenizer_problems(folder, exported)
-        ids_BT = probe_ids(exported.config.vocab_size)
-        if training_losses and readers:
-            losses = losses_of(exported, readers, window)
-            tolerance = max(LOSS_TOLERANCE[dtype], LOSS_TOLERANCE[precision])
-            compare_losses(check, losses, training_losses, tolerance)
+        probe = torch.Generator().manual_seed(0)
+        ids_BT = torch.randint(exported.config.vocab_size, (PROBE_SEQUENCES, PROBE_TOKENS), generator=probe)
+        if trained and trained.losses:
+            compare_losses(check, exported, trained, max(LOSS_TOLERANCE[dtype], LOSS_TOLERANCE[precision]))
         else:
             check.left_out.append("the loss (no validation data)")
         logits_BTV = exported_logits(exported, ids_BT)
@@ -152,12 +154,6 @@ def exported_tokenizer_problems(folder: Path, model: PreTrainedModel) -> list[st
     return problems
 
 
-def probe_ids(vocabulary_size: int) -> torch.Tensor:
-    """Token ids (PROBE_SEQUENCES, PROBE_TOKENS), always the same, spread over the vocabulary."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(vocabulary_size, (PROBE_SEQUENCES, PROBE_TOKENS), generator=generator)
-
-
 @torch.no_grad()
 def exported_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tensor:
     """(B, T, V), in the model's own arithmetic."""
@@ -191,8 +187,8 @@ def compare_logits(
 def losses_of(model: PreTrainedModel, readers: dict[str, ShardReader], window: WindowSpec) -> dict[str, float]:
     """{source: mean loss per token in nats over its first window}, in fp32 on the CPU.
 
-    By the library's own eager forward pass and logits, each document of the window alone: on no path that the training
-    took, so that what went wrong there shows here.
+    By the library's own eager forward pass and logits, each document of the window alone: a path that training did
+    not take, so that its mistakes show here.
     """
     losses = {}
     for name, reader in readers.items():
@@ -210,11 +206,10 @@ def losses_of(model: PreTrainedModel, readers: dict[str, ShardReader], window: W
     return losses
 
 
-def compare_losses(
-    check: ExportCheck, exported: dict[str, float], trained: dict[str, float], tolerance: float
-) -> None:
+def compare_losses(check: ExportCheck, model: PreTrainedModel, trained: TrainingLosses, tolerance: float) -> None:
     """A difference above `tolerance` nats, or NaN, is a problem."""
-    for name, loss in trained.items():
+    exported = losses_of(model, trained.readers, trained.window)
+    for name, loss in trained.losses.items():
         difference = abs(exported[name] - loss)
         if not difference <= tolerance:
             check.problems.append(
@@ -222,10 +217,3 @@ def compare_losses(
                 f"{tolerance:g} at most"
             )
         check.loss_difference = max(check.loss_difference or 0.0, difference)
-
-
-def free_memory_bytes() -> int:
-    """What can be had without swapping."""
-    import psutil
-
-    return psutil.virtual_memory().available

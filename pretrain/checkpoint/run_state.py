@@ -1,4 +1,4 @@
-"""What a run knows beyond its tensors, and what must outlive a crash between two checkpoints."""
+"""A run's state beyond its tensors, and what must survive a crash between two checkpoints."""
 
 import json
 import math
@@ -14,7 +14,7 @@ ROLLBACKS = "rollbacks.json"
 
 
 class Request(IntEnum):
-    """What a signal or a person asks of a run; of several at once the largest counts."""
+    """What a signal or a user asks of a run; of several at once the largest counts."""
 
     NONE = 0
     SAVE = 1
@@ -44,14 +44,13 @@ class RunState:
     validation_loss: float | None = None
     """Mean over the sources, if measured at this very step."""
     expert_counts: list[list[int]] | None = None
-    """Mixtures of experts: tokens that chose each expert in the step that a checkpoint is of, by layer; set when one
-    is saved, for the balancing loss of the next step."""
+    """Mixtures of experts: tokens routed to each expert in the checkpoint's step, by layer; set when one is saved,
+    for the balancing loss of the next step."""
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
-    """Every time the run went back: to_step, first_step and last_step of what was bad, samples (first, count) left
-    out since, learning_rate_factor, reason."""
+    """Every rollback: to_step, first_step and last_step of the bad stretch, samples (first, count) left out since,
+    learning_rate_factor, reason."""
     anneal_from: int | None = None
-    """The final decay was asked for and begins here, in place of the schedule's own."""
-
+    """Where a final decay that was asked for begins, in place of the schedule's own."""
     anneal_steps: int | None = None
     """Length of that decay."""
     lineage: list[dict[str, Any]] = field(default_factory=list)
@@ -69,7 +68,7 @@ class RunState:
 
 
 def record_rollbacks(run: Path, rollbacks: list[dict[str, Any]]) -> None:
-    """Writes them down at once: a crash before the next checkpoint must not bring the bad data back."""
+    """Records them at once: a crash before the next checkpoint must not bring the bad data back."""
     write_durably(run / ROLLBACKS, json.dumps(rollbacks, indent=1))
 
 

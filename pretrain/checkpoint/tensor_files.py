@@ -1,4 +1,4 @@
-"""Named tensors as safetensors files: which tensor is in which file, who writes it, and how it is read again."""
+"""Named tensors as safetensors files: which tensor is in which file, which rank writes it, and reading it again."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from pretrain.files import seal
-from pretrain.parallel.strategy import TensorGroup
+from pretrain.parallel.tensor_group import TensorGroup
 
 MAX_FILE_BYTES = 4 * 1024**3
 
@@ -72,11 +72,10 @@ def shares(
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     """(file, name, tensor) of what this rank writes; calls `beat` for every tensor of any rank.
 
-    on_host: tensors are brought there; else each is where it was put together, perhaps the one that trains.
+    on_host: whether tensors are copied there; else each is where it was assembled, perhaps the one being trained.
 
-    All ranks walk through all tensors in the same order, since fetching one may need everybody; rank i keeps those of
-    every i-th file. The optimizer starts with the last rank, so that with several ranks the two large files have
-    different writers.
+    All ranks walk through all tensors in the same order, since fetching one may need all of them; files go to ranks
+    in turn, the optimizer's from the last rank on, so that the two large files have different writers.
     """
     first = 0 if prefix == "model" else ranks - 1
     for number, (file, names) in enumerate(plan_files(group, prefix).items()):
@@ -97,9 +96,9 @@ def write_group(
     dtype: torch.dtype | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> dict[str, dict]:
-    """Writes this rank's share of the files at once; returns {file: {bytes, sha256}} of what it wrote.
+    """Writes this rank's share of the files; returns {file: {bytes, sha256}} of what it wrote.
 
-    dtype: cast floating-point tensors on the way.
+    dtype: cast floating-point tensors to it.
     beat: called for every tensor: a large model on a slow disk takes longer than a step may.
     """
     written = {}

@@ -5,7 +5,6 @@ import gc
 import sys
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 import pretrain.model.architectures  # noqa: F401  (registers the local models, which then need no trust_remote_code)
 from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.errors import InputError, Problems
-from pretrain.evaluation.lm_harness import TaskSelection, score_tasks, select_tasks
+from pretrain.evaluation.lm_harness import TaskSelection, TaskSettings, score_tasks, select_tasks
 from pretrain.evaluation.results import (
     ModelResults,
     append_to_run,
@@ -27,7 +26,6 @@ from pretrain.evaluation.results import (
 )
 from pretrain.evaluation.shard_loss import (
     ShardSettings,
-    Wishes,
     measure_shards,
     open_evaluation_shards,
     run_config_of,
@@ -37,6 +35,7 @@ from pretrain.evaluation.shard_loss import (
 from pretrain.hardware import emulation_of_bf16
 from pretrain.model.build import load_pretrained
 from pretrain.model.model_config import load_model_config
+from pretrain.parallel.registry import evaluation_strategy
 from pretrain.parallel.strategy import Strategy
 from pretrain.runs.addresses import ModelAddress, find_models
 from pretrain.runs.history import read_end
@@ -58,29 +57,29 @@ class Job:
 
 
 def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], Strategy]:
-    """Does what evaluate.py's command line says; every rank returns the same, and the strategy, which ends a script.
+    """Does what evaluate.py's command line says; returns the same results on every rank, and the strategy to end with.
 
-    Raises InputError, before anything is measured, with all that cannot work.
+    Raises InputError with every problem before anything is measured.
     """
     jobs, tasks = find_everything(arguments)
-    strategy = Strategy("fp32")  # precision is each model's own; see measure_shards
-    if not strategy.is_main or not sys.stderr.isatty():
+    strategy = evaluation_strategy()  # precision is each model's own; see measure_shards
+    if not strategy.ranks.is_main or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    in_bf16 = strategy.is_main and measures_in_bf16(jobs, tasks, arguments.precision)
+    in_bf16 = strategy.ranks.is_main and measures_in_bf16(jobs, tasks, arguments.precision)
     if in_bf16 and (problem := emulation_of_bf16(strategy.device)):
         print(f"warning: {problem}; give --precision fp32", file=sys.stderr, flush=True)
     evaluations = []
     for job in jobs:
         evaluation = measure(job, tasks, arguments, strategy)
         evaluations.append(evaluation)
-        if strategy.is_main:
+        if strategy.ranks.is_main:
             append_to_run(evaluation)
             track(evaluation)
             if arguments.output:
-                write_results(arguments.output, evaluations, command_line_settings(arguments))
+                write_results(arguments.output, evaluations, vars(arguments))
             if evaluation.sample is not None:
                 print(f"--- {job.address.name}\n{evaluation.sample}\n---", flush=True)
-    if strategy.is_main:
+    if strategy.ranks.is_main:
         report_evaluation(evaluations, arguments)
     return evaluations, strategy
 
@@ -124,7 +123,7 @@ def report_evaluation(evaluations: list[ModelResults], arguments: argparse.Names
 def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelection | None]:
     """Finds models, shards and tasks. Raises InputError with every problem of all of them."""
     problems = Problems(output_problems("--output", arguments.output))
-    addresses = [address for text in arguments.model for address in problems.attempt(find_models, [text]) or []]
+    addresses = [address for text in arguments.model for address in problems.attempt(find_models, text) or []]
     for folder in arguments.data:
         problems.attempt(read_manifest, folder, arguments.tokenizer)
     jobs = []
@@ -140,8 +139,6 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
             problems.attempt(add_sources, job, arguments)
         if arguments.tasks or arguments.prompt is not None:
             problems.attempt(add_tokenizer, job, arguments)
-        if arguments.prompt is not None and job.tokenizer is not None:
-            problems.attempt(add_prompt, job, arguments)
     if addresses:
         problems.extend(plot_problems(arguments.plot, addresses))
     # Last, and not at all where something else is wrong already: it takes seconds and may download.
@@ -155,14 +152,7 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
 
 def add_sources(job: Job, arguments: argparse.Namespace) -> None:
     """The job's shards and how to measure them. Raises InputError."""
-    wishes = Wishes(
-        sequence_length=arguments.sequence_length,
-        sequences=arguments.sequences,
-        document_mask=None if arguments.document_mask is None else arguments.document_mask == "on",
-        precision=arguments.precision,
-        sequences_per_micro_batch=None if arguments.batch_size == "auto" else arguments.batch_size,
-    )
-    job.settings = settings_for(job.address, job.config, wishes)
+    job.settings = settings_for(job.address, job.config, arguments)
     job.readers = open_evaluation_shards(arguments.data, arguments.split, job.settings.window, arguments.tokenizer)
     manifests = [reader.manifest for reader in job.readers.values()]
     problems = [p for manifest in manifests for p in tokenizer_problems(job.address, job.config, manifest)]
@@ -171,7 +161,7 @@ def add_sources(job: Job, arguments: argparse.Namespace) -> None:
 
 
 def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
-    """Raises InputError for a folder without one."""
+    """The job's tokenizer and prompt. Raises InputError for a folder without a tokenizer, and for a long prompt."""
     try:
         job.tokenizer = AutoTokenizer.from_pretrained(
             str(job.address.folder), trust_remote_code=arguments.trust_remote_code
@@ -182,15 +172,13 @@ def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
             f"--model {job.address.name}: its tokenizer cannot be loaded, which --tasks and --prompt need ({reason}); "
             "put the tokenizer's files into the model folder"
         ) from error
-
-
-def add_prompt(job: Job, arguments: argparse.Namespace) -> None:
-    job.prompt_ids_BT = encode_prompt(
-        job.tokenizer,
-        arguments.prompt,
-        max_new_tokens=arguments.max_new_tokens,
-        max_positions=getattr(job.config, "max_position_embeddings", None),
-    )
+    if arguments.prompt is not None:
+        job.prompt_ids_BT = encode_prompt(
+            job.tokenizer,
+            arguments.prompt,
+            max_new_tokens=arguments.max_new_tokens,
+            max_positions=getattr(job.config, "max_position_embeddings", None),
+        )
 
 
 def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy) -> ModelResults:
@@ -199,7 +187,7 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
     model = load_pretrained(str(job.address.folder), trust_remote_code=arguments.trust_remote_code)
     model.eval()
     result = ModelResults(job.address, parameters=sum(parameter.numel() for parameter in model.parameters()))
-    if job.prompt_ids_BT is not None and strategy.is_main:
+    if job.prompt_ids_BT is not None and strategy.ranks.is_main:
         sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.seed)
         result.sample = generate_text(model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling)
     if job.readers:
@@ -213,26 +201,13 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
         torch.cuda.empty_cache()
     if tasks is not None:
         result.limit = arguments.limit
-        result.tasks = score_tasks(
-            job.address.folder,
-            tasks,
-            strategy,
+        settings = TaskSettings(
             few_shots=arguments.num_fewshot,
             limit=arguments.limit,
             batch_size=None if arguments.batch_size is None else str(arguments.batch_size),
             precision=arguments.precision,
             trust_remote_code=arguments.trust_remote_code,
         )
+        result.tasks = score_tasks(job.address.folder, tasks, strategy, settings)
     result.seconds = time.perf_counter() - started
     return result
-
-
-def command_line_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The command line, for the record."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list):
-            return [plain(item) for item in value]
-        return str(value) if isinstance(value, Path) else value
-
-    return {name: plain(value) for name, value in vars(arguments).items()}

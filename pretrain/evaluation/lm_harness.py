@@ -1,8 +1,7 @@
 """lm-evaluation-harness on a model folder: the scores of the `lm_eval` command, on any number of processes.
 
-The harness's own way to several processes draws other few-shot examples than one process does and sums in another
-order. Here every process builds all requests, answers its share, and all see all answers: the numbers do not depend on
-how many there are.
+With several processes, the harness itself draws other few-shot examples than with one and sums in another order. Here
+every process builds all requests, answers its share, and receives all answers: scores do not depend on their number.
 """
 
 import contextlib
@@ -14,27 +13,43 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import InputError, did_you_mean
+from pretrain.errors import InputError, Problems
+from pretrain.files import ROOT
 from pretrain.parallel.strategy import Strategy
-from pretrain.training.task_names import TASK_SETS, task_problems
+from pretrain.runs.history import is_number
+from pretrain.training.task_names import TASK_SETS, no_such_task, task_problems
 
 HARNESS_DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-PROJECT = Path(__file__).resolve().parents[2]
 BOOKKEEPING = ("alias", "name", "sample_len", "sample_count")
 
 
 @dataclass(frozen=True)
 class TaskScore:
-    """The metrics of one task or group by the harness's names, "acc" or "exact_match,strict-match"."""
+    """The scores of one task or group."""
 
     task: str
-    metrics: dict[str, float]
-    standard_errors: dict[str, float | None]
+    measures: dict[str, float | None]
+    """By the harness's names: acc and acc_stderr, or exact_match,strict-match and exact_match_stderr,strict-match."""
     few_shots: int | None
     samples: int | None
     version: str | None
     is_part: bool = False
     """One of a group that has a score of its own, and not asked for by name."""
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """How tasks are scored."""
+
+    few_shots: int | None = None
+    """Examples in the prompt; None: the task's own number."""
+    limit: float | None = None
+    """Documents per task, or a fraction below 1; for quick tests."""
+    batch_size: str | None = None
+    """A number, "auto" (the largest that fits) or None: auto on a GPU, 1 on a CPU."""
+    precision: str = "auto"
+    """Of the weights: auto (as saved), bf16, fp16 or fp32."""
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,8 +71,8 @@ def evaluate_package_importable() -> Iterator[None]:
     through the package, not through sys.path.
     """
     path, shadow = list(sys.path), sys.modules.get("evaluate")
-    sys.path[:] = [entry for entry in path if Path(entry or ".").resolve() != PROJECT]
-    if shadow is not None and Path(getattr(shadow, "__file__", None) or "/").resolve().parent == PROJECT:
+    sys.path[:] = [entry for entry in path if Path(entry or ".").resolve() != ROOT]
+    if shadow is not None and Path(getattr(shadow, "__file__", None) or "/").resolve().parent == ROOT:
         del sys.modules["evaluate"]
     try:
         yield
@@ -78,26 +93,21 @@ def only_main_prints(is_main: bool) -> Iterator[None]:
 def select_tasks(names: list[str], include_path: Path | None = None) -> TaskSelection:
     """Finds the tasks, groups, tags, sets (base), patterns (blimp_*) and .yaml files, and loads their data.
 
-    Raises InputError with every name that is unknown, every task whose data cannot be had, and every task that would
-    run code written by the model.
+    Raises InputError with every unknown name, every task whose data cannot be loaded, and every task that would run
+    code written by the model.
     """
     if problems := task_problems(names, include_path, ("--tasks", "--include_path")):
-        raise InputError(*problems)  # a name may be found to be wrong here long before the harness has read its files
+        raise InputError(*problems)  # much sooner than the harness, which first reads all its files
     wanted = list(dict.fromkeys(member for name in names for member in TASK_SETS.get(name, (name,))))
     with evaluate_package_importable():
         manager = _task_manager(wanted, include_path)
-        specs, problems = match_names(manager, wanted)
-        if problems:
-            raise InputError(*problems)
-        loaded = []
-        for spec in dict.fromkeys(specs):
-            try:
-                loaded += _load(manager, spec)
-            except InputError as error:
-                problems += error.problems
+        specs, unknown = match_names(manager, wanted)
+        problems = Problems(unknown)
+        problems.stop_if_any()
+        loaded = [task for spec in dict.fromkeys(specs) for task in problems.attempt(_load, manager, spec) or []]
     loaded, repeated = _without_repeats(loaded)
-    if problems or repeated:
-        raise InputError(*problems, *repeated)
+    problems += repeated
+    problems.stop_if_any()
     return TaskSelection(names, loaded, manager)
 
 
@@ -138,15 +148,8 @@ def match_names(manager, wanted: list[str]) -> tuple[list[str], list[str]]:
             matches = manager.match_tasks([name])
         specs += matches
         if not matches:
-            near = _near(name, [*manager.all_tasks, *TASK_SETS])
-            problems.append(f"--tasks {name}: no such task, group, set or .yaml file{near}")
+            problems.append(no_such_task("--tasks", name, [*manager.all_tasks, *TASK_SETS]))
     return specs, problems
-
-
-def _near(name: str, known: list[str]) -> str:
-    """did_you_mean without the list of all 14,000 names."""
-    hint = did_you_mean(name, known)
-    return hint if hint.startswith("; did") else "; `lm_eval ls tasks` lists all, --include_path FOLDER adds your own"
 
 
 def _load(manager, spec: str) -> list[Any]:
@@ -170,51 +173,33 @@ def _load(manager, spec: str) -> list[Any]:
 
 def _without_repeats(loaded: list[Any]) -> tuple[list[Any], list[str]]:
     """(each task once, problems): a task beside a group that holds it goes, one in two groups is refused."""
-    holders: dict[str, list[str]] = {}
-    for item in loaded:
-        for task in item.get_all_tasks() if hasattr(item, "get_all_tasks") else ():
-            holders.setdefault(task.task_name, []).append(item.name)
-    problems = [
-        f"--tasks: {task} is in {' and '.join(groups)}; give one of them, or the tasks by name"
-        for task, groups in holders.items()
-        if len(groups) > 1
-    ]
-    tasks = {item.task_name: item for item in loaded if not hasattr(item, "get_all_tasks")}
     groups = [item for item in loaded if hasattr(item, "get_all_tasks")]
+    holders: dict[str, list[str]] = {}
+    for group in groups:
+        for task in group.get_all_tasks():
+            holders.setdefault(task.task_name, []).append(group.name)
+    problems = [
+        f"--tasks: {task} is in {' and '.join(names)}; give one of them, or the tasks by name"
+        for task, names in holders.items()
+        if len(names) > 1
+    ]
+    tasks = {item.task_name: item for item in loaded if item not in groups}
     return groups + [task for name, task in tasks.items() if name not in holders], problems
 
 
-def score_tasks(
-    folder: Path,
-    tasks: TaskSelection,
-    strategy: Strategy,
-    *,
-    few_shots: int | None = None,
-    limit: float | None = None,
-    batch_size: str | None = None,
-    precision: str = "auto",
-    trust_remote_code: bool = False,
-) -> list[TaskScore]:
-    """Scores a model folder; all ranks together, each returns all scores.
-
-    Args:
-        few_shots: examples in the prompt; None: the task's own number.
-        limit: documents per task, or a fraction below 1; for trying out.
-        batch_size: a number, "auto" (largest that fits) or None: auto on a GPU, 1 on a CPU.
-        precision: of the weights: auto (as saved), bf16, fp16 or fp32.
-    """
+def score_tasks(folder: Path, tasks: TaskSelection, strategy: Strategy, settings: TaskSettings) -> list[TaskScore]:
+    """Scores a model folder; all ranks together, each returns all scores."""
     from lm_eval import simple_evaluate
 
-    if batch_size is None:
-        batch_size = "auto" if strategy.device.type == "cuda" else "1"
-    with evaluate_package_importable(), only_main_prints(strategy.is_main):
+    batch_size = settings.batch_size or ("auto" if strategy.device.type == "cuda" else "1")
+    with evaluate_package_importable(), only_main_prints(strategy.ranks.is_main):
         model = _shared_model(strategy)(
             pretrained=str(folder),
             device=str(strategy.device),
-            dtype=HARNESS_DTYPES[precision],
+            dtype=HARNESS_DTYPES[settings.precision],
             batch_size=batch_size,
             max_batch_size=64,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=settings.trust_remote_code,
             use_safetensors=True,
         )
         model.answer_alone()
@@ -222,13 +207,13 @@ def score_tasks(
             model=model,
             tasks=list(tasks.loaded),
             task_manager=tasks.manager,
-            num_fewshot=few_shots,
-            limit=limit,
+            num_fewshot=settings.few_shots,
+            limit=settings.limit,
             batch_size=batch_size,
             log_samples=False,
         )
-        # The harness hands out results where LOCAL_RANK is 0 alone.
-        gathered = strategy.gather(None if results is None else _scores(results, tasks.names))
+        # The harness returns results only where LOCAL_RANK is 0.
+        gathered = strategy.ranks.gather(None if results is None else _scores(results, tasks.names))
     return next(scores for scores in gathered if scores is not None)
 
 
@@ -240,7 +225,7 @@ def _shared_model(strategy: Strategy) -> type:
 
     class SharedModel(HFLM):
         def answer_alone(self) -> None:
-            """Lets the harness believe in one process: it then builds all requests, in one order, on every rank."""
+            """Shows the harness one process: it then builds all requests, in one order, on every rank."""
             self._rank, self._world_size = 0, 1
 
         def loglikelihood(self, requests, disable_tqdm=False):
@@ -254,31 +239,27 @@ def _shared_model(strategy: Strategy) -> type:
 
         def _answer(self, method, requests, disable_tqdm):
             # By document: its choices share a context, which the harness computes once.
-            owners = [request.doc_id % strategy.ranks for request in requests]
-            mine = [request for request, owner in zip(requests, owners, strict=True) if owner == strategy.rank]
+            owners = [request.doc_id % strategy.ranks.count for request in requests]
+            mine = [request for request, owner in zip(requests, owners, strict=True) if owner == strategy.ranks.rank]
             answers = method(mine, disable_tqdm) if mine else []
-            parts = [iter(part) for part in strategy.gather(list(answers))]
+            parts = [iter(part) for part in strategy.ranks.gather(list(answers))]
             return [next(parts[owner]) for owner in owners]
 
     return SharedModel
 
 
 def _scores(results: dict[str, Any], named: list[str]) -> list[TaskScore]:
-    grouped = {
-        part
-        for group, parts in results["group_subtasks"].items()
-        if group in results.get("groups", {})
-        for part in parts
-    }
-    rows = {**results["results"], **results.get("groups", {})}
+    groups = results.get("groups", {})
+    grouped = {part for group, parts in results["group_subtasks"].items() if group in groups for part in parts}
+    rows = {**results["results"], **groups}
     return [
         TaskScore(
             task=task,
-            metrics={_plain(key): value for key, value in row.items() if _is_metric(key, value)},
-            standard_errors={
-                _plain(key.replace("_stderr", "", 1)): value if isinstance(value, int | float) else None
+            # 'acc,none' -> 'acc'; another filter stays, since it makes another metric.
+            measures={
+                key.removesuffix(",none"): value if is_number(value) else None
                 for key, value in row.items()
-                if "_stderr" in key
+                if key not in BOOKKEEPING and (is_number(value) or "_stderr" in key)
             },
             few_shots=results["n-shot"].get(task),
             samples=results["n-samples"].get(task, {}).get("effective"),
@@ -287,12 +268,3 @@ def _scores(results: dict[str, Any], named: list[str]) -> list[TaskScore]:
         )
         for task, row in rows.items()
     ]
-
-
-def _is_metric(key: str, value: Any) -> bool:
-    return key not in BOOKKEEPING and "_stderr" not in key and isinstance(value, int | float)
-
-
-def _plain(key: str) -> str:
-    """'acc,none' -> 'acc'; another filter stays, since it makes another metric."""
-    return key.removesuffix(",none")

@@ -1,6 +1,5 @@
 """What an evaluation found: a table on screen, JSON on disk, lines in the run's metrics.jsonl, a plot over a run."""
 
-import importlib.metadata
 import json
 import math
 import os
@@ -12,10 +11,11 @@ from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.evaluation.lm_harness import TaskScore
+from pretrain.files import write_durably
 from pretrain.runs.addresses import ModelAddress
-from pretrain.runs.history import append_events
+from pretrain.runs.history import Score, append_events, scores_of
 from pretrain.training.metrics import finite
-from pretrain.training.run_records import RECORDED_PACKAGES, commit_of
+from pretrain.training.run_records import RECORDED_PACKAGES, commit_of, package_versions
 from pretrain.units import count_text
 
 PLOT_ENDINGS = (".png", ".svg", ".pdf")
@@ -48,12 +48,16 @@ class ModelResults:
             lines.append({**about, "source": source, "split": split, **measured})
         for score in self.tasks:
             how = {"few_shots": score.few_shots, "limit": self.limit, "is_part": score.is_part}
-            lines.append({**about, "task": score.task, **_flat(score), **how})
-        return [finite({**line, "time": round(time.time(), 3)}) for line in lines]
+            lines.append({**about, "task": score.task, **score.measures, **how})
+        return [{**line, "time": round(time.time(), 3)} for line in lines]
+
+    def scores(self) -> list[Score]:
+        """Every number, without the parts of groups."""
+        return [score for line in self.lines() for score in scores_of(line)]
 
     def numbers(self) -> dict[str, float]:
         """{'evaluation/acc/arc_easy': 0.31, ...}, as trackers take them, without the parts of groups."""
-        measured = self.sources | {score.task: _flat(score) for score in self.tasks if not score.is_part}
+        measured = self.sources | {score.task: score.measures for score in self.tasks if not score.is_part}
         return {
             f"evaluation/{metric}/{name}": value
             for name, measures in measured.items()
@@ -63,20 +67,14 @@ class ModelResults:
 
     def as_dict(self) -> dict[str, Any]:
         """What the JSON file says of this model."""
-        address = asdict(self.address)
         return {
-            **{key: str(value) if isinstance(value, Path) else value for key, value in address.items()},
+            **asdict(self.address),
             "parameters": self.parameters,
             "sources": {source: finite(measures) for source, measures in self.sources.items()},
             "source_settings": self.source_settings,
             "tasks": {
-                score.task: {
-                    **finite(_flat(score)),
-                    "few_shots": score.few_shots,
-                    "samples": score.samples,
-                    "version": score.version,
-                    "is_part": score.is_part,
-                }
+                score.task: finite(score.measures)
+                | {key: getattr(score, key) for key in ("few_shots", "samples", "version", "is_part")}
                 for score in self.tasks
             },
             "sample": self.sample,
@@ -84,25 +82,14 @@ class ModelResults:
         }
 
 
-def _flat(score: TaskScore) -> dict[str, float | None]:
-    """{"acc": 0.31, "acc_stderr": 0.02, ...}"""
-    errors = {_with_stderr(metric): error for metric, error in score.standard_errors.items()}
-    return {**score.metrics, **errors}
-
-
-def _with_stderr(metric: str) -> str:
-    name, comma, chosen_by = metric.partition(",")
-    return f"{name}_stderr{comma}{chosen_by}"
-
-
 def append_to_run(evaluation: ModelResults) -> None:
     """Adds the lines to the metrics.jsonl of the model's run, if it has one; nothing that stands there changes."""
-    run, lines = evaluation.address.run, evaluation.lines()
+    run, lines = evaluation.address.run, [finite(line) for line in evaluation.lines()]
     if run is None or not lines:
         return
     try:
         append_events(run, lines)
-    except OSError as error:  # hours of evaluation are not to be lost to a full disk: the table is still to come
+    except OSError as error:  # a full disk must not cost hours of evaluation: the table is still to come
         print(f"warning: {run}/metrics.jsonl does not have the scores ({error})", file=sys.stderr)
 
 
@@ -119,28 +106,17 @@ def output_problems(flag: str, path: Path | None) -> list[str]:
 
 
 def write_results(path: Path, evaluations: list[ModelResults], settings: dict[str, Any]) -> None:
-    """Replaces the file whole: also when called after every model, it is never half a file."""
+    """Replaces the file at once: it is never half a file, also while models are still being evaluated."""
     contents = {
         "format": "groundwork-evaluation",
         "version": 1,
         "settings": settings,
-        "versions": {**_versions(), "commit": commit_of(Path(__file__).parent)},
+        "versions": {**package_versions([*RECORDED_PACKAGES, "lm_eval"]), "commit": commit_of(Path(__file__).parent)},
         "models": [evaluation.as_dict() for evaluation in evaluations],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text(json.dumps(contents, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    fresh.rename(path)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in (*RECORDED_PACKAGES, "lm_eval"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    text = json.dumps(contents, indent=1, ensure_ascii=False, allow_nan=False, default=str)  # str: of paths
+    write_durably(path, text + "\n")
 
 
 def print_table(evaluations: list[ModelResults]) -> None:
@@ -178,17 +154,13 @@ def _heading(evaluation: ModelResults) -> str:
 def _cells(evaluation: ModelResults) -> dict[tuple[str, str], str]:
     """{(source or task, measure): value ± standard error}"""
     cells = {}
-    for source, measures in evaluation.sources.items():
-        for measure, pattern in SOURCE_MEASURES.items():
-            cells[source, measure.replace("_", " ")] = pattern.format(measures[measure])
-    for score in evaluation.tasks:
-        if score.is_part:
-            continue
-        shots = f" ({score.few_shots}-shot)" if score.few_shots else ""
-        for metric, value in score.metrics.items():
-            error = score.standard_errors.get(metric)
-            shown = f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
-            cells[score.task + shots, metric] = shown
+    for score in evaluation.scores():
+        if score.metric in SOURCE_MEASURES and score.task in evaluation.sources:
+            cells[score.task, score.metric.replace("_", " ")] = SOURCE_MEASURES[score.metric].format(score.value)
+        else:
+            shots = f" ({score.few_shots}-shot)" if score.few_shots else ""
+            error = "" if score.standard_error is None else f" ± {score.standard_error:.4f}"
+            cells[score.task + shots, score.metric] = f"{score.value:.4f}{error}"
     return cells
 
 
@@ -209,10 +181,7 @@ def plot_problems(path: Path | None, addresses: list[ModelAddress]) -> list[str]
 
 def plot_scores(path: Path, evaluations: list[ModelResults]) -> None:
     """One panel per source and task: its first measure against training tokens, a line per run, with error bars."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     points = [evaluation for evaluation in evaluations if evaluation.address.tokens is not None]
     panels = list(dict.fromkeys(panel for evaluation in points for panel in _panel_values(evaluation)))
@@ -220,9 +189,8 @@ def plot_scores(path: Path, evaluations: list[ModelResults]) -> None:
         raise InputError("--plot: nothing was measured that could be drawn; give --tasks or --data")
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(4.5 * columns, 3.2 * rows), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
     for axis, (name, measure) in zip(axes.flat, panels, strict=False):
         for run in dict.fromkeys(evaluation.address.run for evaluation in points):
             found = [
@@ -240,14 +208,11 @@ def plot_scores(path: Path, evaluations: list[ModelResults]) -> None:
     axes.flat[0].legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _panel_values(evaluation: ModelResults) -> dict[tuple[str, str], tuple[float, float]]:
     """{(source or task, measure): (value, standard error)}: the loss of a source, the first metric of a task."""
-    values = {(source, "loss"): (measures["loss"], 0.0) for source, measures in evaluation.sources.items()}
-    for score in evaluation.tasks:
-        if not score.is_part and score.metrics:
-            metric, value = next(iter(score.metrics.items()))
-            values[score.task, metric] = (value, score.standard_errors.get(metric) or 0.0)
-    return values
+    first: dict[str, Score] = {}
+    for score in evaluation.scores():
+        first.setdefault(score.task, score)
+    return {(score.task, score.metric): (score.value, score.standard_error or 0.0) for score in first.values()}

@@ -1,5 +1,6 @@
 """Loss, perplexity and bits per byte of any model on prepared shards, measured as a training run measures them."""
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -16,7 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from pretrain.config import RunConfig, WindowSpec
 from pretrain.data.manifest import Manifest
 from pretrain.data.shards import ShardReader, open_shards
-from pretrain.errors import InputError
+from pretrain.errors import InputError, Problems
 from pretrain.model.attention import choose_attention
 from pretrain.model.build import use_attention
 from pretrain.model.loss import LanguageModelLoss, choose_loss
@@ -45,17 +46,6 @@ class ShardSettings:
     """Windows per source; None: all."""
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """What the command line says of it; None: the run's value, or the default."""
-
-    sequence_length: int | None = None
-    sequences: int | None = None
-    document_mask: bool | None = None
-    precision: str = "auto"
-    sequences_per_micro_batch: int | None = None
-
-
 class CheckedReader(ShardReader):
     """Refuses an id outside the vocabulary: on a GPU it would end in a device-side assert that names nothing."""
 
@@ -69,14 +59,14 @@ class CheckedReader(ShardReader):
             )
 
 
-def settings_for(address: ModelAddress, config: PreTrainedConfig, wishes: Wishes) -> ShardSettings:
+def settings_for(address: ModelAddress, config: PreTrainedConfig, arguments: argparse.Namespace) -> ShardSettings:
     """The command line's settings, else those of the model's run, else the defaults.
 
     Raises InputError for a run whose config.yaml cannot be read, and for sequences longer than the model's positions.
     """
     run = run_config_of(address)
     positions = getattr(config, "max_position_embeddings", None)
-    length = wishes.sequence_length or (run.data.sequence_length if run else None)
+    length = arguments.sequence_length or (run.data.sequence_length if run else None)
     if length is None:
         length = min(LONGEST_DEFAULT_SEQUENCE, positions or LONGEST_DEFAULT_SEQUENCE)
     if positions is not None and length > positions:
@@ -84,12 +74,12 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, wishes: Wishes
             f"--sequence_length {length:,}: {address.name} has {positions:,} positions; at most "
             f"--sequence_length {positions}"
         )
-    precision = wishes.precision if wishes.precision != "auto" or run is None else run.precision
-    if precision == "fp16" and wishes.precision == "auto" and device_type() == "cpu":
+    precision = arguments.precision if arguments.precision != "auto" or run is None else run.precision
+    if precision == "fp16" and arguments.precision == "auto" and device_type() == "cpu":
         precision = "fp32"  # the run was trained on a GPU; fp16 has no arithmetic here
     if precision == "fp8":
         precision = "bf16"  # fp8 is for training: the exported weights are measured
-    document_mask = wishes.document_mask
+    document_mask = {"on": True, "off": False}.get(arguments.document_mask)
     if document_mask is None and run:
         document_mask = run.data.document_mask
     precision = resolve_precision(precision)
@@ -99,9 +89,9 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, wishes: Wishes
         precision=precision,
         attention=attention,
         loss_backend=choose_loss(run.loss.backend if run else "auto", device_type=device_type(), compile_mode="none"),
-        sequences_per_micro_batch=wishes.sequences_per_micro_batch
+        sequences_per_micro_batch=(arguments.batch_size if arguments.batch_size != "auto" else None)
         or (run.batch.sequences_per_micro_batch if run else 8),
-        sequences=wishes.sequences,
+        sequences=arguments.sequences,
     )
 
 
@@ -145,21 +135,19 @@ def open_evaluation_shards(
 ) -> dict[str, ShardReader]:
     """{name: reader}; tokenizer: of files that others prepared. Raises InputError with every unusable folder."""
     readers: dict[str, ShardReader] = {}
-    problems = []
+    problems = Problems()
     for folder in folders:
-        try:
-            reader = CheckedReader(open_shards(folder, split, tokenizer).manifest, split)
-        except InputError as error:
-            problems += error.problems
+        shards = problems.attempt(open_shards, folder, split, tokenizer)
+        if shards is None:
             continue
+        reader = CheckedReader(shards.manifest, split)
         if not window.count_in(reader.tokens):
             problems.append(
                 f"--data {folder}: {reader.tokens:,} {split} tokens are fewer than one sequence of "
                 f"{window.sequence_length:,} + 1; at most --sequence_length {reader.tokens - 1}"
             )
         readers[name_of(Path(folder), readers)] = reader
-    if problems:
-        raise InputError(*problems)
+    problems.stop_if_any()
     return readers
 
 
@@ -206,11 +194,13 @@ def measure_shards(
     """
     use_attention(causal_lm, settings.attention)
     model = LanguageModelLoss(causal_lm, backend=settings.loss_backend).to(strategy.device)
+    dtype = AUTOCAST_DTYPES.get(settings.precision)
     results = {}
     for name, reader in readers.items():
         windows = settings.window.count_in(reader.tokens)
         sequences = min(settings.sequences or windows, windows)
-        with _progress(model, name, sequences, strategy, settings), _autocast(strategy, settings.precision):
+        autocast = torch.autocast(strategy.device.type, dtype=dtype, enabled=dtype is not None)
+        with _progress(model, name, sequences, strategy, settings), autocast:
             results |= validate(
                 model,
                 {name: reader},
@@ -223,25 +213,14 @@ def measure_shards(
     return results
 
 
-def _autocast(strategy: Strategy, precision: str) -> torch.autocast:
-    dtype = AUTOCAST_DTYPES.get(precision)
-    return torch.autocast(strategy.device.type, dtype=dtype, enabled=dtype is not None)
-
-
 @contextlib.contextmanager
 def _progress(
     model: torch.nn.Module, name: str, sequences: int, strategy: Strategy, settings: ShardSettings
 ) -> Iterator[None]:
     """A bar in tokens, moved by the model's own forward passes."""
-    tokens_per_pass = settings.sequences_per_micro_batch * strategy.ranks * settings.window.sequence_length
-    bar = tqdm(
-        total=sequences * settings.window.sequence_length,
-        desc=name,
-        unit="tok",
-        unit_scale=True,
-        dynamic_ncols=True,
-        disable=not strategy.is_main,
-    )
+    tokens_per_pass = settings.sequences_per_micro_batch * strategy.ranks.count * settings.window.sequence_length
+    look = {"desc": name, "unit": "tok", "unit_scale": True, "dynamic_ncols": True}
+    bar = tqdm(total=sequences * settings.window.sequence_length, disable=not strategy.ranks.is_main, **look)
 
     def advance(*_: Any) -> None:  # a hook that returned something would replace the model's output
         bar.update(min(tokens_per_pass, bar.total - bar.n))

@@ -3,8 +3,6 @@
 Formulas for what has shapes, a trace of the model's own code for activations; nothing here touches a GPU
 (docs/planning.md). tests/memory compares it with real tensors.
 
-    parts: weights, gradients, optimizer, loss
-    footprint: what each strategy makes of them
+    parts: weights, gradients, optimizer, loss, of which every strategy makes its footprint
     activations, compiled: traced activations; those of compiled layers
-    advice: what to change when memory runs out
 """

@@ -166,56 +166,34 @@ class _GradientOfHidden(torch.autograd.Function):
         return ctx.saved_tensors[0]
 
 
-def trace_activations(
-    model_config: Any,
-    *,
-    window: WindowSpec,
-    weights: torch.dtype,
-    autocast: bool,
-    attention: str = FLASH,
-    activation_checkpointing: str = "none",
-    compiled: bool = False,
-) -> Activations:
-    """Activations of one process.
+@dataclass(frozen=True)
+class ForwardPass:
+    """How a process calls the model."""
 
-    Args:
-        weights: dtype of the weights in the forward pass.
-        autocast: whether it runs under autocast to bf16 (weights in fp32).
-        attention: FLASH for the kernels of a GPU that keep query, key, value, output and logsumexp (sdpa in half
-            precision, varlen, flash attention 2 and 3, flex attention); groundwork_sdpa as it is on a CPU;
-            groundwork_eager.
-        compiled: whether layers are compiled.
-    """
+    window: WindowSpec
+    weights: torch.dtype
+    """Of the weights in the forward pass."""
+    autocast: bool
+    """Whether it runs under autocast to bf16 (weights in fp32)."""
+    attention: str = FLASH
+    """FLASH for the kernels of a GPU that keep query, key, value, output and logsumexp (sdpa in half precision,
+    varlen, flash attention 2 and 3, flex attention); groundwork_sdpa as it is on a CPU; groundwork_eager."""
+    activation_checkpointing: str = "none"
+    compiled: bool = False
+    """Layer by layer."""
+
+
+def trace_activations(model_config: Any, call: ForwardPass) -> Activations:
+    """Activations of one process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        return _trace(
-            model_config.to_json_string(use_diff=False),
-            window,
-            weights,
-            autocast,
-            attention,
-            activation_checkpointing,
-            compiled,
-        )
+        return _trace(model_config.to_json_string(use_diff=False), call)
 
 
 @functools.lru_cache(maxsize=64)
-def _trace(config_json, window, weights, autocast, attention, checkpointing, compiled):
+def _trace(config_json: str, call: ForwardPass) -> Activations:
     model_config = AutoConfig.for_model(**json.loads(config_json))
-    measured = {
-        (layers, sequences): _measure(
-            model_config,
-            layers,
-            sequences,
-            window,
-            weights,
-            autocast,
-            attention,
-            checkpointing,
-        )
-        for layers in (1, 2)
-        for sequences in (1, 2)
-    }
+    measured = {(layers, n): _measure(model_config, layers, n, call) for layers in (1, 2) for n in (1, 2)}
 
     def line(key: str, layers: int) -> Line:
         return Line.through(measured[layers, 1][key], measured[layers, 2][key])
@@ -223,37 +201,32 @@ def _trace(config_json, window, weights, autocast, attention, checkpointing, com
     per_layer = line("kept", 2) - line("kept", 1)
     outside, backward = line("kept", 1) - per_layer, line("peak", 1) - line("kept", 1)
     hidden = line("hidden", 1)
-    if compiled:
-        graphs = [
-            _compiled_layer(model_config, sequences, window, weights, autocast, attention) for sequences in (1, 2)
-        ]
+    if call.compiled:
+        graphs = [_compiled_layer(model_config, sequences, call) for sequences in (1, 2)]
         kept = Line.through(*(graph.kept for graph in graphs))
         # The gradient of the layer's output is alive beside what its backward pass needs.
         backward = Line.through(*(graph.backward for graph in graphs)) + hidden
-        if checkpointing == "none":
+        if call.activation_checkpointing == "none":
             per_layer = kept
         else:
             backward = backward + kept
     return Activations(outside, per_layer, backward, hidden)
 
 
-def _measure(model_config, layers, sequences, window, weights, autocast, attention, checkpointing):
+def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) -> dict[str, int]:
     """Bytes beyond weights and gradients: kept after the forward pass, and at the peak of the backward pass."""
-    model = _meta_model(model_config, layers, attention)
-    checkpoint_activations(model, checkpointing)
-    with FakeTensorMode(allow_non_fake_inputs=True), _grouped_products_of_any_dtype():
-        _give_sizes(model, weights)
-        model.train()
+    model = _meta_model(model_config, layers, call.attention)
+    checkpoint_activations(model, call.activation_checkpointing)
+    with _fake_tensors(model, call.weights):
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
-        inputs = _inputs(model_config, sequences, window, weights)
+        inputs = _inputs(model_config, sequences, call)
         with LiveBytes() as live:
             for tensor in [*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers()]:
                 live.add(tensor)
             resident = live.now
             live.add(inputs["inputs_embeds"])
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                hidden = model.base_model(use_cache=False, **inputs).last_hidden_state
+            hidden = _last_hidden_state(model, inputs, call)
             size = hidden.untyped_storage().nbytes()
             loss = _GradientOfHidden.apply(hidden)
             del hidden
@@ -264,22 +237,39 @@ def _measure(model_config, layers, sequences, window, weights, autocast, attenti
             return {"kept": kept - resident, "peak": live.peak - resident, "hidden": size}
 
 
-def _compiled_layer(model_config, sequences, window, weights, autocast, attention) -> "LayerGraphs":
-    model = _meta_model(model_config, 1, attention)
+def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> LayerGraphs:
+    model = _meta_model(model_config, 1, call.attention)
     torch._dynamo.reset()
     graphs = LayerGraphs()
-    with FakeTensorMode(allow_non_fake_inputs=True), _grouped_products_of_any_dtype():
-        _give_sizes(model, weights)
-        model.train()
-        hidden_shape = (sequences, window.sequence_length, model_config.hidden_size)
+    with _fake_tensors(model, call.weights):
+        hidden_shape = (sequences, call.window.sequence_length, model_config.hidden_size)
         for layer in layers_of(model):
             layer.compile(dynamic=False, backend=graph_backend(graphs, hidden_shape))
-        inputs = _inputs(model_config, sequences, window, weights)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            hidden = model.base_model(use_cache=False, **inputs).last_hidden_state
+        hidden = _last_hidden_state(model, _inputs(model_config, sequences, call), call)
         _GradientOfHidden.apply(hidden).backward()
     torch._dynamo.reset()
     return graphs
+
+
+def _last_hidden_state(model: PreTrainedModel, inputs: dict[str, Any], call: ForwardPass) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=call.autocast):
+        return model.base_model(use_cache=False, **inputs).last_hidden_state
+
+
+@contextlib.contextmanager
+def _fake_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, the model trains, and it and everything made has a size and no storage; buffers keep their dtype."""
+    with FakeTensorMode(allow_non_fake_inputs=True), _grouped_products_of_any_dtype():
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype))
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        model.tie_weights()
+        model.train()
+        yield
 
 
 @contextlib.contextmanager
@@ -308,23 +298,11 @@ def _meta_model(model_config: Any, layers: int, attention: str) -> PreTrainedMod
     return build_meta_model(config, attention=attention)
 
 
-def _give_sizes(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces meta parameters and buffers by tensors of the fake mode that is on; buffers keep their dtype."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype))
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    model.tie_weights()
-
-
-def _inputs(model_config, sequences: int, window: WindowSpec, dtype: torch.dtype) -> dict[str, Any]:
+def _inputs(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, Any]:
     """What the base model is called with, its first layer's input in the place of the token ids."""
-    length, width = window.sequence_length, model_config.hidden_size
-    inputs = {"inputs_embeds": torch.empty(sequences, length, width, dtype=dtype, requires_grad=True)}
-    if not window.document_mask:
+    length, shape = call.window.sequence_length, (sequences, call.window.sequence_length, model_config.hidden_size)
+    inputs = {"inputs_embeds": torch.empty(shape, dtype=call.weights, requires_grad=True)}
+    if not call.window.document_mask:
         return inputs
     segments = torch.empty(sequences * max(8, length // TOKENS_PER_SEGMENT) + 1, dtype=torch.int32)
     layout = {"cu_seq_lens_q": segments, "cu_seq_lens_k": segments, "max_length_q": length, "max_length_k": length}

@@ -1,28 +1,25 @@
-"""How much memory a process needs at its peak, part by part, for every strategy: arithmetic on shapes.
+"""The parts of a process's memory that every strategy's `footprint` adds up: arithmetic on shapes.
 
 Weights, gradients and optimizer state follow from the number of parameters and how they are divided (ZeRO, Rajbhandari
 et al., arXiv 1910.02054); activations from a trace of the model's code (pretrain/memory/activations.py); what the
-loss and the strategies add from this project's, torch's and DeepSpeed's code. docs/planning.md compares all
-of it with measurements (bench/memory.py).
+loss adds from this project's code. docs/planning.md compares all of it with measurements (bench/memory.py).
 
-All sizes are bytes of tensors in one process. N parameters, n processes that share them, V vocabulary, D width.
+All sizes are bytes of tensors in one process.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from pretrain.config import RunConfig
-from pretrain.hardware import missing_bf16
-from pretrain.memory.activations import FLASH, Activations, trace_activations
-from pretrain.model.build import build_meta_model, embedding_parameter_names, library_attention
+from pretrain.memory.activations import FLASH, Activations, ForwardPass, trace_activations
+from pretrain.model.build import build_meta_model, library_attention
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import CHUNK_BYTES, CPU_PIECE_BYTES, MIN_CHUNK_TOKENS, choose_loss
 from pretrain.model.reference import projects_hidden_states
-from pretrain.optim.muon import BATCH_ELEMENTS
-from pretrain.optim.optimizers import is_output_head, parameter_dtype
+from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
 
 FP32 = 4
 
@@ -39,13 +36,10 @@ class Sizes:
     layer: int
     """One layer."""
     layers: int
-    hidden_matrices: int
-    """What Muon updates."""
-    rows_and_columns: int
-    """What Adafactor keeps: a row and a column of each matrix, and every element of anything else."""
     largest: int
     """The largest parameter."""
-    largest_hidden_matrix: int
+    shapes: ModelShapes
+    """By which optimizers tell what they keep."""
     vocabulary: int
     width: int
 
@@ -86,6 +80,36 @@ class Work:
         """Of an element of the weights that are trained."""
         return 2 if self.rounds_stochastically else FP32
 
+    @property
+    def head_gradient(self) -> float:
+        """Bytes in fp32, where the loss computes it in its forward pass; it waits there for a tied embedding's."""
+        return 0.0 if self.loss == "logits" else FP32 * self.sizes.vocabulary * self.sizes.width
+
+    @property
+    def update_bytes(self) -> float:
+        """What an update allocates and frees again."""
+        return OPTIMIZERS[self.optimizer](self.sizes.shapes).update_bytes(self.device_type, self.rounds_stochastically)
+
+    def optimizer_bytes(self, share: float = 1.0) -> float:
+        """State of the optimizer for this share of the parameters."""
+        return share * FP32 * optimizer_elements(self.optimizer, self.sizes)
+
+    def activation_bytes(self, activations: Activations, weight_bytes: int, waiting: float) -> dict[str, float]:
+        """What activations and the loss take at each moment until the backward pass has arrived at the embedding.
+
+        Args:
+            weight_bytes: of an element of the head's weight.
+            waiting: bytes of the head's gradient on its way to the embedding's.
+        """
+        hidden, kept = activations.hidden(self.sequences), activations.kept(self.sizes.layers, self.sequences)
+        in_layer = waiting + hidden + activations.backward(self.sequences)
+        return {
+            "loss": kept + loss_bytes(self, weight_bytes, hidden),
+            "backward": kept + in_layer,
+            "first layer": activations.kept(1, self.sequences) + in_layer,
+            "embedding": waiting + hidden,
+        }
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -112,125 +136,82 @@ class Memory:
 def sizes_of(model_config: Any) -> Sizes:
     """Counts the parameters of a model, which is built without storage."""
     model = build_meta_model(model_config)
-    embeddings = embedding_parameter_names(model)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    elements = {name: math.prod(shape) for name, shape in shapes.items()}
-    heads = [name for name in shapes if is_output_head(name) and name not in embeddings]
+    parameters = ModelShapes.of(model)
+    elements = {name: math.prod(shape) for name, shape in parameters.shapes.items()}
+    heads = [name for name in elements if is_output_head(name) and name not in parameters.embeddings]
     layers = layers_of(model)
-    hidden = [n for n, s in shapes.items() if len(s) == 2 and n not in embeddings and not is_output_head(n)]
     return Sizes(
         total=sum(elements.values()),
-        embedding=sum(elements[name] for name in shapes if name in embeddings),
+        embedding=sum(elements[name] for name in elements if name in parameters.embeddings),
         head=sum(elements[name] for name in heads),
         layer=sum(parameter.numel() for parameter in layers[0].parameters()),
         layers=len(layers),
-        hidden_matrices=sum(elements[name] for name in hidden),
-        rows_and_columns=sum(
-            elements[name] // shape[-1] + elements[name] // shape[-2] if len(shape) > 1 else elements[name]
-            for name, shape in shapes.items()
-        ),
         largest=max(elements.values()),
-        largest_hidden_matrix=max((elements[name] for name in hidden), default=0),
+        shapes=parameters,
         vocabulary=model_config.vocab_size,
         width=model_config.hidden_size,
     )
 
 
-def work_of(
-    config: RunConfig,
-    model_config: Any,
-    *,
-    precision: str,
-    sequences: int,
-    micro_steps: int,
-    device_type: str = "cuda",
-) -> Work:
-    """What a process computes.
+@dataclass(frozen=True)
+class PlannedRun:
+    """A recipe and its model, as memory is planned for."""
 
-    Args:
-        precision: the recipe's, with auto resolved.
-        sequences: in one forward pass of one process.
-        micro_steps: per optimizer step.
-        device_type: cuda or cpu: the loss works in pieces of another size on a CPU.
-    """
-    is_half = precision != "fp32"
-    kernel = FLASH if device_type == "cuda" else "groundwork_sdpa"
-    stands_for = "groundwork_eager" if config.attention == "eager" else kernel
-    if library_attention(model_config) == "eager":
-        stands_for = "eager"
-    settings = {
-        "window": config.data.window,
-        "attention": stands_for,
-        "activation_checkpointing": config.activation_checkpointing,
-        "compiled": config.compile != "none",
-    }
-    weights = parameter_dtype(config.optim)
-    activations = trace_activations(model_config, weights=weights, autocast=is_half, **settings)
-    whole = activations
-    if is_half:
-        whole = trace_activations(model_config, weights=torch.bfloat16, autocast=False, **settings)
-    return Work(
-        sizes=sizes_of(model_config),
-        activations=activations,
-        activations_in_bf16=whole,
-        sequences=sequences,
-        tokens=sequences * config.data.sequence_length,
-        compute=2 if is_half else FP32,
-        accumulates=micro_steps > 1,
-        loss=loss_backend(config, model_config, device_type),
-        optimizer=config.optim.name,
-        rounds_stochastically=config.optim.stochastic_rounding,
-        device_type=device_type,
-    )
+    config: RunConfig
+    model_config: Any
+    precision: str
+    """The recipe's, with auto resolved."""
+    device_type: str = "cuda"
+    """cuda or cpu: the loss works in pieces of another size on a CPU."""
 
+    def work(self, sequences: int, micro_batches: int, parts: int = 1) -> Work:
+        """What a process computes in one forward pass.
 
-def loss_backend(config: RunConfig, model_config: Any, device_type: str) -> str:
-    if not projects_hidden_states(model_config):
-        return "logits"
-    return choose_loss(config.loss.backend, device_type=device_type, compile_mode=config.compile)
+        Args:
+            sequences: batch.sequences_per_micro_batch.
+            micro_batches: that all processes take together in a micro-step.
+            parts: into which a pipeline cuts the micro-batch; one is a forward pass.
+        """
+        config, is_half = self.config, self.precision != "fp32"
+        attention = FLASH if self.device_type == "cuda" else "groundwork_sdpa"
+        if config.attention == "eager":
+            attention = "groundwork_eager"
+        if library_attention(self.model_config) == "eager":
+            attention = "eager"
+        call = ForwardPass(
+            config.data.window,
+            parameter_dtype(config.optim),
+            autocast=is_half,
+            attention=attention,
+            activation_checkpointing=config.activation_checkpointing,
+            compiled=config.compile != "none",
+        )
+        in_bf16 = replace(call, weights=torch.bfloat16, autocast=False) if is_half else call
+        rows, loss = max(1, sequences // parts), "logits"
+        if projects_hidden_states(self.model_config):
+            loss = choose_loss(config.loss.backend, device_type=self.device_type, compile_mode=config.compile)
+        return Work(
+            sizes=sizes_of(self.model_config),
+            activations=trace_activations(self.model_config, call),
+            activations_in_bf16=trace_activations(self.model_config, in_bf16),
+            sequences=rows,
+            tokens=rows * config.data.sequence_length,
+            compute=2 if is_half else FP32,
+            accumulates=config.batch.tokens_per_step >= 2 * sequences * config.data.sequence_length * micro_batches,
+            loss=loss,
+            optimizer=config.optim.name,
+            rounds_stochastically=config.optim.stochastic_rounding,
+            device_type=self.device_type,
+        )
 
 
 def optimizer_elements(name: str, sizes: Sizes) -> float:
     """State that an optimizer keeps, in fp32 elements."""
-    if name == "muon":  # one moment for hidden matrices, two for the rest
-        return 2 * sizes.total - sizes.hidden_matrices
-    if name == "adafactor":
-        return sizes.rows_and_columns
-    if name == "adamw_8bit":  # two bytes, and two fp32 scales for every 256 elements
-        return sizes.total * (2 / FP32 + 2 / 256)
-    return 2 * sizes.total
+    return OPTIMIZERS[name](sizes.shapes).state_elements()
 
 
-def optimizer_bytes(work: Work, share: float = 1.0) -> float:
-    """State of the optimizer for this share of the parameters."""
-    return share * FP32 * optimizer_elements(work.optimizer, work.sizes)
-
-
-def update_bytes(work: Work) -> float:
-    """What an update makes and drops again; AdamW's fused kernels need nothing."""
-    if work.optimizer == "muon":  # one direction in fp32; a batch of them, and four products of it, as they multiply
-        batch = max(work.sizes.largest_hidden_matrix, min(BATCH_ELEMENTS, work.sizes.hidden_matrices))
-        multiplied = FP32 if work.device_type == "cpu" and missing_bf16("cpu") else FP32 / 2
-        return FP32 * work.sizes.largest_hidden_matrix + 6 * multiplied * batch
-    if work.optimizer == "adafactor":  # squares, update, a product on the way, fp32 copies and random bits of bf16
-        return work.sizes.largest * (28 if work.rounds_stochastically else 4 * FP32)
-    return 0.0
-
-
-@dataclass(frozen=True)
-class LossMemory:
-    """Bytes of the loss."""
-
-    kept: float
-    """From its forward pass to its backward pass: the gradients of the hidden states and of the head."""
-    working: float
-    """While it computes, beyond that."""
-    head_gradient: float
-    """The part of `kept` that is the head's gradient."""
-
-
-def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> LossMemory:
-    """Memory of pretrain/model/loss.py.
+def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> float:
+    """Memory of pretrain/model/loss.py: while it computes, and the gradients that it keeps for its backward pass.
 
     Args:
         weight_bytes: of an element of the head's weight.
@@ -241,7 +222,7 @@ def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> LossMemory:
     if work.loss == "logits":
         # Logits in the products' dtype and in fp32, then log-probabilities and their gradient in fp32.
         logits = work.tokens * vocabulary
-        return LossMemory(0.0, logits * (2 * FP32 + compute), 0.0)
+        return logits * (2 * FP32 + compute)
     chunk_bytes = CHUNK_BYTES.get(work.device_type, CHUNK_BYTES["cuda"])
     chunk = min(work.tokens, max(MIN_CHUNK_TOKENS, chunk_bytes // (FP32 * vocabulary) // 64 * 64))
     is_cpu = work.device_type == "cpu"
@@ -260,8 +241,7 @@ def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> LossMemory:
         working += max(0, head * compute - softmax)  # a product, after the softmax is gone
     if weight_bytes != FP32:
         working = max(working, head * weight_bytes)
-    head_gradient = head * FP32
-    return LossMemory(head_gradient + hidden, working, head_gradient)
+    return work.head_gradient + hidden + working
 
 
 def at_peak(

@@ -4,7 +4,7 @@ import math
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.activations import GELUTanh, NewGELUActivation
 
 
@@ -39,6 +39,14 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
     """
     fp32 = x.float()
     return (fp32 * torch.sigmoid(math.sqrt(8.0 / math.pi) * (fp32 + 0.044715 * fp32.pow(3)))).to(x.dtype)
+
+
+def checkpointing_problems(mode: str, model_config: PreTrainedConfig) -> list[str]:
+    """What is wrong with recomputing this model's activations; [] if it can be done, or is not asked for."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    if mode == "none" or getattr(model_class, "supports_gradient_checkpointing", True):
+        return []
+    return [f"activation_checkpointing: {mode} does not work with {model_config.model_type} in transformers; use none"]
 
 
 def checkpoint_activations(causal_lm: PreTrainedModel, mode: str) -> None:

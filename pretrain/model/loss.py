@@ -9,8 +9,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
-from pretrain.errors import InputError, did_you_mean
+from pretrain.config import Loss
+from pretrain.errors import InputError
+from pretrain.model.inputs import IGNORED
 from pretrain.model.reference import projects_hidden_states
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
@@ -19,6 +22,7 @@ CPU_PIECE_BYTES = 2 * 2**20
 """fp32 logits that a CPU turns into probabilities at a time, so that they stay in its cache."""
 CPU_PRODUCT_BYTES = 16 * 2**20
 """fp32 rows of the head's gradient that a CPU adds to at a time."""
+NO_Z_LOSS = "loss.backend: torch has no z-loss: use chunked or logits, or z_loss 0"
 MIN_CHUNK_TOKENS = 256
 """Every chunk reads and writes the head's whole gradient; with fewer rows that traffic outweighs the products."""
 
@@ -30,54 +34,54 @@ def next_token_loss(
     *,
     head_bias: Tensor | None = None,
     z_loss: float = 0.0,
-    ignore_index: int = -100,
     chunk_tokens: int | None = None,
     backend: str = "chunked",
 ) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy in nats over the targets that are not ignore_index; 0 if there are none.
+    """Mean cross-entropy in nats over the targets that are not IGNORED; 0 if there are none.
 
     Matrix products run in autocast's dtype where autocast is on, softmax and sums in fp32 always. Returns (loss,
     cross_entropy): the loss, to be differentiated, has z_loss x mean(logsumexp^2) added (PaLM, arXiv 2204.02311); the
     cross-entropy is detached and has not. Both are fp32 scalars. `backend` is a key of LOSS_BACKENDS.
     """
-    if backend not in LOSS_BACKENDS:
-        raise InputError(f"loss backend {backend!r} is unknown{did_you_mean(backend, LOSS_BACKENDS)}")
-    hidden_ND, targets_N = hidden_BTD.flatten(0, -2), targets_BT.flatten()
     compute = LOSS_BACKENDS[backend]
-    return compute(hidden_ND, head_weight_VD, head_bias, targets_N, z_loss, ignore_index, chunk_tokens)
+    return compute(hidden_BTD.flatten(0, -2), head_weight_VD, head_bias, targets_BT.flatten(), z_loss, chunk_tokens)
 
 
-def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, *, compiled=False):
+def loss_problems(settings: Loss, model_config: PreTrainedConfig) -> list[str]:
+    """What of the recipe's loss does not run with this model; [] if all does. Raises InputError as `reference_of`."""
+    if settings.backend == "torch" and settings.z_loss and projects_hidden_states(model_config):
+        return [NO_Z_LOSS]
+    return []
+
+
+def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, *, compiled=False):
     if chunk_tokens is None:
         chunk_bytes = CHUNK_BYTES.get(hidden_ND.device.type, CHUNK_BYTES["cuda"])
         chunk_tokens = max(MIN_CHUNK_TOKENS, chunk_bytes // (4 * weight_VD.shape[0]) // 64 * 64)
-    dtype = _compute_dtype(hidden_ND, weight_VD)
-    grad_enabled = torch.is_grad_enabled()
-    return _ChunkedLoss.apply(
-        hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, dtype, compiled, grad_enabled
+    dtype, with_gradient = _compute_dtype(hidden_ND, weight_VD), torch.is_grad_enabled()
+    needs = [with_gradient and x is not None and x.requires_grad for x in (hidden_ND, weight_VD, bias_V)]
+    sums, count, *_ = torch.ops.groundwork.chunked_loss(
+        hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, dtype, compiled, needs
     )
+    cross_entropy, z_term = sums / count
+    return cross_entropy + z_loss * z_term, cross_entropy.detach()
 
 
-def _torch(hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens):
+def _torch(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens):
     if z_loss:
-        raise InputError("loss backend torch has no z-loss: use chunked or logits, or z_loss 0")
+        raise InputError(NO_Z_LOSS)
     dtype = _compute_dtype(hidden_ND, weight_VD)
-    options = nn.LinearCrossEntropyOptions(
-        batch_chunk_size=chunk_tokens, chunking_method=None if chunk_tokens else "auto"
-    )
+    method = None if chunk_tokens else "auto"
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens, chunking_method=method)
+    hidden_ND, weight_VD, bias_V = (None if x is None else x.to(dtype) for x in (hidden_ND, weight_VD, bias_V))
     loss = F.linear_cross_entropy(
-        hidden_ND.to(dtype),
-        weight_VD.to(dtype),
-        targets_N,
-        linear_bias=None if bias_V is None else bias_V.to(dtype),
-        ignore_index=ignore_index,
-        options=options,
+        hidden_ND, weight_VD, targets_N, linear_bias=bias_V, ignore_index=IGNORED, options=options
     ).float()
     return loss, loss.detach()
 
 
-def _logits(hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens):
-    return loss_of_logits(F.linear(hidden_ND, weight_VD, bias_V), targets_N, z_loss=z_loss, ignore_index=ignore_index)
+def _logits(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens):
+    return loss_of_logits(F.linear(hidden_ND, weight_VD, bias_V), targets_N, z_loss)
 
 
 LOSS_BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -102,14 +106,12 @@ def choose_loss(requested: str, *, device_type: str, compile_mode: str) -> str:
     return "chunked_compiled" if device_type == "cuda" and compile_mode != "none" else "chunked"
 
 
-def loss_of_logits(
-    logits_BTV: Tensor, targets_BT: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100
-) -> tuple[Tensor, Tensor]:
+def loss_of_logits(logits_BTV: Tensor, targets_BT: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     """(loss, cross_entropy) as in `next_token_loss`, from logits that are already there."""
     logits_NV, targets_N = logits_BTV.flatten(0, -2).float(), targets_BT.flatten()
-    is_target_N = targets_N != ignore_index
+    is_target_N = targets_N != IGNORED
     count = is_target_N.sum().clamp(min=1)
-    cross_entropy = F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="sum") / count
+    cross_entropy = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum") / count
     loss = cross_entropy
     if z_loss:
         loss = loss + z_loss * (logits_NV.logsumexp(-1).square() * is_target_N).sum() / count
@@ -123,37 +125,6 @@ def _compute_dtype(hidden_ND: Tensor, weight_VD: Tensor) -> torch.dtype:
     return torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
 
 
-class _ChunkedLoss(torch.autograd.Function):
-    """The forward pass leaves the gradients behind, so that no chunk's logits are computed twice."""
-
-    @staticmethod
-    def forward(
-        ctx, hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, dtype, compiled, grad_enabled
-    ):
-        needs = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
-        sums, count, *gradients = torch.ops.groundwork.chunked_loss(
-            hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, dtype, compiled, needs
-        )
-        cross_entropy, z_term = sums / count
-        ctx.save_for_backward(count, *gradients)
-        ctx.mark_non_differentiable(cross_entropy)
-        ctx.needs = needs
-        return cross_entropy + z_loss * z_term, cross_entropy
-
-    @staticmethod
-    def backward(ctx, grad_loss, _):
-        # In place outside of compiled code: the head's gradient is too large to hold twice. Not where the graph is
-        # kept for a second backward, which zero-bubble pipelines run: it would find the gradients scaled already.
-        in_place = not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
-        count, *gradients = ctx.saved_tensors
-        scale = grad_loss / count
-        scaled = [
-            (gradient.mul_(scale) if in_place else (gradient * scale).to(gradient.dtype)) if needed else None
-            for gradient, needed in zip(gradients, ctx.needs, strict=True)
-        ]
-        return *scaled, *[None] * 7
-
-
 @torch.library.custom_op("groundwork::chunked_loss", mutates_args=())
 def _chunked_loss(
     hidden_ND: Tensor,
@@ -161,7 +132,6 @@ def _chunked_loss(
     bias_V: Tensor | None,
     targets_N: Tensor,
     z_loss: float,
-    ignore_index: int,
     chunk_tokens: int,
     dtype: torch.dtype,
     compiled: bool,
@@ -169,12 +139,15 @@ def _chunked_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Sums of cross-entropy and logsumexp^2, number of targets, and the summed loss's gradient by the three inputs.
 
-    Gradients not in `needs` are empty. They belong to the sum, not to the mean: divided before the half-precision
-    products, they could underflow.
+    The gradients are made here, so that no chunk's logits are computed twice: those of cross-entropy + z_loss x
+    logsumexp^2, of the sum and not of the mean, which could underflow in the half-precision products. Those not in
+    `needs` are empty.
     """
     grad_hidden_ND, grad_weight_VD, grad_bias_V = _empty_gradients(hidden_ND, weight_VD, bias_V, needs)
-    is_target_N = targets_N != ignore_index
+    is_target_N = targets_N != IGNORED
     sums = torch.zeros(2, dtype=torch.float32, device=hidden_ND.device)
+    eager = functools.partial(_softmax_less_target_, needs_gradient=any(needs))
+    softmax_less_target_ = _compiled_softmax_less_target_() if compiled else eager
     with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):
         head_VD = weight_VD.to(dtype)
         bias = None if bias_V is None else bias_V.to(dtype)
@@ -183,10 +156,7 @@ def _chunked_loss(
             hidden_CD, weights_C1 = hidden_ND[rows].to(dtype), is_target_N[rows, None].float()
             block_CV = F.linear(hidden_CD, head_VD, bias)
             target_C1 = targets_N[rows].where(is_target_N[rows], 0)[:, None]
-            if compiled:
-                cross_entropy_C1, lse_C1 = _compiled_softmax_less_target_()(block_CV, target_C1, z_loss)
-            else:
-                cross_entropy_C1, lse_C1 = _softmax_less_target_(block_CV, target_C1, z_loss, any(needs))
+            cross_entropy_C1, lse_C1 = softmax_less_target_(block_CV, target_C1, z_loss)
             sums += torch.cat([cross_entropy_C1 * weights_C1, lse_C1.square() * weights_C1], dim=1).sum(dim=0)
             weights_C1 *= 1.0 + 2.0 * z_loss * lse_C1
             if needs[0]:
@@ -200,11 +170,31 @@ def _chunked_loss(
 
 
 @_chunked_loss.register_fake
-def _(hidden_ND, weight_VD, bias_V, targets_N, z_loss, ignore_index, chunk_tokens, dtype, compiled, needs):
+def _(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, dtype, compiled, needs):
     sums = torch.empty(2, dtype=torch.float32, device=hidden_ND.device)
     count = torch.empty((), dtype=torch.int64, device=hidden_ND.device)
     grad_hidden_ND, grad_weight_VD, grad_bias_V = _empty_gradients(hidden_ND, weight_VD, bias_V, needs)
     return sums, count, grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), grad_bias_V
+
+
+def _save_for_backward(ctx, inputs, output):
+    *_, ctx.needs = inputs
+    ctx.save_for_backward(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_sums, *_):
+    # In place outside of compiled code: the head's gradient is too large to hold twice. Not where the graph is kept
+    # for a second backward, which zero-bubble pipelines run: it would find the gradients scaled already.
+    in_place = not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
+    scaled = [
+        (gradient.mul_(grad_sums[0]) if in_place else (gradient * grad_sums[0]).to(gradient.dtype)) if needed else None
+        for gradient, needed in zip(ctx.saved_tensors, ctx.needs, strict=True)
+    ]
+    return *scaled, *[None] * 6
+
+
+_chunked_loss.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _softmax_less_target_(
@@ -283,10 +273,9 @@ class LanguageModelLoss(nn.Module):
 
     Parameter names are those of the model behind "causal_lm.".
 
-    Args:
-        from_hidden_states: the logits are head(last hidden state) and nothing else, so that they need not be whole in
-            memory. None: found out by running a small copy. Models that scale or cap their logits (gemma2, cohere,
-            granite) compute them in their own forward pass, and the memory is paid.
+    from_hidden_states: the logits are head(last hidden state) and nothing else, so that they need not be whole in
+    memory; None: found out by `projects_hidden_states`. Models that scale or cap their logits (gemma2, cohere,
+    granite) compute them in their own forward pass, and the memory is paid.
     """
 
     def __init__(
@@ -298,9 +287,7 @@ class LanguageModelLoss(nn.Module):
         from_hidden_states: bool | None = None,
     ):
         super().__init__()
-        self.causal_lm = causal_lm
-        self.z_loss = z_loss
-        self.backend = backend
+        self.causal_lm, self.z_loss, self.backend = causal_lm, z_loss, backend
         if from_hidden_states is None:
             from_hidden_states = projects_hidden_states(causal_lm.config)
         self.from_hidden_states = from_hidden_states
@@ -319,18 +306,12 @@ class LanguageModelLoss(nn.Module):
         """(loss, cross_entropy) as in `next_token_loss`; attention_kwargs (position_ids ...) reach the model."""
         if not self.from_hidden_states:
             outputs = self.causal_lm(input_ids=input_ids_BT, use_cache=False, **attention_kwargs)
-            return loss_of_logits(outputs.logits, targets_BT, z_loss=self.z_loss)
+            return loss_of_logits(outputs.logits, targets_BT, self.z_loss)
         outputs = self.causal_lm.base_model(input_ids=input_ids_BT, use_cache=False, **attention_kwargs)
         return self.loss_of_hidden(outputs.last_hidden_state, targets_BT)
 
     def loss_of_hidden(self, hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, cross_entropy) from the base model's last hidden states."""
         head = self.causal_lm.get_output_embeddings()
-        return next_token_loss(
-            hidden_BTD,
-            head.weight,
-            targets_BT,
-            head_bias=getattr(head, "bias", None),
-            z_loss=self.z_loss,
-            backend=self.backend,
-        )
+        settings = {"head_bias": getattr(head, "bias", None), "z_loss": self.z_loss, "backend": self.backend}
+        return next_token_loss(hidden_BTD, head.weight, targets_BT, **settings)

@@ -1,10 +1,10 @@
 """Optimizers, and learning rate and batch size by step.
 
 Schedules are pure functions of the step and keep no state. A new schedule is one function and one line in
-learning_rate (docs/training.md); a new optimizer one entry in optimizers.
+learning_rate, a new optimizer one class and one line in optimizers (docs/training.md).
 
-    optimizers: what decays, which optimizers there are, their state by name
-    muon: Muon
+    optimizers: which optimizers there are, what each keeps and needs, what decays, their state by name
+    adafactor, muon: Adafactor and Muon
     learning_rate: schedules
     batch_ramp: sequences per step
     gradient_norm: norms of gradients wherever they are

@@ -72,6 +72,33 @@ class Muon(torch.optim.Optimizer):
         return direction.mT if direction.size(0) > direction.size(1) else direction
 
 
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for hidden matrices and AdamW for the rest, as one optimizer.
+
+    Muon's update is scaled to AdamW's root mean square (Liu et al., arXiv 2502.16982), so one learning rate serves
+    both. param_groups and state are those of the two, concatenated.
+    """
+
+    def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
+        self.muon, self.adamw = muon, adamw
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Groups and state are the same objects: a learning rate written here is what each part reads."""
+        split = len(self.muon.param_groups)
+        self.muon.param_groups, self.adamw.param_groups = self.param_groups[:split], self.param_groups[split:]
+        self.muon.state = self.adamw.state = self.state
+
+    def step(self, closure=None):
+        self.muon.step()
+        self.adamw.step()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+
 def batches_of_one_shape(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """The matrices in batches of one shape (or its transpose) and of at most BATCH_ELEMENTS, or one by one.
 

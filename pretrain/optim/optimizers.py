@@ -1,266 +1,250 @@
-"""Which parameters decay, the optimizers, and their state by parameter name."""
+"""Which parameters decay, the optimizers, what each needs, and their state by parameter name."""
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedConfig
 
-from pretrain import config
-from pretrain.errors import InputError, did_you_mean
-from pretrain.model.build import embedding_parameter_names
-from pretrain.optim.muon import Muon
+from pretrain.config import Optim
+from pretrain.errors import InputError
+from pretrain.hardware import missing_bf16
+from pretrain.model.build import build_meta_model, embedding_parameter_names
+from pretrain.optim.adafactor import Adafactor, factored_shapes
+from pretrain.optim.muon import BATCH_ELEMENTS, Muon, MuonWithAdamW
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
+FP32_BYTES = 4
 
 
-def build_optimizer(
-    named_parameters: NamedParameters,
-    *,
-    full_shapes: Mapping[str, tuple[int, ...]],
-    no_decay: set[str],
-    name: str,
-    learning_rate: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    seed: int,
-    device_type: str,
-) -> torch.optim.Optimizer:
-    """The optimizer, with weight decay on matrices alone.
+@dataclass(frozen=True)
+class ModelShapes:
+    """A model's whole parameters by name, as optimizers tell them apart: under ZeRO-3 those that train are empty."""
 
-    Args:
-        full_shapes: {name: shape of the whole parameter}. Whether something is a matrix is decided by these: under
-            ZeRO-3 every parameter of the running model is empty.
-        no_decay: names of matrices that do not decay: the embeddings.
-        seed: of adafactor's stochastic rounding.
-        device_type: where it will run; decides on fused kernels.
+    shapes: Mapping[str, tuple[int, ...]]
+    embeddings: frozenset[str]
 
-    Raises InputError for a name that is unknown or that the device cannot run.
-    """
-    if name not in OPTIMIZERS:
-        raise InputError(f"optim.name: {name!r} is unknown{did_you_mean(name, OPTIMIZERS)}")
-    matrices = [(n, p) for n, p in named_parameters if len(full_shapes[n]) >= 2 and n not in no_decay]
-    others = [(n, p) for n, p in named_parameters if len(full_shapes[n]) < 2 or n in no_decay]
-    settings = {"lr": learning_rate, "betas": tuple(betas), "eps": eps, "device_type": device_type, "seed": seed}
-    settings["full_shapes"] = full_shapes
-    return OPTIMIZERS[name](matrices, others, weight_decay, settings)
+    @classmethod
+    def of(cls, causal_lm: torch.nn.Module) -> "ModelShapes":
+        """Of a model that is whole, perhaps on the meta device."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in causal_lm.named_parameters()}
+        return cls(shapes, frozenset(embedding_parameter_names(causal_lm)))
 
+    def decays(self, name: str) -> bool:
+        """Matrices do; embeddings, norms and biases never."""
+        return len(self.shapes[name]) >= 2 and name not in self.embeddings
 
-def optimizer_builder(
-    settings: config.Optim, causal_lm: torch.nn.Module, learning_rate: float, *, seed: int, device_type: str
-) -> Callable[[NamedParameters], torch.optim.Optimizer]:
-    """`build_optimizer` for a model on the meta device: strategies call it with the parameters that they update."""
-    return partial(
-        build_optimizer,
-        full_shapes={name: tuple(parameter.shape) for name, parameter in causal_lm.named_parameters()},
-        no_decay=embedding_parameter_names(causal_lm),
-        name=settings.name,
-        learning_rate=learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        seed=seed,
-        device_type=device_type,
-    )
-
-
-def parameter_dtype(settings: config.Optim) -> torch.dtype:
-    """Of the parameters that an optimizer updates: fp32 masters, or bf16 where it rounds stochastically."""
-    return torch.bfloat16 if settings.stochastic_rounding else torch.float32
-
-
-def groups_of(matrices: NamedParameters, others: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: matrices decay, the rest does not; empty groups are left out."""
-    groups = [
-        {"params": [parameter for _, parameter in matrices], "weight_decay": weight_decay},
-        {"params": [parameter for _, parameter in others], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def adamw(
-    matrices: NamedParameters, others: NamedParameters, weight_decay: float, settings: dict
-) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused where the device has the kernel."""
-    return torch.optim.AdamW(
-        groups_of(matrices, others, weight_decay),
-        lr=settings["lr"],
-        betas=settings["betas"],
-        eps=settings["eps"],
-        fused=settings["device_type"] in ("cpu", "cuda"),
-    )
-
-
-def adamw_8bit(matrices: NamedParameters, others: NamedParameters, weight_decay: float, settings: dict):
-    """AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), from bitsandbytes, on a GPU or a CPU."""
-    try:
-        import bitsandbytes
-    except ImportError:
-        raise InputError(
-            "optim.name: adamw_8bit needs bitsandbytes: pip install bitsandbytes; "
-            "adamw, muon and adafactor run without it"
-        ) from None
-    kernel = "bitsandbytes::optimizer_update_8bit_blockwise"
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(kernel, settings["device_type"].upper()):
-        raise InputError(
-            f"optim.name: bitsandbytes {bitsandbytes.__version__} has no 8-bit AdamW for {settings['device_type']}: "
-            "upgrade it, or use adamw, muon or adafactor"
-        )
-    return bitsandbytes.optim.AdamW8bit(
-        groups_of(matrices, others, weight_decay), lr=settings["lr"], betas=settings["betas"], eps=settings["eps"]
-    )
-
-
-def adafactor(matrices: NamedParameters, others: NamedParameters, weight_decay: float, settings: dict) -> "Adafactor":
-    return Adafactor(groups_of(matrices, others, weight_decay), lr=settings["lr"], seed=settings["seed"])
-
-
-def muon(matrices: NamedParameters, others: NamedParameters, weight_decay: float, settings: dict) -> "MuonWithAdamW":
-    """Muon for the hidden matrices; AdamW for embeddings, the output head, norms and biases."""
-    hidden = [(n, p) for n, p in matrices if len(settings["full_shapes"][n]) == 2 and not is_output_head(n)]
-    names = {name for name, _ in hidden}
-    heads = [(n, p) for n, p in matrices if n not in names]
-    if not hidden:
-        raise InputError("optim.name: muon finds no hidden matrices in this model; use adamw")
-    return MuonWithAdamW(
-        Muon([parameter for _, parameter in hidden], lr=settings["lr"], weight_decay=weight_decay),
-        adamw(heads, others, weight_decay, settings),
-    )
+    def is_hidden_matrix(self, name: str) -> bool:
+        return self.decays(name) and len(self.shapes[name]) == 2 and not is_output_head(name)
 
 
 def is_output_head(name: str) -> bool:
     return name.split(".")[0] in ("lm_head", "embed_out", "output")
 
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": adamw,
-    "adafactor": adafactor,
-    "muon": muon,
-    "adamw_8bit": adamw_8bit,
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer as the rest of the project knows it; each is a subclass and a line in OPTIMIZERS.
+
+    It says without being built what it refuses, what it keeps and what an update takes.
+    """
+
+    model: ModelShapes
+
+    takes = ("whole",)
+    """Forms of parameters that it updates; a strategy names its own as `parameter_form`. whole: single and ddp; stage:
+    whole ones of some layers, under pp; sharded: as DTensors, under fsdp2 and hsdp; pieces: any part of a matrix
+    without the rest, under ZeRO and tp."""
+    relative_learning_rate = 1.0
+    """Its usual peak relative to AdamW's."""
+    updates_in_bf16 = False
+    """Whether the update is computed in bf16 under any precision, where the device multiplies in bf16."""
+
+    def problems(self, device_type: str) -> list[str]:
+        """Why it cannot train this model, or run on this device; [] if it can."""
+        return []
+
+    def make(
+        self, parameters: NamedParameters, settings: Optim, learning_rate: float, seed: int, device_type: str
+    ) -> torch.optim.Optimizer:
+        """The optimizer of these parameters, in the `groups` that say what decays; `seed` is of what it draws."""
+        raise NotImplementedError
+
+    def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """{name: shape} of what it keeps for a parameter once it has stepped; () for what is one number."""
+        raise NotImplementedError
+
+    def state_elements(self) -> float:
+        """Size of the state in fp32 elements."""
+        shapes = (shape for name in self.model.shapes for shape in self.state_shapes(name).values())
+        return sum(math.prod(shape) for shape in shapes if shape)
+
+    def update_bytes(self, device_type: str, weights_in_bf16: bool) -> float:
+        """What an update allocates and frees again."""
+        return 0.0
+
+    def placed(self, key: str, value: torch.Tensor, parameter: torch.Tensor, group: dict) -> torch.Tensor | int:
+        """Saved state as it is kept: moments with their parameter, `step` on the host unless a kernel reads it."""
+        if key == "step" and not group.get("fused"):
+            return value.clone()
+        return value.to(parameter.device, copy=True)
+
+    def groups(self, parameters: NamedParameters, weight_decay: float) -> list[dict]:
+        """Parameter groups: what decays, then the rest; empty groups are left out."""
+        decayed = [parameter for name, parameter in parameters if self.model.decays(name)]
+        others = [parameter for name, parameter in parameters if not self.model.decays(name)]
+        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
+
+
+class AdamWSpec(OptimizerSpec):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused where the device has the kernel."""
+
+    takes = ("whole", "stage", "sharded", "pieces")
+
+    def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.AdamW:
+        return torch.optim.AdamW(
+            self.groups(parameters, settings.weight_decay),
+            lr=learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=device_type in ("cpu", "cuda"),
+        )
+
+    def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        shape = self.model.shapes[name]
+        return {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
+
+
+class AdafactorSpec(OptimizerSpec):
+    takes = ("whole", "stage")
+
+    def make(self, parameters, settings, learning_rate, seed, device_type) -> Adafactor:
+        return Adafactor(self.groups(parameters, settings.weight_decay), lr=learning_rate, seed=seed)
+
+    def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        return factored_shapes(self.model.shapes[name])
+
+    def update_bytes(self, device_type: str, weights_in_bf16: bool) -> float:
+        # Squares, update, a product on the way; for weights in bf16 also fp32 copies and random bits.
+        largest = max(math.prod(shape) for shape in self.model.shapes.values())
+        return largest * (28 if weights_in_bf16 else 4 * FP32_BYTES)
+
+
+class MuonSpec(AdamWSpec):
+    """Muon for the hidden matrices; AdamW for embeddings, the output head, norms and biases."""
+
+    takes = ("whole", "stage", "sharded")
+    relative_learning_rate = 3.0  # docs/training.md has what was measured
+    updates_in_bf16 = True
+
+    def problems(self, device_type: str) -> list[str]:
+        if any(self.model.is_hidden_matrix(name) for name in self.model.shapes):
+            return []
+        return ["optim.name: muon finds no hidden matrices in this model; use adamw"]
+
+    def make(self, parameters, settings, learning_rate, seed, device_type) -> MuonWithAdamW:
+        hidden = [parameter for name, parameter in parameters if self.model.is_hidden_matrix(name)]
+        others = [(name, parameter) for name, parameter in parameters if not self.model.is_hidden_matrix(name)]
+        muon = Muon(hidden, lr=learning_rate, weight_decay=settings.weight_decay)
+        return MuonWithAdamW(muon, super().make(others, settings, learning_rate, seed, device_type))
+
+    def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        if self.model.is_hidden_matrix(name):
+            return {"momentum_buffer": self.model.shapes[name]}
+        return super().state_shapes(name)
+
+    def update_bytes(self, device_type: str, weights_in_bf16: bool) -> float:
+        # One direction in fp32; a batch of them, and four products of it, in the dtype in which they are multiplied.
+        shapes = self.model.shapes
+        hidden = [math.prod(shapes[name]) for name in shapes if self.model.is_hidden_matrix(name)]
+        largest = max(hidden, default=0)
+        multiplied = FP32_BYTES if device_type == "cpu" and missing_bf16("cpu") else FP32_BYTES / 2
+        return FP32_BYTES * largest + 6 * multiplied * max(largest, min(BATCH_ELEMENTS, sum(hidden)))
+
+
+class AdamW8bitSpec(OptimizerSpec):
+    """AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), from bitsandbytes, on a GPU or a CPU."""
+
+    def problems(self, device_type: str) -> list[str]:
+        try:
+            import bitsandbytes
+        except ImportError:
+            return [
+                "optim.name: adamw_8bit needs bitsandbytes: pip install bitsandbytes; "
+                "adamw, muon and adafactor run without it"
+            ]
+        kernel, has_kernel = "optimizer_update_8bit_blockwise", torch._C._dispatch_has_kernel_for_dispatch_key
+        exists = hasattr(torch.ops.bitsandbytes, kernel)  # older versions lack it
+        if exists and has_kernel(f"bitsandbytes::{kernel}", device_type.upper()):
+            return []
+        return [
+            f"optim.name: bitsandbytes {bitsandbytes.__version__} has no 8-bit AdamW for {device_type}: "
+            "upgrade it, or use adamw, muon or adafactor"
+        ]
+
+    def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.Optimizer:
+        from bitsandbytes.optim import AdamW8bit
+
+        groups = self.groups(parameters, settings.weight_decay)
+        return AdamW8bit(groups, lr=learning_rate, betas=settings.betas, eps=settings.eps)
+
+    def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        shape = self.model.shapes[name]
+        state = {"step": (), "state1": shape, "state2": shape}
+        if math.prod(shape) >= 4096:  # bitsandbytes' min_8bit_size: smaller tensors stay in fp32
+            blocks = -(-math.prod(shape) // 256)
+            state |= {"qmap1": (256,), "qmap2": (256,), "absmax1": (blocks,), "absmax2": (blocks,)}
+        return state
+
+    def state_elements(self) -> float:
+        # Two bytes, and two fp32 scales for every 256 elements; all parameters share the maps.
+        return sum(map(math.prod, self.model.shapes.values())) * (2 / FP32_BYTES + 2 / 256)
+
+    def placed(self, key: str, value: torch.Tensor, parameter: torch.Tensor, group: dict) -> torch.Tensor | int:
+        return int(value) if key == "step" else value.to(parameter.device, copy=True)
+
+
+OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
+    "adamw": AdamWSpec,
+    "adafactor": AdafactorSpec,
+    "muon": MuonSpec,
+    "adamw_8bit": AdamW8bitSpec,
 }
 
 
-class Adafactor(torch.optim.Optimizer):
-    """Adafactor (Shazeer and Stern, arXiv 1804.04235) with a given learning rate and no momentum.
-
-    The second moment of a matrix is kept as its row and column means. Parameters in bf16 are updated with stochastic
-    rounding: up or down at random so that the expectation is exact, which keeps small updates from being lost without
-    an fp32 copy. The random bits follow from (seed, step, position of the parameter), so a resumed run repeats them.
+def optimizer_builder(
+    settings: Optim, causal_lm: torch.nn.Module, learning_rate: float, *, seed: int, device_type: str
+) -> Callable[[NamedParameters], torch.optim.Optimizer]:
+    """Makes the recipe's optimizer of the parameters that a strategy updates, with its OptimizerSpec as `spec`.
 
     Args:
-        lr: step size, relative to a root mean square of one of the clipped update.
-        clip: largest root mean square of an update.
-        decay_exponent: the second moment's decay at step t is 1 - t^-decay_exponent.
-        eps: added to squared gradients.
+        causal_lm: the whole model, on the meta device.
+        device_type: where the optimizer will run; decides on fused kernels.
+
+    Raises InputError with the optimizer's `problems`.
     """
+    spec = OPTIMIZERS[settings.name](ModelShapes.of(causal_lm))
+    if problems := spec.problems(device_type):
+        raise InputError(*problems)
 
-    def __init__(
-        self,
-        params: Iterable,
-        lr: float,
-        *,
-        weight_decay: float = 0.0,
-        clip: float = 1.0,
-        decay_exponent: float = 0.8,
-        eps: float = 1e-30,
-        seed: int = 0,
-    ):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "clip": clip})
-        self.decay_exponent, self.eps, self.seed = decay_exponent, eps, seed
+    def build(parameters: NamedParameters) -> torch.optim.Optimizer:
+        optimizer = spec.make(parameters, settings, learning_rate, seed, device_type)
+        optimizer.spec = spec
+        return optimizer
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        position = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                position += 1
-                if parameter.grad is not None:
-                    self._update(parameter, group, position)
-
-    def _update(self, parameter: torch.Tensor, group: dict, position: int) -> None:
-        state = self.state[parameter]
-        if not state:
-            state.update(self.fresh_state(parameter))
-        state["step"] += 1
-        step = int(state["step"].item())
-        gradient = parameter.grad.float()
-        beta = 1.0 - step**-self.decay_exponent
-        squared = gradient.square().add_(self.eps)
-        if "row" in state:
-            state["row"].lerp_(squared.mean(-1), 1 - beta)
-            state["column"].lerp_(squared.mean(-2), 1 - beta)
-            row = state["row"] / state["row"].mean(-1, keepdim=True)
-            update = gradient * row.rsqrt().unsqueeze(-1) * state["column"].rsqrt().unsqueeze(-2)
-        else:
-            state["variance"].lerp_(squared, 1 - beta)
-            update = gradient * state["variance"].rsqrt()
-        rms = update.norm() / math.sqrt(update.numel())
-        update.div_(torch.clamp(rms / group["clip"], min=1.0))
-        fresh = parameter.float()
-        fresh.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
-        if parameter.dtype == torch.bfloat16:
-            fresh = round_stochastically(fresh, seed_of(self.seed, step, position))
-        parameter.copy_(fresh)
-
-    def fresh_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """State before the first step: {step, row, column} of a matrix, {step, variance} of anything else."""
-        zeros = {"device": parameter.device, "dtype": torch.float32}
-        state = {"step": torch.zeros((), dtype=torch.float32)}  # on the host, where the next seed is made from it
-        if parameter.dim() >= 2:
-            state["row"] = torch.zeros(parameter.shape[:-1], **zeros)
-            state["column"] = torch.zeros(parameter.shape[:-2] + parameter.shape[-1:], **zeros)
-        else:
-            state["variance"] = torch.zeros(parameter.shape, **zeros)
-        return state
+    return build
 
 
-def seed_of(*parts: int) -> int:
-    """A 63-bit seed from integers."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
+def optimizer_problems(name: str, model_config: PreTrainedConfig, device_type: str) -> list[str]:
+    """Why the recipe's optimizer cannot train this model or run on this device; [] if it can."""
+    return OPTIMIZERS[name](ModelShapes.of(build_meta_model(model_config))).problems(device_type)
 
 
-def round_stochastically(values: torch.Tensor, seed: int) -> torch.Tensor:
-    """fp32 to bf16, up or down with the probabilities that make the expectation exact.
-
-    bf16 is the upper half of fp32's bits: adding a uniform 16-bit number before cutting the lower half off carries
-    into the upper half with exactly the right probability, for either sign.
-    """
-    generator = torch.Generator(values.device).manual_seed(seed)
-    bits = values.contiguous().view(torch.int32)
-    noise = torch.randint(0, 1 << 16, bits.shape, generator=generator, device=bits.device, dtype=torch.int32)
-    finite = values.isfinite()
-    rounded = ((bits + noise) & -65536).view(torch.float32)
-    return torch.where(finite, rounded, values).to(torch.bfloat16)
-
-
-class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for hidden matrices and AdamW for the rest, as one optimizer.
-
-    Muon's update is scaled to AdamW's root mean square (Liu et al., arXiv 2502.16982), so one learning rate serves
-    both. param_groups and state are those of the two, concatenated.
-    """
-
-    def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer):
-        self.parts = (muon, adamw)
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
-        # The groups are shared objects: a learning rate written here is what each part reads.
-        split = len(muon.param_groups)
-        muon.param_groups, adamw.param_groups = self.param_groups[:split], self.param_groups[split:]
-        muon.state = adamw.state = self.state
-
-    def step(self, closure=None):
-        for part in self.parts:
-            part.step()
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        super().load_state_dict(state_dict)
-        split = len(self.parts[0].param_groups)
-        self.parts[0].param_groups, self.parts[1].param_groups = self.param_groups[:split], self.param_groups[split:]
-        for part in self.parts:
-            part.state = self.state
+def parameter_dtype(settings: Optim) -> torch.dtype:
+    """Of the parameters that an optimizer updates: fp32 masters, or bf16 where it rounds stochastically."""
+    return torch.bfloat16 if settings.stochastic_rounding else torch.float32
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
@@ -297,15 +281,16 @@ def load_optimizer_state(
     """
     if not tensors:
         return
-    wanted: dict[str, tuple[torch.Tensor, dict, str, tuple[int, ...]]] = {}
+    shapes, places = {}, {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
-                for key, shape in _state_shapes(optimizer, group, parameter).items():
-                    wanted[f"{name_of[parameter]}.{key}"] = (parameter, group, key, tuple(shape))
-    _check_state(type(optimizer).__name__, {name: entry[3] for name, entry in wanted.items()}, tensors)
-    for name, (parameter, group, key, _) in wanted.items():
-        optimizer.state[parameter][key] = _placed(optimizer, group, parameter, key, tensors[name])
+                for key, shape in optimizer.spec.state_shapes(name_of[parameter]).items():
+                    name = f"{name_of[parameter]}.{key}"
+                    shapes[name], places[name] = shape, (parameter, group, key)
+    _check_state(type(optimizer).__name__, shapes, tensors)
+    for name, (parameter, group, key) in places.items():
+        optimizer.state[parameter][key] = optimizer.spec.placed(key, tensors[name], parameter, group)
 
 
 def _check_state(optimizer_name: str, wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]):
@@ -318,30 +303,3 @@ def _check_state(optimizer_name: str, wanted: Mapping[str, tuple[int, ...]], ten
             f"this optimizer state is not that of {optimizer_name} on this model: {'; '.join(problems)}; "
             "resume with the optimizer and the model that saved it"
         )
-
-
-def _state_shapes(optimizer: torch.optim.Optimizer, group: dict, parameter: torch.Tensor) -> dict[str, tuple]:
-    """{name: shape} of what the optimizer keeps for a parameter once it has stepped."""
-    if isinstance(optimizer, Adafactor):
-        return {key: value.shape for key, value in optimizer.fresh_state(parameter).items()}
-    if "ns_steps" in group:
-        return {"momentum_buffer": parameter.shape}
-    if _is_8bit(optimizer):
-        state = {"step": (), "state1": parameter.shape, "state2": parameter.shape}
-        if parameter.numel() >= optimizer.args.min_8bit_size:
-            blocks = -(-parameter.numel() // 256)
-            state |= {"qmap1": (256,), "qmap2": (256,), "absmax1": (blocks,), "absmax2": (blocks,)}
-        return state
-    return {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
-
-
-def _placed(optimizer: torch.optim.Optimizer, group: dict, parameter: torch.Tensor, key: str, value: torch.Tensor):
-    if key != "step":
-        return value.to(parameter.device, copy=True)
-    if _is_8bit(optimizer):
-        return int(value)
-    return value.to(parameter.device, copy=True) if group.get("fused") or group.get("capturable") else value.clone()
-
-
-def _is_8bit(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("bitsandbytes")

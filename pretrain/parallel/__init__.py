@@ -1,13 +1,17 @@
 """One recipe under any strategy: how the model and the data are divided, and how processes rendezvous.
 
-The loop never asks which strategy runs: strategy gives it the verbs. A new one is a subclass and what
-docs/strategies.md lists.
+The loop never asks which strategy runs: strategy gives it the verbs. How to add one: docs/strategies.md.
 
-    strategy: one process and DDP, and the choice of the others
+    registry: every strategy by name, and which one the launcher asks for
+    strategy: what all have in common: one process, and DDP
+    ranks: the processes of a launch, and their communication on the host
+    tensor_group: whole tensors by name, for checkpoints
     fully_sharded: FSDP2 and HSDP
     zero, zero_partitions: DeepSpeed's ZeRO
     model_parallel, pipeline, pipeline_stages, tensor_parallel: models cut between processes
     replicas: copies of the weights compared bit by bit
-    launcher, launcher_files: what the launcher asks for; what its files may say
+    layout: what a plan knows of a run under a strategy
+    memory_advice: what to change when memory runs out
+    launcher, launcher_files: what the launcher asks for; what its files may contain
     rendezvous, deepspeed_build: where restarted processes meet; what DeepSpeed compiles
 """

@@ -6,7 +6,6 @@ build waits silently and forever (torch.utils.file_baton).
 
 import os
 import socket
-from collections.abc import Iterable
 from pathlib import Path
 
 CACHE = Path(__file__).parents[2] / ".cache" / "torch_extensions"
@@ -20,16 +19,11 @@ def prepare_extensions_folder() -> Path:
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(CACHE / socket.gethostname())))
     folder.mkdir(parents=True, exist_ok=True)
     locks = [lock for lock in folder.glob("*/lock") if lock.is_file()]
-    if locks:
-        held = files_open_here()
-        for lock in stale(locks, held):
+    held = files_open_here() if locks else set()
+    for lock in locks:
+        if lock.resolve() not in held:  # a builder keeps its lock open until it is done
             lock.unlink(missing_ok=True)
     return folder
-
-
-def stale(locks: Iterable[Path], held: set[Path]) -> list[Path]:
-    """The locks that no process holds: a builder keeps its lock open until it is done."""
-    return [lock for lock in locks if lock.resolve() not in held]
 
 
 def files_open_here() -> set[Path]:

@@ -8,8 +8,9 @@ head into a group whose hooks run around the head's own forward, and the loss us
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -18,29 +19,79 @@ from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak
 from pretrain.model.compile import layers_of
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.gradient_norm import total_norm
-from pretrain.optim.optimizers import describe_optimizer, load_optimizer_state, optimizer_state_by_name
-from pretrain.parallel.launcher import replicas_requested
+from pretrain.parallel.launcher import environment_flag, replicas_requested
+from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import OptimizerBuilder, Strategy, TensorGroup, device_type, group_of
+from pretrain.parallel.strategy import OptimizerBuilder, Strategy, device_type
 
 
 class FullySharded(Strategy):
     """FSDP2 and HSDP."""
 
-    optimizers = ("adamw", "muon")
+    parameter_form = "sharded"
     precisions = ("fp32", "bf16")
     compilations = ("none", "regional")  # compiled whole, the graph would break at every hook of a layer
+    holds_whole_model = False
+
+    @classmethod
+    def requested(cls) -> str | None:
+        if not environment_flag("ACCELERATE_USE_FSDP"):
+            return None
+        if os.environ.get("FSDP_VERSION", "1") != "2":
+            return "fsdp1"
+        return "hsdp" if replicas_requested() > 1 else "fsdp2"
+
+    @classmethod
+    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
+        """hsdp: a group per machine, or two on one machine."""
+        layout = super().layout(name, ranks, machines)
+        if name != "hsdp":
+            return layout
+        groups = machines if machines > 1 else min(2, ranks)
+        options = f" --parallelism_config_dp_replicate_size {groups}" if groups != 2 else ""  # 2 is what the file says
+        problem = "needs at least two GPUs in each of its groups; use ddp" if ranks < 2 * groups else None
+        return replace(layout, groups=groups, options=options, problem=layout.problem or problem)
+
+    @classmethod
+    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
+        """1/shards of everything, and the layers at work whole."""
+        work = run.work(sequences, layout.ranks)
+        sizes, compute, share = work.sizes, work.compute, 1 / layout.per_group
+        act = work.activation_bytes(work.activations_in_bf16, compute, compute * sizes.vocabulary * sizes.width)
+        gradients = FP32 * sizes.total * share
+        resident = gradients if work.accumulates else 0.0
+        root, layer = compute * sizes.root, compute * sizes.layer
+        # A layer is gathered into one flat tensor and copied out of it; the next one is fetched meanwhile. Its
+        # gradients are copied into a flat fp32 tensor, and that of the layer before is still being summed.
+        gathered = 3 * layer
+        reduced = layer + 2 * FP32 * sizes.layer
+        moments = {
+            "loss": (resident, act["loss"], root + layer + FP32 * sizes.layer),
+            "backward": (resident, act["backward"], root + gathered + reduced),
+            "first layer": (gradients, act["first layer"], root + gathered + reduced),
+            "embedding": (gradients, act["embedding"], root + compute * sizes.embedding + FP32 * sizes.root + layer),
+            "update": (gradients, work.update_bytes, layer),
+        }
+        return at_peak(moments, FP32 * sizes.total * share, work.optimizer_bytes(share))
+
+    @classmethod
+    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
+        total, gathered = step.sizes.total, (2 * 2 + FP32) * step.micro_steps * step.sizes.total
+        if layout.groups == 1:
+            return gathered * layout.ring / step.across, 0.9
+        sums = 2 * FP32 * total / layout.per_group / step.across
+        return gathered * ((layout.per_group - 1) / layout.per_group) / step.inside + sums, 0.9
 
     def make_accelerator(self) -> Accelerator:
         plugin = FullyShardedDataParallelPlugin()
         if device_type() == "cpu":
-            # On a CPU accelerate quietly runs DDP instead: it admits FSDP for accelerators alone.
+            # On a CPU accelerate silently runs DDP instead: it allows FSDP on accelerators only.
             PartialState(cpu=True)
             if not dist.is_initialized():  # one process
                 dist.init_process_group("gloo")
@@ -48,12 +99,10 @@ class FullySharded(Strategy):
         # The mesh is made here: accelerate's own check refuses 2 replicas of 1 shard, which is what two processes are.
         self.replica_count = replicas_requested()
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
-        return Accelerator(fsdp_plugin=plugin, step_scheduler_with_optimizer=False)
-
-    def check_started(self) -> None:
-        super().check_started()
-        if not self.accelerator.is_fsdp2:
-            raise RuntimeError(f"FSDP2 was asked for, but accelerate runs {self.accelerator.distributed_type}")
+        accelerator = Accelerator(fsdp_plugin=plugin, step_scheduler_with_optimizer=False)
+        if not accelerator.is_fsdp2:
+            raise RuntimeError(f"FSDP2 was asked for, but accelerate runs {accelerator.distributed_type}")
+        return accelerator
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
@@ -62,7 +111,7 @@ class FullySharded(Strategy):
         self.causal_lm = causal_lm = model.causal_lm
         plugin = self.accelerator.state.fsdp_plugin
         self.reshards = bool(plugin.reshard_after_forward)
-        self.mesh = device_mesh(self.device.type, self.replica_count, self.ranks)
+        self.mesh = device_mesh(self.device.type, self.replica_count, self.ranks.count)
         settings = {
             "mesh": self.mesh,
             "mp_policy": self._mixed_precision(),
@@ -77,10 +126,7 @@ class FullySharded(Strategy):
         causal_lm.tie_weights()
         self.model: FSDPModule = fully_shard(model, reshard_after_forward=self.reshards, **settings)
         self.offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-        named_parameters = list(causal_lm.named_parameters())
-        self.name_of = {parameter: name for name, parameter in named_parameters}
-        self.optimizer = build_optimizer(named_parameters)
-        self.optimizer_built = describe_optimizer(self.optimizer)
+        self.optimizer = self.optimizer_of_parameters(build_optimizer)
         return self.model
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:
@@ -104,16 +150,6 @@ class FullySharded(Strategy):
         grad_norm = total_norm(self.gradients())
         return (grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm).to(self.device)
 
-    def model_tensors(self) -> TensorGroup:
-        return ShardedGroup.of(super().model_tensors())
-
-    def optimizer_tensors(self) -> TensorGroup:
-        return ShardedGroup.of(group_of(optimizer_state_by_name(self.optimizer, self.name_of)))
-
-    def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
-        load_parts(super().model_tensors().tensors, model)
-        load_optimizer_state(self.optimizer, self.name_of, ShardedState(optimizer, self.name_of))
-
     def replicas(self) -> list[ReplicaGroup]:
         """HSDP: the shards, over the groups that each hold a whole model."""
         if self.replica_count == 1:
@@ -131,59 +167,3 @@ def device_mesh(device: str, replicas: int, processes: int) -> DeviceMesh:
         return init_device_mesh(device, (processes,), mesh_dim_names=("dp_shard",))
     shape = (replicas, processes // replicas)
     return init_device_mesh(device, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-
-
-class ShardedGroup(TensorGroup):
-    """Tensors of which every process holds a part."""
-
-    @classmethod
-    def of(cls, group: TensorGroup) -> "ShardedGroup":
-        return cls(group.shapes, group.dtypes, group.tensors)
-
-    def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        tensor = self.tensors[name].detach()
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return whole if wanted else None
-
-
-class ShardedState(Mapping[str, torch.Tensor]):
-    """Saved optimizer state, whole, as the parts that go with this process's parts of the parameters."""
-
-    def __init__(self, whole: Mapping[str, torch.Tensor], name_of: Mapping[torch.Tensor, str]):
-        self._whole, self._parameters = whole, {name: parameter for parameter, name in name_of.items()}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor, parameter = self._whole[name], self._parameters.get(name.rpartition(".")[0])
-        if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
-            return tensor
-        part = local_part(tensor, parameter).to(parameter.to_local().device)
-        return DTensor.from_local(
-            part,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._whole)
-
-    def __len__(self) -> int:
-        return len(self._whole)
-
-
-@torch.no_grad()
-def load_parts(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> None:
-    """Copies whole tensors by name into those that train; into a DTensor the part that this process holds."""
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            tensor.to_local().copy_(local_part(whole[name], tensor))
-        else:
-            tensor.copy_(whole[name])
-
-
-def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """The part of `whole` that this process holds if it is laid out over the processes as `like` is."""
-    shape, offset = compute_local_shape_and_global_offset(whole.shape, like.device_mesh, like.placements)
-    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]

@@ -1,7 +1,7 @@
 """What the launcher asks for: which strategy, and whether its settings contradict the recipe.
 
-`accelerate launch --config_file F` passes F on to the processes as environment variables, typing errors and all; so
-what is said there is read here, and checked, before anything starts.
+`accelerate launch --config_file F` passes F on to the processes as environment variables, typos included; so they are
+read and checked here before anything starts.
 """
 
 import json
@@ -9,27 +9,18 @@ import os
 from pathlib import Path
 
 from pretrain.config import RunConfig
-from pretrain.parallel.launcher_files import command_problems, deepspeed_problems, value_at
+from pretrain.parallel.launcher_files import command_problems, conflict, deepspeed_problems
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 """Our names to accelerate's."""
 
-OF_SEVERAL_PROCESSES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "TORCHELASTIC_",
-    "ACCELERATE_",
-    "FSDP_",
-)
+OF_SEVERAL_PROCESSES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+OF_SEVERAL_PROCESSES += ("ACCELERATE_", "FSDP_")
 """Beginnings of the names by which a process knows that it is one of several."""
 
 
 def environment_alone() -> dict[str, str]:
-    """This process's environment for one that it starts and that takes no part in the training."""
+    """The environment for a process that this one starts and that does not take part in the training."""
     return {name: value for name, value in os.environ.items() if not name.startswith(OF_SEVERAL_PROCESSES)}
 
 
@@ -57,21 +48,6 @@ def deepspeed_file() -> dict:
         return {}
 
 
-def requested_strategy() -> str:
-    """Name of the strategy that the launcher's environment asks for, whether it runs here or not."""
-    if environment_flag("ACCELERATE_USE_DEEPSPEED"):
-        return f"zero{deepspeed_file().get('zero_optimization', {}).get('stage', 0)}"
-    if environment_flag("ACCELERATE_USE_FSDP"):
-        if os.environ.get("FSDP_VERSION", "1") != "2":
-            return "fsdp1"
-        return "hsdp" if replicas_requested() > 1 else "fsdp2"
-    if environment_flag("ACCELERATE_USE_MEGATRON_LM"):
-        return "pp"  # the only settings of pipelines that the launcher hands on are Megatron-LM's
-    if environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        return "tp"
-    return "ddp" if processes_launched() > 1 else "single"
-
-
 def parallel_size(variable: str) -> int:
     """Processes that share one model, as the launcher says in this variable; all of them where its file says null.
 
@@ -84,7 +60,7 @@ def parallel_size(variable: str) -> int:
     return size
 
 
-def launcher_problems(config: RunConfig, precision: str) -> list[str]:
+def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[str]:
     """Settings of the launcher that contradict the recipe, or that this project does not run."""
     problems = []
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -93,28 +69,25 @@ def launcher_problems(config: RunConfig, precision: str) -> list[str]:
             f"launcher: mixed_precision: {launched} contradicts the recipe's precision: {precision}; "
             "remove mixed_precision from the launcher's file, or set precision in the recipe"
         )
-    settled = {
+    set_by_recipe = {
         "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "batch.tokens_per_step"),
         "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", "optim.max_grad_norm"),
         "dynamo_backend": ("ACCELERATE_DYNAMO_BACKEND", "compile"),
         "fsdp_activation_checkpointing": ("FSDP_ACTIVATION_CHECKPOINTING", "activation_checkpointing"),
     }
-    for name, (variable, setting) in settled.items():
+    for name, (variable, setting) in set_by_recipe.items():
         value = os.environ.get(variable, "none")
         if value.lower() not in ("none", "no", "false", "auto", "1" if name == "gradient_accumulation_steps" else ""):
-            problems.append(
-                f"launcher: {name}: {value} stands beside the recipe's {setting}: {value_at(config, setting)}, which "
-                "settles it; remove it from the launcher's file"
-            )
+            problems.append(conflict("launcher", name, value, config, setting))
     if environment_flag("ACCELERATE_USE_DEEPSPEED"):
         problems += deepspeed_problems(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), config)
     elif environment_flag("ACCELERATE_USE_FSDP"):
         problems += replica_problems(processes_launched())
-    return problems + command_problems(requested_strategy(), processes_launched())
+    return problems + command_problems(strategy, processes_launched())
 
 
 def replica_problems(processes: int) -> list[str]:
-    """What is wrong with HSDP's numbers of groups and of processes in each, as the launcher hands them on."""
+    """What is wrong with HSDP's numbers of groups and of processes in each, as the launcher passes them on."""
     replicas = replicas_requested()
     shards = os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "None") if replicas > 1 else "None"
     if processes % replicas:

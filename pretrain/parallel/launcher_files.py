@@ -1,7 +1,7 @@
-"""Checks of the two kinds of launcher files, whose readers accept any misspelt key in silence.
+"""Checks of the two kinds of launcher files, whose readers silently ignore misspelt keys.
 
 accelerate drops what it does not know inside fsdp_config and the like, DeepSpeed what it does not know at the top of
-its JSON. Everything settled by the recipe is refused in them, so that no setting has two places.
+its JSON. What the recipe sets is refused in them, so that no setting has two places.
 """
 
 import json
@@ -13,6 +13,7 @@ import yaml
 
 from pretrain.config import RunConfig
 from pretrain.errors import did_you_mean
+from pretrain.files import ROOT
 
 FROM_RECIPE = {
     "train_batch_size": "batch.tokens_per_step",
@@ -30,7 +31,7 @@ FROM_RECIPE = {
     "activation_checkpointing": "activation_checkpointing",
     "compile": "compile",
 }
-"""Keys at the top of a DeepSpeed JSON that the recipe settles, and where."""
+"""Keys at the top of a DeepSpeed JSON, and the recipe's settings for the same."""
 
 ALLOWED_IN_DEEPSPEED_JSON = (
     *("zero_optimization", "aio", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer", "comms_logger"),
@@ -39,16 +40,17 @@ ALLOWED_IN_DEEPSPEED_JSON = (
 AIO_KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds")
 
 
-def value_at(config: RunConfig, path: str) -> Any:
-    """The recipe's value at a dotted path."""
-    return reduce(getattr, path.split("."), config)
+def conflict(file: str, key: str, value: Any, config: RunConfig, setting: str) -> str:
+    """The message for a setting that the recipe has at the dotted path `setting`."""
+    in_recipe = reduce(getattr, setting.split("."), config)
+    where = "the launcher's file" if file == "launcher" else file
+    return f"{file}: {key}: {value} conflicts with the recipe's {setting}: {in_recipe}; remove it from {where}"
 
 
 def launcher_command() -> tuple[list[str], Path] | None:
     """Arguments of the `accelerate launch` that started this process, and where it runs; None without one.
 
-    The launcher hands on neither its file's name nor what was asked for on the command line: both are read off the
-    parent process.
+    The launcher passes on neither its file's name nor its command line: both are read from the parent process.
     """
     import psutil
 
@@ -64,42 +66,34 @@ def launcher_command() -> tuple[list[str], Path] | None:
     return None
 
 
-def option(words: list[str], name: str) -> str | None:
-    """The value of --name in a command line, as two words or as one with an equals sign."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word == f"--{name}":
-            return following
-        if word.startswith(f"--{name}="):
-            return word.partition("=")[2]
-    return None
-
-
 def command_problems(strategy: str, processes: int) -> list[str]:
-    """Where the launcher started something else than it was told to, or read past something in its file."""
+    """Where the launcher started something else than it was told to, or ignored something in its file."""
     command = launcher_command()
     if command is None:
         return []
     words, folder = command
+    from accelerate.commands.launch import launch_command_parser
+
+    asked = launch_command_parser().parse_args(words)
     problems = []
-    asked = option(words, "num_processes")
-    if asked is not None and asked.isdigit() and int(asked) != processes:
+    if asked.num_processes not in (None, processes):
         problems.append(
-            f"launcher: --num_processes {asked} was asked for, but {processes} runs; without a GPU too the files in "
-            "accelerate_configs start as many as asked: remove --cpu, or use_cpu from the launcher's file"
+            f"launcher: --num_processes {asked.num_processes} was asked for, but {processes} runs; even without a GPU "
+            "the files in accelerate_configs start as many as asked: remove --cpu, or use_cpu from the launcher's file"
         )
-    if (file := option(words, "config_file")) is not None:
-        problems += launcher_file_problems(folder / file, strategy)
+    if asked.config_file is not None:
+        problems += launcher_file_problems(folder / asked.config_file, strategy)
     return problems
 
 
 def launcher_file_problems(path: Path, strategy: str) -> list[str]:
-    """What accelerate reads past in this file: unknown keys inside its sections, and a strategy that does not run."""
+    """What accelerate ignores in this file: unknown keys inside its sections, and a strategy that does not run."""
     from accelerate.commands.launch import launch_command_parser
 
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
-        return []  # accelerate has said so
+        return []  # accelerate has reported it
     if not isinstance(settings, dict):
         return []
     known = {action.dest for action in launch_command_parser()._actions}
@@ -121,7 +115,7 @@ def launcher_file_problems(path: Path, strategy: str) -> list[str]:
 
 
 def deepspeed_problems(path: str | None, config: RunConfig) -> list[str]:
-    """What is wrong with the DeepSpeed JSON that the launcher names; settings of the recipe do not belong into it."""
+    """What is wrong with the DeepSpeed JSON that the launcher names; settings of the recipe do not belong in it."""
     if path is None:
         return [
             "launcher: deepspeed_config names no deepspeed_config_file; name a JSON such as those in "
@@ -139,10 +133,7 @@ def deepspeed_problems(path: str | None, config: RunConfig) -> list[str]:
     for key, value in settings.items():
         if key in FROM_RECIPE:
             if value != "auto":
-                problems.append(
-                    f"{name}: {key}: {json.dumps(value)} stands beside the recipe's {FROM_RECIPE[key]}: "
-                    f"{value_at(config, FROM_RECIPE[key])}, which settles it; remove it from {name}"
-                )
+                problems.append(conflict(name, key, json.dumps(value), config, FROM_RECIPE[key]))
         elif key not in ALLOWED_IN_DEEPSPEED_JSON:
             problems.append(f"{name}: {key} is unknown here{did_you_mean(key, ALLOWED_IN_DEEPSPEED_JSON)}")
     problems += [
@@ -151,6 +142,12 @@ def deepspeed_problems(path: str | None, config: RunConfig) -> list[str]:
         if key not in AIO_KEYS
     ]
     return problems + zero_problems(name, settings.get("zero_optimization"))
+
+
+def shipped_deepspeed(name: str) -> dict[str, Any]:
+    """The DeepSpeed JSON that a file in accelerate_configs/ names."""
+    launcher = yaml.safe_load((ROOT / f"accelerate_configs/{name}.yaml").read_text(encoding="utf-8"))
+    return json.loads((ROOT / launcher["deepspeed_config"]["deepspeed_config_file"]).read_text(encoding="utf-8"))
 
 
 def zero_problems(name: str, settings: Any) -> list[str]:

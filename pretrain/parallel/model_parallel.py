@@ -7,6 +7,7 @@ The processes form a mesh, data x model: those along `model` hold one model toge
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -14,10 +15,14 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import patch_environment
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedConfig
 
 from pretrain.config import RunConfig
+from pretrain.errors import InputError
+from pretrain.model.model_config import load_model_config
 from pretrain.optim.gradient_norm import total_norm
-from pretrain.parallel.launcher import parallel_size, processes_launched
+from pretrain.parallel.launcher import environment_flag, parallel_size, processes_launched
+from pretrain.parallel.layout import Layout
 from pretrain.parallel.strategy import Strategy
 
 
@@ -26,17 +31,24 @@ class ModelParallel(Strategy, ABC):
 
     precisions = ("fp32", "bf16")
     compilations = ("none", "regional")
+    trains_experts = holds_whole_model = False
+    name: str
+    """In STRATEGIES."""
+    launcher_flag: ClassVar[str]
+    """Environment variable by which the launcher asks for this strategy."""
     size_variable: ClassVar[str]
-    """Environment variable in which the launcher hands on how many processes share a model."""
+    """Environment variable in which the launcher passes on how many processes share a model."""
     size_setting: ClassVar[str]
     """What that is called in the launcher's file."""
+    spans_machines: ClassVar[bool]
+    """Whether processes that share a model communicate little enough to be on several machines, in a plan."""
     mesh_order: ClassVar[tuple[str, str]]
-    """Dimensions of the mesh, the last being that of neighbouring processes, which talk fastest."""
+    """Dimensions of the mesh, the last being that of neighbouring processes, whose link is the fastest."""
 
     def __init__(self, precision: str, config: RunConfig | None = None):
         super().__init__(precision, config)
         self.model_ranks = parallel_size(self.size_variable)
-        sizes = {"model": self.model_ranks, "data": self.ranks // self.model_ranks}
+        sizes = {"model": self.model_ranks, "data": self.ranks.count // self.model_ranks}
         mesh = init_device_mesh(
             self.device.type, tuple(sizes[name] for name in self.mesh_order), mesh_dim_names=self.mesh_order
         )
@@ -49,8 +61,33 @@ class ModelParallel(Strategy, ABC):
         """Taken since the last update."""
 
     @classmethod
-    def problems(cls, config: RunConfig) -> list[str]:
-        return super().problems(config) + cls.size_problems()
+    def requested(cls) -> str | None:
+        # HSDP's sizes come under the flag of tensor parallelism.
+        is_requested = environment_flag(cls.launcher_flag) and not environment_flag("ACCELERATE_USE_FSDP")
+        return cls.name if is_requested else None
+
+    @classmethod
+    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
+        """All processes share one model, or those of a machine do."""
+        groups = 1 if cls.spans_machines else machines
+        environment = {cls.launcher_flag: "true", cls.size_variable: str(ranks // groups)}
+        options = f" --{cls.size_setting} {ranks // groups}" if groups > 1 else ""
+        layout = super().layout(name, ranks, machines)
+        return replace(layout, groups=groups, environment=environment, options=options)
+
+    @classmethod
+    def problems(cls, config: RunConfig, name: str) -> list[str]:
+        problems, of_size = super().problems(config, name), cls.size_problems()
+        try:
+            problem = cls.model_problem(load_model_config(config.model), config, not of_size)
+        except InputError:
+            problem = None  # `derive` says what is wrong with the model
+        return [*problems, *of_size, *([problem] if problem else [])]
+
+    @classmethod
+    @abstractmethod
+    def model_problem(cls, model_config: PreTrainedConfig, config: RunConfig, knows_size: bool) -> str | None:
+        """Why this model cannot be divided; knows_size: whether the launcher's number of processes is in order."""
 
     @classmethod
     def size_problems(cls) -> list[str]:
@@ -68,7 +105,7 @@ class ModelParallel(Strategy, ABC):
 
     def make_accelerator(self) -> Accelerator:
         # To accelerate these are plain processes: the parallelism is not Megatron-LM's nor transformers'.
-        with patch_environment(ACCELERATE_USE_MEGATRON_LM="false", ACCELERATE_USE_PARALLELISM_CONFIG="false"):
+        with patch_environment(**{self.launcher_flag: "false"}):
             return super().make_accelerator()
 
     @property

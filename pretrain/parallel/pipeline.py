@@ -4,6 +4,7 @@ The schedules are torch.distributed.pipelining's. One call of the model runs a w
 the loop stays what it is. See docs/strategies.md.
 """
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,17 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
+from transformers import PreTrainedConfig
 
-from pretrain.config import RunConfig
-from pretrain.errors import InputError
+from pretrain.config import Pipeline, RunConfig
+from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak, loss_bytes
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.model.model_config import load_model_config
-from pretrain.optim.optimizers import describe_optimizer, load_optimizer_state, optimizer_state_by_name
 from pretrain.parallel.launcher import parallel_size
+from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.model_parallel import ModelParallel
 from pretrain.parallel.pipeline_stages import (
-    PipelineMicroBatch,
     Stage,
     cut_problem,
     fill_stages,
@@ -33,7 +33,8 @@ from pretrain.parallel.pipeline_stages import (
     stage_parameters,
 )
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import OptimizerBuilder, TensorGroup
+from pretrain.parallel.strategy import OptimizerBuilder
+from pretrain.parallel.tensor_group import TensorGroup
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,6 @@ class PipelineModel(nn.Module):
     Args:
         stages: this process's stages by number.
         owners: the rank, within the group, of every stage.
-        microbatches: into how many a micro-batch is split.
         hidden_size: width of the hidden states between stages, which travel in fp32.
     """
 
@@ -81,9 +81,7 @@ class PipelineModel(nn.Module):
         self,
         stages: dict[int, Stage],
         owners: list[int],
-        *,
-        schedule: str,
-        microbatches: int,
+        settings: Pipeline,
         hidden_size: int,
         group: dist.ProcessGroup,
         device: torch.device,
@@ -91,7 +89,9 @@ class PipelineModel(nn.Module):
         super().__init__()
         self.stages = nn.ModuleList(stages.values())
         self.numbered = stages
-        self.owners, self.schedule_name, self.microbatches = owners, schedule, microbatches
+        self.owners, self.schedule_name = owners, settings.schedule
+        self.microbatches = len(owners) * settings.microbatch_scale
+        """Into how many a micro-batch is split."""
         self.hidden_size, self.group, self.device = hidden_size, group, device
         self.rank = dist.get_rank(group)
         self.schedules: dict[tuple[int, ...], Any] = {}
@@ -109,15 +109,12 @@ class PipelineModel(nn.Module):
         # A compiled layer computes all its gradients at once: taken apart, it would compute them all twice.
         eager = STAGE_LAYOUTS[self.schedule_name].splits_backward
         with torch.compiler.set_stance("force_eager") if eager else nullcontext():
-            return self.run(input_ids_BT, microbatches)
-
-    def run(self, input_ids_BT: Tensor, microbatches: list[PipelineMicroBatch]) -> tuple[Tensor, Tensor]:
-        if self.training:
-            # The loop seeds all ranks of a pipeline alike; stages must not drop the same elements.
-            torch.manual_seed((torch.initial_seed() + self.rank) % 2**63)
-            self.run_schedule(input_ids_BT)
-        else:
-            self.run_forward(input_ids_BT, microbatches)
+            if self.training:
+                # The loop seeds all ranks of a pipeline alike; stages must not drop the same elements.
+                torch.manual_seed((torch.initial_seed() + self.rank) % 2**63)
+                self.run_schedule(input_ids_BT)
+            else:
+                self.run_forward(input_ids_BT)
         if self.last_stage is None:
             zero = torch.zeros((), device=self.device)
             return zero, zero
@@ -162,7 +159,7 @@ class PipelineModel(nn.Module):
             stages[0] if one else stages, self.microbatches, loss_fn=output_as_loss, scale_grads=False
         )
 
-    def run_forward(self, input_ids_BT: Tensor, microbatches: list[PipelineMicroBatch]) -> None:
+    def run_forward(self, input_ids_BT: Tensor) -> None:
         """Every microbatch through every stage; at each tick a stage takes the one after that of its last tick."""
         ids = input_ids_BT.chunk(self.microbatches)
         last = len(self.owners) - 1
@@ -218,11 +215,14 @@ class StagedTensors(TensorGroup):
 class PipelineParallel(ModelParallel):
     """Stages of the model on different processes; several pipelines share the data."""
 
+    name = "pp"
+    launcher_flag = "ACCELERATE_USE_MEGATRON_LM"  # the only settings for pipelines that the launcher passes on
     size_variable = "MEGATRON_LM_PP_DEGREE"
     size_setting = "megatron_lm_pp_degree"
+    spans_machines = True
     # Stages exchange little, copies of a stage all its gradients: those are neighbours.
     mesh_order = ("model", "data")
-    optimizers = ("adamw", "muon", "adafactor")
+    parameter_form = "stage"
 
     def __init__(self, precision: str, config: RunConfig):
         super().__init__(precision, config)
@@ -231,10 +231,59 @@ class PipelineParallel(ModelParallel):
         self.micro_batches_per_call = self.model_ranks
 
     @classmethod
-    def problems(cls, config: RunConfig) -> list[str]:
-        problems, name = super().problems(config), config.pipeline.schedule
+    def parts_of_micro_batch(cls, config: RunConfig) -> int:
+        return STAGE_LAYOUTS[config.pipeline.schedule].stages_per_rank * config.pipeline.microbatch_scale
+
+    @classmethod
+    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
+        """The process that needs most is either the first, with the embedding, or the last, with head and loss."""
+        settings, ranks = run.config.pipeline, layout.per_group
+        work = run.work(sequences, layout.ranks, cls.parts_of_micro_batch(run.config))  # of one pipeline microbatch
+        sizes, act, schedule = work.sizes, work.activations, STAGE_LAYOUTS[settings.schedule]
+        stages = len(schedule.owners(ranks))
+        microbatches = stages * settings.microbatch_scale
+        layers = math.ceil(sizes.layers / ranks)
+        kept_layers = sizes.layers / stages * microbatches * schedule.stages_per_rank  # of all microbatches at once
+        in_flight = {"1F1B": ranks, "Interleaved1F1B": (3 * ranks - 1) / 2 * schedule.stages_per_rank / 2}
+        if settings.schedule in in_flight:
+            kept_layers = min(kept_layers, layers * in_flight[settings.schedule])
+        kept = act.outside(work.sequences) * microbatches + kept_layers * act.per_layer(work.sequences)
+        loss = loss_bytes(work, work.parameter_bytes, act.hidden(work.sequences))
+        first = layers * sizes.layer + sizes.embedding
+        last = layers * sizes.layer + (sizes.head or sizes.embedding)
+        both = last + (sizes.embedding if sizes.head else 0)
+        # Hidden states travel in fp32: what arrives and what leaves, for every microbatch under way.
+        travelling = 2 * FP32 * microbatches * work.tokens * sizes.width
+        ends = {
+            "backward": (first, kept + act.backward(work.sequences)),
+            "loss": (both if schedule.is_v else last, (kept if schedule.is_v else kept / 2) + loss),
+        }
+        found = []
+        for moment, (elements, activations) in ends.items():
+            moments = {moment: (FP32 * elements, activations), "update": (FP32 * elements, work.update_bytes)}
+            share = elements / sizes.total
+            found.append(at_peak(moments, FP32 * elements, work.optimizer_bytes(share), travelling))
+        return max(found, key=lambda memory: memory.total)
+
+    @classmethod
+    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
+        """Next to nothing: hidden states between neighbours."""
+        return 0.0, 0.0
+
+    @classmethod
+    def idle(cls, config: RunConfig, layout: Layout) -> float:
+        """The bubble (Narayanan et al., arXiv 2104.04473)."""
+        stages = STAGE_LAYOUTS[config.pipeline.schedule]
+        if stages.splits_backward:
+            return 0.0
+        microbatches = len(stages.owners(layout.per_group)) * config.pipeline.microbatch_scale
+        return (layout.per_group - 1) / (microbatches * stages.stages_per_rank)
+
+    @classmethod
+    def problems(cls, config: RunConfig, name: str) -> list[str]:
+        problems, name = super().problems(config, name), config.pipeline.schedule
         schedule, batch = STAGE_LAYOUTS[name], config.batch.sequences_per_micro_batch
-        parts = schedule.stages_per_rank * config.pipeline.microbatch_scale
+        parts = cls.parts_of_micro_batch(config)
         if batch % parts:
             below, above = batch // parts * parts, (batch // parts + 1) * parts
             problems.append(
@@ -252,25 +301,16 @@ class PipelineParallel(ModelParallel):
             problems.append("attention: flex_attention does not run under a pipeline; use auto")
         if config.optim.stochastic_rounding:
             problems.append("optim.stochastic_rounding: does not run under a pipeline; it does under single and ddp")
-        return problems + cls.model_problems(config)
+        return problems
 
     @classmethod
-    def model_problems(cls, config: RunConfig) -> list[str]:
-        """What keeps this model from being cut into the stages that the schedule needs."""
-        try:
-            model_config = load_model_config(config.model)
-        except InputError:
-            return []  # `derive` says what is wrong with it
-        try:
-            if problem := cut_problem(model_config):
-                return [problem]
-        except InputError:
-            return []
-        if cls.size_problems():
-            return []
+    def model_problem(cls, model_config: PreTrainedConfig, config: RunConfig, knows_size: bool) -> str | None:
+        if problem := cut_problem(model_config):
+            return problem
+        if not knows_size:
+            return None
         ranks, name = parallel_size(cls.size_variable), config.pipeline.schedule
-        problem = layer_problem(model_config, len(STAGE_LAYOUTS[name].owners(ranks)), ranks, name)
-        return [problem] if problem else []
+        return layer_problem(model_config, len(STAGE_LAYOUTS[name].owners(ranks)), ranks, name)
 
     @property
     def reports_loss(self) -> bool:
@@ -288,20 +328,17 @@ class PipelineParallel(ModelParallel):
         self.model = PipelineModel(
             stages,
             self.owners,
-            schedule=self.config.pipeline.schedule,
-            microbatches=len(self.owners) * self.config.pipeline.microbatch_scale,
+            self.config.pipeline,
             hidden_size=self.causal_lm.config.hidden_size,
             group=self.model_group,
             device=self.device,
         ).to(self.device)
-        named_parameters = [(n, p) for n, p in self.causal_lm.named_parameters() if not p.is_meta]
-        self.name_of = {parameter: name for name, parameter in named_parameters}
-        optimizer = build_optimizer(named_parameters)
-        self.optimizer_built = f"{describe_optimizer(optimizer)} of this process's stages"
+        optimizer = self.optimizer_of_parameters(build_optimizer)
+        self.optimizer_built += " of this process's stages"
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
         self.tied_group = self.group_of_tied_head()
         if self.schedule.splits_backward and self.config.compile != "none":
-            self.print(
+            self.ranks.print(
                 f"compile: {self.config.compile} has no effect with {self.config.pipeline.schedule}: a compiled layer "
                 "cannot compute the gradients of its inputs and of its weights apart"
             )
@@ -334,12 +371,10 @@ class PipelineParallel(ModelParallel):
         return [(p.grad, p is not copy) for p in self.name_of if p.grad is not None]
 
     def model_tensors(self) -> TensorGroup:
-        saved = self.causal_lm.state_dict().keys()
-        buffers = {n: b for n, b in self.causal_lm.named_buffers() if n in saved and not b.is_meta}
-        return self.staged({name: parameter for parameter, name in self.name_of.items()} | buffers)
+        return self.staged(super().model_tensors().tensors)
 
     def optimizer_tensors(self) -> TensorGroup:
-        return self.staged(optimizer_state_by_name(self.optimizer.optimizer, self.name_of))
+        return self.staged(super().optimizer_tensors().tensors)
 
     def staged(self, mine: dict[str, Tensor]) -> StagedTensors:
         """The tensors of all stages, of which this process has these; in the whole model's order on every rank."""
@@ -359,12 +394,8 @@ class PipelineParallel(ModelParallel):
 
     def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
         """Reads no tensor but those of this process's stages."""
-        with torch.no_grad():
-            for name, tensor in self.model_tensors().tensors.items():
-                tensor.copy_(model[name])
         mine = set(self.name_of.values())
-        state = {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine}
-        load_optimizer_state(self.optimizer.optimizer, self.name_of, state)
+        super().load(model, {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine})
 
     def replicas(self) -> list[ReplicaGroup]:
         """A stage, over the pipelines; a tied embedding, over the first and the last stage."""
@@ -380,6 +411,6 @@ class PipelineParallel(ModelParallel):
         return {
             **super().describe(),
             "schedule": self.config.pipeline.schedule,
-            "pipeline_microbatches": len(self.owners) * self.config.pipeline.microbatch_scale,
+            "pipeline_microbatches": self.model.microbatches,
             "parameters_of_stages": self.parameters_of_stages,
         }

@@ -42,7 +42,7 @@ def meet_afresh() -> None:
 def choose_interface() -> None:
     """Sets GLOO_SOCKET_IFNAME where gloo would tell other machines to find this one at 127.0.0.1.
 
-    gloo gives away the address that the host's own name resolves to, on many systems 127.0.1.1: the others then hang.
+    gloo advertises the address that the host's own name resolves to, on many systems 127.0.1.1: the others then hang.
     Here it is the interface of the route to the main address. Raises InputError where several could be meant.
     """
     machines = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -52,26 +52,26 @@ def choose_interface() -> None:
     interfaces = interfaces_by_address()
     name = interfaces.get(local_address_towards(main))
     others = sorted({interface for address, interface in interfaces.items() if not is_loopback(address)})
-    if name is None and len(others) == 1:  # on the machine of the main address, whose own name leads to itself
+    if name is None and len(others) == 1:  # on the main machine, whose name resolves to itself
         name = others[0]
     if name is None:
         raise InputError(
-            f"launcher: {machines} machines, and this one's own name {socket.gethostname()} resolves to itself alone, "
-            f"so that the others cannot reach it; set GLOO_SOCKET_IFNAME to the interface of the network between "
-            f"them, one of {', '.join(others) or 'none that is up'}"
+            f"launcher: {machines} machines, but the host name {socket.gethostname()} resolves to loopback only here; "
+            "set GLOO_SOCKET_IFNAME to the interface of the network by which the others reach this machine, "
+            f"one of {', '.join(others) or 'none that is up'}"
         )
     os.environ["GLOO_SOCKET_IFNAME"] = name
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(
-            f"{socket.gethostname()} resolves to itself alone: gloo uses {name}, the route to {main}; "
-            "GLOO_SOCKET_IFNAME names another",
+            f"{socket.gethostname()} resolves to loopback only: gloo uses {name}, the route to {main}; set "
+            "GLOO_SOCKET_IFNAME for another",
             file=sys.stderr,
             flush=True,
         )
 
 
 def own_name_is_loopback() -> bool:
-    """Whether this host's name leads to no address that another machine could use."""
+    """Whether this host's name resolves to no address that another machine could use."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}
     except OSError:

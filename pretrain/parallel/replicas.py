@@ -19,7 +19,7 @@ INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def replica_differences(groups: Sequence[ReplicaGroup], device: torch.device) -> list[str]:
-    """What is not the same between copies, in words, the same list on all ranks; [] if all copies are equal.
+    """Messages for what differs between copies, the same list on all ranks; [] if all copies are equal.
 
     Reads each tensor once and waits for the device. All ranks of the world call together, each with its own groups
     (see `Strategy.replicas`).

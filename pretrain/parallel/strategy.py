@@ -1,39 +1,37 @@
-"""The only module that knows which strategy runs.
+"""What the loop trains with and never looks behind: one process or DDP here, the other strategies in subclasses.
 
-`accelerate launch --config_file accelerate_configs/X.yaml` chooses it; `Strategy` builds the Accelerator, checks that
+`accelerate launch --config_file accelerate_configs/X.yaml` chooses; `Strategy` builds the Accelerator, checks that
 what runs is what was asked for, and gives the loop the verbs it needs: prepare, accumulate, backward, update, sum.
-The same files serve machines with and without GPUs: without one, processes talk over gloo.
+It also declares what a plan needs: its layout, memory and traffic.
+
+The same launcher files serve machines with and without GPUs: without one, processes communicate over gloo.
 """
 
-import importlib
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
-from safetensors import SafetensorError
 
 from pretrain.config import RunConfig
-from pretrain.errors import InputError, end_now
+from pretrain.errors import InputError
 from pretrain.hardware import keep_freed_memory, missing_bf16, unusable_gpu, use_all_cores
+from pretrain.memory.parts import FP32, Memory, PlannedRun, Work, at_peak
 from pretrain.model.fp8 import fp8_problem, use_fp8
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.model_config import load_model_config
 from pretrain.optim.gradient_norm import total_norm
 from pretrain.optim.optimizers import OPTIMIZERS, describe_optimizer, load_optimizer_state, optimizer_state_by_name
-from pretrain.parallel.launcher import PRECISIONS, launcher_problems, processes_launched, requested_strategy
+from pretrain.parallel.launcher import PRECISIONS, processes_launched
+from pretrain.parallel.layout import Layout, StepTraffic
+from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.rendezvous import choose_interface, meet_afresh
 from pretrain.parallel.replicas import ReplicaGroup
-
-_Value = TypeVar("Value")
+from pretrain.parallel.tensor_group import ShardedState, TensorGroup, load_parts
 
 
 def device_type() -> str:
@@ -57,61 +55,7 @@ def resolve_precision(requested: str) -> str:
 
 
 OptimizerBuilder = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
-"""(name, parameter) pairs to an optimizer for them: `optimizers.build_optimizer` with all else given."""
-
-STRATEGIES = {
-    "single": "pretrain.parallel.strategy.Strategy",
-    "ddp": "pretrain.parallel.strategy.Strategy",
-    "fsdp2": "pretrain.parallel.fully_sharded.FullySharded",
-    "hsdp": "pretrain.parallel.fully_sharded.FullySharded",
-    "zero1": "pretrain.parallel.zero.Zero",
-    "zero2": "pretrain.parallel.zero.Zero",
-    "zero3": "pretrain.parallel.zero.Zero",
-    "pp": "pretrain.parallel.pipeline.PipelineParallel",
-    "tp": "pretrain.parallel.tensor_parallel.TensorParallel",
-}
-"""Class of each strategy, imported when it is asked for."""
-
-
-def make_strategy(config: RunConfig) -> "Strategy":
-    """The strategy that the launcher asks for, ready to prepare a model.
-
-    Raises InputError with everything in the launcher's settings that contradicts the recipe or cannot run.
-    """
-    precision = resolve_precision(config.precision)
-    name = requested_strategy()
-    problems = launcher_problems(config, precision)
-    if name not in STRATEGIES:
-        if not problems:
-            problems.append(
-                f"launcher: {name} is not among the strategies that run: {', '.join(STRATEGIES)}; take a file of "
-                "accelerate_configs, or set fsdp_version: 2 in your own"
-            )
-        raise InputError(*problems)
-    module, _, class_name = STRATEGIES[name].rpartition(".")
-    strategy_class: type[Strategy] = getattr(importlib.import_module(module), class_name)
-    problems += strategy_class.problems(config)
-    if problems:
-        raise InputError(*problems)
-    return strategy_class(precision, config)
-
-
-@dataclass(frozen=True)
-class TensorGroup:
-    """Tensors by name, whole, wherever their pieces are. Fetching one is collective: every rank asks in one order."""
-
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, torch.dtype]
-    tensors: Mapping[str, torch.Tensor]
-
-    def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        """The whole tensor, perhaps the one that trains, where it is; None on a rank that does not want it."""
-        return self.tensors[name].detach() if wanted else None
-
-    def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        """The whole tensor on the host; None on a rank that takes part but does not want it."""
-        whole = self.whole(name, wanted)
-        return whole.to("cpu") if wanted else None
+"""(name, parameter) pairs to an optimizer for them: see `optimizers.optimizer_builder`."""
 
 
 class Strategy:
@@ -121,67 +65,113 @@ class Strategy:
     accumulate with the forward pass and backward in it for every micro-step, update. All ranks call together.
     """
 
-    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
+    parameter_form: str = "whole"
+    """In which the optimizer is given parameters; see `OptimizerSpec.takes`."""
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     compilations: tuple[str, ...] = ("none", "regional", "full")
-    """What of the recipe's optim.name, precision and compile runs under this strategy."""
+    """What of the recipe's precision and compile runs under this strategy."""
+    trains_experts = True
+    """Whether mixtures of experts run."""
+    holds_whole_model = True
+    """Whether each process has all fp32 weights on its device."""
 
     def __init__(self, precision: str, config: RunConfig | None = None):
         """Starts the processes' communication; `config` may be None where nothing is trained."""
         self.precision = precision
         self.config = config
-        self.name = requested_strategy()
-        if config is None and self.name not in ("single", "ddp"):
-            raise InputError(
-                f"launcher: {self.name} is for training; use accelerate_configs/single.yaml or ddp.yaml here: a "
-                "checkpoint of any strategy can be read under them"
-            )
+        self.name = self.requested()
         meet_afresh()
         choose_interface()
         self.accelerator = self.make_accelerator()
         self.device: torch.device = self.accelerator.device
-        self.rank: int = self.accelerator.process_index
-        self.ranks: int = self.accelerator.num_processes
-        self.is_main: bool = self.accelerator.is_main_process
-        self.data_rank, self.data_ranks = self.rank, self.ranks
+        self.ranks = Ranks.of_launch()
+        self.data_rank, self.data_ranks = self.ranks.rank, self.ranks.count
         """Which part of the batch this rank reads, of how many. Ranks that share one model's work share a part."""
         self.micro_batches_per_call: int = 1
         """How many times batch.sequences_per_micro_batch one call of the model takes."""
         self.optimizer_built = ""
-        """What was built, in words, once prepared."""
-        self.check_started()
-        self.host_group, self.background_group = host_groups()
+        """A description, once prepared."""
         if self.device.type == "cpu":
             use_all_cores()
             keep_freed_memory()
 
     @classmethod
-    def problems(cls, config: RunConfig) -> list[str]:
-        """What in the recipe this strategy cannot run."""
+    def requested(cls) -> str | None:
+        """Name of this strategy as the launcher's environment asks for it; None where it does not."""
+        return "ddp" if processes_launched() > 1 else "single"
+
+    @classmethod
+    def problems(cls, config: RunConfig, name: str) -> list[str]:
+        """What in the recipe this strategy, called `name`, cannot run."""
+        optimizers = [name for name, spec in OPTIMIZERS.items() if cls.parameter_form in spec.takes]
         given = {
-            "optim.name": (config.optim.name, cls.optimizers),
+            "optim.name": (config.optim.name, optimizers),
             "precision": (resolve_precision(config.precision), cls.precisions),
             "compile": (config.compile, cls.compilations),
         }
         return [
-            f"{path}: {value} does not run under {requested_strategy()}; choose {' or '.join(allowed)}, or a strategy "
+            f"{path}: {value} does not run under {name}; choose {' or '.join(allowed)}, or a strategy "
             f"that runs it, as ddp does"
             for path, (value, allowed) in given.items()
             if value not in allowed
         ]
 
+    @classmethod
+    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
+        """How the launcher file of this name, as it is shipped, divides a run."""
+        problem = "runs on one GPU" if name == "single" else "needs more than one GPU"
+        return Layout(name, ranks, machines, problem=problem if (name == "single") != (ranks == 1) else None)
+
+    @classmethod
+    def micro_batches(cls, layout: Layout) -> int:
+        """How many micro-batches all processes take together in a micro-step."""
+        return layout.ranks
+
+    @classmethod
+    def parts_of_micro_batch(cls, config: RunConfig) -> int:
+        """What batch.sequences_per_micro_batch has to be a multiple of."""
+        return 1
+
+    @classmethod
+    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
+        """Memory of the process that needs most, with so many sequences per micro-batch."""
+        return replicated(run.work(sequences, cls.micro_batches(layout)), is_ddp=layout.ranks > 1)
+
+    @classmethod
+    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
+        """(seconds in which a GPU sends in a step, part of the computing behind which that can hide).
+
+        Ring collectives: a sum of B bytes over n processes moves 2 B (n - 1) / n, a gather or a scatter half of that.
+        """
+        # Summed in the last micro-step, during its backward pass.
+        return 2 * FP32 * step.sizes.total * layout.ring / step.across, 2 / 3 / step.micro_steps
+
+    @classmethod
+    def idle(cls, config: RunConfig, layout: Layout) -> float:
+        """Time in which processes wait for each other's results, relative to the time they compute."""
+        return 0.0
+
+    @classmethod
+    def offload_seconds(cls, layout: Layout, parameters: int) -> float:
+        """What an update takes longer because it is not on the GPU."""
+        return 0.0
+
+    def planned_memory(self, config: RunConfig) -> Memory:
+        """What a plan says of this recipe as it is launched here."""
+        run = PlannedRun(config, load_model_config(config.model), self.precision, self.device.type)
+        return self.footprint(run, self.running_layout(), config.batch.sequences_per_micro_batch)
+
+    def running_layout(self) -> Layout:
+        return self.layout(self.name, self.ranks.count)
+
     def make_accelerator(self) -> Accelerator:
+        """Raises RuntimeError where accelerate, as it does silently, falls back to another strategy."""
         return Accelerator(
             cpu=device_type() == "cpu",
             mixed_precision=PRECISIONS[self.precision],
             step_scheduler_with_optimizer=False,
             kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
         )
-
-    def check_started(self) -> None:
-        """Accelerate silently falls back to fewer processes or another strategy: refuse that."""
-        if self.ranks != processes_launched():
-            raise RuntimeError(f"{processes_launched()} processes were launched, but accelerate runs {self.ranks}")
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
@@ -198,14 +188,19 @@ class Strategy:
         weights.fill(model.causal_lm, "")
         model.causal_lm.tie_weights()
         self.causal_lm = model.causal_lm
-        named_parameters = list(model.causal_lm.named_parameters())
-        optimizer = build_optimizer(named_parameters)
-        self.optimizer_built = describe_optimizer(optimizer)
-        self.name_of = {parameter: name for name, parameter in named_parameters}
+        optimizer = self.optimizer_of_parameters(build_optimizer)
         with warnings.catch_warnings():  # torch renames broadcast_buffers; accelerate passes the old name
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         return self.model
+
+    def optimizer_of_parameters(self, build_optimizer: OptimizerBuilder) -> torch.optim.Optimizer:
+        """The optimizer of the parameters that are here, which have their names from now on."""
+        named_parameters = [(n, p) for n, p in self.causal_lm.named_parameters() if not p.is_meta]
+        self.name_of = {parameter: name for name, parameter in named_parameters}
+        optimizer = build_optimizer(named_parameters)
+        self.optimizer_built = describe_optimizer(optimizer)
+        return optimizer
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
@@ -235,7 +230,7 @@ class Strategy:
         divisor = None  # such that torch.nn.utils.clip_grad_norm_ would multiply by its inverse
         if max_grad_norm is not None:
             divisor = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0)
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        inner = self.inner_optimizer
         if self.accelerator.scaler is None and inner.defaults.get("fused"):
             # The fused kernels read both on the device: they divide as they go, a pass over the gradients less, and
             # leave everything as it is where found_inf is 1.
@@ -251,6 +246,11 @@ class Strategy:
                 self.optimizer.step()
         self.optimizer.zero_grad()
         return grad_norm, skipped
+
+    @property
+    def inner_optimizer(self) -> torch.optim.Optimizer:
+        """torch's own, without accelerate's wrapper."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def gradient_norm(self) -> torch.Tensor:
         """Norm of the whole model's gradient, a scalar on the device."""
@@ -271,81 +271,32 @@ class Strategy:
         """Whether this rank's loss counts in the mean; ranks that share one model's work have one that reports it."""
         return True
 
-    def gather(self, value: Any, in_background: bool = False) -> list[Any]:
-        """One small object of every rank, on every rank, without the device.
-
-        in_background: from a thread of its own, beside what the ranks say to each other in the main thread.
-        """
-        if self.ranks == 1:
-            return [value]
-        values = [None] * self.ranks
-        dist.all_gather_object(values, value, group=self.background_group if in_background else self.host_group)
-        return values
-
-    @contextmanager
-    def together(self, error: type[Exception], on_failure: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """What fails on one rank in this block fails on all, so that none waits for one that has given up.
-
-        on_failure runs on the main rank once everybody knows.
-        """
-        problem = None
-        try:
-            yield
-        except (OSError, SafetensorError) as cause:
-            problem = f"{type(cause).__name__}: {cause}"
-        problems = [text for text in self.gather(problem) if text]
-        if problems:
-            if self.is_main:
-                on_failure()
-            raise error("; ".join(problems))
-
-    def by_main(self, work: Callable[[], _Value], beat: Callable[[], None]) -> _Value | None:
-        """Runs `work` in a thread of the main rank while all ranks wait and call `beat`; its result is there alone.
-
-        Where `beat` raises, which it must on all ranks alike, the work goes on with nobody waiting for it.
-        """
-        executor = ThreadPoolExecutor(max_workers=1)
-        future = executor.submit(work) if self.is_main else None
-        executor.shutdown(wait=False)
-        while not self.gather(future is not None and future.done())[0]:
-            beat()
-            time.sleep(0.05)
-        return future.result() if self.is_main else None
-
-    def print(self, text: str) -> None:
-        """From the main rank alone."""
-        if self.is_main:
-            print(text, flush=True)
-
     def describe(self) -> dict[str, Any]:
         """What runs, for the run's record."""
         return {
             "strategy": self.name,
-            "ranks": self.ranks,
+            "ranks": self.ranks.count,
             "device": self.device.type,
             "precision": self.precision,
             "threads": torch.get_num_threads(),
         }
 
-    def barrier(self) -> None:
-        self.accelerator.wait_for_everyone()
-
     def model_tensors(self) -> TensorGroup:
         """The parameters by HF name, tied ones once, in fp32."""
         saved = self.causal_lm.state_dict().keys()
-        buffers = {name: buffer for name, buffer in self.causal_lm.named_buffers() if name in saved}
-        return group_of({name: parameter for parameter, name in self.name_of.items()} | buffers)
+        buffers = {
+            name: buffer for name, buffer in self.causal_lm.named_buffers() if name in saved and not buffer.is_meta
+        }
+        return TensorGroup.of({name: parameter for parameter, name in self.name_of.items()} | buffers)
 
     def optimizer_tensors(self) -> TensorGroup:
         """The optimizer's state as '<parameter>.<state>'."""
-        return group_of(optimizer_state_by_name(self.optimizer.optimizer, self.name_of))
+        return TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of))
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         """Puts whole tensors by name into the running model and optimizer."""
-        with torch.no_grad():
-            for name, tensor in self.model_tensors().tensors.items():
-                tensor.copy_(model[name])
-        load_optimizer_state(self.optimizer.optimizer, self.name_of, optimizer)
+        load_parts(self.model_tensors().tensors, model)
+        load_optimizer_state(self.inner_optimizer, self.name_of, ShardedState(optimizer, self.name_of))
 
     def state(self) -> dict[str, float]:
         """What else an exact continuation needs: the fp16 loss scale."""
@@ -362,32 +313,28 @@ class Strategy:
 
     def replicas(self) -> list[ReplicaGroup]:
         """Weights of which several ranks hold a copy, equal bit by bit: see `replicas.differences`."""
-        return [(None, {n: p.detach() for p, n in self.name_of.items()})] if self.ranks > 1 else []
-
-    def exit(self, code: int) -> NoReturn:
-        """Ends every process of what is over; all ranks together.
-
-        At once: torch's and DeepSpeed's destructors over gloo sometimes hang or abort after everything was written,
-        and a thread that nobody waits for any more would be waited for.
-        """
-        self.barrier()
-        end_now(code)
+        return [(None, {n: p.detach() for p, n in self.name_of.items()})] if self.ranks.count > 1 else []
 
 
-def group_of(tensors: Mapping[str, torch.Tensor]) -> TensorGroup:
-    """A group of tensors that every rank holds whole."""
-    return TensorGroup(
-        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
-        {name: tensor.dtype for name, tensor in tensors.items()},
-        tensors,
-    )
+def replicated(work: Work, *, is_ddp: bool) -> Memory:
+    """Memory where everything is on every process.
 
-
-def host_groups() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Two groups of all ranks that talk over the network from host memory: for the loop, and for a thread beside it.
-
-    A thread may wait as long as the slowest disk takes to write a checkpoint; hangs of the loop are found elsewhere.
+    DDP's buckets stay between steps. In the last micro-step gradients are written into them; those of the micro-steps
+    before it, which are not summed over the processes, have a place of their own.
     """
-    if not dist.is_initialized():
-        return None, None
-    return dist.new_group(backend="gloo"), dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+    sizes, weight = work.sizes, work.parameter_bytes
+    whole = weight * sizes.total
+    resident = whole if is_ddp or work.accumulates else 0.0
+    buckets = whole if is_ddp and work.accumulates else 0.0
+    # A tied head's gradient waits for the embedding's; one of its own is added to the gradients at once.
+    act = work.activation_bytes(work.activations, weight, waiting=work.head_gradient if sizes.is_tied else 0.0)
+    head = 0.0 if sizes.is_tied else weight * sizes.head
+    embedding = weight * sizes.embedding
+    moments = {
+        "loss": (resident, act["loss"]),
+        "backward": (resident or head, act["backward"]),
+        "first layer": (resident or whole - embedding - weight * sizes.layer, act["first layer"]),
+        "embedding": (resident or whole - embedding, embedding + act["embedding"]),
+        "update": (whole, work.update_bytes),
+    }
+    return at_peak(moments, whole, work.optimizer_bytes(), buckets)

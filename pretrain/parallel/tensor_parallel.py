@@ -5,8 +5,10 @@ columns needs nothing from the other processes, the one by rows after it one sum
 1909.08053). Embedding, head and norms stay whole on every process: the loss takes the head's weight as it is.
 """
 
+import copy
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,19 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.config import RunConfig
-from pretrain.errors import InputError
+from pretrain.memory.parts import FP32, Memory, PlannedRun
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.model.model_config import load_model_config
-from pretrain.optim.optimizers import describe_optimizer, load_optimizer_state, optimizer_state_by_name
-from pretrain.parallel.fully_sharded import ShardedGroup, ShardedState, load_parts
 from pretrain.parallel.launcher import parallel_size
+from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.model_parallel import ModelParallel
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import OptimizerBuilder, TensorGroup, group_of
+from pretrain.parallel.strategy import OptimizerBuilder, replicated
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 SUMMED = "replicated_with_grad_allreduce"
@@ -69,24 +69,34 @@ def plan_problem(model_config: Any, size: int) -> str | None:
 class TensorParallel(ModelParallel):
     """Every layer on all processes of a group, a slice on each; several groups share the data."""
 
+    name = "tp"
+    launcher_flag = "ACCELERATE_USE_PARALLELISM_CONFIG"
     size_variable = "PARALLELISM_CONFIG_TP_SIZE"
     size_setting = "parallelism_config_tp_size"
+    spans_machines = False
     # Slices are summed twice per layer, in both directions: their processes are neighbours.
     mesh_order = ("data", "model")
-    # The others look at whole matrices.
-    optimizers = ("adamw",)
+    parameter_form = "pieces"
 
     @classmethod
-    def problems(cls, config: RunConfig) -> list[str]:
-        problems = super().problems(config)
-        if cls.size_problems():
-            return problems
-        try:
-            model_config = load_model_config(config.model)
-        except InputError:
-            return problems  # `derive` says what is wrong with it
-        problem = plan_problem(model_config, parallel_size(cls.size_variable))
-        return [*problems, problem] if problem else problems
+    def micro_batches(cls, layout: Layout) -> int:
+        return layout.groups
+
+    @classmethod
+    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
+        part = replace(run, model_config=sliced(run.model_config, layout.per_group))
+        return replicated(part.work(sequences, layout.groups), is_ddp=False)
+
+    @classmethod
+    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
+        """Two sums of the hidden states forward, two backward, nothing to hide behind."""
+        sizes = step.sizes
+        seconds = 4 * sizes.layers * step.micro_steps * step.tokens * sizes.width * 2 * 2 * layout.ring / step.inside
+        return seconds + (2 * FP32 * sizes.total * layout.ring / step.across if layout.groups > 1 else 0.0), 0.0
+
+    @classmethod
+    def model_problem(cls, model_config: PreTrainedConfig, config: RunConfig, knows_size: bool) -> str | None:
+        return plan_problem(model_config, parallel_size(cls.size_variable)) if knows_size else None
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
@@ -99,16 +109,13 @@ class TensorParallel(ModelParallel):
             split(causal_lm, unit, plan, self.model_mesh, self.device)
         causal_lm.tie_weights()
         model.to(self.device)
-        named_parameters = list(causal_lm.named_parameters())
-        self.name_of = {parameter: name for name, parameter in named_parameters}
+        optimizer = separate_kinds(self.optimizer_of_parameters(build_optimizer))
         prefix = f"{causal_lm.base_model_prefix}."
         self.summed = {
             parameter
-            for name, parameter in named_parameters
+            for parameter, name in self.name_of.items()
             if style_of(name.removeprefix(prefix).rpartition(".")[0], plan) == SUMMED
         }
-        optimizer = separate_kinds(build_optimizer(named_parameters))
-        self.optimizer_built = describe_optimizer(optimizer)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
         self.model = AutocastModel(model, self.precision)
         return self.model
@@ -134,12 +141,6 @@ class TensorParallel(ModelParallel):
             for gradient in gradients
         ]
 
-    def model_tensors(self) -> TensorGroup:
-        return ShardedGroup.of(super().model_tensors())
-
-    def optimizer_tensors(self) -> TensorGroup:
-        return ShardedGroup.of(group_of(optimizer_state_by_name(self.optimizer.optimizer, self.name_of)))
-
     def replicas(self) -> list[ReplicaGroup]:
         """What is not split, over the processes that share the layers; everything, over the groups of those."""
         parts = {n: p.to_local() if isinstance(p, DTensor) else p for p, n in self.name_of.items()}
@@ -147,9 +148,15 @@ class TensorParallel(ModelParallel):
         groups = [(self.model_group, {name: part for name, part in parts.items() if name not in split_names})]
         return [*groups, (self.data_group, parts)] if self.data_ranks > 1 else groups
 
-    def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
-        load_parts(super().model_tensors().tensors, model)
-        load_optimizer_state(self.optimizer.optimizer, self.name_of, ShardedState(optimizer, self.name_of))
+
+def sliced(model_config: Any, shares: int) -> Any:
+    """The model of one process of tensor parallel: heads and intermediate width divided."""
+    part = copy.deepcopy(model_config)
+    part.head_dim = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(part, name, None):
+            setattr(part, name, max(1, getattr(part, name) // shares))
+    return part
 
 
 class AutocastModel(torch.nn.Module):

@@ -7,8 +7,9 @@ configuration here and compared with what DeepSpeed then has in effect.
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,31 +19,103 @@ from transformers import PreTrainedModel
 
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
+from pretrain.memory.parts import FP32, Memory, PlannedRun, Work, at_peak
 from pretrain.model.build import build_meta_model
 from pretrain.model.compile import layers_of
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.optim.optimizers import describe_optimizer
 from pretrain.parallel.deepspeed_build import prepare_extensions_folder
-from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, processes_launched
+from pretrain.parallel.fully_sharded import FullySharded
+from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, environment_flag, processes_launched
+from pretrain.parallel.launcher_files import shipped_deepspeed
+from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import OptimizerBuilder, Strategy, TensorGroup, device_type
+from pretrain.parallel.strategy import OptimizerBuilder, Strategy, device_type
+from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.parallel.zero_partitions import Partitions
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state tensors other than `step`."""
+CPU_ADAM_BYTES_PER_SECOND = 100e9
+NVME_BYTES_PER_SECOND = 5e9
+"""Of one machine: what an update on the host, or the disk under it, moves per second."""
 
 
 class Zero(Strategy):
     """ZeRO-1, 2 and 3."""
 
-    optimizers = ("adamw",)  # the others need whole matrices, and DeepSpeed updates flat pieces of many
+    parameter_form = "pieces"  # flat, of many parameters together
     precisions = ("fp32", "bf16")
     compilations = ("none", "regional")  # compiled whole, the graph would break at every hook of a layer
 
+    holds_whole_model = False
+
     @classmethod
-    def problems(cls, config: RunConfig) -> list[str]:
-        problems = super().problems(config)
+    def requested(cls) -> str | None:
+        if not environment_flag("ACCELERATE_USE_DEEPSPEED"):
+            return None
+        return f"zero{deepspeed_file().get('zero_optimization', {}).get('stage', 0)}"
+
+    @classmethod
+    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
+        """With offload one GPU will do."""
+        layout = replace(super().layout(name, ranks, machines), zero=shipped_deepspeed(name)["zero_optimization"])
+        return replace(layout, problem=None) if layout.zero.get("offload_optimizer") else layout
+
+    def running_layout(self) -> Layout:
+        settings = self.accelerator.deepspeed_plugin.deepspeed_config  # as DeepSpeed has filled them in
+        return replace(super().running_layout(), zero=settings["zero_optimization"])
+
+    @classmethod
+    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
+        """As DeepSpeed holds it, offloaded or not."""
+        work, settings, stage = run.work(sequences, layout.ranks), layout.zero, layout.zero["stage"]
+        sizes, compute, share = work.sizes, work.compute, 1 / layout.ranks
+        waiting = compute * sizes.vocabulary * sizes.width if sizes.is_tied else 0.0
+        act = work.activation_bytes(work.activations_in_bf16, compute, waiting)
+        # The fp32 masters are a copy even where the weights are fp32.
+        states = FP32 * sizes.total * share + work.optimizer_bytes(share)
+        weights = compute * sizes.total * (share if stage == 3 else 1.0)
+        gradients, buckets = zero_gradients(work, stage, share, settings)
+        gathered = 0.0
+        if stage == 3:  # layers stay gathered up to this number of elements, or until their next use is further away
+            gathered = compute * min(
+                sizes.total, max(settings.get("stage3_max_live_parameters", 1e9), 2 * sizes.layer)
+            )
+        resident = gradients if work.accumulates or stage == 3 or (stage == 1 and compute != FP32) else 0.0
+        moments = {
+            "loss": (resident, act["loss"], gathered + (buckets if work.accumulates else 0.0)),
+            "backward": (resident, act["backward"], gathered + buckets),
+            "first layer": (gradients, act["first layer"], gathered + buckets),
+            "embedding": (gradients, compute * sizes.embedding + act["embedding"], gathered + buckets),
+            "update": (gradients, 2 * FP32 * sizes.total * share if stage < 3 else 0.0),
+        }
+        if not (settings.get("offload_optimizer") or settings.get("offload_param")):
+            # The masters belong to the optimizer: they change when it steps.
+            return at_peak(moments, weights, states)
+        return offloaded(moments, weights, states, FP32 * sizes.total * share, settings)
+
+    @classmethod
+    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
+        if layout.zero["stage"] == 1:
+            return super().traffic(layout, step)
+        if layout.zero["stage"] == 2:
+            return (FP32 * step.micro_steps + 2) * step.sizes.total * layout.ring / step.across, 2 / 3
+        return FullySharded.traffic(layout, step)
+
+    @classmethod
+    def offload_seconds(cls, layout: Layout, parameters: int) -> float:
+        """Weights, moments and gradients are read, most written, in the machine's memory."""
+        if not (offload := layout.zero.get("offload_optimizer")):
+            return 0.0
+        seconds = 28 * parameters / layout.machines / CPU_ADAM_BYTES_PER_SECOND
+        if offload["device"] == "nvme":
+            seconds += 2 * 12 * parameters / layout.machines / NVME_BYTES_PER_SECOND
+        return seconds
+
+    @classmethod
+    def problems(cls, config: RunConfig, name: str) -> list[str]:
+        problems = super().problems(config, name)
         if uses_nvme() and not can_use_nvme():
             problems.append(
                 "launcher: offload_optimizer.device: nvme needs libaio (apt install libaio-dev, or conda install "
@@ -53,7 +126,7 @@ class Zero(Strategy):
     def make_accelerator(self) -> Accelerator:
         folder = prepare_extensions_folder()
         if uses_nvme() and not (folder / "async_io" / "async_io.so").exists() and os.environ.get("RANK", "0") == "0":
-            print("compiling DeepSpeed's operator for files, once on this machine: some minutes ...", flush=True)
+            print("compiling DeepSpeed's file I/O operator, once per machine; this takes minutes ...", flush=True)
         import deepspeed
 
         # An operator for all-reduces between processes of one CPU, compiled at the first start: gloo serves as well.
@@ -64,7 +137,7 @@ class Zero(Strategy):
         self.settings = {**deepspeed_file(), **derived_settings(self.config, self.precision)}
         self.stage: int = self.settings["zero_optimization"]["stage"]
         kwargs_handlers = []
-        if device_type() == "cpu":  # without a backend every process would believe that it is alone
+        if device_type() == "cpu":  # without a backend every process would run on its own
             kwargs_handlers.append(InitProcessGroupKwargs(backend="gloo"))
         accelerator = Accelerator(
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=self.settings, zero3_init_flag=False),
@@ -77,12 +150,9 @@ class Zero(Strategy):
         from transformers.integrations import unset_hf_deepspeed_config
 
         unset_hf_deepspeed_config()
+        if accelerator.deepspeed_plugin is None:
+            raise RuntimeError(f"DeepSpeed was asked for, but accelerate runs {accelerator.distributed_type}")
         return accelerator
-
-    def check_started(self) -> None:
-        super().check_started()
-        if self.accelerator.deepspeed_plugin is None:
-            raise RuntimeError(f"DeepSpeed was asked for, but accelerate runs {self.accelerator.distributed_type}")
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
@@ -91,10 +161,8 @@ class Zero(Strategy):
         self.causal_lm = causal_lm = model.causal_lm
         self._fill(causal_lm, weights)
         buffers = {name: buffer.clone() for name, buffer in causal_lm.named_buffers()}
-        named_parameters = list(causal_lm.named_parameters())
-        self.parameter_of = dict(named_parameters)
-        optimizer = build_optimizer(named_parameters)
-        self.optimizer_built = describe_optimizer(optimizer)
+        optimizer = self.optimizer_of_parameters(build_optimizer)
+        self.parameter_of = {name: parameter for parameter, name in self.name_of.items()}
         if self.stage == 3 and (head := causal_lm.get_output_embeddings()) is not None:
             import deepspeed
 
@@ -153,31 +221,20 @@ class Zero(Strategy):
     def _check_in_effect(self) -> None:
         """DeepSpeed runs with what was derived: it has defaults, and accelerate writes into its settings too."""
         engine = self.model
-        in_effect = {
-            "zero_optimization.stage": engine.zero_optimization_stage(),
-            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-            "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
-            "gradient_clipping": engine.gradient_clipping(),
-            "bf16.enabled": engine.bfloat16_enabled(),
-            "fp16.enabled": engine.fp16_enabled(),
-            "communication_data_type": engine.communication_data_type,
-            "data_types.grad_accum_dtype": engine.get_data_types()[1],
-            "dtypes of the weights": {getattr(p, "ds_tensor", p).dtype for p in engine.module.parameters()},
+        settings, dtype = self.settings, torch.bfloat16 if self.precision == "bf16" else torch.float32
+        in_effect_and_expected = {
+            "zero_optimization.stage": (engine.zero_optimization_stage(), self.stage),
+            **{
+                name: (getattr(engine, name)(), settings[name])
+                for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping")
+            },
+            "bf16.enabled": (engine.bfloat16_enabled(), self.precision == "bf16"),
+            "fp16.enabled": (engine.fp16_enabled(), False),
+            "communication_data_type": (engine.communication_data_type, torch.float32),
+            "data_types.grad_accum_dtype": (engine.get_data_types()[1], torch.float32),
+            "dtypes of the weights": ({getattr(p, "ds_tensor", p).dtype for p in engine.module.parameters()}, {dtype}),
         }
-        expected = {
-            "zero_optimization.stage": self.stage,
-            "gradient_accumulation_steps": self.settings["gradient_accumulation_steps"],
-            "train_micro_batch_size_per_gpu": self.settings["train_micro_batch_size_per_gpu"],
-            "gradient_clipping": self.settings["gradient_clipping"],
-            "bf16.enabled": self.precision == "bf16",
-            "fp16.enabled": False,
-            "communication_data_type": torch.float32,
-            "data_types.grad_accum_dtype": torch.float32,
-            "dtypes of the weights": {torch.bfloat16 if self.precision == "bf16" else torch.float32},
-        }
-        wrong = [f"{name} is {in_effect[name]} instead of {expected[name]}" for name in expected]
-        wrong = [line for name, line in zip(expected, wrong, strict=True) if in_effect[name] != expected[name]]
-        if wrong:
+        if wrong := [f"{name} is {a} instead of {b}" for name, (a, b) in in_effect_and_expected.items() if a != b]:
             raise RuntimeError(f"DeepSpeed does not run with the recipe's settings: {'; '.join(wrong)}")
 
     @contextmanager
@@ -198,7 +255,7 @@ class Zero(Strategy):
 
     def model_tensors(self) -> TensorGroup:
         shapes = {name: full_shape(parameter) for name, parameter in self.parameter_of.items()}
-        return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), Gathered(self))
+        return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), {}, self.get)
 
     def optimizer_tensors(self) -> TensorGroup:
         shapes: dict[str, tuple[int, ...]] = {}
@@ -206,7 +263,7 @@ class Zero(Strategy):
             self._link_state()
             for name, parameter in self.parameter_of.items():
                 shapes |= {f"{name}.step": (), **{f"{name}.{key}": full_shape(parameter) for key in MOMENTS}}
-        return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), Gathered(self))
+        return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), {}, self.get)
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         for name in self.parameter_of:
@@ -279,7 +336,7 @@ class Zero(Strategy):
 
     def replicas(self) -> list[ReplicaGroup]:
         """Stages 1 and 2: the weights that compute, gathered after every update. Stage 3 keeps no copies."""
-        return [(None, dict(self.parameter_of))] if self.stage < 3 and self.ranks > 1 else []
+        return [(None, dict(self.parameter_of))] if self.stage < 3 and self.ranks.count > 1 else []
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "deepspeed": self.settings}
@@ -320,27 +377,44 @@ def can_use_nvme() -> bool:
     return AsyncIOBuilder().is_compatible()
 
 
-class Gathered(Mapping[str, torch.Tensor]):
-    """Whole tensors by name; looking one up is collective."""
+def zero_gradients(work: Work, stage: int, share: float, settings: dict[str, Any]) -> tuple[float, float]:
+    """(gradients, buckets in which they are summed) of DeepSpeed, in bytes."""
+    sizes = work.sizes
+    largest = max((sizes.largest, sizes.layer))
+    elements = max(settings.get("reduce_bucket_size", 5e8), 0)
+    buckets = 2 if settings.get("overlap_comm") else 1
+    if stage == 1 and work.compute != FP32:  # one flat fp32 tensor for all gradients, and those of a layer in bf16
+        return FP32 * sizes.total, work.compute * sizes.total
+    if stage == 1:
+        return FP32 * sizes.total, buckets * FP32 * elements
+    if stage == 2:  # in bf16 what arrives of the other processes in fp32 is added to a second partition
+        copies = 2 if work.accumulates and work.compute != FP32 else 1
+        return copies * FP32 * sizes.total * share, buckets * work.compute * elements + work.compute * largest
+    return FP32 * sizes.total * share, FP32 * elements + (work.compute + FP32) * largest
 
-    def __init__(self, strategy: Zero):
-        self._strategy = strategy
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._strategy.get(name)
+def offloaded(
+    moments: dict[str, tuple[float, ...]], weights: float, states: float, gradients: float, settings: dict[str, Any]
+) -> Memory:
+    """Optimizer state, its gradients and, where asked for, weights in the machine's memory or on its disk."""
+    optimizer, parameters = settings.get("offload_optimizer") or {}, settings.get("offload_param") or {}
+    on_disk = optimizer.get("device") == "nvme"
+    host = (0.0 if on_disk else states) + gradients + (weights if parameters else 0.0)
+    moments = {name: (0.0, *parts[1:]) for name, parts in moments.items() if name != "update"}
+    return at_peak(
+        moments, 0.0 if parameters else weights, 0.0, host=host, disk=states + gradients if on_disk else 0.0
+    )
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._strategy.parameter_of)
 
-    def __len__(self) -> int:
-        return len(self._strategy.parameter_of)
-
-
+@dataclass(frozen=True)
 class GatheredGroup(TensorGroup):
-    """Tensors of which every process holds a part."""
+    """Tensors of which every process holds a part that DeepSpeed knows."""
+
+    get: Callable[[str], torch.Tensor]
+    """Gathers one; collective."""
 
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        whole = self.tensors[name]
+        whole = self.get(name)
         return whole.detach().view(self.shapes[name]) if wanted else None
 
     def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""A few real steps of a recipe on this machine: how fast they are, and how much memory tensors take at the peak."""
+"""Runs a few real steps of a recipe on this machine: measures their speed, and the memory of tensors at the peak."""
 
 import gc
 import os
@@ -14,10 +14,11 @@ import torch
 
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
-from pretrain.hardware import DTYPES
+from pretrain.hardware import DTYPES, peak_flops
 from pretrain.model.attention import choose_attention
 from pretrain.model.inputs import model_inputs
 from pretrain.model.model_config import load_text_model_config
+from pretrain.parallel.registry import make_strategy
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.build import build_training
 from pretrain.training.experts import router_losses
@@ -25,7 +26,7 @@ from pretrain.training.prefetch import ReadAhead
 from pretrain.training.run_plan import ModelPlan, RunPlan, derive, plan_model
 
 TOKENS_PER_DOCUMENT = 600
-"""Of the random text that is used where the recipe's shards are not there."""
+"""In the random text that stands in for missing shards."""
 CALIBRATION_STEPS, MOST_MICRO_STEPS = 20, 4
 LEARNING_RATE = 1e-4
 FIRST_STEPS = 2
@@ -33,28 +34,29 @@ FIRST_STEPS = 2
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """What steps of one process took."""
+class Calibration:
+    """Steps of a recipe in one process of this machine; as a dict, `calibration` of plan.py's JSON."""
 
+    device: str
+    data: str
+    """'shards' or 'random tokens'."""
     micro_step_seconds: float
     """Median of forward and backward passes."""
     update_seconds: float
     """Median."""
-    micro_steps: int
-    """Of each step that was measured."""
-    peak_bytes: float
+    step_seconds: float
+    """Of the recipe's whole step, which may have more micro-steps than those that were run."""
+    tokens_per_second: float
+    mfu: float | None
+    peak_flops: float | None
+    peak_source: str
+    measured_peak_bytes: float
     """Tensors alive at the peak of a step."""
-    data: str
-    """'shards' or 'random tokens'."""
-
-    def tokens_per_second(self, tokens_per_micro_step: int, micro_steps: int) -> float:
-        """Of a step with so many micro-steps."""
-        seconds = micro_steps * self.micro_step_seconds + self.update_seconds
-        return micro_steps * tokens_per_micro_step / seconds
+    predicted_peak_bytes: float
 
 
 class Steps:
-    """A model, its optimizer and its batches under the strategy that was launched: steps of train.py without the rest.
+    """A model, its optimizer and its batches under the launched strategy: train.py's steps without the rest.
 
     Raises InputError as the start of a run does.
     """
@@ -84,12 +86,9 @@ class Steps:
 
     def _read(self, step: int, micro_step: int) -> dict[str, Any]:
         """The model's arguments."""
+        config = self.config
         if isinstance(self.plan, RunPlan):
             return self.read_ahead.micro_batch(self.plan, step, micro_step % self.plan.micro_steps(step))
-        return self._random(step, micro_step)
-
-    def _random(self, step: int, micro_step: int) -> dict[str, Any]:
-        config = self.config
         generator = np.random.default_rng((step, micro_step))
         rows = config.batch.sequences_per_micro_batch * self.strategy.micro_batches_per_call
         shape = (rows, config.data.sequence_length + 1)
@@ -130,7 +129,7 @@ class Steps:
 
 
 class PeakBytes:
-    """The peak of the tensors that are alive in a process, from before the first of them is made.
+    """The peak of the tensors alive in a process, counted from before the first one is made.
 
     On a GPU torch's allocator counts. On a CPU the profiler reports every allocation, and those of the marked time
     are added to all before it: resident memory would count the interpreter and what malloc keeps.
@@ -183,22 +182,42 @@ def measure_peak(config: RunConfig, strategy: Strategy, micro_steps: int) -> flo
     return peak.bytes
 
 
-def calibrate(config: RunConfig, strategy: Strategy) -> Measurement:
-    """Runs STEPS steps of at most MOST_MICRO_STEPS micro-steps each, and then some more for the memory.
+def calibrate(config: RunConfig, flops_per_token: float) -> Calibration:
+    """Times CALIBRATION_STEPS steps of at most MOST_MICRO_STEPS micro-steps, then measures and predicts their memory.
 
-    Raises InputError where the recipe cannot run on this machine.
+    Raises InputError where the recipe cannot run in one process of this machine.
     """
-    tokens_per_micro_step = config.batch.sequences_per_micro_batch * config.data.sequence_length
-    micro_steps = max(1, min(MOST_MICRO_STEPS, config.batch.tokens_per_step // tokens_per_micro_step))
-    run = Steps(config, strategy)
-    timed = [run.step(number, micro_steps) for number in range(CALIBRATION_STEPS)][FIRST_STEPS:]
-    data = run.data
-    del run
+    strategy, step_tokens = make_strategy(config), config.batch.tokens_per_step
+    if strategy.ranks.count != 1:
+        raise InputError("--calibrate: runs in one process; start it with python, not with accelerate launch")
+    tokens = config.batch.sequences_per_micro_batch * config.data.sequence_length
+    if step_tokens % tokens:
+        raise InputError(
+            f"--calibrate: batch.tokens_per_step {step_tokens:,} is not a multiple of one process's "
+            f"micro-batch of {tokens:,} tokens; give another --batch.sequences_per_micro_batch"
+        )
+    micro_steps = min(MOST_MICRO_STEPS, step_tokens // tokens)
+    steps = Steps(config, strategy)
+    data = steps.data
+    timed = [steps.step(number, micro_steps) for number in range(CALIBRATION_STEPS)][FIRST_STEPS:]
+    del steps  # its tensors must be gone before memory is measured
     gc.collect()
-    return Measurement(
-        micro_step_seconds=statistics.median(seconds for all_seconds, _ in timed for seconds in all_seconds),
-        update_seconds=statistics.median(seconds for _, seconds in timed),
-        micro_steps=micro_steps,
-        peak_bytes=measure_peak(config, strategy, min(micro_steps, 2)),
+    micro_step_seconds = statistics.median(seconds for all_seconds, _ in timed for seconds in all_seconds)
+    update_seconds = statistics.median(seconds for _, seconds in timed)
+    step_seconds = step_tokens // tokens * micro_step_seconds + update_seconds
+    rate, (peak, peak_source) = step_tokens / step_seconds, peak_flops(strategy.device, strategy.precision)
+    return Calibration(
+        device=strategy.device.type,
         data=data,
+        micro_step_seconds=micro_step_seconds,
+        update_seconds=update_seconds,
+        step_seconds=step_seconds,
+        tokens_per_second=rate,
+        mfu=flops_per_token * rate / peak if peak else None,
+        peak_flops=peak,
+        peak_source=peak_source,
+        measured_peak_bytes=measure_peak(config, strategy, min(micro_steps, 2)),
+        predicted_peak_bytes=strategy.planned_memory(
+            config.with_batch(tokens_per_step=min(micro_steps, 2) * tokens)
+        ).total,
     )

@@ -1,11 +1,10 @@
 """What a run will need: work, memory under every strategy, time, disk, data; and which strategy to choose.
 
-Nothing here touches a GPU. Memory is pretrain/memory/footprint.py's, time pretrain/planning/step_time.py's.
+Nothing here touches a GPU. Memory is each strategy's `footprint`, time pretrain/planning/step_time.py's.
 """
 
-import importlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,15 @@ from pretrain.data.batches import Batches
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.errors import InputError
 from pretrain.gpus import Gpu
-from pretrain.memory.footprint import LAUNCHER_FILES, Layout, data_ranks, footprint, layout_of
-from pretrain.memory.parts import FP32, Memory, optimizer_elements, sizes_of
+from pretrain.memory.parts import FP32, Memory, PlannedRun, optimizer_elements, sizes_of
 from pretrain.model.flops import active_parameters, flops_per_token, matrix_parameters
-from pretrain.parallel.pipeline import STAGE_LAYOUTS
-from pretrain.parallel.strategy import STRATEGIES
-from pretrain.planning.step_time import ALONE, Hardware, RunWork, Speed
+from pretrain.optim.batch_ramp import BatchRamp
+from pretrain.parallel.layout import Layout
+from pretrain.parallel.registry import STRATEGIES
+from pretrain.planning.step_time import Hardware, RunWork, Speed
 from pretrain.training.run_plan import ramp_of, sequences_of, too_long
 
-SIMPLEST_FIRST = {name: place for place, name in enumerate(LAUNCHER_FILES)}
+SIMPLEST_FIRST = {name: place for place, name in enumerate(STRATEGIES)}
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,8 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
             f"batch.tokens_per_step: {config.batch.tokens_per_step:,} is not a multiple of data.sequence_length "
             f"{length:,}; nearest: {max(1, sequences) * length:,} or {(sequences + 1) * length:,}"
         )
-    one_per_group = config.model_copy(
-        update={"batch": config.batch.model_copy(update={"sequences_per_micro_batch": 1})}
-    )
     active = active_parameters(model_config)
-    ramp = ramp_of(one_per_group, sequences, 1, active)
+    ramp = planned_ramp(config, active)
     return RunWork(
         sizes=sizes,
         active=active,
@@ -93,6 +89,12 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
     )
 
 
+def planned_ramp(config: RunConfig, active: int) -> BatchRamp:
+    """The batch over the run, whatever the number of processes. active: see `ramp_of`."""
+    sequences = config.batch.tokens_per_step // config.data.sequence_length
+    return ramp_of(config, sequences, active)
+
+
 def micro_batches(config: RunConfig, ranks: int) -> list[int]:
     """Every batch.sequences_per_micro_batch with which the global batch divides evenly, ascending."""
     levels = round(1 / config.batch.ramp.start) if config.batch.ramp else 1
@@ -100,25 +102,24 @@ def micro_batches(config: RunConfig, ranks: int) -> list[int]:
     return [] if rest else [n for n in range(1, per_rank + 1) if per_rank % n == 0]
 
 
-def consider(
-    name: str, config: RunConfig, model_config: Any, work: RunWork, hardware: Hardware, precision: str, speed: Speed
-) -> Candidate:
+def consider(name: str, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed) -> Candidate:
     """The run under one strategy: what keeps it from running, memory, the largest micro-batch, seconds per step."""
-    layout = layout_of(name, hardware.gpus, hardware.machines)
-    problems = strategy_problems(name, config, hardware, layout, precision)
+    strategy, config = STRATEGIES[name], run.config
+    layout = strategy.layout(name, hardware.gpus, hardware.machines)
+    problems = strategy_problems(run, layout)
     if problems:
         return Candidate(name, problems)
-    ranks = data_ranks(name, layout)
+    ranks = strategy.micro_batches(layout)
     possible = micro_batches(config, ranks)
     if not possible:
         return Candidate(name, [batch_problem(config, ranks)])
 
     def need(sequences: int) -> Memory:
-        return footprint(config, model_config, name, layout, precision=precision, sequences=sequences)
+        return strategy.footprint(run, layout, sequences)
 
     micro_batch = config.batch.sequences_per_micro_batch
     memory = need(micro_batch)
-    parts = pipeline_parts(config) if name == "pp" else 1
+    parts = strategy.parts_of_micro_batch(config)
     fitting = largest_that_fits(
         [n for n in possible if n % parts == 0], lambda n: need(n).total <= hardware.usable_bytes
     )
@@ -128,11 +129,10 @@ def consider(
     if used is None:
         return Candidate(name, [], memory, fits, None, None, notes=notes)
     if config.activation_checkpointing != "none":
-        whole = config.model_copy(update={"activation_checkpointing": "none"})
-        without = footprint(whole, model_config, name, layout, precision=precision, sequences=used)
-        if without.total <= hardware.usable_bytes:
+        whole = replace(run, config=config.model_copy(update={"activation_checkpointing": "none"}))
+        if strategy.footprint(whole, layout, used).total <= hardware.usable_bytes:
             notes.append(f"{name}: fits with --activation_checkpointing none too, which takes a quarter less time")
-    seconds, exposed = speed.step_seconds(name, config, work, hardware, layout, used)
+    seconds, exposed = speed.step_seconds(config, work, hardware, layout, used)
     return Candidate(name, [], memory, fits, fitting, used, seconds, exposed, notes)
 
 
@@ -154,39 +154,21 @@ def batch_problem(config: RunConfig, ranks: int) -> str:
     return ""
 
 
-def pipeline_parts(config: RunConfig) -> int:
-    """What sequences_per_micro_batch must be a multiple of under a pipeline."""
-    return STAGE_LAYOUTS[config.pipeline.schedule].stages_per_rank * config.pipeline.microbatch_scale
-
-
-def strategy_problems(name: str, config: RunConfig, hardware: Hardware, layout: Layout, precision: str) -> list[str]:
-    """Why this strategy cannot run the recipe on this many GPUs, with the strategy's own messages."""
-    if (name == "single") != (hardware.gpus == 1):
-        return ["runs on one GPU" if name == "single" else "needs more than one GPU"] if name not in ALONE else []
-    if name == "hsdp" and layout.per_group < 2:
-        return ["needs at least two GPUs in each of its groups; use ddp"]
-    module, _, class_name = STRATEGIES[name.split("_")[0]].rpartition(".")
-    strategy = getattr(importlib.import_module(module), class_name)
-    environment = {"WORLD_SIZE": str(hardware.gpus)}
-    if name == "tp":
-        environment |= {
-            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-            "PARALLELISM_CONFIG_TP_SIZE": str(layout.per_group),
-        }
-    if name == "pp":
-        environment |= {"ACCELERATE_USE_MEGATRON_LM": "true", "MEGATRON_LM_PP_DEGREE": str(layout.per_group)}
-    parts = pipeline_parts(config) if name == "pp" else 1
-    micro_batch = math.ceil(config.batch.sequences_per_micro_batch / parts) * parts
+def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
+    """Why a strategy cannot run the recipe on this many GPUs, with the strategy's own messages."""
+    if layout.problem:
+        return [layout.problem]
+    strategy, batch = STRATEGIES[layout.name], run.config.batch
+    parts = strategy.parts_of_micro_batch(run.config)
+    micro_batch = math.ceil(batch.sequences_per_micro_batch / parts) * parts
     # What this machine lacks says nothing of the one planned for: precision is asked about here.
-    batch = config.batch.model_copy(update={"sequences_per_micro_batch": micro_batch})
-    portable = config.model_copy(update={"precision": "fp32", "batch": batch})
-    with patch_environment(**environment):
-        problems = strategy.problems(portable)
-    problems = [
-        problem.replace(f"under {'ddp' if hardware.gpus > 1 else 'single'};", f"under {name};") for problem in problems
-    ]
-    if precision not in strategy.precisions:
-        problems.append(f"precision: {precision} does not run under {name}; choose {' or '.join(strategy.precisions)}")
+    batch = batch.model_copy(update={"sequences_per_micro_batch": micro_batch})
+    portable = run.config.model_copy(update={"precision": "fp32", "batch": batch})
+    with patch_environment(WORLD_SIZE=layout.ranks, **layout.environment):
+        problems = strategy.problems(portable, layout.name)
+    if run.precision not in strategy.precisions:
+        allowed = " or ".join(strategy.precisions)
+        problems.append(f"precision: {run.precision} does not run under {layout.name}; choose {allowed}")
     return problems
 
 
@@ -210,11 +192,7 @@ def command_of(
     launch = (
         f"accelerate launch --config_file accelerate_configs/{candidate.name}.yaml --num_processes {hardware.gpus}"
     )
-    layout = layout_of(candidate.name, hardware.gpus, hardware.machines)
-    if candidate.name == "hsdp" and layout.groups != 2:  # 2 is what the file says
-        launch += f" --parallelism_config_dp_replicate_size {layout.groups}"
-    if candidate.name == "tp" and layout.groups > 1:
-        launch += f" --parallelism_config_tp_size {layout.per_group}"
+    launch += STRATEGIES[candidate.name].layout(candidate.name, hardware.gpus, hardware.machines).options
     if hardware.machines > 1:
         launch += f" --num_machines {hardware.machines} --machine_rank RANK --main_process_ip ADDRESS"
     return " ".join([f"{launch} train.py --config {config_path}", *settings])
@@ -264,9 +242,7 @@ def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
     rows = [{"source": folder, "tokens": shares[folder] * work.tokens, "epochs": None} for folder in folders]
     if not all((Path(folder) / MANIFEST_FILE).is_file() for folder in folders):
         return rows
-    sequences = config.batch.tokens_per_step // config.data.sequence_length
-    one = config.model_copy(update={"batch": config.batch.model_copy(update={"sequences_per_micro_batch": 1})})
-    batches = Batches(config.data, seed=config.seed, ramp=ramp_of(one, sequences, 1, work.sizes.total))
+    batches = Batches(config.data, seed=config.seed, ramp=planned_ramp(config, work.active))
     epochs = batches.epochs_at(work.steps)
     return [
         {**row, "epochs": epochs[row["source"]], "available": batches.readers[row["source"]].tokens} for row in rows

@@ -7,15 +7,17 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from pretrain.config import RunConfig
-from pretrain.errors import InputError
-from pretrain.gpus import GIB, Gpu
-from pretrain.hardware import peak_flops
-from pretrain.memory.footprint import LAUNCHER_FILES, Layout, footprint
+from pretrain.errors import Problems
+from pretrain.gpus import GIB
+from pretrain.memory.parts import PlannedRun
 from pretrain.model.flops import FORMULA
 from pretrain.model.model_config import load_model_config
-from pretrain.parallel.strategy import make_strategy
-from pretrain.planning.calibration import Measurement, calibrate
+from pretrain.parallel.registry import STRATEGIES
+from pretrain.planning.calibration import Calibration, calibrate
 from pretrain.planning.candidates import (
     Candidate,
     Storage,
@@ -39,6 +41,8 @@ from pretrain.planning.step_time import (
 from pretrain.units import bytes_text, count_text, duration_text
 
 TABLE_WIDTH = 132
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
+"""Of a `Memory`, as columns."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Plan:
     storage: Storage
     sources: list[dict[str, Any]]
     source_problems: list[str]
-    calibration: dict[str, Any] | None
+    calibration: Calibration | None
 
     @property
     def hours(self) -> float | None:
@@ -82,79 +86,31 @@ def build_plan(
     config: RunConfig,
     config_path: str,
     overrides: list[tuple[str, str]],
-    gpu: Gpu,
+    hardware: Hardware,
     *,
-    gpus: int,
-    machines: int,
     mfu: float | None = None,
     with_calibration: bool = False,
 ) -> Plan:
     """Raises InputError with what cannot be planned."""
     model_config = load_model_config(config.model)
-    hardware = Hardware(gpu, gpus, machines)
-    precision = planned_precision(config, gpu)
+    precision = planned_precision(config, hardware.gpu)
     work = work_of_run(config, model_config)
-    calibration = calibrated(config, model_config, work) if with_calibration else None
+    calibration = calibrate(config, work.flops_per_token) if with_calibration else None
     if calibration:
-        rate = calibration["tokens_per_second"]
-        speed = Speed(calibration["mfu"] or 0.0, "measured on this machine", rate)
+        speed = Speed(calibration.mfu or 0.0, "measured on this machine", calibration.tokens_per_second)
     else:
         source = "stated" if mfu else "the best published codebases at this size, on H100s"
         speed = Speed(mfu or default_mfu(work.active), source)
-    candidates = [consider(name, config, model_config, work, hardware, precision, speed) for name in LAUNCHER_FILES]
+    run = PlannedRun(config, model_config, precision)
+    candidates = [consider(name, run, work, hardware, speed) for name in STRATEGIES]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
-    problems: list[str] = []
-    sources: list[dict[str, Any]] = []
-    try:
-        sources = sources_of(config, work)
-    except InputError as error:
-        problems = error.problems
+    problems = Problems()
+    sources = problems.attempt(sources_of, config, work) or []
     return Plan(
         config, hardware, precision, work, speed, candidates, recommended, command, storage_of(config, work), sources,
         problems, calibration,
     )  # fmt: skip
-
-
-def calibrated(config: RunConfig, model_config: Any, work: RunWork) -> dict[str, Any]:
-    """Runs steps of the recipe here, and compares their memory with what would have been predicted."""
-    strategy = make_strategy(config)
-    if strategy.ranks != 1:
-        raise InputError("--calibrate: runs in one process; start it with python, not with accelerate launch")
-    tokens = config.batch.sequences_per_micro_batch * config.data.sequence_length
-    if config.batch.tokens_per_step % tokens:
-        raise InputError(
-            f"--calibrate: batch.tokens_per_step {config.batch.tokens_per_step:,} is not a multiple of one process's "
-            f"micro-batch of {tokens:,} tokens; give another --batch.sequences_per_micro_batch"
-        )
-    found: Measurement = calibrate(config, strategy)
-    micro_steps = max(1, config.batch.tokens_per_step // tokens)
-    rate = found.tokens_per_second(tokens, micro_steps)
-    peak, peak_source = peak_flops(strategy.device, strategy.precision)
-    predicted = footprint(
-        config.model_copy(
-            update={"batch": config.batch.model_copy(update={"tokens_per_step": tokens * min(found.micro_steps, 2)})}
-        ),
-        model_config,
-        "single",
-        Layout(1),
-        precision=strategy.precision,
-        sequences=config.batch.sequences_per_micro_batch,
-        device_type=strategy.device.type,
-    )
-    return {
-        "device": strategy.device.type,
-        "data": found.data,
-        "micro_step_seconds": found.micro_step_seconds,
-        "update_seconds": found.update_seconds,
-        "step_seconds": micro_steps * found.micro_step_seconds + found.update_seconds,
-        "tokens_per_second": rate,
-        "mfu": work.flops_per_token * rate / peak if peak else None,
-        "peak_flops": peak,
-        "peak_source": peak_source,
-        "measured_peak_bytes": found.peak_bytes,
-        "predicted_peak_bytes": predicted.total,
-    }
 
 
 def plan_json(plan: Plan) -> str:
@@ -190,35 +146,26 @@ def plan_json(plan: Plan) -> str:
         "disk_bytes": plan.storage.total,
         "sources": plan.sources,
         "source_problems": plan.source_problems,
-        "calibration": plan.calibration,
+        "calibration": plan.calibration and dataclasses.asdict(plan.calibration),
     }
     return json.dumps(values, indent=1)
 
 
 def candidate_values(candidate: Candidate) -> dict[str, Any]:
-    memory = candidate.memory
-    return {
-        "strategy": candidate.name,
-        "problems": candidate.problems,
-        "notes": candidate.notes,
-        "memory": memory and {**dataclasses.asdict(memory), "total": memory.total},
-        "fits": candidate.fits,
-        "largest_micro_batch": candidate.largest_micro_batch,
-        "micro_batch": candidate.micro_batch,
-        "step_seconds": candidate.step_seconds if math.isfinite(candidate.step_seconds) else None,
-        "communication_seconds": candidate.communication_seconds,
-    }
+    values = dataclasses.asdict(candidate)
+    if candidate.memory is not None:
+        values["memory"]["total"] = candidate.memory.total
+    seconds = candidate.step_seconds if math.isfinite(candidate.step_seconds) else None
+    return {"strategy": values.pop("name"), **values, "step_seconds": seconds}
 
 
 def print_plan(plan: Plan) -> None:
     """Tables with rich, which omits colours and cursor movements when the output is not a terminal."""
-    from rich.console import Console
-    from rich.table import Table
-
     console = Console(soft_wrap=True, highlight=False)
     console.width = max(console.width, TABLE_WIDTH)  # cut columns would be worse than wrapped lines
-    width = max(map(len, facts(plan)))
-    for name, value in facts(plan).items():
+    rows = facts(plan)
+    width = max(map(len, rows))
+    for name, value in rows.items():
         console.print(f"[bold]{name:<{width}}[/]  {value}", markup=True)
     heading = (
         f"Memory of one GPU in GB (2^30 bytes), {plan.config.batch.sequences_per_micro_batch} sequences of "
@@ -226,32 +173,26 @@ def print_plan(plan: Plan) -> None:
         f"{plan.hardware.gpu.memory_bytes / GIB:.1f} can be used"
     )
     table = Table(title=heading, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    columns = ("strategy", "parameters", "gradients", "optimizer", "activations", "buffers", "total", "fits")
-    for column in (*columns, "largest micro-batch", "tokens/s", "hours"):
+    for column in ("strategy", *PARTS, "fits", "largest micro-batch", "tokens/s", "hours"):
         table.add_column(column, justify="left" if column in ("strategy", "fits") else "right", no_wrap=True)
     for candidate in plan.candidates:
         if candidate.memory is not None:
-            style = "green" if candidate is plan.recommended else None
-            table.add_row(*memory_row(candidate, plan.work), style=style)
-    console.print()
-    console.print(table)
-    console.print()
+            table.add_row(*memory_row(candidate, plan.work), style="green" if candidate is plan.recommended else None)
+    console.print("", table, "", sep="\n")
     for line in remarks(plan):
         console.print(line, markup=False)
 
 
 def memory_row(candidate: Candidate, work: RunWork) -> list[str]:
-    memory = candidate.memory
-    parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.buffers, memory.total)
     seconds = candidate.step_seconds
-    runs = math.isfinite(seconds)
+    is_timed = math.isfinite(seconds)
     return [
         candidate.name,
-        *(f"{part / GIB:.1f}" for part in parts),
+        *(f"{getattr(candidate.memory, part) / GIB:.1f}" for part in PARTS),
         "yes" if candidate.fits else "no",
         str(candidate.largest_micro_batch or "-"),
-        f"{work.tokens_per_step / seconds:,.0f}" if runs else "-",
-        f"{work.steps * seconds / 3600:,.1f}" if runs else "-",
+        f"{work.tokens_per_step / seconds:,.0f}" if is_timed else "-",
+        f"{work.steps * seconds / 3600:,.1f}" if is_timed else "-",
     ]
 
 
@@ -283,13 +224,9 @@ def facts(plan: Plan) -> dict[str, str]:
 
 
 def speed_text(plan: Plan) -> str:
-    if plan.calibration:
-        mfu = (
-            f", MFU {plan.calibration['mfu']:.1%} of {plan.calibration['peak_source']}"
-            if plan.calibration["mfu"]
-            else ""
-        )
-        return f"{plan.calibration['tokens_per_second']:,.0f} tokens/s per process, measured here{mfu}"
+    if found := plan.calibration:
+        mfu = f", MFU {found.mfu:.1%} of {found.peak_source}" if found.mfu else ""
+        return f"{found.tokens_per_second:,.0f} tokens/s per process, measured here{mfu}"
     recompute = "; activation checkpointing adds a third of the time" if plan.work.recompute > 1 else ""
     return f"MFU {plan.speed.mfu:.0%} ({plan.speed.source}; --mfu or --calibrate for yours){recompute}"
 
@@ -304,73 +241,61 @@ def remarks(plan: Plan) -> list[str]:
     lines += sorted({note for candidate in plan.candidates for note in candidate.notes})
     lines += plan.source_problems
     for candidate in plan.candidates:
-        if candidate.memory is not None and (candidate.memory.host or candidate.memory.disk):
-            disk = f" and {candidate.memory.disk / GIB:,.1f} GB of disk" if candidate.memory.disk else ""
-            per_machine = candidate.memory.host * plan.hardware.gpus_per_machine
-            lines.append(
-                f"{candidate.name}: needs {per_machine / GIB:,.1f} GB additional host memory per machine{disk}"
-                + (" (disk for each GPU)" if disk else "")
-            )
+        memory = candidate.memory
+        if memory is not None and (memory.host or memory.disk):
+            disk = f" and {memory.disk / GIB:,.1f} GB of disk (disk for each GPU)" if memory.disk else ""
+            host = memory.host * plan.hardware.gpus_per_machine / GIB
+            lines.append(f"{candidate.name}: needs {host:,.1f} GB additional host memory per machine{disk}")
     lines.append(
         f"Not counted as usable: {FRAGMENTATION:.0%} for fragmentation, {CONTEXT_BYTES / GIB:.0f} GB for CUDA"
         + (f", {COMMUNICATION_BYTES / GIB:.0f} GB for NCCL." if plan.hardware.gpus > 1 else ".")
     )
-    if plan.calibration:
-        measured, predicted = plan.calibration["measured_peak_bytes"], plan.calibration["predicted_peak_bytes"]
+    if found := plan.calibration:
+        difference = found.predicted_peak_bytes / found.measured_peak_bytes - 1
         lines.append(
-            f"Measured here ({plan.calibration['data']}): {plan.calibration['step_seconds']:.3f} s per step in one "
-            f"process; peak of tensors {bytes_text(measured)}, predicted {bytes_text(predicted)} "
-            f"({predicted / measured - 1:+.1%})."
+            f"Measured here ({found.data}): {found.step_seconds:.3f} s per step in one process; peak of tensors "
+            f"{bytes_text(found.measured_peak_bytes)}, predicted {bytes_text(found.predicted_peak_bytes)} "
+            f"({difference:+.1%})."
         )
     return [*lines, "", *plan_verdict(plan)]
 
 
 def plan_verdict(plan: Plan) -> list[str]:
-    chosen = plan.recommended
+    chosen, gpu, micro = plan.recommended, plan.hardware.gpu, plan.config.batch.sequences_per_micro_batch
     if chosen is None:
         return [
-            f"Nothing fits on {plan.hardware.gpus} x {plan.hardware.gpu.name}: use more GPUs, "
-            "--activation_checkpointing full, a shorter sequence, or a smaller model."
+            f"Nothing fits on {plan.hardware.gpus} x {gpu.name}: use more GPUs, --activation_checkpointing full, a "
+            "shorter sequence, or a smaller model."
         ]
-    hours = plan.hours
-    estimate = (
-        f"{duration_text(hours * 3600)}, {plan.gpu_hours:,.1f} GPU-hours, ${plan.cost:,.0f} at "
-        f"${plan.hardware.gpu.price_per_hour:.2f} per GPU-hour, {plan.kilowatt_hours:,.0f} kWh at rated power"
-    )
-    micro = plan.config.batch.sequences_per_micro_batch
-    change = (
-        ""
-        if chosen.micro_batch == micro
-        else f", with {chosen.micro_batch} sequences per micro-batch instead of {micro}"
-    )
+    change = f", with {chosen.micro_batch} sequences per micro-batch instead of {micro}"
     return [
-        f"Recommended: {chosen.name}{change}: {estimate}; validation and checkpoints not included.",
+        f"Recommended: {chosen.name}{change if chosen.micro_batch != micro else ''}: "
+        f"{duration_text(plan.hours * 3600)}, {plan.gpu_hours:,.1f} GPU-hours, ${plan.cost:,.0f} at "
+        f"${gpu.price_per_hour:.2f} per GPU-hour, {plan.kilowatt_hours:,.0f} kWh at rated power; validation and "
+        "checkpoints not included.",
         f"  {plan.command}",
     ]
 
 
 def comment_of(plan: Plan, command: str) -> str:
     """The plan in a few lines, for the top of a recipe."""
-    chosen = plan.recommended
-    work = plan.work
+    chosen, found, work = plan.recommended, plan.calibration, plan.work
+    disk = f"{bytes_text(plan.storage.total)} of disk"
     lines = [
         f"Plan, by {command}:",
         f"{count_text(work.sizes.total)} parameters, {count_text(work.tokens)} tokens, {work.steps:,} steps, "
         f"{work.flops:.2g} FLOPs",
     ]
-    if plan.calibration:
-        found = plan.calibration
+    if found:
         lines.append(
-            f"one process, measured: {found['tokens_per_second']:,.0f} tokens/s, "
-            f"{duration_text(work.steps * found['step_seconds'])}, {bytes_text(found['measured_peak_bytes'])} of "
-            f"tensors (predicted {bytes_text(found['predicted_peak_bytes'])}); "
-            f"{bytes_text(plan.storage.total)} of disk"
+            f"one process, measured: {found.tokens_per_second:,.0f} tokens/s, "
+            f"{duration_text(work.steps * found.step_seconds)}, {bytes_text(found.measured_peak_bytes)} of tensors "
+            f"(predicted {bytes_text(found.predicted_peak_bytes)}); {disk}"
         )
     elif chosen is not None:
         need = f"{chosen.memory.total / GIB:.1f} GB per GPU, " if chosen.fits else ""
         lines.append(
             f"{chosen.name} on {plan.hardware.gpus} x {plan.hardware.gpu.name}: {need}{plan.hours:,.1f} hours at "
-            f"{plan.speed.mfu:.0%} MFU, {plan.gpu_hours:,.0f} GPU-hours, ${plan.cost:,.0f}; "
-            f"{bytes_text(plan.storage.total)} of disk"
+            f"{plan.speed.mfu:.0%} MFU, {plan.gpu_hours:,.0f} GPU-hours, ${plan.cost:,.0f}; {disk}"
         )
     return "\n".join(textwrap.fill(line, 117, initial_indent="# ", subsequent_indent="#   ") for line in lines)

@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM
 from pretrain.checkpoint.export_check import no_loading_bars
 from pretrain.config import RunConfig
 from pretrain.files import damage
-from pretrain.memory.footprint import footprint, layout_of
-from pretrain.model.model_config import load_model_config
 from pretrain.parallel.strategy import Strategy
 from pretrain.planning.calibration import measure_peak
 from pretrain.runs.history import read_metrics
@@ -40,21 +38,21 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
     half = max(1, steps // 2)
     folder = config.output.with_name(f"{config.output.name}-smoke")
     config = short(config, folder, half)
-    if strategy.is_main:
+    if strategy.ranks.is_main:
         shutil.rmtree(folder, ignore_errors=True)
-    strategy.barrier()
+    strategy.ranks.barrier()
     if code := train(config, steps):
         return code
     first = read_metrics(folder)
-    if strategy.is_main:
+    if strategy.ranks.is_main:
         (folder / "checkpoints" / f"step-{steps:08d}").rename(folder / "first-end")
         shutil.rmtree(folder / "final")
-    strategy.barrier()
+    strategy.ranks.barrier()
     if code := train(config, steps):
         return code
     memory = memory_verdict(config, strategy, first, min(2, run.micro_steps(run.total_steps - 1)))
     verdicts = {}
-    if strategy.is_main:
+    if strategy.ranks.is_main:
         again = read_metrics(folder)[len(first) :]
         trained = [event for event in first if event["event"] == "train"]
         verdicts = {
@@ -69,7 +67,7 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
         for name, problem in verdicts.items():
             print(f"{'FAIL' if problem else 'ok':<5} {name}{f': {problem}' if problem else ''}", flush=True)
     failed = any(verdicts.values())
-    return FAILED if strategy.gather(failed)[0] else 0
+    return FAILED if strategy.ranks.gather(failed)[0] else 0
 
 
 def short(config: RunConfig, folder: Path, half: int) -> RunConfig:
@@ -150,19 +148,9 @@ def memory_verdict(config: RunConfig, strategy: Strategy, events: list[dict], mi
         here = max((event["peak_memory_bytes"] for event in events if event["event"] == "train"), default=0)
     else:
         here = measure_peak(config, strategy, micro_steps)
-    measured = max(strategy.gather(here))
-    plugin = strategy.accelerator.state.deepspeed_plugin
-    planned = footprint(
-        config,
-        load_model_config(config.model),
-        strategy.name,
-        layout_of(strategy.name, strategy.ranks),
-        precision=strategy.precision,
-        sequences=config.batch.sequences_per_micro_batch,
-        device_type=kind,
-        deepspeed=plugin.deepspeed_config["zero_optimization"] if plugin else None,
-    ).total
-    strategy.print(f"      tensors at the peak: {in_words(measured, planned)}")
+    measured = max(strategy.ranks.gather(here))
+    planned = strategy.planned_memory(config).total
+    strategy.ranks.print(f"      tensors at the peak: {in_words(measured, planned)}")
     return memory_problem(measured, planned)
 
 

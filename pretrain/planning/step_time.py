@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from pretrain.config import RunConfig
 from pretrain.gpus import Gpu
-from pretrain.memory.footprint import Layout, data_ranks
-from pretrain.memory.parts import FP32, Sizes
-from pretrain.parallel.pipeline import STAGE_LAYOUTS
+from pretrain.memory.parts import Sizes
+from pretrain.parallel.layout import Layout, StepTraffic
+from pretrain.parallel.registry import STRATEGIES
 
 FRAGMENTATION = 0.08
 """Part of a GPU's memory that torch's allocator cannot use: pieces of the wrong size."""
@@ -20,11 +20,6 @@ COMMUNICATION_BYTES = 1.0 * 2**30
 """NCCL's buffers."""
 LINK_EFFICIENCY = 0.7
 """Part of a link's rate that collectives reach."""
-ALONE = ("zero3_offload", "zero3_offload_nvme")
-"""Strategies with offload, which also serve one GPU."""
-CPU_ADAM_BYTES_PER_SECOND = 100e9
-NVME_BYTES_PER_SECOND = 5e9
-"""Of one machine: what an update on the host, or the disk under it, moves per second."""
 MFU_BY_PARAMETERS = ((5e8, 0.40), (4e9, 0.42), (math.inf, 0.46))
 """(largest size, MFU) of the best published codebases on H100s, in the formula that train.py logs: llm.c 40.7 %
 at 124M, llm-foundry 41.8 % at 1.3B and 46.4 % at 7B. A plan at these is an aim: measure yours."""
@@ -90,72 +85,20 @@ class Speed:
     """Of one process, measured; None: from the MFU."""
 
     def step_seconds(
-        self,
-        name: str,
-        config: RunConfig,
-        work: RunWork,
-        hardware: Hardware,
-        layout: Layout,
-        micro_batch: int,
+        self, config: RunConfig, work: RunWork, hardware: Hardware, layout: Layout, micro_batch: int
     ) -> tuple[float, float]:
         """(seconds of a step, those in which GPUs wait for each other)."""
+        strategy = STRATEGIES[layout.name]
         if self.tokens_per_second:
             compute = work.tokens_per_step / (self.tokens_per_second * hardware.gpus)
         else:
             flops = work.flops_per_token * work.tokens_per_step * work.recompute
             compute = flops / (hardware.gpus * hardware.gpu.bf16_flops * self.mfu)
-        if name == "pp":
-            compute *= 1 + bubble(config, layout.per_group)
+        compute *= 1 + strategy.idle(config, layout)
         tokens = micro_batch * config.data.sequence_length
-        micro_steps = max(1, work.tokens_per_step // (tokens * data_ranks(name, layout)))
-        moved, hidden = traffic(name, work, hardware, layout, micro_steps, tokens)
+        micro_steps = max(1, work.tokens_per_step // (tokens * strategy.micro_batches(layout)))
+        inside = hardware.gpu.link_bytes_per_second * LINK_EFFICIENCY
+        traffic = StepTraffic(work.sizes, micro_steps, tokens, inside, hardware.bytes_per_second)
+        moved, hidden = strategy.traffic(layout, traffic) if hardware.gpus > 1 else (0.0, 0.0)
         exposed = max(0.0, moved - hidden * compute)
-        return compute + exposed + offload_seconds(name, work, hardware), exposed
-
-
-def bubble(config: RunConfig, ranks: int) -> float:
-    """Time a pipeline's processes wait, relative to the time they compute (Narayanan et al., arXiv 2104.04473)."""
-    layout = STAGE_LAYOUTS[config.pipeline.schedule]
-    if layout.splits_backward:
-        return 0.0
-    microbatches = len(layout.owners(ranks)) * config.pipeline.microbatch_scale
-    return (ranks - 1) / (microbatches * layout.stages_per_rank)
-
-
-def traffic(
-    name: str, work: RunWork, hardware: Hardware, layout: Layout, micro_steps: int, tokens: int
-) -> tuple[float, float]:
-    """(seconds in which a GPU sends in a step, part of the computing behind which that can hide).
-
-    Ring collectives: a sum of B bytes over n processes moves 2 B (n - 1) / n, a gather or a scatter half of that.
-    """
-    total, rate, ranks = work.sizes.total, hardware.bytes_per_second, hardware.gpus
-    if ranks == 1:
-        return 0.0, 0.0
-    inside = hardware.gpu.link_bytes_per_second * LINK_EFFICIENCY
-    ring = (ranks - 1) / ranks
-    if name in ("ddp", "zero1"):  # summed in the last micro-step, during its backward pass
-        return 2 * FP32 * total * ring / rate, 2 / 3 / micro_steps
-    if name == "zero2":
-        return (FP32 * micro_steps + 2) * total * ring / rate, 2 / 3
-    if name == "hsdp":
-        group = (layout.per_group - 1) / layout.per_group
-        sums = 2 * FP32 * total / layout.per_group / rate
-        return (2 * 2 + FP32) * micro_steps * total * group / inside + sums, 0.9
-    if name == "tp":  # two sums of the hidden states forward, two backward, nothing to hide behind
-        sizes = work.sizes
-        seconds = 4 * sizes.layers * micro_steps * tokens * sizes.width * 2 * 2 * ring / inside
-        return seconds + (2 * FP32 * total * ring / rate if layout.groups > 1 else 0.0), 0.0
-    if name == "pp":
-        return 0.0, 0.0
-    return (2 * 2 + FP32) * micro_steps * total * ring / rate, 0.9
-
-
-def offload_seconds(name: str, work: RunWork, hardware: Hardware) -> float:
-    """Seconds of an update in the machine's memory: weights, moments and gradients are read, most written."""
-    if name not in ALONE:
-        return 0.0
-    seconds = 28 * work.sizes.total / hardware.machines / CPU_ADAM_BYTES_PER_SECOND
-    if name == "zero3_offload_nvme":
-        seconds += 2 * 12 * work.sizes.total / hardware.machines / NVME_BYTES_PER_SECOND
-    return seconds
+        return compute + exposed + strategy.offload_seconds(layout, work.sizes.total), exposed

@@ -2,7 +2,7 @@
 
 Copes with what a crash left behind, imports nothing heavy, and changes a run only through control.
 
-    run_folder, settings: paths in a run folder; the run's settings
+    run_folder: paths in a run folder; its small files
     history: its metrics
     status: state, progress, time left
     curves, plots, comparison: pictures and tables

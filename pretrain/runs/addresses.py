@@ -10,16 +10,17 @@ owner/name@rev    a model of the Hub, at a branch, tag or commit
 
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrain.errors import InputError, Problems, did_you_mean, is_first_on_machine
+from pretrain.errors import InputError, did_you_mean, is_first_on_machine
 from pretrain.files import SEAL_FILE, damage
-from pretrain.runs.history import read_metrics
-from pretrain.runs.run_folder import METRICS_FILE, best_step, checkpoint_folders, read_state
+from pretrain.runs.history import last_good_end
+from pretrain.runs.run_folder import best_step, checkpoint_folders, read_state
 
 HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w./-]+)?")
-# Only what evaluation reads; weights that are pickles stay on the Hub.
+# Only what evaluation reads: pickled weights stay on the Hub.
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 
 
@@ -28,7 +29,7 @@ class ModelAddress:
     """Where a model is, and where it comes from as far as its folder tells."""
 
     name: str
-    """How tables call it: what the user wrote, and the checkpoint where that says more."""
+    """In tables: what the user wrote, and the checkpoint where that says more."""
     folder: Path
     """A Hugging Face model folder on this machine."""
     run: Path | None = None
@@ -40,19 +41,11 @@ class ModelAddress:
     """Commit of a Hub model."""
 
 
-def find_models(given: list[str], *, offline: bool = False) -> list[ModelAddress]:
-    """The models at these addresses, in order; RUN@all stands for several.
+def find_models(text: str) -> list[ModelAddress]:
+    """The model at an address; RUN@all stands for several.
 
-    offline: a Hub id is looked up only among what was downloaded before. Raises InputError with every address that
-    does not exist, and what exists instead.
+    Raises InputError if it does not exist, with what exists instead.
     """
-    problems = Problems()
-    addresses = [address for text in given for address in problems.attempt(_find, text, offline) or []]
-    problems.stop_if_any()
-    return addresses
-
-
-def _find(text: str, offline: bool) -> list[ModelAddress]:
     folder = Path(text).expanduser()
     if folder.is_dir():
         return [_in_folder(text, folder)]
@@ -66,7 +59,7 @@ def _find(text: str, offline: bool) -> list[ModelAddress]:
         raise InputError(f"--model {text}: no such folder{near}; give a run, RUN@STEP, a model folder or a Hub id")
     if not HUB_ID.fullmatch(text):
         raise InputError(f"--model {text}: neither a folder here nor a Hub id (owner/name or owner/name@revision)")
-    return [_from_hub(text, offline)]
+    return [_from_hub(text)]
 
 
 def _is_meant_as_path(text: str) -> bool:
@@ -87,14 +80,18 @@ def _in_folder(text: str, folder: Path) -> ModelAddress:
         raise InputError(
             f"--model {text}: neither a model folder (no config.json) nor a run with final/ or checkpoints/ in it"
         )
-    damages = []
-    for step, checkpoint in reversed(checkpoints.items()):
-        if not (found := damage(checkpoint)):
-            for passed_over in damages:
-                _warn(passed_over)
-            return _describe(f"{text.rstrip('/')}@{step}", checkpoint)
-        damages.append(f"{checkpoint} cannot be used: {'; '.join(found)}")
-    raise InputError(f"--model {text}: none of its checkpoints is intact: {'; '.join(damages)}")
+    for step, checkpoint in _intact(dict(reversed(checkpoints.items()))):
+        return _describe(f"{text.rstrip('/')}@{step}", checkpoint)
+    raise InputError(f"--model {text}: {folder} has no intact checkpoint; train it further, or restore one")
+
+
+def _intact(checkpoints: dict[int, Path]) -> Iterator[tuple[int, Path]]:
+    """Those whose files are as they were written, with a warning for each of the others."""
+    for step, folder in checkpoints.items():
+        if not (problems := damage(folder)):
+            yield step, folder
+        elif is_first_on_machine():
+            print(f"warning: {folder} cannot be used: {'; '.join(problems)}", file=sys.stderr)
 
 
 def _in_run(text: str, run: Path, selector: str) -> list[ModelAddress]:
@@ -119,12 +116,7 @@ def _in_run(text: str, run: Path, selector: str) -> list[ModelAddress]:
 
 
 def _all_of(text: str, run: Path, checkpoints: dict[int, Path]) -> list[ModelAddress]:
-    found = []
-    for step, folder in checkpoints.items():
-        if problems := damage(folder):
-            _warn(f"{folder} cannot be used: {'; '.join(problems)}")
-        else:
-            found.append(_describe(f"{run}@{step}", folder))
+    found = [_describe(f"{run}@{step}", folder) for step, folder in _intact(checkpoints)]
     if (run / "final" / "config.json").is_file():
         _refuse_damaged(text, run / "final")
         final = _describe(f"{run}/final", run / "final")
@@ -154,33 +146,23 @@ def _describe(name: str, folder: Path) -> ModelAddress:
     """The address of a model folder, with run, step and tokens where the folder lies in a run."""
     real = folder.resolve()
     if real.parent.name in ("checkpoints", "evaluations") and (real.parent.parent / "config.yaml").is_file():
-        state = (read_state(folder) or {}).get("state", {})
+        state = read_state(folder).get("state", {})
         run = folder.parent.parent if folder.parent.name == real.parent.name else real.parent.parent
         return ModelAddress(name, folder, run, state.get("step"), state.get("tokens"))
     if real.name == "final" and (real.parent / "config.yaml").is_file():
         run = folder.parent if folder.name == "final" else real.parent
-        end = _last_end(run)
+        end = last_good_end(run)
         return ModelAddress(name, folder, run, end.get("step"), end.get("tokens"))
     return ModelAddress(name, folder)
 
 
-def _last_end(run: Path) -> dict:
-    """The event that closed a run with its export; {} if it cannot be found."""
-    if not (run / METRICS_FILE).is_file():
-        return {}
-    ends = [event for event in read_metrics(run) if event.get("event") == "end" and event.get("code") == 0]
-    return ends[-1] if ends else {}
-
-
-def _from_hub(text: str, offline: bool) -> ModelAddress:
+def _from_hub(text: str) -> ModelAddress:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     repository, _, revision = text.partition("@")
     try:
-        folder = snapshot_download(
-            repository, revision=revision or None, allow_patterns=HUB_FILES, local_files_only=offline
-        )
+        folder = snapshot_download(repository, revision=revision or None, allow_patterns=HUB_FILES)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise InputError(
@@ -188,8 +170,3 @@ def _from_hub(text: str, offline: bool) -> ModelAddress:
             f"{reason}); give a run, RUN@STEP, a model folder or a Hub id that this machine can reach"
         ) from error
     return ModelAddress(text, Path(folder), revision=Path(folder).name)
-
-
-def _warn(text: str) -> None:
-    if is_first_on_machine():
-        print(f"warning: {text}", file=sys.stderr)

@@ -4,17 +4,14 @@ import csv
 import itertools
 import json
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pretrain.runs.history import Event, History, is_number
-from pretrain.runs.run_folder import read_json
-from pretrain.runs.status import RunStatus, state_text
+from pretrain.runs.history import History, is_number
+from pretrain.runs.run_folder import read_config, read_json
+from pretrain.runs.status import RunStatus, number_text, state_text
 from pretrain.units import bytes_text, count_text, duration_text, table
 
-RECORDS = {"config.yaml": "", "model.json": "model.", "strategy.json": "strategy.", "environment.json": "environment."}
-"""{file of a run's folder: what its settings are prefixed with}"""
 SMOOTHED_LINES = 10
 SHOWN_STEPS = 10
 EXPORTED = ("train", "validation", "evaluation")
@@ -35,23 +32,15 @@ def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def recorded_settings(run: Path) -> dict[str, Any]:
-    """Every setting that the run's folder records, by dotted name; files that are missing are left out."""
-    settings = {}
-    for name, prefix in RECORDS.items():
-        settings |= {f"{prefix}{key}": value for key, value in flatten_settings(_record(run / name)).items() if key}
-    return settings
-
-
-def _record(path: Path) -> dict:
-    if path.suffix != ".yaml":
-        return read_json(path)
-    import yaml
-
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return values if isinstance(values, dict) else {}
+    """Every setting that the run's folder records, by dotted name; missing files are left out."""
+    records = {"": read_config(run)}
+    records |= {f"{name}.": read_json(run / f"{name}.json") for name in ("model", "strategy", "environment")}
+    return {
+        f"{prefix}{key}": value
+        for prefix, record in records.items()
+        for key, value in flatten_settings(record).items()
+        if key
+    }
 
 
 def setting_differences(settings: list[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -68,51 +57,42 @@ def smoothed_loss(history: History) -> float | None:
 
 
 def results_of(history: History, status: RunStatus) -> dict[str, str]:
-    """What a run came to, by name, as text."""
-    train = history.of("train")
-    last = train[-1] if train else {}
+    """The results of a run, by name, as text."""
     results = {
         "state": state_text(status),
-        "step": f"{status.step:,}" if status.step is not None else None,
-        "of steps": f"{status.total_steps:,}" if status.total_steps else None,
-        "tokens": f"{last['tokens']:,}" if is_number(last.get("tokens")) else None,
+        "step": _text(status.step, "{:,}"),
+        "of steps": _text(status.total_steps or None, "{:,}"),
+        "tokens": _text(history.last("train").get("tokens"), "{:,}"),
         f"training loss, last {SMOOTHED_LINES} lines": _text(smoothed_loss(history), "{:.4f}"),
     }
     for source, events in history.validation().items():
         measured = [e for e in events if is_number(e.get("loss"))]
         if measured:
             best = min(measured, key=lambda e: e["loss"])
-            results[f"validation {source}"] = _validation_text(measured[-1])
+            per_byte = _text(measured[-1].get("bits_per_byte"), ", {:.4f} bits/byte") or ""
+            results[f"validation {source}"] = f"{measured[-1]['loss']:.4f}{per_byte}"
             results[f"best validation {source}"] = f"{best['loss']:.4f} at step {best['step']:,}"
     for name, scores in history.scores().items():
-        results[name] = _text(scores[-1].value, "{:.4f}") + _text(scores[-1].standard_error, " ± {:.4f}", "")
-    results |= _costs(history, train)
+        results[name] = f"{scores[-1].value:.4f}" + (_text(scores[-1].standard_error, " ± {:.4f}") or "")
+    results |= _costs(history)
     return {name: text for name, text in results.items() if text is not None}
 
 
-def _validation_text(event: Event) -> str:
-    per_byte = f", {event['bits_per_byte']:.4f} bits/byte" if is_number(event.get("bits_per_byte")) else ""
-    return f"{event['loss']:.4f}{per_byte}"
-
-
-def _costs(history: History, train: list[Event]) -> dict[str, str | None]:
-    def median(name: str) -> float | None:
-        values = [e[name] for e in train if is_number(e.get(name))]
-        return statistics.median(values) if values else None
-
-    memory = max((e["peak_memory_bytes"] for e in train if is_number(e.get("peak_memory_bytes"))), default=None)
+def _costs(history: History) -> dict[str, str | None]:
+    peaks = [event.get("peak_memory_bytes") for event in history.of("train")]
+    memory = max(filter(is_number, peaks), default=None)
     counts = {name: len(history.of(name)) for name in ("resume", "rollback", "spike", "skip", "warning")}
     return {
         "running time": duration_text(history.events[-1]["hours"] * 3600),
-        "tokens per second, median": _text(median("tokens_per_second"), "{:,.0f}"),
-        "MFU, median": _text(median("mfu"), "{:.1%}"),
+        "tokens per second, median": _text(history.median("tokens_per_second"), "{:,.0f}"),
+        "MFU, median": _text(history.median("mfu"), "{:.1%}"),
         "peak memory": bytes_text(memory) if memory is not None else None,
         **{f"{name} events": str(count) for name, count in counts.items() if count},
     }
 
 
-def _text(value: float | None, form: str, missing: str | None = None) -> str | None:
-    return form.format(value) if is_number(value) else missing
+def _text(value: float | None, form: str) -> str | None:
+    return form.format(value) if is_number(value) else None
 
 
 def comparison_text(runs: list[tuple[History, RunStatus]]) -> str:
@@ -147,25 +127,23 @@ def _cell(value: Any) -> str:
 
 
 def summary_text(history: History, status: RunStatus) -> str:
-    """A run on one page: what it is, what it came to, what happened to it."""
+    """A run on one page: its settings, its results, its course."""
     settings = recorded_settings(history.folder)
     start = history.last("start")
-    parameters = f", {start['parameters']:,} parameters" if is_number(start.get("parameters")) else ""
+    parameters = _text(start.get("parameters"), ", {:,} parameters") or ""
     data = [value for key, value in settings.items() if key.startswith("data.") and key.endswith(".shards")]
     optim = {key: settings.get(f"optim.{key}") for key in ("name", "learning_rate", "schedule", "warmup_steps")}
     batch, length = settings.get("batch.tokens_per_step"), settings.get("data.sequence_length", "?")
-    machine = ", ".join(
-        f"{settings[key]}{word}"
-        for key, word in (("strategy.strategy", ""), ("strategy.ranks", " processes"), ("environment.device", ""))
-        if settings.get(key) is not None
-    )
+    ranks = settings.get("strategy.ranks")
+    processes = f"{ranks} process{'es' if ranks != 1 else ''}" if ranks is not None else None
+    machine = (settings.get("strategy.strategy"), processes, settings.get("environment.device"))
     about = {
         "model": f"{settings.get('model', '?')}{parameters}",
         "data": f"{' + '.join(dict.fromkeys(map(str, data))) or '?'}, {length} tokens per sequence",
-        "batch": f"{batch:,} tokens per step" if is_number(batch) else "?",
+        "batch": _text(batch, "{:,} tokens per step") or "?",
         "optimizer": f"{optim['name']}, learning rate {optim['learning_rate']}, {optim['schedule']}, "
         f"{optim['warmup_steps']} warmup steps",
-        "ran on": machine or "?",
+        "ran on": ", ".join(filter(None, machine)) or "?",
         "precision": str(settings.get("strategy.precision", settings.get("precision", "?"))),
         "seed": str(settings.get("seed", "?")),
         "code": str(settings.get("environment.commit", "?"))[:12],
@@ -178,23 +156,23 @@ def _curve_lines(history: History) -> list[str]:
     """The run at some steps, evenly spread."""
     train = [e for e in history.of("train") if is_number(e.get("loss"))]
     if not train:
-        return ["no step is logged yet"]
+        return ["no steps logged yet"]
     count = min(SHOWN_STEPS, len(train))
     picked = sorted({round(n * (len(train) - 1) / max(1, count - 1)) for n in range(count)})
-    rows = [["step", "tokens", "loss", "grad norm", "learning rate", "tok/s", "running time"]]
-    for event in (train[number] for number in picked):
-        rows.append(
-            [
-                f"{event['step']:,}",
-                count_text(event.get("tokens") or 0),
-                f"{event['loss']:.4f}",
-                _text(event.get("grad_norm"), "{:.3f}", "-"),
-                _text(event.get("learning_rate"), "{:.2e}", "-"),
-                _text(event.get("tokens_per_second"), "{:,.0f}", "-"),
-                duration_text(event["hours"] * 3600),
-            ]
-        )
-    return [table(rows, right=set(range(7)))]
+    header = ["step", "tokens", "loss", "grad norm", "learning rate", "tok/s", "running time"]
+    rows = [
+        [
+            f"{event['step']:,}",
+            count_text(event.get("tokens") or 0),
+            f"{event['loss']:.4f}",
+            number_text(event.get("grad_norm"), "{:.3f}"),
+            number_text(event.get("learning_rate"), "{:.2e}"),
+            number_text(event.get("tokens_per_second"), "{:,.0f}"),
+            duration_text(event["hours"] * 3600),
+        ]
+        for event in (train[number] for number in picked)
+    ]
+    return [table([header, *rows], right=set(range(7)))]
 
 
 def write_csv(histories: list[History], path: Path) -> int:
@@ -208,7 +186,7 @@ def write_csv(histories: list[History], path: Path) -> int:
         for event in history.events
         if event["event"] in EXPORTED
     ]
-    columns = _columns(rows)
+    columns = dict.fromkeys(["run", "event", "step", "tokens", "hours", "time", *itertools.chain.from_iterable(rows)])
     unfinished = path.with_name(f".{path.name}.unfinished")
     with open(unfinished, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns)
@@ -216,9 +194,3 @@ def write_csv(histories: list[History], path: Path) -> int:
         writer.writerows(rows)
     unfinished.replace(path)
     return len(rows)
-
-
-def _columns(rows: Iterable[dict]) -> list[str]:
-    first = ["run", "event", "step", "tokens", "hours", "time"]
-    found = dict.fromkeys(key for row in rows for key in row)
-    return [*first, *(key for key in found if key not in first)]

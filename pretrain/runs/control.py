@@ -3,9 +3,8 @@
     RUN/control/request.json   {id, command, start_id, time, host, pid}     written by `runs.py save|stop|abort|anneal`
     RUN/control/answer.json    {id, command, step}                          written by the trainer when it is done
 
-No server and no port: whoever may write in the folder may steer, from any machine that shares the disk. Both files
-are replaced by renaming, so a reader never sees half of one. A request names the start of the process that it is
-meant for, so that one left over from before a crash or a restart is ignored.
+No server and no port: whoever can write to the folder can control the run, from any machine that shares the disk. A
+request names the start of the process that it is meant for, so that one from before a crash or restart is ignored.
 """
 
 import json
@@ -18,16 +17,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pretrain.errors import InputError
+from pretrain.files import write_durably
 from pretrain.runs.history import last_start, require_run
 from pretrain.runs.run_folder import read_json
 from pretrain.runs.status import is_training, read_status, state_text
 
 COMMANDS = {
-    "save": "save a checkpoint now and continue",
-    "stop": "save a checkpoint and stop; run the same command to resume",
-    "abort": "stop now, without saving",
-    "anneal": "start the final learning-rate decay now",
+    "save": "save a checkpoint of a live run and continue",
+    "stop": "save a checkpoint of a live run and stop it",
+    "abort": "stop a live run without saving",
+    "anneal": "start the final learning-rate decay of a live run",
 }
+"""{command: what it does}"""
 DONE = {
     "save": "saved at step {step:,}",
     "stop": "saved and stopped at step {step:,}",
@@ -42,9 +43,8 @@ class Control:
     """The trainer's side; on the main rank only, which informs the others.
 
     Args:
-        run_folder: the run's folder.
-        start_id: what the `start` event of this process says; requests for other starts are ignored.
-        warn: takes a sentence about a request that cannot be followed.
+        start_id: of this process, as in its `start` event; requests for other starts are ignored.
+        warn: called with a sentence about a request that cannot be followed.
     """
 
     def __init__(self, run_folder: Path, start_id: str, warn: Callable[[str], None] = warnings.warn):
@@ -75,27 +75,17 @@ class Control:
         return request["command"]
 
     def acknowledge(self, step: int) -> None:
-        """Answers the last command that `poll` returned: it is done, as of `step`. Nothing to answer: nothing done."""
+        """Answers the last command that `poll` returned, if any: it is done, as of `step`."""
         if self._open:
-            write_replacing(self._answer, {"id": self._open["id"], "command": self._open["command"], "step": step})
+            answer = {"id": self._open["id"], "command": self._open["command"], "step": step}
+            write_durably(self._answer, json.dumps(answer))
             self._open = {}
 
 
-def write_replacing(path: Path, values: dict) -> None:
-    """Writes a small JSON file atomically, so that a reader sees the old or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(unfinished, "w", encoding="utf-8") as file:
-        json.dump(values, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
-
-
 def send(run: Path, command: str, request_id: str | None = None) -> dict:
-    """Writes the request and returns it, with an id of its own unless one is given.
+    """Writes the request and returns it, with a new id unless one is given.
 
-    Raises InputError for a folder that is no run, a run that is not active, and a folder that cannot be written.
+    Raises InputError for a folder that is not a run, a run that is not active, and a folder that is not writable.
     """
     require_run(run)
     if not is_training(run):
@@ -113,7 +103,8 @@ def send(run: Path, command: str, request_id: str | None = None) -> dict:
         "pid": os.getpid(),
     }
     try:
-        write_replacing(run / REQUEST_FILE, request)
+        (run / REQUEST_FILE).parent.mkdir(exist_ok=True)
+        write_durably(run / REQUEST_FILE, json.dumps(request))
     except OSError as error:
         raise InputError(
             f"{run / REQUEST_FILE}: is not writable ({error.strerror}); send commands as a user with write access"
@@ -133,15 +124,14 @@ def _not_alive(run: Path, command: str) -> str:
 def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: Callable[[float], None]) -> str:
     """The trainer's answer as text. The files are reopened each time, as network disks require.
 
-    Args:
-        show: called with the seconds waited so far, a few times per second.
+    show: called with the seconds waited so far, a few times per second.
 
-    Raises InputError if the run ends without an answer, if another request takes the place of this
-    one, or if the time is up; a request that timed out is cancelled.
+    Raises InputError if the run ends without an answer, if another request replaces this one, or if the time is up;
+    a request that timed out is cancelled.
     """
     start, command = time.monotonic(), request["command"]
     while (waited := time.monotonic() - start) < timeout_seconds:
-        # Asked before the answer is read: a trainer that stops answers first and dies then.
+        # Asked before the answer is read: a trainer that stops first answers, then exits.
         alive = is_training(run)
         answer = read_json(run / ANSWER_FILE)
         if answer.get("id") == request["id"] and isinstance(answer.get("step"), int):
@@ -164,6 +154,6 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: C
 
 
 def withdraw(run: Path, request: dict) -> None:
-    """Withdraws a request that has not been picked up yet; leaves a later one."""
+    """Withdraws a request that was not picked up yet; a later one stays."""
     if read_json(run / REQUEST_FILE).get("id") == request["id"]:
         (run / REQUEST_FILE).unlink(missing_ok=True)

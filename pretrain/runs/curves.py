@@ -1,20 +1,34 @@
 """The curves of a run, ready to be drawn: every point with its step, tokens, hours and FLOPs."""
 
-import bisect
 import itertools
 import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from pretrain.runs.comparison import recorded_settings, results_of, setting_differences
-from pretrain.runs.history import MARKS, Event, History, is_number
+from pretrain.runs.history import Event, History, is_number
 from pretrain.runs.status import RunStatus, event_text
 
 POSITIONS = ("step", "tokens", "hours", "flops")
-"""What a curve can be drawn over. hours: processes ran that long; flops: of forward and backward, as MFU counts."""
+"""The x-axes. hours: of running; flops: of forward and backward, as MFU counts."""
 MEASURES = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "peak_memory_bytes")
 MOST_BUCKETS = 600
 MOST_MARKS_OF_A_KIND = 400
+MARKS = {
+    "resume": (">", "#009e73", "resumed"),
+    "checkpoint": ("|", "#666666", "checkpoint"),
+    "spike": ("^", "#d62728", "loss spike"),
+    "skip": ("x", "#d62728", "step skipped"),
+    "rollback": ("<", "#d62728", "rolled back"),
+    "control": ("D", "#9467bd", "control command"),
+    "divergence": ("P", "#d62728", "diverges"),
+    "explosion": ("*", "#d62728", "gradient exploded"),
+    "warning": ("v", "#e69f00", "warning"),
+    "end": ("s", "#000000", "ended"),
+}
+"""{event worth a mark beside the curves: (matplotlib marker, colour, what the legend calls it)}"""
 
 Columns = dict[str, list[float | None]]
 
@@ -81,21 +95,22 @@ def flops_per_token_of(history: History) -> tuple[float | None, bool]:
 
 
 class Places:
-    """Tokens and hours at any step of a run, between logged steps by straight lines."""
+    """Tokens and hours at any step of a run: between logged steps by straight lines, after the last as there."""
 
     def __init__(self, train: list[Event], flops_per_token: float | None):
         self._flops_per_token = flops_per_token
         known = [e for e in train if is_number(e.get("tokens")) and is_number(e.get("hours"))]
-        self._steps = [0, *(e["step"] for e in known)]
-        self._columns = {key: [0.0, *(e[key] for e in known)] for key in ("tokens", "hours")}
+        self._steps = np.array([0, *(e["step"] for e in known)])
+        self._columns = {key: np.array([0.0, *(e[key] for e in known)]) for key in ("tokens", "hours")}
 
     def of(self, events: list[Event]) -> Columns:
         """{step, tokens, hours, flops} of the events; None where an event belongs to no step."""
         columns: Columns = {"step": [e.get("step") for e in events]}
         for key in ("tokens", "hours"):
+            at = np.interp([step or 0 for step in columns["step"]], self._steps, self._columns[key])
             columns[key] = [
-                _number(e[key]) if is_number(e.get(key)) and e["event"] == "train" else self.at(e.get("step"), key)
-                for e in ({"event": None, **e} for e in events)
+                None if e.get("step") is None else _number(e[key] if _is_logged(e, key) else float(value))
+                for e, value in zip(events, at, strict=True)
             ]
         columns["flops"] = [
             _number(tokens * self._flops_per_token) if is_number(tokens) and self._flops_per_token else None
@@ -103,18 +118,9 @@ class Places:
         ]
         return columns
 
-    def at(self, step: float | None, key: str) -> float | None:
-        """The column at that step; the last known value for steps beyond."""
-        if step is None:
-            return None
-        steps, values = self._steps, self._columns[key]
-        after = bisect.bisect_left(steps, step)
-        if after == len(steps):
-            return _number(values[-1])
-        if after == 0 or steps[after] == step:
-            return _number(values[after])
-        share = (step - steps[after - 1]) / (steps[after] - steps[after - 1])
-        return _number(values[after - 1] + share * (values[after] - values[after - 1]))
+
+def _is_logged(event: Event, key: str) -> bool:
+    return event.get("event") == "train" and is_number(event.get(key))
 
 
 def _number(value: Any) -> float | None:
@@ -146,17 +152,14 @@ def thin(events: list[Event]) -> tuple[list[Event], Columns]:
 
 
 def _marks(history: History, place: Places) -> list[dict[str, Any]]:
-    kinds: dict[str, list[Event]] = {}
-    for event in history.events:
-        if event["event"] in MARKS and is_number(event.get("step")):
-            kinds.setdefault(event["event"], []).append(event)
     marks = []
-    for kind, events in kinds.items():
-        events = events[-MOST_MARKS_OF_A_KIND:]
+    for kind in MARKS:
+        events = [event for event in history.of(kind) if is_number(event.get("step"))][-MOST_MARKS_OF_A_KIND:]
         columns = place.of(events)
-        for number, event in enumerate(events):
-            at = {key: columns[key][number] for key in POSITIONS}
-            marks.append({"event": kind, "text": event_text(event), **at})
+        marks += [
+            {"event": kind, "text": event_text(event), **{key: columns[key][number] for key in POSITIONS}}
+            for number, event in enumerate(events)
+        ]
     return marks
 
 

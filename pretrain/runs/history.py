@@ -1,12 +1,13 @@
 """Reading metrics.jsonl: all of it, with every curve single-valued, or only its end.
 
-A run that goes on from a checkpoint, or that rolls back, repeats steps: the lines of the first time stay in the file.
-The last time is what the model is made of, so only its lines belong to a curve. `start` says from which step a process
-went on, `rollback` to which step it went back.
+A run that resumes from a checkpoint or rolls back repeats steps, and the earlier lines stay in the file. Only the last
+ones describe the model, so only they belong to a curve. `start` says from which step a process resumed, `rollback` to
+which step it went back.
 """
 
 import json
 import os
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,16 @@ from pretrain.errors import InputError, Problems, did_you_mean
 from pretrain.runs.run_folder import METRICS_FILE
 
 CURVES = frozenset({"train", "validation", "evaluation", "sample", "skip"})
-"""Events that describe the model at a step; the others record what happened, which a rollback does not undo."""
+"""Events that describe the model at a step; the others record what happened, also before a rollback."""
 BESIDE = frozenset({"evaluation", "publish"})
 """Events that other processes write, also long after the run's own has ended."""
-MARKS = ("resume", "checkpoint", "spike", "skip", "explosion", "divergence", "rollback", "control", "warning", "end")
-"""Events worth a mark on a plot, beside the curves."""
-READ_BACK_BYTES = 1 << 16
+MEASURED = frozenset({"validation", "evaluation"})
+"""Events of which several at the same step may measure the same thing."""
+NO_MEASURES = {
+    "event", "step", "tokens", "model", "task", "source", "split", "few_shots", "time", "hours", "samples", "limit",
+    "evaluated_tokens",
+}  # fmt: skip
+"""Keys of an `evaluation` event that say what was measured, and how."""
 MOST_SOURCES = 20
 
 Event = dict[str, Any]
@@ -31,17 +36,29 @@ Event = dict[str, Any]
 class Score:
     """One number of an evaluation."""
 
-    name: str
-    """'hellaswag · acc', 'docs validation · bits_per_byte'."""
-    step: int | None
-    tokens: int | None
+    task: str
+    """Or the source, of a loss."""
+    metric: str
+    """acc, or exact_match,strict-match as the harness names it; loss, perplexity or bits_per_byte of a source."""
     value: float
     standard_error: float | None = None
+    few_shots: int | None = None
+    split: str | None = None
+    step: int | None = None
+    tokens: int | None = None
+    is_whole: bool = True
+    """Over all documents of the task: a score over a few of them is not a result."""
+
+    @property
+    def name(self) -> str:
+        """'hellaswag (5-shot) · acc', 'docs validation · bits_per_byte'"""
+        detail = f" ({self.few_shots}-shot)" if self.few_shots else f" {self.split}" if self.split else ""
+        return f"{self.task}{detail} · {self.metric}"
 
 
 @dataclass(frozen=True)
 class History:
-    """A whole run. Every event carries `hours`: the time that processes ran up to it, without the gaps between."""
+    """A whole run. Every event has `hours`: running time up to it, without the gaps between processes."""
 
     folder: Path
     events: list[Event] = field(repr=False)
@@ -57,6 +74,11 @@ class History:
     def last(self, name: str) -> Event:
         """The last event of that name; empty if there is none."""
         return next((event for event in reversed(self.events) if event["event"] == name), {})
+
+    def median(self, measure: str) -> float | None:
+        """Over the logged steps, so that restarts and pauses do not count."""
+        values = [event[measure] for event in self.of("train") if is_number(event.get(measure))]
+        return statistics.median(values) if values else None
 
     def validation(self) -> dict[str, list[Event]]:
         """{source: validation events}"""
@@ -77,39 +99,23 @@ class History:
 def scores_of(event: Event) -> list[Score]:
     """The numbers of an `evaluation` event: of a task, with standard errors, or losses on a source.
 
-    The parts of a group that has scores of its own have none here: sixty curves would hide the one.
+    None for the parts of a group that has scores of its own: sixty curves would hide the one.
     """
-    step, tokens = event.get("step"), event.get("tokens")
-    if "value" in event:
-        name = f"{event.get('task')} · {event.get('metric')}"
-        measured = [Score(name, step, tokens, event["value"], event.get("stderr"))]
-    elif event.get("is_part"):
-        measured = []
-    elif "task" in event:
-        shots = f" ({event['few_shots']}-shot)" if event.get("few_shots") else ""
-        about = {"event", "step", "tokens", "model", "task", "few_shots", "time", "hours", "samples", "limit"}
-        measured = [
-            Score(f"{event['task']}{shots} · {_metric(key)}", step, tokens, value, event.get(_stderr_of(key)))
-            for key, value in event.items()
-            if key not in about and "_stderr" not in key
-        ]
-    else:
-        name = " ".join(str(event[key]) for key in ("source", "split") if event.get(key))
-        measured = [
-            Score(f"{name} · {key}", step, tokens, event[key])
-            for key in ("loss", "perplexity", "bits_per_byte")
-            if key in event
-        ]
-    return [score for score in measured if is_number(score.value)]
+    if event.get("is_part"):
+        return []
+    about = {key: event.get(key) for key in ("few_shots", "split", "step", "tokens")}
+    about |= {"task": str(event.get("task") or event.get("source")), "is_whole": event.get("limit") is None}
+    measures = {key: value for key, value in event.items() if key not in NO_MEASURES and is_number(value)}
+    # lm-eval names the filter of the answers after a comma; "none" is no filter.
+    return [
+        Score(metric=key.removesuffix(",none"), value=value, standard_error=measures.get(_stderr_of(key)), **about)
+        for key, value in measures.items()
+        if "_stderr" not in key
+    ]
 
 
-def _metric(key: str) -> str:
-    """'acc,none' -> 'acc': lm-eval names the filter of the answers behind a comma."""
-    return key.removesuffix(",none")
-
-
-def _stderr_of(key: str) -> str:
-    name, comma, answers = key.partition(",")
+def _stderr_of(metric: str) -> str:
+    name, comma, answers = metric.partition(",")
     return f"{name}_stderr{comma}{answers}"
 
 
@@ -152,7 +158,7 @@ def require_runs(folders: Iterable[Path]) -> list[Path]:
 
 
 def find_runs(folder: Path, *, depth: int = 3) -> list[Path]:
-    """The runs in a folder and its subfolders, by name. What lies within a run is not looked at."""
+    """The runs in a folder and its subfolders, by name, without runs inside runs."""
     found = []
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -179,16 +185,16 @@ def read_history(run: Path) -> History:
 
 
 def read_metrics(run: Path) -> list[Event]:
-    """The events of a run in the order in which they were logged, those of steps that were repeated included.
-
-    Raises OSError where there is no metrics.jsonl.
-    """
-    with open(run / METRICS_FILE, "rb") as file:
-        return parse_lines(file)
+    """The events of a run in the order in which they were logged, repeated steps included; [] without a log."""
+    try:
+        with open(run / METRICS_FILE, "rb") as file:
+            return parse_lines(file)
+    except FileNotFoundError:
+        return []
 
 
 def parse_lines(lines: Iterable[bytes]) -> list[Event]:
-    """The events in the lines; lines that a crash cut short or that are no events are left out."""
+    """The events in the lines, without truncated lines and other text."""
     events = []
     for line in lines:
         try:
@@ -203,10 +209,7 @@ def parse_lines(lines: Iterable[bytes]) -> list[Event]:
 
 
 def append_events(run: Path, events: Iterable[Event]) -> None:
-    """Adds lines to the run's metrics.jsonl, which the run itself may be writing to; existing lines are kept.
-
-    Raises OSError where it cannot be written.
-    """
+    """Adds lines to the run's metrics.jsonl, to which the run itself may be writing too. Raises OSError."""
     text = "".join(json.dumps(event, allow_nan=False) + "\n" for event in events)
     descriptor = os.open(run / METRICS_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -243,7 +246,7 @@ def current_events(events: Iterable[Event]) -> list[Event]:
 
 
 def repeats_after(event: Event) -> int | None:
-    """The last step that stays valid when this event says that training continues from an earlier step."""
+    """The last step that stays valid after this event, if it says that training continues from an earlier step."""
     if event["event"] == "start":
         # Step 0 itself is measured again by a process that starts from scratch.
         return event.get("step") or -1
@@ -259,39 +262,24 @@ def _drop_after(current: list[Event], step: int) -> None:
 
 def _last_of_each(events: list[Event]) -> list[Event]:
     """Only the last of several measurements of the same thing at the same step."""
-    last = {}
-    for number, event in enumerate(events):
-        if event["event"] in ("validation", "evaluation"):
-            last[_subject(event)] = number
-    return [
-        e for n, e in enumerate(events) if e["event"] not in ("validation", "evaluation") or last[_subject(e)] == n
-    ]
+    last = {_subject(event): number for number, event in enumerate(events) if event["event"] in MEASURED}
+    return [e for n, e in enumerate(events) if e["event"] not in MEASURED or last[_subject(e)] == n]
 
 
 def _subject(event: Event) -> tuple:
-    return tuple(event.get(key) for key in ("event", "step", "source", "split", "task", "few_shots", "metric"))
+    return tuple(event.get(key) for key in ("event", "step", "source", "split", "task", "few_shots"))
 
 
 def read_end(run: Path, *, lines: int = 2000, look_back_bytes: int = 1 << 22) -> list[Event]:
-    """The last events of a run, superseded ones left out, by reading the file from its end, whatever its length.
+    """The last events of a run, without superseded ones, read from the end of the file, whatever its length.
 
-    Args:
-        lines: how many of the last lines to read. Before them only validations count.
-        look_back_bytes: how far to look for the last validation, and for the last train line.
+    lines: how many of the last lines to read; before them, only validations within `look_back_bytes`.
     """
     with open(run / METRICS_FILE, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        length = READ_BACK_BYTES
-        while True:
-            file.seek(max(0, size - length))
-            block = file.read(min(size, length))
-            if length >= min(size, look_back_bytes) or all(
-                b'\n{"event": "%b"' % name in block for name in (b"train", b"validation")
-            ):
-                break
-            length *= 4
-    # Unless it is the whole file, the block begins in the middle of a line.
-    all_lines = block.split(b"\n")[0 if length >= size else 1 :]
+        begin = max(0, file.seek(0, os.SEEK_END) - look_back_bytes)
+        file.seek(begin)
+        # Unless it is the whole file, what is read begins in the middle of a line.
+        all_lines = file.read().split(b"\n")[1 if begin else 0 :]
     validations = [line for line in all_lines[:-lines] if line.startswith(b'{"event": "validation"')]
     return current_events(parse_lines([*validations[-MOST_SOURCES:], *all_lines[-lines:]]))
 
@@ -306,19 +294,11 @@ def first_event(run: Path) -> Event:
 def last_start(run: Path) -> Event:
     """The newest `start` event, wherever it is in the file; empty if there is none."""
     with open(run / METRICS_FILE, "rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        overlap = b""
-        while end > 0:
-            begin = max(0, end - (1 << 20))
-            file.seek(begin)
-            block = file.read(end - begin) + overlap
-            # A line that begins before this block is whole in the next one.
-            found = block.rfind(b'{"event": "start"')
-            while found >= 0:
-                line = block[found:].split(b"\n", 1)[0]
-                events = parse_lines([line]) if found == 0 or block[found - 1 : found] == b"\n" else []
-                if events:
-                    return events[0]
-                found = block.rfind(b'{"event": "start"', 0, found)
-            overlap, end = block.split(b"\n", 1)[0] + b"\n", begin
-    return {}
+        events = parse_lines(line for line in file if line.startswith(b'{"event": "start"'))
+    return events[-1] if events else {}
+
+
+def last_good_end(run: Path) -> Event:
+    """The event that closed a run after its export; empty if there is none."""
+    ends = [event for event in read_metrics(run) if event["event"] == "end" and event.get("code") == 0]
+    return ends[-1] if ends else {}

@@ -2,24 +2,23 @@
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.errors import EXIT_BAD_INPUT, InputError, did_you_mean
 from pretrain.files import ROOT
 from pretrain.recipe import read_run_config
+from pretrain.runs.history import read_metrics
+from pretrain.units import table
 
 REFERENCE = "single"
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, None), "fp16": (2e-2, None)}
 """{precision: (largest difference of the loss, largest relative difference of the gradient norm)}. In half precision
-strategies round in other places, and a gradient norm may differ by some percent where losses agree."""
-COMPUTE_IN_BF16 = ("muon",)
-"""Optimizers whose update is computed in bf16 under any precision, where the device multiplies in bf16."""
+strategies round in different places, and gradient norms may differ by a few percent where losses agree."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class StrategyOutcome:
-    """What became of one strategy."""
+    """The outcome of one strategy."""
 
     curve: Curve | None
     """None: it did not train to the end."""
@@ -51,8 +50,8 @@ def measure_parity(
 ) -> int:
     """Trains under each strategy into output/NAME and prints the curves side by side.
 
-    Returns 0 if all that can run the recipe agree with `single`, else 1. Raises InputError for a strategy without a
-    file, for an output folder that holds runs already, and for a recipe that `single` refuses.
+    Returns 0 if all that can run the recipe agree with `single`, else 1. Raises InputError for an unknown strategy,
+    for an output folder that already contains runs, and for a recipe that `single` refuses.
     """
     known = strategy_names()
     problems = [f"--strategies: {n} is unknown{did_you_mean(n, known)}" for n in strategies if n not in known]
@@ -68,7 +67,7 @@ def measure_parity(
     outcomes: dict[str, StrategyOutcome] = {}
     for number, name in enumerate(strategies, start=1):
         count = 1 if name == REFERENCE else processes
-        on = "1 process" if count == 1 else f"{count} processes"
+        on = f"{count} process{'es' if count > 1 else ''}"
         print(f"[{number}/{len(strategies)}] {name}, {on}, {steps} steps ...", file=sys.stderr, flush=True)
         outcomes[name] = train_under(name, count, recipe, output / name, overrides)
         if outcomes[REFERENCE].curve is None:
@@ -76,18 +75,19 @@ def measure_parity(
                 *(outcomes[REFERENCE].refusals or [f"{recipe} does not train; see {output / REFERENCE}.log"])
             )
     optimizer = read_run_config(recipe, []).optim.name
-    if precision == "fp32" and optimizer in COMPUTE_IN_BF16 and multiplies_in_bf16():
+    if precision == "fp32" and updates_in_bf16(optimizer):
         print(f"{optimizer} computes its updates in bf16 here: losses are compared as those of bf16.\n")
         precision = "bf16"
     return report_parity(outcomes, TOLERANCES[precision], output)
 
 
-def multiplies_in_bf16() -> bool:
-    """Whether this machine has instructions for it; imports torch."""
+def updates_in_bf16(optimizer: str) -> bool:
+    """Whether the optimizer computes its updates in bf16 on this machine under any precision; imports torch."""
     from pretrain.hardware import missing_bf16
+    from pretrain.optim.optimizers import OPTIMIZERS
     from pretrain.parallel.strategy import device_type
 
-    return missing_bf16(device_type()) is None
+    return OPTIMIZERS[optimizer].updates_in_bf16 and missing_bf16(device_type()) is None
 
 
 def run_overrides(recipe: Path, steps: int, precision: str) -> list[str]:
@@ -101,7 +101,7 @@ def run_overrides(recipe: Path, steps: int, precision: str) -> list[str]:
 
 
 def train_under(name: str, processes: int, recipe: Path, output: Path, overrides: list[str]) -> StrategyOutcome:
-    """What one run made. What it said is in output.log."""
+    """The outcome of one run. Its output is in output.log."""
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *("--config_file", f"accelerate_configs/{name}.yaml"),
@@ -111,16 +111,16 @@ def train_under(name: str, processes: int, recipe: Path, output: Path, overrides
     output.parent.mkdir(parents=True, exist_ok=True)
     log = output.with_suffix(".log")
     with open(log, "w", encoding="utf-8") as file:
-        status = subprocess.run(command, cwd=ROOT, env=os.environ, stdout=file, stderr=subprocess.STDOUT).returncode
+        status = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
     if status == 0:
-        return StrategyOutcome(read_curve(output / "metrics.jsonl"))
+        return StrategyOutcome(read_curve(output))
     return StrategyOutcome(None, tuple(refusals(log.read_text(encoding="utf-8", errors="replace"), status)))
 
 
 def refusals(log: str, status: int) -> list[str]:
     """The problems of an input error in a failed run's log; [] if it failed otherwise.
 
-    Launchers hide a process's exit status behind their own and write it into their last words.
+    Launchers replace a process's exit status with their own and state it in their last lines.
     """
     stated = re.search(rf"(?:exit ?code *:|non-zero exit status) {EXIT_BAD_INPUT}\b", log)
     if status != EXIT_BAD_INPUT and not stated:
@@ -130,10 +130,9 @@ def refusals(log: str, status: int) -> list[str]:
     return [line for line in before_launcher.splitlines() if not re.match(r"\s|\[|$|.*Warning: ", line)]
 
 
-def read_curve(metrics: Path) -> Curve:
-    """Losses and gradient norms of a metrics.jsonl; what was not finite is NaN."""
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    train = [line for line in lines if line["event"] == "train"]
+def read_curve(run: Path) -> Curve:
+    """Losses and gradient norms of a run; what was not finite is NaN."""
+    train = [event for event in read_metrics(run) if event["event"] == "train"]
 
     def by_step(key: str) -> dict[int, float]:
         return {line["step"]: math.nan if line[key] is None else line[key] for line in train}
@@ -142,26 +141,22 @@ def read_curve(metrics: Path) -> Curve:
 
 
 def distance_table(title: str, curves: Mapping[str, Mapping[int, float]], relative: bool) -> str:
-    """Every step's value of the reference, and how far each strategy is from it, the largest distance last.
+    """Every step's value of the reference, and the distance of each strategy from it, the largest distance last.
 
-    A dot is equality to the last digit.
+    A dot means equal to the last digit.
     """
-    reference = curves[REFERENCE]
     others = {name: curve for name, curve in curves.items() if name != REFERENCE}
-    widths = {name: max(9, len(name) + 2) for name in others}
-    lines = [title, f"  {'step':>7}{REFERENCE:>12}" + "".join(f"{name:>{widths[name]}}" for name in others)]
 
-    def row(label: str, value: str, distances: Mapping[str, float]) -> str:
-        cells = (f"{'·' if d == 0 else f'{d:.0e}':>{widths[name]}}" for name, d in distances.items())
-        return f"  {label:>7}{value:>12}" + "".join(cells)
+    def row(label: str, value: str, distances: Iterable[float]) -> list[str]:
+        return ["", label, value, *("·" if d == 0 else f"{d:.0e}" for d in distances)]
 
+    reference = curves[REFERENCE]
+    rows = [["", "step", REFERENCE, *others]]
     for step, value in reference.items():
-        distances = {n: distance(c.get(step, math.nan), value, relative) for n, c in others.items()}
-        lines.append(row(f"{step:,}", f"{value:.6f}", distances))
-    lines.append(
-        row("largest", "", {name: largest_distance(curve, reference, relative) for name, curve in others.items()})
-    )
-    return "\n".join(lines)
+        found = (curve.get(step, math.nan) for curve in others.values())
+        rows.append(row(f"{step:,}", f"{value:.6f}", (distance(loss, value, relative) for loss in found)))
+    rows.append(row("largest", "", (largest_distance(curve, reference, relative) for curve in others.values())))
+    return f"{title}\n{table(rows, right=set(range(len(rows[0]))))}"
 
 
 def distance(found: float, expected: float, relative: bool) -> float:
@@ -186,9 +181,9 @@ def report_parity(
     loss_tolerance, norm_tolerance = tolerances
     curves = {name: outcome.curve for name, outcome in outcomes.items() if outcome.curve is not None}
     losses, norms = ({n: getattr(c, key) for n, c in curves.items()} for key in ("loss", "grad_norm"))
-    print(distance_table(f"Loss, and differences from {REFERENCE}", losses, relative=False))
+    print(distance_table(f"Loss, and differences from {REFERENCE}", losses, relative=False), end="\n\n")
     print(
-        "\n" + distance_table(f"Gradient norm, and relative differences from {REFERENCE}", norms, relative=True) + "\n"
+        distance_table(f"Gradient norm, and relative differences from {REFERENCE}", norms, relative=True), end="\n\n"
     )
     results: dict[str, dict] = {}
     for name, outcome in outcomes.items():

@@ -8,26 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pretrain.runs.curves import RunCurves, differing_settings
+from pretrain.files import write_durably
+from pretrain.runs.curves import MARKS, RunCurves, differing_settings
 from pretrain.runs.history import is_number
 
 # Okabe and Ito's colours, which the colour-blind tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 DASHES = ("-", "--", ":", "-.")
 POSITION_LABELS = {"step": "step", "tokens": "tokens", "hours": "hours of running", "flops": "FLOPs"}
-MARK_SHAPES = {
-    "resume": (">", "#009e73", "resumed"),
-    "checkpoint": ("|", "#666666", "checkpoint"),
-    "spike": ("^", "#d62728", "loss spike"),
-    "skip": ("x", "#d62728", "step skipped"),
-    "rollback": ("<", "#d62728", "rolled back"),
-    "control": ("D", "#9467bd", "control command"),
-    "divergence": ("P", "#d62728", "diverges"),
-    "explosion": ("*", "#d62728", "gradient exploded"),
-    "warning": ("v", "#e69f00", "warning"),
-    "end": ("s", "#000000", "ended"),
-}
-"""{event: (matplotlib marker, colour, what the legend calls it)}"""
 PAGE = Path(__file__).with_name("plots_page.html")
 MOST_SCORE_PANELS = 9
 MARK_HEIGHT = 0.035
@@ -54,12 +42,17 @@ def write_png(runs: list[RunCurves], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         draw(axis, position)
         if position in POSITION_LABELS:
-            axis.xaxis.set_major_formatter(_engineering())
+            axis.xaxis.set_major_formatter(axis_text)
             axis.margins(x=0.01)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     handles = [_line_handle(COLOURS[n % len(COLOURS)], f"{run.name} ({run.state})") for n, run in enumerate(runs)]
-    handles += [_mark_handle(kind) for kind in MARK_SHAPES if any(m["event"] == kind for r in runs for m in r.marks)]
+    happened = {mark["event"] for run in runs for mark in run.marks}
+    handles += [
+        _line_handle(colour, label, "none", marker=shape, markersize=6)
+        for kind, (shape, colour, label) in MARKS.items()
+        if kind in happened
+    ]
     figure.legend(handles=handles, loc="outside upper left", ncols=5, frameon=False, fontsize=10)
     unfinished = path.with_name(f".{path.name}.unfinished")
     figure.savefig(unfinished, dpi=110, format="png")
@@ -69,27 +62,22 @@ def write_png(runs: list[RunCurves], path: Path) -> None:
 
 def picture_panels(runs: list[RunCurves]) -> list[tuple[str, str, Any]]:
     """(title, position, function that draws it) of each panel that has data."""
-    panels: list[tuple[str, str, Any]] = [
-        (
-            "Training loss (bold: smoothed; from 2% of the run on)"
-            if position == "step"
-            else f"Training loss by {POSITION_LABELS[position]}",
-            position,
-            lambda axis, at: _draw_measure(axis, runs, at, "loss", marks=at == "step"),
-        )
-        for position in ("step", "tokens", "hours", "flops")
-        if any(is_number(value) for run in runs for value in run.train[position])
+
+    def measure(title: str, name: str, **options: bool) -> tuple[str, str, Any]:
+        return title, "step", lambda axis, at: _draw_measure(axis, runs, at, name, **options)
+
+    panels = [measure("Training loss (bold: smoothed; from 2% of the run on)", "loss", marks=True)]
+    panels += [
+        (f"Training loss by {label}", position, lambda axis, at: _draw_measure(axis, runs, at, "loss"))
+        for position, label in POSITION_LABELS.items()
+        if position != "step" and any(is_number(value) for run in runs for value in run.train[position])
     ]
     if any(run.validation for run in runs):
         panels.append(("Validation loss", "step", lambda axis, at: _draw_validation(axis, runs, at)))
     panels += [
-        ("Learning rate", "step", lambda axis, at: _draw_measure(axis, runs, at, "learning_rate", smooth=False)),
-        (
-            "Gradient norm, before clipping",
-            "step",
-            lambda axis, at: _draw_measure(axis, runs, at, "grad_norm", log=True),
-        ),
-        ("Tokens per second", "step", lambda axis, at: _draw_measure(axis, runs, at, "tokens_per_second")),
+        measure("Learning rate", "learning_rate", smooth=False),
+        measure("Gradient norm, before clipping", "grad_norm", log=True),
+        measure("Tokens per second", "tokens_per_second"),
     ]
     names = dict.fromkeys(name for run in runs for name in run.scores if not name.endswith("perplexity"))
     return panels + [panel for name in names for panel in _score_panels(runs, name)][:MOST_SCORE_PANELS]
@@ -120,17 +108,16 @@ def _draw_measure(
         smooth_here = smooth and len(y) >= 20
         axis.plot(x, y, color=colour, linewidth=0.8 if smooth_here else 1.6, alpha=0.35 if smooth_here else 1.0)
         if smooth_here:
-            means = run.train | {measure: run.train_means[measure]}
-            x, y = _points(means, position, measure)
+            x, y = _points(run.train | run.train_means, position, measure)
             axis.plot(x, smoothed(y), color=colour, linewidth=1.8)
     if log:
         axis.set_yscale("log")
-        axis.yaxis.set_minor_formatter(_engineering())
+        axis.yaxis.set_minor_formatter(axis_text)
     elif measure in ("tokens_per_second", "learning_rate"):
         axis.set_ylim(bottom=0)
     if measure == "loss":
         _leave_out_beginning(axis, [_points(run.train, position, measure) for run in runs], marks=marks)
-    axis.yaxis.set_major_formatter(_engineering())
+    axis.yaxis.set_major_formatter(axis_text)
     if marks:
         _draw_marks(axis, runs, position)
 
@@ -152,19 +139,11 @@ def smoothed(values: list[float]) -> list[float]:
 def _draw_marks(axis: Any, runs: list[RunCurves], position: str) -> None:
     """Symbols along the bottom, one line of them per run; a dotted line where training went back or on."""
     for number, run in enumerate(runs):
-        for kind, (shape, colour, _) in MARK_SHAPES.items():
+        for kind, (shape, colour, _) in MARKS.items():
             at = [mark[position] for mark in run.marks if mark["event"] == kind and mark[position] is not None]
             height = [0.02 + MARK_HEIGHT * number] * len(at)
-            axis.scatter(
-                at,
-                height,
-                marker=shape,
-                s=26,
-                c=colour,
-                linewidths=1.1,
-                zorder=3,
-                transform=axis.get_xaxis_transform(),
-            )
+            look = {"marker": shape, "s": 26, "c": colour, "linewidths": 1.1, "zorder": 3}
+            axis.scatter(at, height, **look, transform=axis.get_xaxis_transform())
             if kind in ("resume", "rollback"):
                 for x in at:
                     axis.axvline(x, color=colour, linestyle=":", linewidth=1)
@@ -197,11 +176,8 @@ def _draw_score(axis: Any, runs: list[RunCurves], position: str, name: str) -> N
         if columns is None:
             continue
         x, y = _points(columns, position, "value")
-        errors = [
-            error or 0.0
-            for error, at, value in zip(columns["standard_error"], columns[position], columns["value"], strict=True)
-            if at is not None and value is not None
-        ]
+        errors = [error or 0.0 for error in columns["standard_error"]]
+        _, errors = _points(columns | {"errors": errors}, position, "errors")
         axis.errorbar(x, y, yerr=errors, color=COLOURS[number % len(COLOURS)], marker="o", markersize=4, capsize=2)
 
 
@@ -211,21 +187,14 @@ def _draw_score_by_run(axis: Any, runs: list[RunCurves], name: str) -> None:
         value, error = columns["value"][-1], columns["standard_error"][-1]
         colour = COLOURS[number % len(COLOURS)]
         axis.errorbar([place], [value], yerr=[error or 0.0], color=colour, marker="o", capsize=4)
-        axis.annotate(
-            f"{value:.4g}", (place, value), textcoords="offset points", xytext=(8, 0), va="center", fontsize=9
-        )
+        beside = {"textcoords": "offset points", "xytext": (8, 0), "va": "center", "fontsize": 9}
+        axis.annotate(f"{value:.4g}", (place, value), **beside)
     axis.set_xticks(range(len(measured)), [label for _, label, _ in measured])
     axis.set_xlim(-0.7, len(measured) - 0.3)
 
 
-def _engineering() -> Any:
-    from matplotlib.ticker import FuncFormatter
-
-    return FuncFormatter(lambda value, _: axis_text(value))
-
-
-def axis_text(value: float) -> str:
-    """1500000 -> '1.5M'; beyond what counts are called, 3.2e18."""
+def axis_text(value: float, _position: int | None = None) -> str:
+    """1500000 -> '1.5M'; where counts have no unit, 3.2e18. The second argument is matplotlib's."""
     if not value:
         return "0"
     if abs(value) >= 1e15 or abs(value) < 1e-5:
@@ -236,17 +205,10 @@ def axis_text(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _line_handle(colour: str, label: str, dash: str = "-") -> Any:
+def _line_handle(colour: str, label: str, dash: str = "-", **mark: Any) -> Any:
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], color=colour, linestyle=dash, linewidth=2, label=label)
-
-
-def _mark_handle(kind: str) -> Any:
-    from matplotlib.lines import Line2D
-
-    shape, colour, label = MARK_SHAPES[kind]
-    return Line2D([], [], color=colour, marker=shape, linestyle="none", markersize=6, label=label)
+    return Line2D([], [], color=colour, label=label, **({"linestyle": dash, "linewidth": 2} | mark))
 
 
 def write_page(runs: list[RunCurves], path: Path) -> None:
@@ -255,7 +217,7 @@ def write_page(runs: list[RunCurves], path: Path) -> None:
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "runs": [{**asdict(run), "colour": COLOURS[n % len(COLOURS)]} for n, run in enumerate(runs)],
         "differences": differing_settings(runs) if len(runs) > 1 else {},
-        "marks": {kind: {"colour": colour, "label": label} for kind, (_, colour, label) in MARK_SHAPES.items()},
+        "marks": {kind: {"colour": colour, "label": label} for kind, (_, colour, label) in MARKS.items()},
     }
     for run in page["runs"]:
         del run["settings"]
@@ -263,6 +225,4 @@ def write_page(runs: list[RunCurves], path: Path) -> None:
     data = json.dumps(page, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     title = ", ".join(run.name for run in runs).replace("&", "&amp;").replace("<", "&lt;")
     text = PAGE.read_text(encoding="utf-8").replace("{{TITLE}}", title, 1).replace("{{DATA}}", data, 1)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    write_durably(path, text)

@@ -1,12 +1,10 @@
-"""What lies where in a run's folder, and its small files, read as a crash may have left them.
-
-Imports nothing heavy, so that looking at a run starts at once.
-"""
+"""What lies where in a run's folder, and its small files, read as a crash may have left them."""
 
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pretrain.errors import shortened
 
@@ -24,15 +22,32 @@ def heartbeat_path(run: Path, rank: int = 0) -> Path:
 
 def read_json(path: Path) -> dict:
     """The object in a small JSON file; empty if there is none, or not a whole one."""
-    return _object_in(path) or {}
-
-
-def _object_in(path: Path) -> dict | None:
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return None
-    return values if isinstance(values, dict) else None
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """config.yaml as plain values: also that of a run which another version of the schema wrote; {} if unreadable."""
+    import yaml
+
+    from pretrain.recipe import Loader
+
+    try:
+        values = yaml.load((run / "config.yaml").read_text(encoding="utf-8"), Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def setting(config: Mapping[str, Any], name: str) -> Any:
+    """A value of config.yaml by its dotted name; None where there is none."""
+    value: Any = config
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def checkpoint_folders(run: Path) -> dict[int, Path]:
@@ -46,14 +61,14 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def read_state(checkpoint: Path) -> dict | None:
-    """A checkpoint's trainer_state.json; None if it cannot be read."""
-    return _object_in(checkpoint / "trainer_state.json")
+def read_state(checkpoint: Path) -> dict:
+    """A checkpoint's trainer_state.json; empty if it cannot be read."""
+    return read_json(checkpoint / "trainer_state.json")
 
 
 def best_step(checkpoints: Mapping[int, Path]) -> int | None:
     """The step with the lowest validation loss, the mean over the sources; None where none was measured."""
-    losses = {step: (read_state(folder) or {}).get("validation_loss") for step, folder in checkpoints.items()}
+    losses = {step: read_state(folder).get("validation_loss") for step, folder in checkpoints.items()}
     return min((step for step, loss in losses.items() if loss is not None), key=losses.get, default=None)
 
 

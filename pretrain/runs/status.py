@@ -1,13 +1,14 @@
-"""How a run is doing: whether its process lives, how far it is, what is left. Reads the ends of files only."""
+"""How a run is doing: whether its process is alive, its progress, time left. Reads only the ends of files."""
 
 import fcntl
 import itertools
-import os
 import socket
+import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pretrain.processes import is_alive
 from pretrain.runs.history import Event, first_event, is_number, last_start, read_end
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, heartbeat_path, read_json
 from pretrain.units import count_text, duration_text, table
@@ -21,7 +22,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The present of one run. None: not known (yet)."""
+    """The current state of one run. None: not known (yet)."""
 
     folder: Path
     state: str
@@ -43,7 +44,7 @@ class RunStatus:
     age_seconds: float
     """Since anything was logged."""
     silent_seconds: float | None
-    """How long its loop has been in the current step, by its heartbeat; None unless it runs."""
+    """Time in the current step, by its heartbeat; None unless it runs."""
     events: list[Event] = field(repr=False)
     """The last ones."""
 
@@ -71,25 +72,24 @@ def is_training(run: Path) -> bool | None:
 
 
 def _holds_lock(path: Path, holder: dict) -> bool:
-    try:
-        os.kill(int(holder["pid"]), 0)
-    except (KeyError, ValueError, TypeError, ProcessLookupError):
+    if not isinstance(holder.get("pid"), int) or not is_alive(holder["pid"]):
         return False
-    except PermissionError:
-        return True  # it lives and belongs to somebody else, who may have locked what we may not open
     # Tried only while such a process lives: a lock held here, however briefly, could turn away one that starts.
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+    except (BlockingIOError, PermissionError):
+        return True  # PermissionError: it is another user's, and that process lives
     except OSError:
         return False
     return False
 
 
 def read_status(run: Path, *, brief: bool = False) -> RunStatus:
-    """The present of a run, from the last lines of its metrics, its lock and its heartbeat; brief for long lists."""
+    """The current state of a run, from the last lines of its metrics, its lock and its heartbeat.
+
+    brief: reads less, for long lists.
+    """
     events = read_end(run, lines=100, look_back_bytes=1 << 20) if brief else read_end(run)
     heartbeat = read_json(heartbeat_path(run))
     last = {event["event"]: event for event in events}
@@ -100,12 +100,13 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
         alive = end is None and age < STALE_HEARTBEAT_SECONDS
     reached = (train.get("step"), start.get("step"), last.get("rollback", {}).get("to_step"))
     step = next((step for step in reached if is_number(step)), None)
-    total_steps = _total_steps(run, events, heartbeat, step)
+    total_steps = _total_steps(run, events, step)
+    holder = read_json(run / LOCK_FILE) or heartbeat
     return RunStatus(
         folder=run,
         state="running" if alive else "crashed" if end is None else "finished" if end.get("code") == 0 else "stopped",
         reason=None if alive or end is None else str(end.get("reason")),
-        where=_where(run, heartbeat) if alive else None,
+        where=f"process {holder.get('pid', '?')} on {holder.get('host', '?')}" if alive and holder else None,
         step=step,
         total_steps=total_steps,
         tokens=train.get("tokens"),
@@ -122,34 +123,25 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
 
 def _end_of(events: list[Event]) -> Event | None:
     """The `end` event, if nothing was trained or started after it."""
-    for event in reversed(events):
-        if event["event"] == "end":
-            return event
-        if event["event"] in ("train", "start", "resume"):
-            return None
-    return None
+    events = [event for event in events if event["event"] in ("end", "train", "start", "resume")]
+    return events[-1] if events and events[-1]["event"] == "end" else None
 
 
-def _total_steps(run: Path, events: list[Event], heartbeat: dict, step: int | None) -> int | None:
+def _total_steps(run: Path, events: list[Event], step: int | None) -> int | None:
     # Where a decay was asked for, the `control` event tells the new end.
     stated = [e for e in reversed(events) if e["event"] in ("start", "control") and is_number(e.get("total_steps"))]
-    for source in (*stated[:1], heartbeat, first_event(run)):
+    for source in (*stated[:1], first_event(run)):
         total = source.get("total_steps")
         if is_number(total) and total >= (step or 0):
             return total
-    # Its budget was raised since: the start that says so is somewhere in the middle of a long file.
+    # Its budget was raised since, by a start somewhere in the middle of a long file.
     return last_start(run).get("total_steps")
-
-
-def _where(run: Path, heartbeat: dict) -> str | None:
-    holder = read_json(run / LOCK_FILE) or heartbeat
-    return f"process {holder.get('pid', '?')} on {holder.get('host', '?')}" if holder else None
 
 
 def _validation_loss(events: list[Event]) -> float | None:
     validations = [e for e in events if e["event"] == "validation" and is_number(e.get("loss"))]
     newest = [e["loss"] for e in validations if e["step"] == validations[-1]["step"]]
-    return sum(newest) / len(newest) if newest else None
+    return statistics.fmean(newest) if newest else None
 
 
 def _seconds_left(events: list[Event], step: int | None, total_steps: int | None) -> float | None:
@@ -176,28 +168,30 @@ def list_text(statuses: list[RunStatus], *, within: Path) -> str:
 
 
 def _row(status: RunStatus, within: Path) -> list[str]:
-    def text(value: float | None, form: str) -> str:
-        return form.format(value) if value is not None else "-"
-
-    name = str(status.folder.relative_to(within)) if status.folder.is_relative_to(within) else str(status.folder)
+    folder = status.folder
     return [
-        name,
+        str(folder.relative_to(within) if folder.is_relative_to(within) else folder),
         state_text(status),
-        text(status.step, "{:,}"),
-        text(status.progress, "{:.0%}"),
+        number_text(status.step, "{:,}"),
+        number_text(status.progress, "{:.0%}"),
         count_text(status.tokens) if status.tokens is not None else "-",
-        text(status.loss, "{:.4f}"),
-        text(status.validation_loss, "{:.4f}"),
-        text(status.tokens_per_second, "{:,.0f}"),
+        number_text(status.loss, "{:.4f}"),
+        number_text(status.validation_loss, "{:.4f}"),
+        number_text(status.tokens_per_second, "{:,.0f}"),
         duration_text(status.seconds_left) if status.seconds_left is not None else "-",
         f"{duration_text(status.age_seconds)} ago",
     ]
 
 
+def number_text(value: object, form: str) -> str:
+    """A cell of a table; '-' for what is not a number."""
+    return form.format(value) if is_number(value) else "-"
+
+
 def status_text(status: RunStatus) -> str:
-    """What one wants to know of one run, on a screen."""
+    """One run on one screen."""
     state = state_text(status) + (f", {status.where}" if status.where else "")
-    rows = {"run": f"{status.folder}", "state": f"{state}; last line {duration_text(status.age_seconds)} ago"}
+    rows = {"run": str(status.folder), "state": f"{state}; last line {duration_text(status.age_seconds)} ago"}
     if status.progress is not None:
         filled = round(30 * min(status.progress, 1.0))
         tokens = f" · {count_text(status.tokens)} tokens" if status.tokens else ""
@@ -213,23 +207,20 @@ def status_text(status: RunStatus) -> str:
     losses = [e["loss"] for e in status.events if e["event"] == "train" and is_number(e.get("loss"))]
     if losses:
         rows["loss"] = f"{losses[-1]:.4f}  {sparkline(losses)}  last {len(losses)} lines"
+    validations = [e for e in status.events if e["event"] == "validation" and is_number(e.get("loss"))]
+    newest = {str(event.get("source")): event for event in validations}
     rows |= {
         f"validation {source}": f"loss {event['loss']:.4f} at step {event['step']:,}"
-        for source, event in _newest_validation(status.events).items()
+        for source, event in newest.items()
     }
     if status.tokens_per_second is not None:
         mfu = f" · MFU {status.mfu:.1%}" if status.mfu is not None else ""
         rows["speed"] = f"{status.tokens_per_second:,.0f} tok/s{mfu}"
-    width = max(map(len, rows))
-    lines = [f"{name:<{width}}  {value}" for name, value in rows.items()]
+    lines = [table([[name, value] for name, value in rows.items()])]
     events = [e for e in status.events if e["event"] not in ("train", "validation")][-SHOWN_EVENTS:]
     if events:
         lines += ["", "last events", *(f"  {event_text(event)}" for event in events)]
     return "\n".join(lines)
-
-
-def _newest_validation(events: list[Event]) -> dict[str, Event]:
-    return {str(e.get("source")): e for e in events if e["event"] == "validation" and is_number(e.get("loss"))}
 
 
 def event_text(event: Event) -> str:
@@ -257,7 +248,7 @@ def sparkline(values: list[float], *, width: int = 40) -> str:
     """A curve of block characters: the means of `width` equal stretches of the values."""
     width = min(width, len(values))
     bounds = [round(n * len(values) / width) for n in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
+    means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(bounds)]
     low, high = min(means), max(means)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKS[round((mean - low) * scale)] for mean in means)

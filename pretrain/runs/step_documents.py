@@ -6,16 +6,15 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.config import Data
-from pretrain.data.batches import Batches, SkippedRange
+from pretrain.data.batches import Batches
 from pretrain.data.document_index import read_index
-from pretrain.data.manifest import Manifest, id_dtype
+from pretrain.data.manifest import Manifest, Shard, id_dtype
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.preparation.documents.sources import place_text
 from pretrain.runs.history import read_history
-from pretrain.runs.run_folder import checkpoint_folders, read_state
-from pretrain.runs.settings import read_config
+from pretrain.runs.run_folder import checkpoint_folders, read_config, read_state
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Sequence:
 def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
     """The first `limit` sequences of a step, `characters` of each document, as text.
 
-    `step` counts as the logs do: the first is 1. Raises InputError for a step outside of the run, and for shards that
-    are gone or differ from those that the run was trained on.
+    step: as logged, the first is 1. Raises InputError for a step outside the run, and for shards that are missing or
+    differ from those that the run was trained on.
     """
     batches, first_sample, count = open_step(run, step)
     sequences = [read_sequence(batches, first_sample + n, n + 1) for n in range(min(limit, count))]
@@ -68,16 +67,18 @@ def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
 def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
     """(the run's batches, the first sample of the step, its number of samples).
 
-    From what the run recorded and the shards alone: neither its model nor its hardware need be here.
+    Needs only the run's records and the shards, neither its model nor its hardware.
     """
     history = read_history(run)
     last = history.last("train").get("step", 0)
     if step > last:
         raise InputError(f"--step {step:,}: {run} has reached step {last:,}; give 1 to {last:,}")
     settings = read_config(run)
-    state, identity = newest_state(run)
-    # A larger budget moves the stages of a curriculum: the start that was in effect then counts. A decay that was
-    # asked for shortens the run without moving them, so a start within it says nothing of them.
+    # Of the newest checkpoint that can be read.
+    newest = next(filter(None, map(read_state, reversed(checkpoint_folders(run).values()))), {})
+    state = newest.get("state", {})
+    # A larger budget moves the stages of a curriculum: the start in effect at that step counts. A decay on command
+    # shortens the run without moving them, so a start within it says nothing of them.
     before = min(step, state.get("anneal_from") or step)
     start = next((start for start in reversed(history.of("start")) if start["step"] < before), {})
     try:
@@ -87,8 +88,9 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
         raise InputError(
             f"{run}: config.yaml and the start event do not say what its data was ({error}); restore them"
         ) from None
-    batches = Batches(data, seed=seed, ramp=ramp).leaving_out(left_out(state))
-    if problems := changed_sources(batches, identity):
+    left_out = [tuple(entry["samples"]) for entry in state.get("rollbacks") or [] if entry.get("samples")]
+    batches = Batches(data, seed=seed, ramp=ramp).leaving_out(left_out)
+    if problems := changed_sources(batches, newest.get("identity", {})):
         raise InputError(*problems)
     return batches, ramp.sequences_before(step - 1), ramp.sequences_at(step - 1)
 
@@ -105,39 +107,29 @@ def changed_sources(batches: Batches, identity: dict) -> list[str]:
     ]
 
 
-def newest_state(run: Path) -> tuple[dict, dict]:
-    """(the state, what the data was) of the newest checkpoint that records it; empty without one."""
-    newest = next(filter(None, map(read_state, reversed(checkpoint_folders(run).values()))), {})
-    return newest.get("state", {}), newest.get("identity", {})
-
-
-def left_out(state: dict) -> list[SkippedRange]:
-    """The samples that rollbacks left out."""
-    return [tuple(rollback["samples"]) for rollback in state.get("rollbacks") or [] if rollback.get("samples")]
-
-
 def read_sequence(batches: Batches, sample: int, number: int) -> Sequence:
     """Sample `sample` of the run."""
     (source, start), *_ = batches.locate(sample, 1)
     reader = batches.readers[batches.folders[source]]
     ids = np.empty(batches.window.sequence_length + 1, batches.dtype)
     reader.read(start, ids)
-    file, offset = place_in_shards(reader.manifest, reader.split, start)
+    shards = reader.manifest.of_split(reader.split)
+    place, offset = place_in_shards(shards, start)
     end = reader.manifest.end_of_document_id
     before = np.empty(1, batches.dtype)
     if start:
         reader.read(start - 1, before)
-    first_document = 1 + ends_before(reader.manifest, file, offset)
+    first_document = 1 + ends_before(reader.manifest, shards[place], offset)
     documents = split_documents(ids[:-1], end)
     return Sequence(
         number=number,
         source=batches.folders[source],
-        file=file,
+        file=shards[place].file,
         offset=offset,
         ids=ids,
         first_document=first_document,
         documents=documents,
-        origins=[origin_of(reader.manifest, reader.split, file, first_document + n) for n, _ in documents],
+        origins=[origin_of(reader.manifest, shards[place:], first_document + n) for n, _ in documents],
         begins_inside=bool(start) and before[0] != end and ids[0] != end,
     )
 
@@ -150,34 +142,27 @@ def split_documents(ids: np.ndarray, end: int) -> list[tuple[int, np.ndarray]]:
     return [(number, text) for number, text in texts if len(text)]
 
 
-def place_in_shards(manifest: Manifest, split: str, start: int) -> tuple[str, int]:
-    """(shard file, offset within it in tokens) of a place in the split's stream of tokens."""
-    for shard in manifest.of_split(split):
+def place_in_shards(shards: list[Shard], start: int) -> tuple[int, int]:
+    """(number of the shard, offset within it in tokens) of a place in the shards' stream of tokens."""
+    for number, shard in enumerate(shards):
         if start < shard.tokens:
-            return shard.file, start
+            return number, start
         start -= shard.tokens
-    raise IndexError(f"token {start} is beyond the split {split}")
+    raise IndexError(f"{start} tokens beyond the last shard")
 
 
-def ends_before(manifest: Manifest, file: str, offset: int) -> int:
-    """Documents that end before that place in a shard file."""
-    index = read_index(manifest.folder / file, documents_in(manifest, file))
-    if index is not None:
+def ends_before(manifest: Manifest, shard: Shard, offset: int) -> int:
+    """Documents that end before that place in a shard."""
+    path = manifest.folder / shard.file
+    if (index := read_index(path, shard.documents)) is not None:
         return int(np.searchsorted(index["end"], offset, side="right"))
-    ids = np.memmap(manifest.folder / file, id_dtype(manifest.dtype), mode="r")[:offset]
+    ids = np.memmap(path, id_dtype(manifest.dtype), mode="r")[:offset]
     return int(np.count_nonzero(ids == manifest.end_of_document_id))
 
 
-def documents_in(manifest: Manifest, file: str) -> int:
-    """Documents of a shard file."""
-    return next(shard.documents for shard in manifest.shards if shard.file == file)
-
-
-def origin_of(manifest: Manifest, split: str, file: str, number: int) -> str | None:
-    """Source and line of document `number` of a shard file, counted on into the files after it."""
-    shards = manifest.of_split(split)
-    first = next(place for place, shard in enumerate(shards) if shard.file == file)
-    for shard in shards[first:]:
+def origin_of(manifest: Manifest, shards: list[Shard], number: int) -> str | None:
+    """Source and line of document `number` of the shards, counted from 1; None where they do not record it."""
+    for shard in shards:
         if number <= shard.documents:
             index = read_index(manifest.folder / shard.file, shard.documents)
             if index is None:

@@ -14,7 +14,10 @@ from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.config import RunConfig
 from pretrain.errors import CRASHED, EXIT_BAD_INPUT, EXIT_CRASH_LOOP, EXIT_INTERRUPTED, InputError, end_now
 from pretrain.hardware import memory_bytes
-from pretrain.memory.advice import ladder
+from pretrain.memory.parts import PlannedRun
+from pretrain.model.model_config import load_model_config
+from pretrain.parallel.memory_advice import ladder
+from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.strategy import Strategy
 from pretrain.processes import folder_lock
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE
@@ -36,11 +39,11 @@ def attempt(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], in
 
     Raises InputError on all ranks if another process trains in this folder.
     """
-    with sole_use(config.output, strategy):
+    with sole_use(config.output, strategy.ranks):
         # The main rank reads it for all: on a network disk the others may still see an older file.
-        if (code := strategy.gather(end_to_repeat(config.output))[0]) is not None:
+        if (code := strategy.ranks.gather(end_to_repeat(config.output))[0]) is not None:
             return code
-        metrics = Metrics(config.output, is_main=strategy.is_main)
+        metrics = Metrics(config.output, is_main=strategy.ranks.is_main)
         try:
             return train(metrics)
         except RunStoppedError as stop:  # all ranks know
@@ -50,7 +53,7 @@ def attempt(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], in
             if not metrics.began:  # all ranks have found it
                 raise
             # A shard that turned out to be damaged: this rank alone has read it, and so it alone can name it.
-            print(f"rank {strategy.rank}: {error}", file=sys.stderr, flush=True)
+            print(f"rank {strategy.ranks.rank}: {error}", file=sys.stderr, flush=True)
             metrics.end(EXIT_BAD_INPUT, str(error))
             end_now(EXIT_BAD_INPUT)
         except KeyboardInterrupt:  # before the first step; later Ctrl-C is a request
@@ -60,18 +63,18 @@ def attempt(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], in
             traceback.print_exc()
             advice = f"\n{advice_on_memory(config, strategy)}" if is_out_of_memory(error) else ""
             metrics.end(CRASHED, f"{type(error).__name__}: {error}"[:2000] + advice)
-            if not strategy.is_main:
+            if not strategy.ranks.is_main:
                 print(advice, file=sys.stderr)
             end_now(CRASHED)
 
 
 @contextmanager
-def sole_use(run: Path, strategy: Strategy) -> Iterator[None]:
+def sole_use(run: Path, ranks: Ranks) -> Iterator[None]:
     """Holds the run's lock on the main rank. All ranks raise InputError if another process trains in this folder."""
     existed = run.exists()
     with ExitStack() as held:
         problems = []
-        if strategy.is_main:
+        if ranks.is_main:
             try:
                 run.mkdir(parents=True, exist_ok=True)
                 held.enter_context(folder_lock(run / LOCK_FILE, silence_seconds=ABANDONED_LOCK_SECONDS))
@@ -79,10 +82,10 @@ def sole_use(run: Path, strategy: Strategy) -> Iterator[None]:
                 problems = error.problems
             except OSError as error:
                 problems = [f"output: {run} is not writable ({error}); choose another --output"]
-        if found := [problem for share in strategy.gather(problems) for problem in share]:
+        if found := [problem for share in ranks.gather(problems) for problem in share]:
             raise InputError(*found)
         yield
-    if strategy.is_main and not existed and not any(run.iterdir()):
+    if ranks.is_main and not existed and not any(run.iterdir()):
         run.rmdir()
 
 
@@ -98,11 +101,11 @@ def end_to_repeat(run: Path) -> int | None:
     return next((line["code"] for line in last if line["event"] == "end" and line["code"] not in (0, CRASHED)), None)
 
 
-def refuse_crash_loop(run: Path, step: int, strategy: Strategy) -> None:
+def refuse_crash_loop(run: Path, step: int, ranks: Ranks) -> None:
     """Raises CrashLoop on all ranks if the starts before this one, from the same `step`, all crashed and reached
     nothing new."""
     # The main rank reads for all: it writes the end of this very start there, and a slower rank would go on alone.
-    crashes, furthest = strategy.gather(crashes_without_progress(run, step))[0]
+    crashes, furthest = ranks.gather(crashes_without_progress(run, step))[0]
     if crashes > RESTARTS_WITHOUT_PROGRESS:
         raise CrashLoopError(
             f"started {crashes} times from step {step:,} without getting past step {furthest:,}: see the "
@@ -157,9 +160,9 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
     """What to change, cheapest first, each with the memory it would need; the last one fits."""
-    memory, kind = memory_bytes(strategy.device), strategy.device.type
     try:
-        rungs = ladder(config, strategy.name, strategy.ranks, memory, precision=strategy.precision, device_type=kind)
+        run = PlannedRun(config, load_model_config(config.model), strategy.precision, strategy.device.type)
+        rungs = ladder(run, strategy.name, strategy.ranks.count, memory_bytes(strategy.device))
     except (InputError, RuntimeError, MemoryError) as error:  # the end of a run must not hide its cause
         rungs = [f"no figures ({type(error).__name__}: {error})"]
     lines = "\n".join(f"  {number}. {rung}" for number, rung in enumerate(rungs, start=1))

@@ -14,7 +14,7 @@ from pathlib import Path
 from pretrain import config
 from pretrain.files import ROOT
 from pretrain.parallel.launcher import environment_alone
-from pretrain.parallel.strategy import Strategy
+from pretrain.parallel.ranks import Ranks
 from pretrain.processes import hold_while_open, is_held
 from pretrain.runs.publishing.hub_upload import cut_short, publish_in_background
 from pretrain.runs.publishing.publish import EVALUATIONS, evaluation_log
@@ -102,14 +102,14 @@ class Companions:
 
 
 def evaluate_beside(
-    companions: Companions, strategy: Strategy, checkpoint: Path, settings: config.Evaluation, beat: Callable[[], None]
+    companions: Companions, ranks: Ranks, checkpoint: Path, settings: config.Evaluation, beat: Callable[[], None]
 ) -> None:
     """Evaluates a checkpoint in a process that writes its results into the run's metrics.jsonl; all ranks call.
 
     With `where: same` all wait for its end, calling `beat` now and then.
     """
-    process = _start_evaluation(companions, checkpoint, settings) if strategy.is_main else None
-    while settings.where == "same" and strategy.gather(process is not None and process.poll() is None)[0]:
+    process = _start_evaluation(companions, checkpoint, settings) if ranks.is_main else None
+    while settings.where == "same" and ranks.gather(process is not None and process.poll() is None)[0]:
         time.sleep(0.5)
         beat()
 

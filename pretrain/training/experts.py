@@ -25,13 +25,12 @@ from pretrain.config import Loss
 from pretrain.errors import InputError, Problems
 from pretrain.model.build import build_meta_model
 from pretrain.model.routers import Router, expert_parameters, experts_per_token, follow, routers_of
-from pretrain.parallel.launcher import requested_strategy
+from pretrain.parallel.registry import requested_strategy
 from pretrain.parallel.strategy import Strategy
 
 BALANCE_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 """Where configurations keep the balancing loss's coefficient, of the scale above: that of transformers."""
 Z_LOSS_COEFFICIENT = "router_z_loss_coef"
-MODEL_PARALLEL = ("pp", "tp")
 """Strategies under which routers are not followed."""
 IDLE_STEPS = 100
 """Steps in a row without a token after which an expert counts as dead."""
@@ -63,9 +62,10 @@ def router_losses(loss: Loss, model_config: PreTrainedConfig) -> RouterLosses:
     if not routers:
         return RouterLosses()
     problems = Problems()
-    if requested_strategy() in MODEL_PARALLEL:
+    name, strategy = requested_strategy()
+    if not strategy.trains_experts:
         problems.append(
-            f"launcher: {requested_strategy()} does not train mixtures of experts, as {model_config.model_type} is; "
+            f"launcher: {name} does not train mixtures of experts, as {model_config.model_type} is; "
             "use ddp, fsdp2, hsdp or zero1 to zero3"
         )
     balance = problems.attempt(balance_coefficient, loss, model_config, routers)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from pretrain.checkpoint.export import describe_model, export_final
-from pretrain.checkpoint.export_check import verify_export
+from pretrain.checkpoint.export_check import TrainingLosses, verify_export
 from pretrain.checkpoint.run_state import Request, RunState
 from pretrain.data.shards import ShardReader
 from pretrain.errors import EXIT_DONE
@@ -59,7 +59,7 @@ class Housekeeping:
     def log(self, report: StepReport, learning_rate: float) -> None:
         """Writes the figures since the last log, and warns of lost speed and of dead experts."""
         tokens, self._tokens_at_log = self.state.tokens - self._tokens_at_log, self.state.tokens
-        figures = self.throughput.read(tokens, self.plan.flops_per_token, self.peak_flops, self.strategy.ranks)
+        figures = self.throughput.read(tokens, self.plan.flops_per_token, self.peak_flops, self.strategy.ranks.count)
         self.metrics.write(
             "train",
             step=self.state.step,
@@ -130,7 +130,9 @@ class Housekeeping:
             return
         with self.throughput.paused(), self.supervisor.leaving("evaluation"):
             beat = self.supervisor.listen_or_leave
-            evaluate_beside(self.companions, self.strategy, self.continuation.newest, self.config.evaluation, beat)
+            evaluate_beside(
+                self.companions, self.strategy.ranks, self.continuation.newest, self.config.evaluation, beat
+            )
 
     def sample(self) -> None:
         """Text that the model continues."""
@@ -166,17 +168,11 @@ class Housekeeping:
             config.output, self.strategy, config.export.dtype, self.describe, self.supervisor.watch.beat
         )
         with self.supervisor.leaving(f"the check of {final}"):
-            verification = partial(
-                verify_export,
-                final,
-                self.continuation.newest,
-                dtype=config.export.dtype,
-                precision=self.plan.precision,
-                training_losses={source: result["loss"] for source, result in self._validate(sequences=1).items()},
-                readers=self.validation_readers,
-                window=config.data.window,
-            )
-            verdict = self.strategy.by_main(verification, self.supervisor.listen_or_leave)
+            losses = {source: result["loss"] for source, result in self._validate(sequences=1).items()}
+            trained = TrainingLosses(losses, self.validation_readers, config.data.window)
+            precisions = {"dtype": config.export.dtype, "precision": self.plan.precision}
+            verification = partial(verify_export, final, self.continuation.newest, **precisions, trained=trained)
+            verdict = self.strategy.ranks.by_main(verification, self.supervisor.listen_or_leave)
             if verdict is not None:
                 self.metrics.write("export", step=state.step, problems=verdict.problems)
                 self.metrics.say(verdict.in_words())
@@ -187,5 +183,5 @@ class Housekeeping:
             self.metrics.say(f"Still running, with results to come in metrics.jsonl: {names}")
         self.supervisor.watch.close()
         self.metrics.end(EXIT_DONE, "done", step=state.step, tokens=state.tokens, skipped_steps=state.skipped_steps)
-        self.strategy.print(f"The model is in {final}. Try: python evaluate.py --model {final} --prompt 'Once'")
+        self.strategy.ranks.print(f"The model is in {final}. Try: python evaluate.py --model {final} --prompt 'Once'")
         return EXIT_DONE

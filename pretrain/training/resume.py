@@ -36,8 +36,8 @@ class Continuation:
     ):
         self.config, self.plan, self.strategy, self.metrics = config, plan, strategy, metrics
         self.overridden = overridden
-        self.checkpoints = Checkpoints(config.output, strategy, config.checkpoint)
-        self.found: Path | None = self.checkpoints.newest_valid(log=strategy.print)
+        self.checkpoints = Checkpoints(config.output, strategy.ranks, config.checkpoint)
+        self.found: Path | None = self.checkpoints.newest_valid(log=strategy.ranks.print)
         self.is_new = self.found is None
         """Whether nothing was trained in this folder before."""
         if self.is_new and config.branch_from is not None:
@@ -53,13 +53,13 @@ class Continuation:
             if self.is_new:
                 self._branch()
         # A crash after a rollback and before the next checkpoint must not bring the bad data back.
-        recorded = strategy.gather(recorded_rollbacks(config.output))[0]
+        recorded = strategy.ranks.gather(recorded_rollbacks(config.output))[0]
         self.state.rollbacks = max(self.state.rollbacks, recorded, key=len)
         metrics.stands_at(self.state.step, self.state.tokens)
         final = config.output / "final" / SEAL_FILE
-        self.is_done: bool = strategy.gather(self.state.step >= self.run.total_steps and final.exists())[0]
+        self.is_done: bool = strategy.ranks.gather(self.state.step >= self.run.total_steps and final.exists())[0]
         if not self.is_done:
-            refuse_crash_loop(config.output, self.state.step, strategy)
+            refuse_crash_loop(config.output, self.state.step, strategy.ranks)
         publish_cut_short(config, metrics)
 
     def _extend(self) -> None:
@@ -68,7 +68,7 @@ class Continuation:
         self.plan = self.plan.extending(planned)
         if self.plan.total_steps <= planned["total_steps"] or step_of(self.found) <= planned["stable_until"]:
             return
-        stable = self.checkpoints.newest_valid(self.strategy.print, at_most=planned["stable_until"])
+        stable = self.checkpoints.newest_valid(self.strategy.ranks.print, at_most=planned["stable_until"])
         if stable is None:
             raise InputError(
                 f"budget: the run of {planned['total_steps']:,} steps has decayed its learning rate since step "
@@ -77,10 +77,10 @@ class Continuation:
                 "such as --optim.schedule constant"
             )
         final = self.config.output / "final"
-        with self.strategy.together(SaveError):
-            if self.strategy.is_main and final.exists():
+        with self.strategy.ranks.together(SaveError):
+            if self.strategy.ranks.is_main and final.exists():
                 final.rename(final.with_name(f"final-{self.found.name}"))
-        self.strategy.print(f"resuming from {stable.name}, the last checkpoint before the learning-rate decay")
+        self.strategy.ranks.print(f"resuming from {stable.name}, the last checkpoint before the learning-rate decay")
         self.checkpoints.discard_after(step_of(stable))
         self.found, self.saved = stable, load_saved(stable)
 
@@ -186,7 +186,7 @@ class Continuation:
         if not finding.roll_back or guard.roll_back == "off" or len(state.rollbacks) >= guard.max_rollbacks:
             raise NumericStopError(f"{finding.message}; {len(state.rollbacks)} earlier rollbacks")
         first, last = finding.roll_back
-        log = self.strategy.print
+        log = self.strategy.ranks.print
         target = self.checkpoints.newest_valid(log, at_most=max(first - 1 - guard.distance, 0), beat=beat)
         target = target or self.checkpoints.newest_valid(log, at_most=first - 1, beat=beat)
         if target is None:
@@ -206,7 +206,7 @@ class Continuation:
         # In this order: if killed in between, the run gets here again by the same steps. In the other order it could
         # resume from a checkpoint after the data that it claims to skip.
         self.checkpoints.discard_after(earlier.step)
-        if self.strategy.is_main:
+        if self.strategy.ranks.is_main:
             record_rollbacks(self.config.output, rollbacks)
         self.state = replace(earlier, rollbacks=rollbacks)
         self.load()

@@ -21,8 +21,10 @@ from pretrain.model.build import (
     count_parameters,
     set_end_of_document,
 )
+from pretrain.model.compile import checkpointing_problems
 from pretrain.model.flops import active_parameters, flops_per_token
 from pretrain.model.inputs import HostBatch, host_batch
+from pretrain.model.loss import loss_problems
 from pretrain.model.model_config import load_text_model_config
 from pretrain.model.pretrained import find_weights
 from pretrain.optim.batch_ramp import BatchRamp, batch_ramp
@@ -33,6 +35,7 @@ from pretrain.optim.learning_rate import (
     learning_rate_for_batch,
     learning_rate_for_parameters,
 )
+from pretrain.optim.optimizers import optimizer_problems
 from pretrain.parallel.strategy import Strategy, device_type, resolve_precision
 from pretrain.runs.addresses import trunk_checkpoint
 from pretrain.runs.publishing.hub_upload import login_problems, offer_problems
@@ -231,10 +234,13 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     if model_config is not None:
         problems += too_long(model_config, data.sequence_length)
         losses_of_routers = problems.attempt(router_losses, config.loss, model_config)
+        problems += problems.attempt(optimizer_problems, config.optim.name, model_config, device or "cpu") or []
+        problems += problems.attempt(loss_problems, config.loss, model_config) or []
+        problems += checkpointing_problems(config.activation_checkpointing, model_config)
     problems.stop_if_any()
     model = plan_model(config, model_config, losses_of_routers)
 
-    ramp = problems.attempt(ramp_of, config, sequences_per_step, ranks, model.active_parameters)
+    ramp = problems.attempt(ramp_of, config, sequences_per_step, model.active_parameters)
     problems.stop_if_any()
     schedule = problems.attempt(schedule_of, config, ramp.total_steps)
     batches = problems.attempt(Batches, data, seed=config.seed, ramp=ramp)
@@ -308,7 +314,7 @@ def sequences_of(config: RunConfig, ranks: int) -> int:
     return batch.tokens_per_step // length
 
 
-def ramp_of(config: RunConfig, sequences_per_step: int, ranks: int, active: int) -> BatchRamp:
+def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRamp:
     """The batch over the run. active: parameters that a token meets, by which a budget per parameter counts."""
     budget, length = config.budget, config.data.sequence_length
     tokens = budget.tokens
@@ -317,7 +323,6 @@ def ramp_of(config: RunConfig, sequences_per_step: int, ranks: int, active: int)
     ramp = config.batch.ramp
     return batch_ramp(
         sequences_per_step,
-        sequences_per_group=config.batch.sequences_per_micro_batch * ranks,
         total_sequences=None if budget.steps else math.ceil(tokens / length),
         total_steps=budget.steps,
         ramp_from=ramp.start if ramp else 1.0,

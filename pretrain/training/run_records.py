@@ -1,10 +1,12 @@
 """What a run's folder says of the run: resolved config, model, strategy, environment; and the start, announced."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import subprocess
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 from pretrain.config import RunConfig
@@ -35,20 +37,20 @@ def announce(continuation: Continuation, peak: tuple[float | None, str]) -> str:
     """
     config, run, state = continuation.config, continuation.run, continuation.state
     strategy, metrics, found = continuation.strategy, continuation.metrics, continuation.found
-    if strategy.is_main and (continuation.is_new or not (config.output / "config.yaml").exists()):
+    if strategy.ranks.is_main and (continuation.is_new or not (config.output / "config.yaml").exists()):
         write_record(config, run, strategy)
     metrics.begin(config, total_steps=run.total_steps, first_step=state.step)
     peak_flops, peak_source = peak
     built = {
-        "strategy": f"{strategy.name}, {strategy.ranks} processes on {strategy.device.type}",
+        "strategy": f"{strategy.name}, {strategy.ranks.count} processes on {strategy.device.type}",
         "optimizer": strategy.optimizer_built,
         "peak for MFU": f"{peak_flops / 1e12:.3g} TFLOP/s per process ({peak_source})" if peak_flops else peak_source,
     }
     metrics.say(banner(config, run, built))
-    for caution in cautions(config, run, continuation.overridden, strategy.device) if strategy.is_main else ():
+    for caution in cautions(config, run, continuation.overridden, strategy.device) if strategy.ranks.is_main else ():
         metrics.write("warning", step=state.step, message=caution)
     start_id = uuid.uuid4().hex
-    facts = {"start_id": start_id, "parameters": run.parameters, "ranks": strategy.ranks, **schedule_record(run)}
+    facts = {"start_id": start_id, "parameters": run.parameters, "ranks": strategy.ranks.count, **schedule_record(run)}
     facts |= {"active_parameters": run.active_parameters, "flops_per_token": run.flops_per_token}
     metrics.write("start", step=state.step, **facts)
     if found:
@@ -92,13 +94,17 @@ def data_record(reader: ShardReader) -> dict:
 
 def environment(strategy: Strategy) -> dict:
     """Versions, commit and machine."""
+    packages = package_versions(RECORDED_PACKAGES)
+    return {"commit": commit_of(Path(__file__).parent), **describe_machine(strategy.device), "packages": packages}
+
+
+def package_versions(packages: Iterable[str]) -> dict[str, str]:
+    """{package: version} of those that are installed."""
     versions = {}
-    for package in RECORDED_PACKAGES:
-        try:
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {"commit": commit_of(Path(__file__).parent), **describe_machine(strategy.device), "packages": versions}
+    return versions
 
 
 def commit_of(folder: Path) -> str | None:

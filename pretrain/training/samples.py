@@ -92,13 +92,13 @@ def sample_texts(
     model anyway.
     """
     group = strategy.model_tensors()
-    tensors = {name: group.fetch(name, strategy.is_main) for name in group.shapes}
-    device = strategy.device if strategy.name in ("single", "ddp") else torch.device("cpu")
+    tensors = {name: group.fetch(name, strategy.ranks.is_main) for name in group.shapes}
+    device = strategy.device if strategy.holds_whole_model else torch.device("cpu")
 
     def continue_prompts() -> list[tuple[str, str]]:
         return _continue_prompts(model_config, tensors, tokenizer_folder, settings, seed, device)
 
-    return strategy.by_main(continue_prompts, beat) or []
+    return strategy.ranks.by_main(continue_prompts, beat) or []
 
 
 def _continue_prompts(

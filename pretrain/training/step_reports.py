@@ -44,7 +44,7 @@ class Consensus:
     """Exchanges the figures of each step. All ranks call together."""
 
     def __init__(self, strategy: Strategy):
-        self.strategy = strategy
+        self.ranks = strategy.ranks
         self.reports_loss = torch.tensor(float(strategy.reports_loss), device=strategy.device)
         self._pending: deque[_Pending] = deque()
 
@@ -71,10 +71,10 @@ class Consensus:
 
     def agree(self, request: Request) -> Request:
         """The most urgent of what the ranks were asked for, now; between steps, all ranks together."""
-        if self.strategy.ranks == 1:
+        if self.ranks.count == 1:
             return request
         most_urgent = torch.tensor(int(request))
-        dist.all_reduce(most_urgent, op=dist.ReduceOp.MAX, group=self.strategy.host_group)
+        dist.all_reduce(most_urgent, op=dist.ReduceOp.MAX, group=self.ranks.host_group)
         return Request(int(most_urgent))
 
     def settle(self) -> list[StepReport]:
@@ -90,9 +90,9 @@ class Consensus:
             pending.arrived.synchronize()
         mine = torch.cat([pending.figures.double(), torch.tensor([float(pending.request)], dtype=torch.float64)])
         pending.answers = [mine]
-        if self.strategy.ranks > 1:
-            pending.answers = [torch.empty_like(mine) for _ in range(self.strategy.ranks)]
-            pending.work = dist.all_gather(pending.answers, mine, group=self.strategy.host_group, async_op=True)
+        if self.ranks.count > 1:
+            pending.answers = [torch.empty_like(mine) for _ in range(self.ranks.count)]
+            pending.work = dist.all_gather(pending.answers, mine, group=self.ranks.host_group, async_op=True)
 
     def _receive(self) -> StepReport:
         pending = self._pending.popleft()

@@ -71,14 +71,14 @@ class Supervisor:
         self.guard = self._new_guard()
         self.control = Control(self.config.output, start_id, warn=self._warn)
         here = socket.gethostname(), pid_namespace()
-        processes = strategy.gather((here, os.getpid()))
+        processes = strategy.ranks.gather((here, os.getpid()))
         self.watch = Watch(
             self.config.output,
-            strategy.rank,
-            [pid for rank, (host, pid) in enumerate(processes) if host == here and rank != strategy.rank],
+            strategy.ranks.rank,
+            [pid for rank, (host, pid) in enumerate(processes) if host == here and rank != strategy.ranks.rank],
             step_timeout_seconds=guard.step_timeout_seconds,
             first_step_timeout_seconds=guard.first_step_timeout_seconds,
-            held=self.config.output / LOCK_FILE if strategy.is_main else None,
+            held=self.config.output / LOCK_FILE if strategy.ranks.is_main else None,
             on_end=lambda reason, code: self.metrics.end(code, reason),
         )
 
@@ -109,7 +109,7 @@ class Supervisor:
 
     def _asked(self) -> Request:
         """This rank's request: a command once, a signal for as long as the process lives."""
-        command = self.control.poll() if self.strategy.is_main else None
+        command = self.control.poll() if self.strategy.ranks.is_main else None
         return max(self.watch.request, Request[command.upper()] if command else Request.NONE)
 
     def listen(self) -> None:

@@ -58,10 +58,15 @@ def task_problems(tasks: Iterable[str], include_path: Path | None, settings: tup
         known = set(names_in(harness_folder())) | own
     for name in unknown:
         if not os.path.isfile(name) if is_file(name) else not matches(name, known):
-            near = did_you_mean(name, known | set(TASK_SETS))
-            near = near if near.startswith("; did") else "; `lm_eval ls tasks` lists all"
-            problems.append(f"{tasks_are} {name}: no such task, group, set or .yaml file{near}")
+            problems.append(no_such_task(tasks_are, name, known | set(TASK_SETS)))
     return problems
+
+
+def no_such_task(setting: str, name: str, known: Iterable[str]) -> str:
+    """The problem with an unknown name: with a suggestion, but without a list of all 14,000."""
+    near = did_you_mean(name, known)
+    near = near if near.startswith("; did") else "; `lm_eval ls tasks` lists all"
+    return f"{setting} {name}: no such task, group, set or .yaml file{near}"
 
 
 def is_file(name: str) -> bool:

@@ -12,8 +12,8 @@ from pretrain import config
 from pretrain.checkpoint.checkpoints import Checkpoints, load_saved, require_space, steps_to_keep
 from pretrain.checkpoint.tensor_files import SavedTensors, plan_files, write_group
 from pretrain.files import FORMAT, commit, damage, write_durably
-from pretrain.parallel.strategy import group_of
-from support.save_and_die import strategy_of
+from pretrain.parallel.tensor_group import TensorGroup
+from support.save_and_die import ranks_of
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.ones(3), "b.weight": torch.zeros(4, 4)}
 
@@ -23,9 +23,9 @@ def checkpoint(tmp_path):
     """A committed folder with a model, an optimizer and a trainer state."""
     unfinished = tmp_path / ".saving-step-00000004"
     unfinished.mkdir()
-    files = write_group(unfinished, "model", group_of(TENSORS), 0, 1)
+    files = write_group(unfinished, "model", TensorGroup.of(TENSORS), 0, 1)
     moments = {f"{name}.exp_avg": tensor + 1 for name, tensor in TENSORS.items()}
-    files |= write_group(unfinished, "optimizer", group_of(moments), 0, 1)
+    files |= write_group(unfinished, "optimizer", TensorGroup.of(moments), 0, 1)
     (unfinished / "trainer_state.json").write_text("{}")
     commit(unfinished, tmp_path / "step-00000004", files)
     return tmp_path / "step-00000004"
@@ -92,7 +92,7 @@ def test_retention_keeps_the_newest_the_best_and_milestones():
 
 
 def test_large_groups_are_split_by_tensor_with_an_index(tmp_path, monkeypatch):
-    group = group_of(TENSORS)
+    group = TensorGroup.of(TENSORS)
     assert plan_files(group, "model") == {"model.safetensors": list(TENSORS)}
     plan = plan_files(group, "model", max_file_bytes=40)
     assert plan == {
@@ -110,7 +110,7 @@ def test_large_groups_are_split_by_tensor_with_an_index(tmp_path, monkeypatch):
 def test_saving_the_same_step_again_replaces_it_whole(checkpoint):
     unfinished = checkpoint.with_name(".saving-again")
     unfinished.mkdir()
-    files = write_group(unfinished, "model", group_of({"a.weight": torch.zeros(2)}), 0, 1)
+    files = write_group(unfinished, "model", TensorGroup.of({"a.weight": torch.zeros(2)}), 0, 1)
     commit(unfinished, checkpoint, files)
     assert damage(checkpoint) == [] and set(SavedTensors(checkpoint, "model")) == {"a.weight"}
     assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name]
@@ -143,12 +143,15 @@ def test_a_save_in_the_background_keeps_what_was_there_when_it_began(tmp_path, m
         save_file(tensors, path, **named)
 
     monkeypatch.setattr("pretrain.checkpoint.checkpoints.save_file", write_late)
-    checkpoints = Checkpoints(tmp_path, strategy_of(), config.Checkpoint(in_background=True))
+    checkpoints = Checkpoints(tmp_path, ranks_of(), config.Checkpoint(in_background=True))
     transposed = torch.arange(6.0, device=device).view(2, 3).t()
     tensors = {"a.weight": transposed, "a.bias": torch.ones(3, device=device)}
     for step in (1, 2):
         before = {name: tensor.clone() for name, tensor in tensors.items()}
-        groups = {"model": group_of(tensors), "optimizer": group_of({"a.bias.step": torch.tensor(float(step))})}
+        groups = {
+            "model": TensorGroup.of(tensors),
+            "optimizer": TensorGroup.of({"a.bias.step": torch.tensor(float(step))}),
+        }
         checkpoints.save(step, {}, groups, lambda folder: None)
         for tensor in tensors.values():
             tensor.add_(1)

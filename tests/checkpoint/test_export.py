@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from pretrain.checkpoint.export import describe_training
-from pretrain.checkpoint.export_check import losses_of, verify_export
+from pretrain.checkpoint.export_check import TrainingLosses, losses_of, verify_export
 from pretrain.config import WindowSpec
 from pretrain.data.manifest import Manifest, Shard
 from pretrain.data.shards import ShardReader
@@ -76,7 +77,7 @@ def check(exported, **settings):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_faithful_export_is_said_to_be_one(tmp_path, tokenizer, name):
+def test_a_faithful_export_is_verified(tmp_path, tokenizer, name):
     checkpoint = write_model(tmp_path / "step-00000008", tokenizer, MODELS[name], seed=1)
     final = write_model(tmp_path / "final", tokenizer, MODELS[name], seed=1, dtype=torch.bfloat16)
     result = check((final, checkpoint))
@@ -95,18 +96,18 @@ def test_an_export_in_fp32_has_the_very_logits(exported):
 
 def test_the_loss_of_the_training_model_is_compared(exported, reader):
     model = AutoModelForCausalLM.from_pretrained(exported[1], dtype=torch.float32)
-    trained = losses_of(model, {"docs": reader}, WindowSpec(64, True))
-    settings = {"readers": {"docs": reader}, "window": WindowSpec(64, True)}
-    result = check(exported, training_losses=trained, **settings)
+    readers, window = {"docs": reader}, WindowSpec(64, True)
+    trained = losses_of(model, readers, window)
+    result = check(exported, trained=TrainingLosses(trained, readers, window))
     assert not result.problems
     assert result.loss_difference < 5e-3
     assert "each document alone" in result.in_words()
 
     # What the checkpoint and the export have both wrong shows against the model that trained alone.
-    wrong = check(exported, training_losses={"docs": trained["docs"] - 0.2}, **settings)
+    wrong = check(exported, trained=TrainingLosses({"docs": trained["docs"] - 0.2}, readers, window))
     assert "rounding explains 0.05 at most" in wrong.in_words() and "NOT the model" in wrong.in_words()
-    assert check(exported, training_losses={"docs": float("nan")}, **settings).problems
-    unmasked = check(exported, training_losses=trained, **settings | {"window": WindowSpec(64, False)})
+    assert check(exported, trained=TrainingLosses({"docs": float("nan")}, readers, window)).problems
+    unmasked = check(exported, trained=TrainingLosses(trained, readers, WindowSpec(64, False)))
     assert unmasked.loss_difference != result.loss_difference
 
 
@@ -152,14 +153,14 @@ def test_a_damaged_folder_is_not_even_loaded(exported):
     assert "damaged: config.json has 2 bytes" in check(exported).in_words()
 
 
-def test_a_checkpoint_that_is_gone_is_said_to_be(exported):
+def test_a_missing_checkpoint_is_reported(exported):
     shutil.rmtree(exported[1])
     result = check(exported)
     assert not result.problems and "not compared: there is no" in result.in_words()
 
 
-def test_too_little_memory_is_said_and_harms_nothing(exported, monkeypatch):
-    monkeypatch.setattr("pretrain.checkpoint.export_check.free_memory_bytes", lambda: 1000)
+def test_too_little_memory_is_reported_and_harmless(exported, monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
     assert "of memory in fp32" in check(exported).in_words()
 
 

@@ -16,7 +16,7 @@ from pretrain.config import Checkpoint
 from pretrain.files import damage, seal
 from support.faults import EVERYTHING, end_of, kill_everything, launch_with_faults, tell, wait_until
 from support.project import events, losses, run_script
-from support.save_and_die import save, strategy_of, tensors_of
+from support.save_and_die import ranks_of, save, tensors_of
 
 FILES = ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "MANIFEST.json"]
 """What a continuation reads; a checkpoint has the model's config.json as well."""
@@ -44,14 +44,14 @@ def test_a_process_killed_at_any_moment_of_a_save_and_a_prune(in_memory):
 def run(tmp_path) -> Path:
     """A run with the checkpoints of steps 1 and 2."""
     for step in (1, 2):
-        save(tmp_path / "run", strategy_of(), step)
+        save(tmp_path / "run", ranks_of(), step)
     return tmp_path / "run"
 
 
 def chosen(run: Path) -> tuple[Path | None, list[str]]:
     """What a start chooses, and what it says."""
     log: list[str] = []
-    return Checkpoints(run, strategy_of(), Checkpoint()).newest_valid(log.append), log
+    return Checkpoints(run, ranks_of(), Checkpoint()).newest_valid(log.append), log
 
 
 def flip(path: Path, byte: int, bit: int = 0) -> None:
@@ -185,7 +185,7 @@ def test_everything_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", logged_fsync)
     monkeypatch.setattr(Path, "rename", logged_rename)
-    save(tmp_path, strategy_of(), 1)
+    save(tmp_path, ranks_of(), 1)
     unfinished, final = tmp_path / "checkpoints/.saving-step-00000001", tmp_path / "checkpoints/step-00000001"
     published = log.index((unfinished, final))
     synced = {entry for entry in log[:published] if isinstance(entry, Path)}
@@ -202,7 +202,7 @@ def test_a_writer_that_fails_in_any_way_is_a_failed_save(run, monkeypatch, error
         raise error
 
     monkeypatch.setattr("pretrain.checkpoint.checkpoints.save_file", refuse)
-    checkpoints = Checkpoints(run, strategy_of(), Checkpoint())
+    checkpoints = Checkpoints(run, ranks_of(), Checkpoint())
     checkpoints.newest_valid(print)
     checkpoints.save(3, {}, tensors_of(3), lambda folder: None)
     checkpoints.wait()

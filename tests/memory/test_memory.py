@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from pretrain.config import RunConfig, WindowSpec
-from pretrain.memory.activations import Line, trace_activations
-from pretrain.memory.advice import ladder
-from pretrain.memory.footprint import LAUNCHER_FILES, footprint, layout_of
-from pretrain.memory.parts import optimizer_elements, sizes_of
+from pretrain.memory.activations import ForwardPass, Line, trace_activations
+from pretrain.memory.parts import PlannedRun, optimizer_elements, sizes_of
 from pretrain.model.build import build_model
 from pretrain.model.model_config import load_model_config
 from pretrain.optim.optimizers import optimizer_builder
+from pretrain.parallel.memory_advice import ladder
+from pretrain.parallel.registry import STRATEGIES
 from support.project import ROOT
 from support.tiny_models import TINY_LLAMA
 
@@ -46,9 +46,9 @@ def run_config(model_file, **settings) -> RunConfig:
     return RunConfig.model_validate({**values, **settings})
 
 
-def need(config, model_config, name="single", ranks=1, precision="bf16", sequences=8, **options):
-    layout = layout_of(name, ranks)
-    return footprint(config, model_config, name, layout, precision=precision, sequences=sequences, **options)
+def need(config, model_config, name="single", ranks=1, precision="bf16", sequences=8):
+    strategy = STRATEGIES[name]
+    return strategy.footprint(PlannedRun(config, model_config, precision), strategy.layout(name, ranks), sequences)
 
 
 def test_sizes_are_those_of_the_model(model_config):
@@ -78,7 +78,7 @@ def test_a_line_goes_through_its_points():
 
 def test_a_traced_layer_keeps_what_autograd_keeps(model_config):
     """Against torch's own saved tensors, on real tensors: hooks see each tensor that a backward pass will need."""
-    act = trace_activations(model_config, window=WindowSpec(64, False), weights=torch.float32, autocast=False)
+    act = trace_activations(model_config, ForwardPass(WindowSpec(64, False), torch.float32, autocast=False))
     model = build_model(model_config, seed=0, attention="groundwork_sdpa")
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved = {}
@@ -99,7 +99,7 @@ def test_a_traced_layer_keeps_what_autograd_keeps(model_config):
 
 
 def test_a_traced_weight_counts_once_whatever_the_batch(model_config):
-    act = trace_activations(model_config, window=WindowSpec(64, True), weights=torch.float32, autocast=True)
+    act = trace_activations(model_config, ForwardPass(WindowSpec(64, True), torch.float32, autocast=True))
     matrices = sizes_of(model_config).layer - 2 * SHAPE["hidden_size"]
     assert act.per_layer.fixed == 2 * matrices, "autocast's copies of a layer's matrices in bf16"
 
@@ -166,7 +166,7 @@ STATES = {
 bf16 on 2 processes."""
 
 
-@pytest.mark.parametrize("name", LAUNCHER_FILES)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_every_launcher_file_has_a_footprint(model_config, model_file, name):
     memory = need(run_config(model_file), model_config, name, ranks=1 if name == "single" else 2)
     total, (device, host, disk) = sizes_of(model_config).total, STATES[name]
@@ -182,7 +182,7 @@ def test_every_launcher_file_has_a_footprint(model_config, model_file, name):
 
 
 def test_launcher_files_are_all_planned():
-    assert set(LAUNCHER_FILES) == {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    assert set(STRATEGIES) == {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
 
 
 def test_a_measured_peak_is_predicted_within_15_percent():
@@ -194,11 +194,11 @@ def test_a_measured_peak_is_predicted_within_15_percent():
 
 
 def test_the_ladder_climbs_until_it_fits(model_config, model_file):
-    config = run_config(model_file)
-    rungs = ladder(config, "ddp", 2, 0.0)
+    run = PlannedRun(run_config(model_file), model_config, "bf16")
+    rungs = ladder(run, "ddp", 2, 0.0)
     assert rungs[0].startswith("--activation_checkpointing full")
     assert [rung.split(":")[0] for rung in rungs[1:4]] == [f"--batch.sequences_per_micro_batch {n}" for n in (4, 2, 1)]
     assert rungs[-1].startswith("accelerate_configs/zero3_offload.yaml") and "does not fit" in rungs[-1]
     enough = need(run_config(model_file, activation_checkpointing="full"), model_config, "ddp", ranks=2).total / 0.89
-    (only,) = ladder(config, "ddp", 2, enough)
+    (only,) = ladder(run, "ddp", 2, enough)
     assert only.endswith("fits") and "does not" not in only

@@ -156,7 +156,7 @@ def test_compiles_whole_and_equals_eager():
 
 def test_custom_op_keeps_torchs_rules():
     hidden, weight, _, targets = inputs()
-    numbers = (0.1, -100, 8, torch.float32, False, [True, True, False])
+    numbers = (0.1, 8, torch.float32, False, [True, True, False])
     arguments = (hidden.detach()[0], weight.detach(), None, targets[0], *numbers)
     torch.library.opcheck(torch.ops.groundwork.chunked_loss, arguments)
 
@@ -188,8 +188,6 @@ def test_z_loss_of_the_torch_backend_is_refused():
     hidden, weight, _, targets = inputs()
     with pytest.raises(InputError, match="torch has no z-loss: use chunked or logits"):
         next_token_loss(hidden, weight, targets, z_loss=0.1, backend="torch")
-    with pytest.raises(InputError, match="'chunkd' is unknown; did you mean chunked"):
-        next_token_loss(hidden, weight, targets, backend="chunkd")
 
 
 PEAK_MEMORY_SCRIPT = """

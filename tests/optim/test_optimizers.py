@@ -1,22 +1,31 @@
 """Optimizers: what decays, what they compute, and state that comes back to the last bit."""
 
 import importlib.util
+import sys
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from pretrain.config import Optim
 from pretrain.errors import InputError
+from pretrain.memory.parts import optimizer_elements
+from pretrain.optim.adafactor import round_stochastically
 from pretrain.optim.muon import COEFFICIENTS
 from pretrain.optim.optimizers import (
-    build_optimizer,
+    OPTIMIZERS,
+    ModelShapes,
+    OptimizerSpec,
     describe_optimizer,
     load_optimizer_state,
+    optimizer_builder,
     optimizer_state_by_name,
-    round_stochastically,
 )
+from pretrain.parallel.fully_sharded import FullySharded
 from pretrain.parallel.strategy import Strategy
+from pretrain.parallel.zero import Zero
 
 
 def tiny_model(dtype=torch.float32):
@@ -30,13 +39,25 @@ def tiny_model(dtype=torch.float32):
     return nn.ModuleDict(modules).to(dtype)
 
 
+def builder(model, name="adamw", learning_rate=0.01, **settings):
+    settings = Optim(**{"learning_rate": learning_rate, "name": "adamw", **settings}).model_copy(update={"name": name})
+    return optimizer_builder(settings, model, learning_rate, seed=1, device_type="cpu")
+
+
 def build(model, name="adamw", **settings):
-    named = list(model.named_parameters())
-    settings = {"learning_rate": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "seed": 1} | settings
-    shapes = {n: tuple(p.shape) for n, p in named}
-    return build_optimizer(
-        named, full_shapes=shapes, no_decay={"embed.weight"}, name=name, device_type="cpu", **settings
-    )
+    return builder(model, name, **settings)(list(model.named_parameters()))
+
+
+def parameters_in_module(shapes):
+    """A module with parameters of these shapes, all ones, under names with dots."""
+    root = nn.Module()
+    for name, shape in shapes.items():
+        module, _, key = name.rpartition(".")
+        if module not in root._modules:
+            is_embedding = module == "embed"
+            root.add_module(module, nn.Embedding(1, 1) if is_embedding else nn.Module())
+        root._modules[module].register_parameter(key, nn.Parameter(torch.ones(shape)))
+    return root
 
 
 def train(model, optimizer, first, last):
@@ -66,13 +87,10 @@ def test_only_matrices_decay(name):
     assert sorted(every) == sorted(names.values()), "every parameter once"
 
 
-def test_full_shapes_decide_not_the_running_parameters():
+def test_whole_shapes_decide_not_the_running_parameters():
     """Under ZeRO-3 parameters are empty: their own dimensions would turn weight decay off."""
-    empty = [("up.weight", nn.Parameter(torch.empty(0))), ("up.bias", nn.Parameter(torch.empty(0)))]
-    optimizer = build_optimizer(
-        empty, full_shapes={"up.weight": (16, 8), "up.bias": (16,)}, no_decay=set(), name="adamw", learning_rate=0.1,
-        betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, seed=0, device_type="cpu",
-    )  # fmt: skip
+    whole = parameters_in_module({"up.weight": (16, 8), "up.bias": (16,)})
+    optimizer = builder(whole)([(name, nn.Parameter(torch.empty(0))) for name in ("up.weight", "up.bias")])
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
@@ -116,11 +134,8 @@ def test_adafactor_factors_the_second_moment_of_matrices():
 
 def test_adafactors_first_update_by_hand():
     """At step 1 the row and column means are those of the squared gradient itself; the update is then clipped."""
-    parameter = nn.Parameter(torch.zeros(2, 2))
-    optimizer = build_optimizer(
-        [("w", parameter)], full_shapes={"w": (2, 2)}, no_decay=set(), name="adafactor", learning_rate=0.5,
-        betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, seed=0, device_type="cpu",
-    )  # fmt: skip
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(2, 2))})
+    parameter, optimizer = model["w"], build(model, "adafactor", learning_rate=0.5, weight_decay=0.0)
     parameter.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     optimizer.step()
     squared = torch.tensor([[1.0, 4.0], [9.0, 16.0]])
@@ -223,11 +238,8 @@ def test_state_from_before_the_first_step_is_empty_and_loads():
 def test_muon_leaves_what_is_not_a_matrix_to_adamw():
     """Convolution kernels have three dimensions: torch's Muon would refuse them."""
     shapes = {"conv.weight": (4, 2, 3), "up.weight": (8, 4), "lm_head.weight": (9, 8), "embed.weight": (9, 4)}
-    named = [(name, nn.Parameter(torch.ones(shape))) for name, shape in shapes.items()]
-    optimizer = build_optimizer(
-        named, full_shapes=shapes, no_decay={"embed.weight"}, name="muon", learning_rate=0.1,
-        betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, seed=0, device_type="cpu",
-    )  # fmt: skip
+    model = parameters_in_module(shapes)
+    named, optimizer = list(model.named_parameters()), build(model, "muon", learning_rate=0.1)
     names = {parameter: name for name, parameter in named}
     by_muon = [names[p] for group in optimizer.param_groups if "ns_steps" in group for p in group["params"]]
     assert by_muon == ["up.weight"]
@@ -252,11 +264,8 @@ def test_updates_under_stochastic_rounding_are_not_lost():
     """Adding 2^-12 to 1.0 in bf16 is lost every time; rounded at random, 100 steps make 100 x 2^-12 on average."""
     results = {}
     for dtype in (torch.bfloat16, torch.float32):
-        parameter = nn.Parameter(torch.ones(4096, dtype=dtype))
-        optimizer = build_optimizer(
-            [("w", parameter)], full_shapes={"w": (4096,)}, no_decay=set(), name="adafactor", learning_rate=2**-12,
-            betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, seed=0, device_type="cpu",
-        )  # fmt: skip
+        model = nn.ParameterDict({"w": nn.Parameter(torch.ones(4096, dtype=dtype))})
+        parameter, optimizer = model["w"], build(model, "adafactor", learning_rate=2**-12, weight_decay=0.0)
         for _ in range(100):
             parameter.grad = torch.full_like(parameter, -1.0)
             optimizer.step()
@@ -302,10 +311,69 @@ def test_8bit_adamw_without_its_package_is_refused():
         build(tiny_model(), "adamw_8bit")
 
 
-def test_unknown_optimizer_is_refused():
-    with pytest.raises(InputError, match="did you mean adamw"):
-        build(tiny_model(), "adamv")
+def test_8bit_adamw_without_a_kernel_for_the_device_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(__version__="0.1"))
+    spec = OPTIMIZERS["adamw_8bit"](ModelShapes.of(tiny_model()))
+    (problem,) = spec.problems("cpu")
+    assert problem.startswith("optim.name: bitsandbytes 0.1 has no 8-bit AdamW for cpu: upgrade it, or use adamw")
+
+
+def test_muon_without_hidden_matrices_is_refused():
+    model = parameters_in_module({"embed.weight": (9, 4), "lm_head.weight": (9, 4), "conv.weight": (4, 2, 3)})
+    with pytest.raises(InputError, match="muon finds no hidden matrices in this model; use adamw"):
+        builder(model, "muon")
 
 
 def test_what_was_built_is_described():
     assert describe_optimizer(build(tiny_model())) == "AdamW (fused), weight decay on 320 of 460 parameters"
+
+
+class SignSGD(torch.optim.Optimizer):
+    """Steps by the sign of a momentum."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                momentum = state.setdefault("momentum", torch.zeros_like(parameter))
+                momentum.lerp_(parameter.grad, 0.1)
+                state["step"] = state.get("step", torch.zeros(())) + 1
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(momentum.sign(), alpha=group["lr"])
+
+
+class SignSGDSpec(OptimizerSpec):
+    """As docs/training.md says: one class."""
+
+    takes = ("whole", "sharded")
+
+    def make(self, parameters, settings, learning_rate, seed, device_type):
+        return SignSGD(self.groups(parameters, settings.weight_decay), lr=learning_rate)
+
+    def state_shapes(self, name):
+        return {"step": (), "momentum": self.model.shapes[name]}
+
+
+def test_an_optimizer_is_added_by_one_class_and_one_line(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "sign_sgd", SignSGDSpec)
+    whole, first, second = (tiny_model() for _ in range(3))
+    train(whole, build(whole, "sign_sgd"), 0, 2)
+    optimizer = build(first, "sign_sgd")
+    train(first, optimizer, 0, 1)
+    saved = optimizer_state_by_name(optimizer, names_of(first))
+    second.load_state_dict(first.state_dict())
+    optimizer = build(second, "sign_sgd")
+    load_optimizer_state(optimizer, names_of(second), saved)
+    train(second, optimizer, 1, 2)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+
+    parameters = sum(parameter.numel() for parameter in whole.parameters())
+    sizes = SimpleNamespace(shapes=ModelShapes.of(whole))
+    assert optimizer_elements("sign_sgd", sizes) == parameters, "plan.py knows its memory"
+    config = SimpleNamespace(optim=SimpleNamespace(name="sign_sgd"), precision="fp32", compile="none")
+    assert Strategy.problems(config, "ddp") == FullySharded.problems(config, "fsdp2") == []
+    (problem,) = Zero.problems(config, "zero1")
+    assert problem.startswith("optim.name: sign_sgd does not run under") and "choose adamw," in problem

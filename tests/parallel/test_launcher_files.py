@@ -10,9 +10,10 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from pretrain.config import RunConfig
-from pretrain.parallel.launcher import launcher_problems, requested_strategy
-from pretrain.parallel.launcher_files import deepspeed_problems, launcher_file_problems, option
-from pretrain.parallel.strategy import STRATEGIES
+from pretrain.parallel import launcher_files
+from pretrain.parallel.launcher import launcher_problems
+from pretrain.parallel.launcher_files import command_problems, deepspeed_problems, launcher_file_problems
+from pretrain.parallel.registry import STRATEGIES, requested_strategy
 from support.launcher_environment import launcher_environment
 from support.project import ROOT, free_port, run_script
 
@@ -56,8 +57,8 @@ def changed(path: Path, folder: Path, section: str | None, **values) -> Path:
 def test_shipped_files_ask_for_a_strategy_that_runs_and_contradict_no_recipe(path, config, environment):
     environment(path)
     expected = {"single": "ddp", "zero3_offload": "zero3", "zero3_offload_nvme": "zero3"}.get(path.stem, path.stem)
-    assert requested_strategy() == expected and expected in STRATEGIES
-    assert launcher_problems(config, "fp32") == []
+    assert requested_strategy() == (expected, STRATEGIES[expected])
+    assert launcher_problems(config, "fp32", expected) == []
     assert launcher_file_problems(path, expected) == []
 
 
@@ -106,8 +107,8 @@ def test_everything_wrong_in_a_deepspeed_file_is_said_at_once(tmp_path, config):
     path.write_text(json.dumps(settings))
     problems = "\n".join(deepspeed_problems(str(path), config))
     for message in (
-        "gradient_clipping: 0.5 stands beside the recipe's optim.max_grad_norm: 1.0, which settles it; remove it",
-        'bf16: {"enabled": true} stands beside the recipe\'s precision: fp32',
+        "gradient_clipping: 0.5 conflicts with the recipe's optim.max_grad_norm: 1.0; remove it from zero.json",
+        'bf16: {"enabled": true} conflicts with the recipe\'s precision: fp32',
         "zero_optimisation is unknown here; did you mean zero_optimization?",
         "zero_optimization.overlap_com is unknown; did you mean overlap_comm?",
         "zero_optimization.offload_param.pin is unknown",
@@ -137,9 +138,9 @@ def test_a_deepspeed_file_that_cannot_be_used(tmp_path, config):
         ("hsdp", "parallelism_config", {"parallelism_config_dp_shard_size": 4}, "2 x dp_shard_size 4 is not 2 proc"),
     ],
 )
-def test_settings_that_stand_beside_the_recipes(config, environment, tmp_path, name, section, setting, message):
+def test_settings_that_conflict_with_the_recipe(config, environment, tmp_path, name, section, setting, message):
     environment(changed(ROOT / f"accelerate_configs/{name}.yaml", tmp_path, section, **setting))
-    assert [problem for problem in launcher_problems(config, "fp32") if message in problem]
+    assert [problem for problem in launcher_problems(config, "fp32", name) if message in problem]
 
 
 def test_a_file_that_asks_for_another_strategy_than_runs():
@@ -147,13 +148,13 @@ def test_a_file_that_asks_for_another_strategy_than_runs():
     assert "distributed_type: DEEPSPEED was asked for, but single runs; remove --cpu" in problem
 
 
-def test_options_of_a_command_line():
-    words = ["--config_file", "a.yaml", "--num_processes=4", "train.py"]
-    assert (option(words, "config_file"), option(words, "num_processes"), option(words, "cpu")) == (
-        "a.yaml",
-        "4",
-        None,
-    )
+def test_the_launchers_command_line_is_compared_with_what_runs(monkeypatch):
+    """Both spellings of an option, and those of the script after its name are not the launcher's."""
+    words = ["--config_file", "a.yaml", "--num_processes=4", "train.py", "--num_processes", "2"]
+    monkeypatch.setattr(launcher_files, "launcher_command", lambda: (words, Path("nowhere")))
+    monkeypatch.setattr(launcher_files, "launcher_file_problems", lambda path, strategy: [f"{path} for {strategy}"])
+    assert command_problems("ddp", 4) == ["nowhere/a.yaml for ddp"]
+    assert command_problems("ddp", 1)[0].startswith("launcher: --num_processes 4 was asked for, but 1 runs;")
 
 
 def test_the_launcher_itself_is_checked(tmp_path, shards):
@@ -171,11 +172,11 @@ def test_the_launcher_itself_is_checked(tmp_path, shards):
     recipe.write_text(yaml.safe_dump(values))
     launcher = ["-m", "accelerate.commands.launch", "--config_file"]
     command = ["--num_processes", "2", "--main_process_port", free_port(), "train.py", "--config", recipe]
-    refused = run_script(*launcher, "accelerate_configs/ddp.yaml", "--cpu", *command, check=False)
+    refused = run_script(*launcher, "accelerate_configs/ddp.yaml", "--cpu", *command, check=False, fresh=True)
     assert "--num_processes 2 was asked for, but 1 runs" in refused.stderr
 
     path = changed(ROOT / "accelerate_configs/fsdp2.yaml", tmp_path, "fsdp_config", fsdp_offload_param=True)
-    refused = run_script(*launcher, path, *command, check=False)
+    refused = run_script(*launcher, path, *command, check=False, fresh=True)
     assert refused.returncode != 0 and not (tmp_path / "run").exists()
     assert "fsdp_config.fsdp_offload_param is unknown" in refused.stderr
     assert "did you mean fsdp_offload_params?" in refused.stderr

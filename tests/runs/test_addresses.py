@@ -1,4 +1,4 @@
-"""From what a user writes to a model folder, and what is said when it leads nowhere."""
+"""From what a user writes to a model folder, and the messages where it leads nowhere."""
 
 import json
 
@@ -36,7 +36,7 @@ def make_run(run, steps, final_step=None, losses=None):
 
 
 def found(*given):
-    return [(str(address.folder), address.step, address.tokens) for address in find_models([str(g) for g in given])]
+    return [(str(address.folder), address.step, address.tokens) for g in given for address in find_models(str(g))]
 
 
 def test_a_run_is_its_final_model_or_its_newest_valid_checkpoint(tmp_path, capsys):
@@ -46,7 +46,7 @@ def test_a_run_is_its_final_model_or_its_newest_valid_checkpoint(tmp_path, capsy
     (going / "checkpoints/step-00000008/config.json").write_text("{ }")
     assert found(going) == [(f"{going}/checkpoints/step-00000004", 4, 40)]
     assert "step-00000008 cannot be used: config.json has 3 bytes instead of 2" in capsys.readouterr().err
-    (address,) = find_models([str(done / "final")])
+    (address,) = find_models(str(done / "final"))
     assert address.run == done
 
 
@@ -54,9 +54,8 @@ def test_a_step_and_all_steps(tmp_path):
     run = make_run(tmp_path / "run", [4, 8], final_step=10)
     assert found(f"{run}@4") == [(f"{run}/checkpoints/step-00000004", 4, 40)]
     assert [step for _, step, _ in found(f"{run}@all")] == [4, 8, 10]
-    text = problems_of(found, f"{run}@5", f"{run}@last")
-    assert f"--model {run}@5: {run} has no checkpoint of step 5; steps there: 4, 8" in text
-    assert "after @ comes a step, best or all (got 'last')" in text
+    assert f"--model {run}@5: {run} has no checkpoint of step 5; steps there: 4, 8" in problems_of(found, f"{run}@5")
+    assert "after @ comes a step, best or all (got 'last')" in problems_of(found, f"{run}@last")
     (run / "checkpoints/step-00000004/MANIFEST.json").unlink()
     (run / "checkpoints/step-00000008/config.json").unlink()
     assert "is damaged: config.json is missing" in problems_of(found, f"{run}@8")
@@ -65,7 +64,7 @@ def test_a_step_and_all_steps(tmp_path):
 def test_the_best_step_is_the_one_with_the_lowest_validation_loss(tmp_path):
     run = make_run(tmp_path / "run", [4, 8, 12], losses={4: 3.0, 8: 2.5})
     assert found(f"{run}@best") == [(f"{run}/checkpoints/step-00000008", 8, 80)]
-    assert find_models([f"{run}@best"])[0].name == f"{run}@8"
+    assert find_models(f"{run}@best")[0].name == f"{run}@8"
     unmeasured = make_run(tmp_path / "unmeasured", [4])
     assert "no checkpoint there has a validation loss; steps there: 4" in problems_of(found, f"{unmeasured}@best")
 
@@ -74,15 +73,15 @@ def test_an_address_that_leads_nowhere(tmp_path, monkeypatch):
     make_run(tmp_path / "runs/demo", [4])
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
-    text = problems_of(found, "runs/dmeo", "empty", "not a/model id")
-    assert "--model runs/dmeo: no such folder; did you mean runs/demo?" in text
-    assert "--model empty: neither a model folder (no config.json) nor a run" in text
-    assert "--model not a/model id: neither a folder here nor a Hub id" in text
+    assert "--model runs/dmeo: no such folder; did you mean runs/demo?" in problems_of(found, "runs/dmeo")
+    assert "--model empty: neither a model folder (no config.json) nor a run" in problems_of(found, "empty")
+    assert "--model not a/model id: neither a folder here nor a Hub id" in problems_of(found, "not a/model id")
 
 
 def test_a_hub_model_that_cannot_be_reached(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match="it cannot be read from the Hub"):
-        find_models(["nobody/no-such-model@v1"], offline=True)
+        find_models("nobody/no-such-model@v1")
 
 
 def test_a_model_folder_with_a_manifest_is_compared_with_it(tmp_path):

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from pretrain.errors import InputError
+from pretrain.files import write_durably
 from pretrain.processes import folder_lock
 from pretrain.runs.control import (
     ANSWER_FILE,
@@ -23,7 +24,6 @@ from pretrain.runs.control import (
     send,
     wait_for_answer,
     withdraw,
-    write_replacing,
 )
 from pretrain.runs.status import read_json, read_status
 from support.project import ROOT, events, free_port, run_script, start_script
@@ -146,15 +146,15 @@ def test_acknowledging_nothing_writes_nothing(run):
 
 
 def test_no_reader_sees_half_a_file(tmp_path):
-    path = tmp_path / "folder" / "file.json"
-    write_replacing(path, {"n": 0})
+    path = tmp_path / "file.json"
+    write_durably(path, '{"n": 0}')
     stop = threading.Event()
 
     def write():
         n = 0
         while not stop.is_set():
             n += 1
-            write_replacing(path, {"n": n, "filling": "x" * 5000})
+            write_durably(path, json.dumps({"n": n, "filling": "x" * 5000}))
 
     thread = threading.Thread(target=write)
     thread.start()

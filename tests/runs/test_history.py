@@ -88,7 +88,7 @@ def test_lines_that_a_crash_cut_short_or_that_are_no_events_are_left_out():
     assert parse_lines(lines) == [{"event": "train", "step": 1}]
 
 
-def test_scores_of_tasks_of_sources_and_of_the_loop():
+def test_scores_of_tasks_and_of_sources():
     of_task, *_ = scores_of({"event": "evaluation", "step": 5, "task": "arc", "acc,none": 0.3, "acc_stderr,none": 0.1})
     assert (of_task.name, of_task.value, of_task.standard_error) == ("arc · acc", 0.3, 0.1)
     line = {"event": "evaluation", "step": 5, "source": "docs", "split": "validation", "loss": 2.0, "perplexity": 7.4}
@@ -96,12 +96,12 @@ def test_scores_of_tasks_of_sources_and_of_the_loop():
         ("docs validation · loss", 2.0),
         ("docs validation · perplexity", 7.4),
     ]
-    of_loop, *_ = scores_of({"event": "evaluation", "task": "arc", "metric": "acc", "value": 0.4, "stderr": None})
-    assert (of_loop.name, of_loop.value, of_loop.standard_error) == ("arc · acc", 0.4, None)
-    assert scores_of({"event": "evaluation", "task": "arc", "metric": "acc", "value": None}) == []
+    without_error, *_ = scores_of({"event": "evaluation", "task": "arc", "acc": 0.4, "acc_stderr": None})
+    assert (without_error.name, without_error.value, without_error.standard_error) == ("arc · acc", 0.4, None)
+    assert scores_of({"event": "evaluation", "task": "arc", "acc": None}) == []
 
 
-def test_an_evaluation_of_a_script_has_its_measures_alone():
+def test_only_measures_of_an_evaluation_are_scores():
     line = {"event": "evaluation", "step": 5, "tokens": 9, "model": "x", "task": "arc", "acc": 0.3, "acc_stderr": 0.1}
     about = {"few_shots": 5, "limit": 20.0, "is_part": False, "time": 1.0}
     (score,) = scores_of(line | about)

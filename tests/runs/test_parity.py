@@ -6,8 +6,10 @@ import math
 import pytest
 import torch
 
+from pretrain import hardware
+from pretrain.config import Optim
 from pretrain.optim import muon
-from pretrain.optim.optimizers import build_optimizer
+from pretrain.optim.optimizers import OPTIMIZERS, optimizer_builder
 from pretrain.runs import parity
 from pretrain.runs.parity import (
     Curve,
@@ -69,7 +71,7 @@ def test_those_that_ran_decide_the_exit_status(tmp_path, capsys):
     assert json.loads((tmp_path / "parity.json").read_text())["tp"]["refused"][1] == "model: too small"
 
 
-def test_what_differs_or_fails_is_a_failure(tmp_path, capsys):
+def test_a_difference_or_a_crash_is_a_failure(tmp_path, capsys):
     other = StrategyOutcome(Curve({1: 6.1, 2: 5.0}, REFERENCE.grad_norm))
     assert report_parity({"single": EQUAL, "ddp": EQUAL, "zero3": other}, BOUNDS, tmp_path) == 1
     assert json.loads((tmp_path / "parity.json").read_text())["zero3"]["same"] is False
@@ -87,16 +89,16 @@ def test_refusals_alone_prove_nothing(tmp_path, capsys):
 def test_the_table_has_every_step_and_strategy(tmp_path):
     lines = [{"event": "start"}, {"event": "train", "step": 1, "loss": 6.5, "grad_norm": None}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    curve = read_curve(tmp_path / "metrics.jsonl")
+    curve = read_curve(tmp_path)
     assert math.isnan(curve.grad_norm[1])
     text = distance_table(
         "Loss", {"single": curve.loss, "ddp": {1: 6.5000005}, "zero3_offload": curve.loss}, relative=False
     )
     assert text.splitlines() == [
         "Loss",
-        "     step      single      ddp  zero3_offload",
-        "        1    6.500000    5e-07              ·",
-        "  largest                5e-07              ·",
+        "     step    single    ddp  zero3_offload",
+        "        1  6.500000  5e-07              ·",
+        "  largest            5e-07              ·",
     ]
 
 
@@ -138,7 +140,7 @@ def test_an_optimizer_that_computes_in_bf16_is_compared_as_bf16(recipe, tmp_path
     monkeypatch.setattr(parity, "train_under", lambda name, *arguments: StrategyOutcome(curves[name]))
 
     def compare(name: str, in_bf16: bool) -> int:
-        monkeypatch.setattr(parity, "multiplies_in_bf16", lambda: in_bf16)
+        monkeypatch.setattr(hardware, "missing_bf16", lambda device_type: None if in_bf16 else "none")
         options = {"steps": 2, "strategies": ["ddp"], "processes": 2, "precision": "fp32"}
         folder = tmp_path / f"{name}_{in_bf16}"
         folder.mkdir()
@@ -152,21 +154,21 @@ def test_an_optimizer_that_computes_in_bf16_is_compared_as_bf16(recipe, tmp_path
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
-def test_optimizers_that_compute_in_bf16_are_those_that_are_said_to(name, monkeypatch):
+def test_the_list_of_optimizers_that_compute_in_bf16_is_right(name, monkeypatch):
     """The same update where a device multiplies in bf16 and where it does not, or two that differ."""
     updated = []
     for missing in (None, "no bf16 instructions"):
         monkeypatch.setattr(muon, "missing_bf16", lambda device_type, missing=missing: missing)
-        weight = torch.nn.Parameter(torch.linspace(-1, 1, 48).view(6, 8))
-        optimizer = build_optimizer(
-            [("up.weight", weight), ("norm.weight", torch.nn.Parameter(torch.ones(8)))],
-            full_shapes={"up.weight": (6, 8), "norm.weight": (8,)}, no_decay={"norm.weight"}, name=name,
-            learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, seed=0, device_type="cpu",
-        )  # fmt: skip
+        model = torch.nn.ModuleDict({"up": torch.nn.Linear(8, 6, bias=False), "norm": torch.nn.LayerNorm(6)})
+        weight = model["up"].weight
+        weight.data = torch.linspace(-1, 1, 48).view(6, 8)
+        optimizer = optimizer_builder(Optim(name=name, learning_rate=0.1), model, 0.1, seed=0, device_type="cpu")(
+            list(model.named_parameters())
+        )
         weight.grad = torch.linspace(0, 3, 48).view(6, 8).sin()
         optimizer.step()
         updated.append(weight.detach())
-    assert torch.equal(*updated) == (name not in parity.COMPUTE_IN_BF16)
+    assert torch.equal(*updated) == (not OPTIMIZERS[name].updates_in_bf16)
 
 
 def test_runs_of_a_recipe_are_compared_with_each_other(recipe, tmp_path, capsys):
@@ -175,7 +177,7 @@ def test_runs_of_a_recipe_are_compared_with_each_other(recipe, tmp_path, capsys)
     assert parity.measure_parity(recipe, tmp_path / "out", **options) == 0
     found = json.loads((tmp_path / "out/parity.json").read_text())["ddp"]
     assert found["same"] and found["loss"] < 1e-5
-    curves = [read_curve(tmp_path / f"out/{name}/metrics.jsonl") for name in ("single", "ddp")]
+    curves = [read_curve(tmp_path / "out" / name) for name in ("single", "ddp")]
     assert [list(curve.loss) for curve in curves] == [list(curve.grad_norm) for curve in curves] == 2 * [[1, 2, 3]]
     capsys.readouterr()
     other = Curve({step: loss + 1e-4 for step, loss in curves[1].loss.items()}, curves[1].grad_norm)

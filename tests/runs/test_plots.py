@@ -38,9 +38,9 @@ def test_flops_are_the_runs_own_figure_and_else_6_per_parameter(tmp_path):
 def test_places_between_logged_steps_lie_on_straight_lines():
     train = [train_line(10, hours=1.0), train_line(20, hours=2.0)]
     place = Places(train, None)
-    assert place.at(15, "hours") == 1.5 and place.at(5, "tokens") == 5 * 2048 and place.at(0, "hours") == 0
-    assert place.at(25, "hours") == 2.0 and place.at(None, "hours") is None
-    assert place.of([{"step": 10}])["flops"] == [None]
+    columns = place.of([{"step": step} for step in (15, 0, 25, None)])
+    assert columns["hours"] == [1.5, 0, 2.0, None] and columns["flops"] == [None] * 4
+    assert place.of([{"step": 5}])["tokens"] == [5 * 2048]
 
 
 def test_a_long_curve_is_thinned_without_losing_a_spike():

@@ -301,7 +301,7 @@ def test_scores_are_the_harness_own_to_the_last_digit(model_folder, tasks):
     expected = harness_alone(model_folder, tasks, "tiny_group,tiny_rolling,tiny_text")
     assert flat(result) == expected
     assert result.as_dict()["tasks"]["tiny_choice"]["samples"] == len(SENTENCES)
-    assert 0 < result.tasks[0].standard_errors["acc"] < 1
+    assert 0 < result.tasks[0].measures["acc_stderr"] < 1
     assert not any(score.is_part for score in result.tasks)  # all were asked for by name
 
 

@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from pretrain.errors import InputError
-from pretrain.gpus import GPUS, find_gpu
-from pretrain.hardware import PEAK_FLOPS_BF16
+from pretrain.gpus import GPUS, find_gpu, gpu_called
 from pretrain.planning.candidates import command_of, largest_that_fits, micro_batches, storage_of, work_of_run
 from pretrain.planning.report import build_plan, comment_of, plan_json, remarks
+from pretrain.planning.step_time import Hardware
 from pretrain.recipe import read_run_config
 from support.project import ROOT, run_script
 from support.tiny_models import TINY_LLAMA
@@ -41,7 +41,7 @@ def recipe(tmp_path_factory):
 def plan_of(recipe, *overrides, gpu="h100", gpus=8, machines=1, **options):
     config = read_run_config(recipe, list(overrides))
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    return build_plan(config, str(recipe), list(overrides), gpu, gpus=gpus, machines=machines, **options)
+    return build_plan(config, str(recipe), list(overrides), Hardware(gpu, gpus, machines), **options)
 
 
 @pytest.fixture(scope="module")
@@ -173,11 +173,25 @@ def test_the_comment_fits_a_recipe(plan):
     assert "123 steps" in text and "8 x h100" in text
 
 
-def test_the_table_agrees_with_the_peaks_that_mfu_is_logged_against():
-    names = {"h100": "H100", "h200": "H200", "gh200": "GH200", "b200": "B200", "a100": "A100", "l40s": "L40S"}
-    names |= {"l4": "L4", "a10g": "A10G", "a40": "A40", "a6000": "A6000", "rtx_4090": "RTX 4090", "t4": "T4"}
-    for ours, theirs in names.items():
-        assert GPUS[ours].bf16_flops == pytest.approx(PEAK_FLOPS_BF16[theirs]), ours
+@pytest.mark.parametrize(
+    ("device_name", "gpu"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100_pcie"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA GeForce RTX 4090", "rtx_4090"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA RTX A4000", None),
+    ],
+)
+def test_a_gpu_is_found_by_the_name_that_torch_gives_it(device_name, gpu):
+    assert gpu_called(device_name) == (gpu and GPUS[gpu])
 
 
 @pytest.mark.parametrize(
@@ -218,7 +232,7 @@ def test_runs_that_cannot_be_planned_are_refused(recipe, overrides, gpu, message
 
 
 def test_a_gpu_that_nobody_knows_can_be_described():
-    gpu = find_gpu("mine", memory_bytes=48e9, peak_flops=2e14, price_per_hour=0.5)
+    gpu = find_gpu("mine", memory_bytes=48e9, bf16_flops=2e14, price_per_hour=0.5)
     assert (gpu.memory_bytes, gpu.bf16_flops, gpu.price_per_hour) == (48e9, 2e14, 0.5)
     assert find_gpu("RTX 4090").name == "rtx_4090"
 

@@ -1,24 +1,29 @@
 """The whole of a run through the real scripts: train, kill, resume, on one process and two."""
 
+import importlib.util
 import json
 import shutil
 import signal
 import struct
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, pipeline
 
 from pretrain.errors import InputError
+from pretrain.optim.optimizers import ModelShapes
+from pretrain.parallel import registry
 from pretrain.recipe import read_run_config
 from pretrain.training.run_plan import derive
 from support.faults import launch_with_faults
 from support.numbered_shards import write_shards
 from support.project import ROOT, cpu_seconds, events, losses, run_script
+from train import check
 
 GOLDEN = {1: 6.24694, 4: 6.21027, 8: 6.16098, 12: 6.13158}
 """{step: loss} on made-up shards, which no version of Python changes. If these move, then so does what every user
@@ -66,7 +71,7 @@ def test_a_run_from_start_to_finish(recipe, tmp_path):
     assert text.startswith("def ")
 
     again = train(recipe)
-    assert "is done: 12 steps" in again.stdout
+    assert "is already complete: 12 steps" in again.stdout
     assert losses(run) == curve, "a finished run must not be trained again"
 
 
@@ -310,6 +315,41 @@ def test_check_looks_at_the_places_that_a_run_comes_to(recipe, tmp_path):
     assert "evaluation.tasks: helaswag: no such task" in found and "did you mean hellaswag?" in found
     assert "evaluation.include_path: " in found and "holds no .yaml file" in found
     assert "init: pretrained, but model: " in found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the package is there")
+def test_check_finds_what_optimizer_and_loss_would_refuse(recipe):
+    """All at once, with what is found elsewhere."""
+    found = check_problems(
+        recipe,
+        ("optim.name", "adamw_8bit"),
+        ("loss.backend", "torch"),
+        ("loss.z_loss", "1e-4"),
+        ("batch.tokens_per_step", "300"),
+    )
+    assert "optim.name: adamw_8bit needs bitsandbytes" in found
+    assert "loss.backend: torch has no z-loss: use chunked or logits, or z_loss 0" in found
+    assert "batch.tokens_per_step: 300 is not a multiple" in found
+
+
+def test_check_finds_muon_without_matrices_to_update(recipe, monkeypatch):
+    monkeypatch.setattr(ModelShapes, "is_hidden_matrix", lambda self, name: False)
+    assert "optim.name: muon finds no hidden matrices" in check_problems(recipe, ("optim.name", "muon"))
+
+
+def test_check_finds_a_model_that_cannot_recompute_its_activations(recipe, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
+    found = check_problems(recipe, ("activation_checkpointing", "full"))
+    assert found == "activation_checkpointing: full does not work with llama in transformers; use none"
+
+
+def test_check_finds_what_the_strategy_refuses_with_all_else(recipe, monkeypatch):
+    monkeypatch.setattr(registry, "requested_strategy", lambda: ("fsdp2", registry.STRATEGIES["fsdp2"]))
+    monkeypatch.setattr(registry, "launcher_problems", lambda config, precision, name: [])
+    overrides = [("optim.name", "adafactor"), ("batch.tokens_per_step", "300")]
+    with pytest.raises(InputError) as caught:
+        check(SimpleNamespace(config=read_run_config(recipe, overrides)))
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["optim.name", "batch.tokens_per_step"]
 
 
 def test_a_run_that_has_begun_needs_its_trunk_no_more(recipe, tmp_path):

@@ -68,10 +68,11 @@ def free_port() -> int:
             return port
 
 
-def launch(strategy: str, processes: int, *arguments, **settings) -> subprocess.CompletedProcess:
-    """Runs a script under `accelerate launch` with a shipped strategy file; settings as of `run_script`."""
+def launch(strategy: str | Path, processes: int, *arguments, **settings) -> subprocess.CompletedProcess:
+    """Runs a script under `accelerate launch` with a shipped launcher file or another; settings as of `run_script`."""
+    file = strategy if isinstance(strategy, Path) else f"accelerate_configs/{strategy}.yaml"
     return run_script(
-        "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
+        "-m", "accelerate.commands.launch", "--config_file", file,
         "--num_processes", processes, "--main_process_port", free_port(), *arguments, **settings,
     )  # fmt: skip
 

@@ -29,21 +29,28 @@ from pretrain.checkpoint.checkpoints import Checkpoints, load_saved
 from pretrain.checkpoint.tensor_files import plan_files
 from pretrain.config import Checkpoint
 from pretrain.files import damage
-from pretrain.parallel.strategy import Strategy, group_of
+from pretrain.parallel.ranks import Ranks
+from pretrain.parallel.strategy import Strategy
+from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.runs.run_folder import step_of
 
 OLD, NEW = 3, 4
 WATCHED = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
 
 
-def strategy_of(rank: int = 0, ranks: int = 1, meeting_point: Path | None = None) -> Strategy:
-    """What Checkpoints need of a strategy, without a model."""
+def ranks_of(rank: int = 0, count: int = 1, meeting_point: Path | None = None) -> Ranks:
+    """Processes that nothing has launched."""
+    if count == 1:
+        return Ranks()
+    store = dist.FileStore(str(meeting_point), count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    return Ranks(rank, count, dist.new_group(backend="gloo"), dist.new_group(backend="gloo"))
+
+
+def strategy_of(rank: int = 0, count: int = 1, meeting_point: Path | None = None) -> Strategy:
+    """One without a model."""
     strategy = Strategy.__new__(Strategy)
-    strategy.rank, strategy.ranks, strategy.is_main = rank, ranks, rank == 0
-    if ranks > 1:
-        store = dist.FileStore(str(meeting_point), ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-        strategy.host_group, strategy.background_group = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+    strategy.ranks, strategy.device = ranks_of(rank, count, meeting_point), torch.device("cpu")
     return strategy
 
 
@@ -51,7 +58,10 @@ def tensors_of(step: int) -> dict:
     """Groups of ten small tensors each, which say of which step they are."""
     names = [f"layers.{number}.weight" for number in range(10)]
     model = {name: torch.full((8,), float(step)) for name in names}
-    return {"model": group_of(model), "optimizer": group_of({f"{name}.exp_avg": -model[name] for name in names})}
+    return {
+        "model": TensorGroup.of(model),
+        "optimizer": TensorGroup.of({f"{name}.exp_avg": -model[name] for name in names}),
+    }
 
 
 def describe(folder: Path) -> None:
@@ -59,8 +69,8 @@ def describe(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "llama"}')
 
 
-def save(run: Path, strategy: Strategy, step: int) -> None:
-    checkpoints = Checkpoints(run, strategy, Checkpoint(keep_last=2))
+def save(run: Path, ranks: Ranks, step: int) -> None:
+    checkpoints = Checkpoints(run, ranks, Checkpoint(keep_last=2))
     checkpoints.save(step, {"state": {"step": step}}, tensors_of(step), describe)
     checkpoints.wait()
 
@@ -105,11 +115,11 @@ def save_in_processes(run: Path, ranks: int, victim: int, moment: int) -> bool:
     children = []
     for rank in range(ranks):
         if (child := os.fork()) == 0:
-            strategy = strategy_of(rank, ranks, meeting_point)
+            mine = ranks_of(rank, ranks, meeting_point)
             if rank == victim:
                 Executioner(run, moment)
             try:
-                save(run, strategy, NEW)
+                save(run, mine, NEW)
             except RuntimeError:
                 os._exit(1)  # the other rank has died
             os._exit(0)
@@ -122,7 +132,7 @@ def problems_of(run: Path) -> list[str]:
     folder = run / "checkpoints"
     problems = [f"{path.name}: {found}" for path in folder.glob("step-*") if (found := damage(path))]
     log: list[str] = []
-    checkpoints = Checkpoints(run, strategy_of(), Checkpoint(keep_last=2))
+    checkpoints = Checkpoints(run, ranks_of(), Checkpoint(keep_last=2))
     chosen = checkpoints.newest_valid(log.append)
     step = step_of(chosen) if chosen else None
     problems += log
@@ -135,7 +145,7 @@ def problems_of(run: Path) -> list[str]:
     problems += [] if len(whole) == 10 and all(whole) else [f"{chosen.name} does not hold what was saved"]
     leftover = [path.name for path in folder.iterdir() if path.name != "LATEST" and not path.name.startswith("step-")]
     problems += [f"leftover: {leftover}"] if leftover else []
-    save(run, strategy_of(), 5)
+    save(run, ranks_of(), 5)
     after = sorted(step_of(path) for path in folder.glob("step-*"))
     return problems if after == [step, 5] else [*problems, f"the next save left {after}"]
 
@@ -159,5 +169,5 @@ if __name__ == "__main__":
     folder, every = Path(sys.argv[1]), int(sys.argv[2])
     plan_files.__defaults__ = (64,)  # two tensors in a file
     for step in range(1, NEW):
-        save(folder / "before", strategy_of(), step)
+        save(folder / "before", ranks_of(), step)
     print(json.dumps([kill_at_every_moment(folder, *who, every) for who in ((1, 0), (2, 0), (2, 1))]))

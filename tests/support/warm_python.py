@@ -4,8 +4,9 @@ Each process that runs tests has one such server. `WarmPopen` is `subprocess.Pop
 project under this interpreter is forked from the server instead of started: same arguments, environment, folder,
 files, sessions, signals and exit status. The launchers that it runs start their ranks in the same way.
 
-What differs: the parent is the server, so tests about launchers that die take `subprocess.Popen`; so do those about
-how an interpreter starts. Whoever changes a variable that is read during imports gets a new interpreter by itself.
+What differs: the parent is the server, so tests about launchers that die, or whose command line matters, take
+`subprocess.Popen`; so do those about how an interpreter starts. Whoever changes a variable that is read during imports
+gets a new interpreter by itself.
 """
 
 import array
@@ -32,7 +33,11 @@ READ_BY_IMPORTS = (
     "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "CUDA_", "TQDM_", "DS_", "WANDB_", "MPL", "XDG_", "HOME",
     "TMPDIR", "RAY_", "TOKENIZERS_", "NO_COLOR", "COLUMNS", "TERM", "LANG", "LC_",
 )  # fmt: skip
-SET_BY_LAUNCHERS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING",)
+SET_BY_LIBRARIES = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_DUPLICATE_LIB_OK",
+    "TOKENIZERS_PARALLELISM", "HF_XET_HIGH_PERFORMANCE", "PYTHONPATH",
+)  # fmt: skip
+"""And by launchers, for those that they start. PYTHONPATH is read below."""
 LIBRARIES = (
     "accelerate.commands.launch", "torch.distributed.run", "torch._dynamo", "torch._inductor.compile_fx",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "matplotlib.pyplot",
@@ -114,7 +119,7 @@ def can_be_forked(command: list[str], environment: dict[str, str]) -> bool:
 
 def read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
     found = {name: value for name, value in environment.items() if name.startswith(READ_BY_IMPORTS)}
-    return {name: value for name, value in found.items() if name not in SET_BY_LAUNCHERS}
+    return {name: value for name, value in found.items() if name not in SET_BY_LIBRARIES}
 
 
 def server() -> str:
@@ -128,8 +133,10 @@ def server() -> str:
         # Its end is ours: it watches its standard input, which closes when this process ends, in whichever way.
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, pass_fds=[writer])
         os.close(writer)
-        os.read(ready, 1)
+        is_ready = os.read(ready, 1)
         os.close(ready)
+        if not is_ready:
+            raise RuntimeError("the warm interpreter cannot import the project; see its traceback above")
         os.environ[SOCKET] = address
         os.environ[ENVIRONMENT] = environment[ENVIRONMENT]
         atexit.register(process.kill)
@@ -140,13 +147,19 @@ def import_everything() -> None:
     sys.path.insert(0, str(ROOT))
     import pretrain
 
-    errors = os.dup(2)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # DeepSpeed says at once that there is no GPU
+    kept = os.dup(1), os.dup(2)
+    silence = os.open(os.devnull, os.O_WRONLY)  # DeepSpeed says that there is no GPU
+    for number in (1, 2):
+        os.dup2(silence, number)
     try:
         for name in (*(module.name for module in pkgutil.walk_packages(pretrain.__path__, "pretrain.")), *LIBRARIES):
             importlib.import_module(name)
+        sys.stdout.flush()
     finally:
-        os.dup2(errors, 2)
+        for number, own in enumerate(kept, start=1):
+            os.dup2(own, number)
+            os.close(own)
+        os.close(silence)
     sys.path.remove(str(ROOT))
 
 
@@ -229,19 +242,20 @@ def become(request: dict) -> list[str]:
 
 def run(asked: list[str]) -> None:
     """What the interpreter does with the rest of its command line."""
+    sys.path[0:0] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     if asked[0] == "-c":
         sys.argv[:] = ["-c", *asked[2:]]
         sys.path.insert(0, "")
         exec(compile(asked[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif asked[0] == "-m":
+        sys.argv[:] = asked[1:]
+        sys.path.insert(0, os.getcwd())
+        sys.modules.pop(asked[1], None)  # else runpy warns
+        runpy.run_module(asked[1], run_name="__main__", alter_sys=True)
     else:
-        if asked[0] == "-m":
-            sys.argv[:] = asked[1:]
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(asked[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv[:] = asked
-            sys.path.insert(0, str(Path(asked[0]).parent.resolve()))
-            runpy.run_path(asked[0], run_name="__main__")
+        sys.argv[:] = asked
+        sys.path.insert(0, str(Path(asked[0]).parent.resolve()))
+        runpy.run_path(asked[0], run_name="__main__")
 
 
 if __name__ == "__main__":

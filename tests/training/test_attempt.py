@@ -8,6 +8,7 @@ import torch
 import yaml
 
 from pretrain.errors import InputError
+from pretrain.parallel.ranks import Ranks
 from pretrain.recipe import read_run_config
 from pretrain.training.attempt import (
     CrashLoopError,
@@ -18,7 +19,7 @@ from pretrain.training.attempt import (
     refuse_crash_loop,
     sole_use,
 )
-from support.save_and_die import strategy_of
+from support.save_and_die import ranks_of, strategy_of
 from support.tiny_models import TINY_LLAMA
 
 
@@ -48,10 +49,10 @@ def test_crashes_without_progress(tmp_path, lines, expected):
 
 
 def test_the_fourth_restart_is_refused_in_words(tmp_path):
-    refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 3), 4, strategy_of())
+    refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 3), 4, ranks_of())
     with pytest.raises(CrashLoopError, match="started 4 times from step 4 without getting past step 6"):
-        refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 4), 4, strategy_of())
-    refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 4, "e18"), 4, strategy_of())
+        refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 4), 4, ranks_of())
+    refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 4, "e18"), 4, ranks_of())
 
 
 def test_all_ranks_refuse_though_one_already_sees_the_end_that_the_other_wrote(tmp_path):
@@ -63,7 +64,7 @@ def test_all_ranks_refuse_though_one_already_sees_the_end_that_the_other_wrote(t
         if (child := os.fork()) == 0:
             code = 1
             try:
-                refuse_crash_loop(views[rank], 4, strategy_of(rank, 2, tmp_path / "store"))
+                refuse_crash_loop(views[rank], 4, ranks_of(rank, 2, tmp_path / "store"))
             except CrashLoopError as stop:
                 code = stop.exit_code
             finally:
@@ -102,11 +103,11 @@ def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
 def test_a_folder_belongs_to_one_process(tmp_path):
     run = tmp_path / "run"
     refused = pytest.raises(InputError, match=f"process {os.getpid()} on")
-    with sole_use(run, strategy_of()), refused, sole_use(run, strategy_of()):
+    with sole_use(run, ranks_of()), refused, sole_use(run, ranks_of()):
         pytest.fail("two processes must not train here")
     assert not run.exists(), "nothing happened in it"
     run.touch()
-    with pytest.raises(InputError, match="is not writable"), sole_use(run, strategy_of()):
+    with pytest.raises(InputError, match="is not writable"), sole_use(run, ranks_of()):
         pytest.fail("a file is no folder")
 
 
@@ -121,7 +122,7 @@ def test_advice_when_memory_runs_out_names_numbers_and_the_next_strategy(tmp_pat
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     strategy = strategy_of()
-    strategy.name, strategy.ranks, strategy.precision, strategy.device = "ddp", 2, "fp32", torch.device("cpu")
+    strategy.name, strategy.ranks, strategy.precision = "ddp", Ranks(0, 2), "fp32"
     monkeypatch.setattr("pretrain.training.attempt.memory_bytes", lambda device: 2**20)
     rungs = advice_on_memory(read_run_config(path), strategy).splitlines()[1:-1]
     assert "--activation_checkpointing full" in rungs[0] and "--batch.sequences_per_micro_batch 2: needs" in rungs[1]

@@ -19,6 +19,7 @@ from pretrain.model.compile import checkpoint_activations, compile_model
 from pretrain.model.flops import active_parameters, flops_per_token
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.routers import inactive_parameters, routers_of
+from pretrain.parallel.registry import STRATEGIES
 from pretrain.training import experts as experts_module
 from pretrain.training.experts import Experts, RouterLosses, router_losses
 from support.project import run_script
@@ -325,7 +326,7 @@ def test_deepseeks_own_coefficient_is_translated_in_the_refusal():
 
 @pytest.mark.parametrize("strategy", ["tp", "pp"])
 def test_model_parallel_strategies_are_refused(monkeypatch, strategy):
-    monkeypatch.setattr(experts_module, "requested_strategy", lambda: strategy)
+    monkeypatch.setattr(experts_module, "requested_strategy", lambda: (strategy, STRATEGIES[strategy]))
     with pytest.raises(InputError, match=f"launcher: {strategy} does not train mixtures of experts"):
         router_losses(Loss(), tiny_config("mixtral"))
 

@@ -6,15 +6,12 @@ from pathlib import Path
 
 import torch
 
-from pretrain.parallel.strategy import Strategy
 from pretrain.training.step_reports import Consensus, Request
 from support.save_and_die import strategy_of
 
 
 def consensus_of(rank: int = 0, ranks: int = 1, meeting_point: Path | None = None) -> Consensus:
-    strategy: Strategy = strategy_of(rank, ranks, meeting_point)
-    strategy.device = torch.device("cpu")
-    return Consensus(strategy)
+    return Consensus(strategy_of(rank, ranks, meeting_point))
 
 
 def step(consensus, number, loss, grad_norm, skipped, request):

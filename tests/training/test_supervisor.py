@@ -20,7 +20,6 @@ START = "start-1"
 def supervisor_of(run, rank=0, ranks=1) -> Supervisor:
     """Of a rank that trains nothing, in a folder of its own."""
     strategy = strategy_of(rank, ranks, run.with_name("meeting_point"))
-    strategy.device = torch.device("cpu")
     continuation = SimpleNamespace(
         config=SimpleNamespace(output=run, guard=Guard()),
         strategy=strategy,
@@ -110,7 +109,7 @@ def leave(tmp_path, rank) -> list:
         supervisor.listen_or_leave()
 
     with supervisor.leaving("the work"):
-        supervisor.strategy.by_main(lambda: time.sleep(600), listen)
+        supervisor.strategy.ranks.by_main(lambda: time.sleep(600), listen)
     return [heard, supervisor.request.name, supervisor.ends, time.monotonic() - begun < 300]
 
 

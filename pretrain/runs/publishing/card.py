@@ -11,26 +11,19 @@ from typing import Any
 
 import yaml
 
-from pretrain.runs.publishing.card_facts import (
-    CardFacts,
-    CardScore,
-    batch_text,
-    budget_text,
-    is_hub_id,
-    public_name,
-    read_card_facts,
-)
+from pretrain.runs.history import Score
+from pretrain.runs.publishing.card_facts import CardFacts, budget_text, is_hub_id, public_name, read_card_facts
 from pretrain.units import count_text, duration_text
 
 CARD_FILE, PICTURE_FILE = "README.md", "loss.png"
 TAGS = ("pretraining", "base-model", "groundwork")
 METRIC_TYPES = {"acc": "accuracy", "acc_norm": "accuracy", "exact_match": "exact_match", "perplexity": "perplexity"}
-"""Ours and the harness's names of measures to the Hub's metric ids; the others keep theirs."""
+"""{measure: the Hub's metric id}; the others keep their names."""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """How a model is offered: what a run's files cannot say. All None: a folder that was not published yet."""
+    """How a model is offered, which a run's files cannot say. All None: not published yet."""
 
     repository: str | None = None
     """owner/name on the Hub."""
@@ -43,19 +36,12 @@ class Publication:
     """Of the weights, as a recipe's export.dtype."""
 
 
-def write_card(
-    run: Path,
-    folder: Path,
-    publication: Publication | None = None,
-    *,
-    step: int | None = None,
-    model_folder: Path | None = None,
-) -> None:
+def write_card(run: Path, folder: Path, publication: Publication | None = None, *, step: int | None = None) -> None:
     """Writes README.md and, where the run's log has losses, loss.png into a model folder of the run.
 
-    step: the model's optimizer step; None: the log's last. model_folder: where config.json is, by default `folder`.
+    step: the model's optimizer step; None: the log's last.
     """
-    facts = read_card_facts(run, step, model_folder or folder)
+    facts = read_card_facts(run, step, folder)
     has_picture = plot_losses(facts, folder / PICTURE_FILE)
     text = model_card(facts, publication or Publication(), has_picture=has_picture)
     (folder / CARD_FILE).write_text(text, encoding="utf-8")
@@ -84,11 +70,11 @@ def title_of(facts: CardFacts, publication: Publication) -> str:
 
 
 def metadata(facts: CardFacts, publication: Publication) -> str:
-    """The YAML between the card's first two rules, checked by huggingface_hub's own classes."""
+    """The YAML at the top, checked by huggingface_hub's own classes."""
     from huggingface_hub import ModelCardData
 
-    base = facts.config.get("model")
-    continues = facts.config.get("init") == "pretrained" and is_hub_id(base)
+    base = facts.setting("model")
+    continues = facts.setting("init") == "pretrained" and is_hub_id(base)
     datasets = dict.fromkeys(name for source in facts.sources for name in source.hub_datasets)
     results = eval_results(facts)
     data = ModelCardData(
@@ -106,34 +92,29 @@ def metadata(facts: CardFacts, publication: Publication) -> str:
 
 
 def eval_results(facts: CardFacts) -> list[Any]:
-    """Scores as huggingface_hub.EvalResult, for the model-index; those over a part of a task are left out."""
+    """Scores as huggingface_hub.EvalResult, for the model-index, without those over part of a task."""
     from huggingface_hub import EvalResult
 
-    results = []
-    for score in facts.scores:
-        if not score.is_whole:
-            continue
-        shots = f"{score.few_shots}-shot" if score.few_shots is not None else None
-        name = score.metric.partition(",")[0]
-        results.append(
-            EvalResult(
-                task_type="text-generation",
-                task_name="Text generation",
-                dataset_name=f"{score.task} ({shots})" if shots else score.task,
-                dataset_type=score.task,
-                metric_type=METRIC_TYPES.get(name, name),
-                metric_name=score.metric.replace("_", " "),
-                metric_value=round(score.value, 6),
-            )
+    names = {score: score.metric.partition(",")[0] for score in facts.scores if score.is_whole}
+    return [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Text generation",
+            dataset_name=score_name(score),
+            dataset_type=score.task,
+            metric_type=METRIC_TYPES.get(name, name),
+            metric_name=score.metric.replace("_", " "),
+            metric_value=round(score.value, 6),
         )
-    return results
+        for score, name in names.items()
+    ]
 
 
 def introduction(facts: CardFacts) -> str:
     size = f"of {count_text(facts.parameters)} parameters " if facts.parameters else ""
     if facts.active_parameters:
         size += f"({count_text(facts.active_parameters)} active for a token) "
-    how = "trained further" if facts.config.get("init") == "pretrained" else "pretrained from scratch"
+    how = "trained further" if facts.setting("init") == "pretrained" else "pretrained from scratch"
     text = f"A base language model {size}{how} with Groundwork on {budget_text(facts).split(',')[0]}. "
     return text + "It continues text; it has not been trained to follow instructions or to chat."
 
@@ -142,13 +123,10 @@ def use_section(facts: CardFacts, publication: Publication) -> str:
     """Code that runs as it stands once the model is where it says."""
     where = publication.repository or "path/to/this/folder"
     options = "" if publication.revision == "main" else f', revision="{publication.revision}"'
-    if facts.model.get("auto_map"):
-        options += ", trust_remote_code=True"
     note = ""
     if facts.model.get("auto_map"):
-        note = (
-            "\n\nThe architecture's code is in this repository, hence `trust_remote_code`; read it before you run it."
-        )
+        options += ", trust_remote_code=True"
+        note = "\n\nThe architecture's code is in this repository, hence `trust_remote_code`; read it first."
     return (
         f"## How to use\n\n```python\nfrom transformers import pipeline\n\n"
         f'generate = pipeline("text-generation", model="{where}"{options})\n'
@@ -161,14 +139,14 @@ def use_section(facts: CardFacts, publication: Publication) -> str:
 def architecture_rows(facts: CardFacts, publication: Publication) -> Iterable[tuple[str, Any]]:
     """(name, value) of the model's shape; the names of different families are brought to one."""
     model = facts.model
-    first = {name: next((model[key] for key in keys if model.get(key) is not None), None) for name, keys in SHAPES}
     yield "architecture", model.get("model_type")
     yield "parameters", f"{facts.parameters:,}" if facts.parameters else None
     yield "active parameters", f"{facts.active_parameters:,}" if facts.active_parameters else None
-    for name, value in first.items():
+    for name in SHAPES:
+        value = shape_fact(model, name)
         yield name, f"{value:,}" if isinstance(value, int) else value
     yield "input and output embeddings", "tied" if model.get("tie_word_embeddings", True) else "separate"
-    yield "dtype of the weights", publication.dtype or (facts.config.get("export") or {}).get("dtype")
+    yield "dtype of the weights", publication.dtype or facts.setting("export.dtype")
     used = next((source.vocabulary_size for source in facts.sources if source.vocabulary_size), None)
     size = model.get("vocab_size")
     if used and size and used < size:
@@ -177,20 +155,25 @@ def architecture_rows(facts: CardFacts, publication: Publication) -> Iterable[tu
     yield "tokenizer", next((source.tokenizer for source in facts.sources if source.tokenizer), None)
 
 
-SHAPES = (
-    ("layers", ("num_hidden_layers", "n_layer")),
-    ("width", ("hidden_size", "n_embd")),
-    ("feed-forward width", ("intermediate_size", "n_inner")),
-    ("experts", ("num_experts", "num_local_experts", "n_routed_experts")),
-    ("experts per token", ("num_experts_per_tok",)),
-    ("expert width", ("moe_intermediate_size",)),
-    ("attention heads", ("num_attention_heads", "n_head")),
-    ("key-value heads", ("num_key_value_heads",)),
-    ("vocabulary size", ("vocab_size",)),
-    ("longest context", ("max_position_embeddings", "n_positions")),
-    ("activation", ("hidden_act", "activation_function")),
-)
-"""Name in the card, and the keys of config.json that may hold it."""
+SHAPES = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "width": ("hidden_size", "n_embd"),
+    "feed-forward width": ("intermediate_size", "n_inner"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "experts per token": ("num_experts_per_tok",),
+    "expert width": ("moe_intermediate_size",),
+    "attention heads": ("num_attention_heads", "n_head"),
+    "key-value heads": ("num_key_value_heads",),
+    "vocabulary size": ("vocab_size",),
+    "longest context": ("max_position_embeddings", "n_positions"),
+    "activation": ("hidden_act", "activation_function"),
+}
+"""{name in the card: keys of config.json that may hold it}"""
+
+
+def shape_fact(model: dict[str, Any], name: str) -> Any:
+    """The value of the first of its keys that this model has; None without any."""
+    return next((model[key] for key in SHAPES[name] if model.get(key) is not None), None)
 
 
 def data_section(facts: CardFacts) -> str:
@@ -211,8 +194,7 @@ def data_section(facts: CardFacts) -> str:
             source.tokenizer or "",
         ]
         rows.append([source.stage, *cells] if staged else cells)
-    data = facts.config.get("data") or {}
-    length, masked = data.get("sequence_length"), data.get("document_mask")
+    length, masked = facts.setting("data.sequence_length"), facts.setting("data.document_mask")
     packing = f"Documents were packed into sequences of {length:,} tokens" if length else ""
     attending = "; tokens attended within their own document only." if masked else "."
     return grid(header, rows) + (f"\n\n{packing}{attending}" if packing else "")
@@ -220,28 +202,35 @@ def data_section(facts: CardFacts) -> str:
 
 def training_rows(facts: CardFacts) -> Iterable[tuple[str, Any]]:
     """(name, value) of how, on what and how fast."""
-    optim, machine, strategy = facts.config.get("optim") or {}, facts.environment, facts.strategy
-    start = next(reversed(facts.events_named("start")), {})
-    rate = optim.get("learning_rate") or optim.get("base_learning_rate")
+    machine, strategy = facts.environment, facts.strategy
+    optim = facts.setting("optim") or {}
+    start = facts.history.last("start")
     yield "budget", budget_text(facts)
-    yield "global batch", batch_text(facts.config)
+    yield "global batch", batch_text(facts)
     yield "optimizer", f"{optim['name']}, weight decay {optim.get('weight_decay', 0):g}" if "name" in optim else None
-    peak = max((event.get("learning_rate") or 0 for event in facts.events_named("train")), default=0)
+    peak = max((event.get("learning_rate") or 0 for event in facts.history.of("train")), default=0)
+    rate = peak or optim.get("learning_rate") or optim.get("base_learning_rate")
     warmup = f", {start['warmup_steps']:,} warmup steps" if "warmup_steps" in start else ""
-    yield "learning rate", f"{peak or rate:.3g} at the peak, {optim.get('schedule')}{warmup}" if peak or rate else None
-    yield "precision", strategy.get("precision") or facts.config.get("precision")
-    yield "seed", facts.config.get("seed")
+    yield "learning rate", f"{rate:.3g} at the peak, {optim.get('schedule')}{warmup}" if rate else None
+    yield "precision", strategy.get("precision") or facts.setting("precision")
+    yield "seed", facts.setting("seed")
     yield "hardware", hardware_text(machine, strategy.get("ranks") or 1)
     yield "strategy", strategy.get("strategy")
-    speed, mfu = facts.tokens_per_second, facts.mfu
+    speed, mfu = facts.history.median("tokens_per_second"), facts.history.median("mfu")
     yield "throughput", f"{speed:,.0f} tokens/s" + (f", MFU {mfu:.1%}" if mfu else "") if speed else None
     if speed and facts.tokens:
         yield "time in training steps", duration_text(facts.tokens / speed)
     packages = machine.get("packages") or {}
     yield "software", ", ".join(f"{name} {packages[name]}" for name in SOFTWARE if name in packages)
     yield "code", machine.get("commit")
-    losses = [event["loss"] for event in facts.events_named("train") if event.get("loss") is not None]
+    losses = [event["loss"] for event in facts.history.of("train") if event.get("loss") is not None]
     yield "training loss at the end", f"{losses[-1]:.4f}" if losses else None
+
+
+def batch_text(facts: CardFacts) -> str:
+    """'524,288 tokens (256 sequences of 2,048)'"""
+    tokens, length = facts.setting("batch.tokens_per_step"), facts.setting("data.sequence_length")
+    return f"{tokens:,} tokens ({tokens // length:,} sequences of {length:,})" if tokens and length else "not recorded"
 
 
 def hardware_text(machine: dict[str, Any], ranks: int) -> str | None:
@@ -264,40 +253,37 @@ def evaluation_section(facts: CardFacts) -> str:
     if facts.validation:
         header = ["held-out text", "loss (nats per token)", "perplexity", "bits per byte"]
         rows = [
-            [
-                source,
-                *(
-                    f"{event[name]:.{digits}f}" if event.get(name) is not None else ""
-                    for name, digits in CARD_MEASURES
-                ),
-            ]
+            [source, *(f"{event[name]:{form}}" if event.get(name) is not None else "" for name, form in CARD_MEASURES)]
             for source, event in facts.validation.items()
         ]
         step = next(reversed(facts.validation.values()))["step"]
         parts.append(f"During training, at step {step:,}:\n\n{grid(header, rows)}")
     if facts.scores:
-        scores = sorted(facts.scores, key=score_name)
-        rows = [[score_name(score), score.metric.replace("_", " "), score_text(score)] for score in scores]
+        scores = sorted(facts.scores, key=marked_name)
+        rows = [[marked_name(score), score.metric.replace("_", " "), score_text(score)] for score in scores]
         for above, row in reversed(list(itertools.pairwise(rows))):
             row[0] = "" if row[0] == above[0] else row[0]  # a name stands on the first of its lines
         parts.append("After training:\n\n" + grid(["task or text", "measure", "score"], rows))
     if any(not score.is_whole for score in facts.scores):
-        parts.append("Scores marked \\* are over a part of the task and compare with nothing.")
+        parts.append("Scores marked \\* cover only part of the task and cannot be compared with other results.")
     return "## Evaluation\n\n" + "\n\n".join(parts) if parts else ""
 
 
-CARD_MEASURES = (("loss", 4), ("perplexity", 2), ("bits_per_byte", 4))
+CARD_MEASURES = (("loss", ".4f"), ("perplexity", ".2f"), ("bits_per_byte", ".4f"))
 
 
-def score_name(score: CardScore) -> str:
-    shots = "" if score.few_shots is None else f" ({score.few_shots}-shot)"
-    return f"{score.task}{shots}" + ("" if score.is_whole else " \\*")
+def score_name(score: Score) -> str:
+    return score.task if score.few_shots is None else f"{score.task} ({score.few_shots}-shot)"
 
 
-def score_text(score: CardScore) -> str:
+def marked_name(score: Score) -> str:
+    return score_name(score) + ("" if score.is_whole else " \\*")
+
+
+def score_text(score: Score) -> str:
     error, digits = score.standard_error, 2 if "perplexity" in score.metric else 4
     text = f"{score.value:.{digits}f}"
-    return f"{text} ± {error:.{digits}f}" if isinstance(error, int | float) else text
+    return text if error is None else f"{text} ± {error:.{digits}f}"
 
 
 def lineage_text(facts: CardFacts) -> str:
@@ -307,13 +293,13 @@ def lineage_text(facts: CardFacts) -> str:
         f"{count_text(trunk['tokens'])} tokens"
         for trunk in facts.lineage
     ]
-    if facts.config.get("init") == "pretrained":
-        lines.append(f"- began with the weights of {public_name(facts.config.get('model'))}")
+    if facts.setting("init") == "pretrained":
+        lines.append(f"- began with the weights of {public_name(facts.setting('model'))}")
     elif not facts.lineage:
         lines.append(f"- began with random weights of seed {facts.config.get('seed', 'not recorded')}")
-    for event in facts.events_named("resume"):
+    for event in facts.history.of("resume"):
         lines.append(f"- continued at step {event['step']:,} from its own checkpoint")
-    for event in facts.events_named("rollback"):
+    for event in facts.history.of("rollback"):
         reason = f": {event['reason']}" if event.get("reason") else ""
         change = f"; {event['change']}" if event.get("change") else ""
         lines.append(f"- went back to step {event.get('to_step', 0):,}{reason}{change}")
@@ -322,8 +308,7 @@ def lineage_text(facts: CardFacts) -> str:
 
 def limits_text(facts: CardFacts, publication: Publication) -> str:
     tokens = f" of {count_text(facts.tokens)} tokens" if facts.tokens else ""
-    context = next((facts.model[key] for key in dict(SHAPES)["longest context"] if facts.model.get(key)), None)
-    length = (facts.config.get("data") or {}).get("sequence_length")
+    context, length = shape_fact(facts.model, "longest context"), facts.setting("data.sequence_length")
     lines = [
         f"- A base model: it continues text as its training text{tokens} would, including what is wrong, private or "
         "offensive in it. It has had no safety training and no filter.",
@@ -334,10 +319,10 @@ def limits_text(facts: CardFacts, publication: Publication) -> str:
     if length and context and length < context:
         lines.append(f"- It was trained on at most {length:,} tokens at a time, though {context:,} positions exist.")
     if facts.total_steps and facts.step < facts.total_steps:
-        text = (
-            f"- A checkpoint from within a run: step {facts.step:,} of {facts.total_steps:,}, with the learning rate"
+        lines.append(
+            f"- A checkpoint from within a run: step {facts.step:,} of {facts.total_steps:,}, with the learning rate "
+            "not decayed to its end."
         )
-        lines.append(f"{text} not decayed to its end.")
     return "\n".join(lines)
 
 
@@ -372,13 +357,12 @@ def grid(header: list[str], rows: list[list[Any]]) -> str:
 
 def plot_losses(facts: CardFacts, path: Path) -> bool:
     """Training and validation loss against tokens, as a PNG; False where there are fewer than two points to draw."""
-    train = {event["step"]: (event["tokens"], event["loss"]) for event in facts.events_named("train")}
+    train = {event["step"]: (event["tokens"], event["loss"]) for event in facts.history.of("train")}
     points = [(tokens, loss) for tokens, loss in train.values() if loss is not None]
     if len(points) < 2:
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
 
     tokens_at = {step: tokens for step, (tokens, _) in train.items()} | {0: 0}
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -387,18 +371,18 @@ def plot_losses(facts: CardFacts, path: Path) -> bool:
         title=f"{facts.run_name}: loss", xlabel="training tokens", ylabel="loss (nats per token)"
     )
     axis.plot(*zip(*points, strict=True), linewidth=1, alpha=0.7, label="training")
-    for source in facts.validation:
+    for source, events in facts.history.validation().items():
         measured = {
             event["step"]: (tokens_at[event["step"]], event["loss"])
-            for event in facts.events_named("validation")
-            if event["source"] == source and event["step"] in tokens_at and event.get("loss") is not None
+            for event in events
+            if event["step"] in tokens_at and event.get("loss") is not None
         }
         if measured:
             axis.plot(*zip(*measured.values(), strict=True), marker="o", markersize=3, label=f"validation, {source}")
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: count_text(value)))
+    axis.xaxis.set_major_formatter(lambda value, _: count_text(value))
     axis.set_xlim(left=0)
     axis.grid(alpha=0.3)
     axis.legend()
-    # No date and no version in the file: the same run gives the same picture, which need not be uploaded twice.
+    # Without date and version: the same run gives the same picture, which need not be uploaded twice.
     figure.savefig(path, dpi=150, metadata={"Software": None})
     return True

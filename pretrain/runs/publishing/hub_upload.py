@@ -1,5 +1,6 @@
-"""To the Hub by huggingface_hub, which leaves out what is there already: an upload that was cut short is completed by
-the same call. Also in a process of its own beside the training.
+"""Uploads by huggingface_hub, which skips what is there already: the same call completes an interrupted upload.
+
+Also in a process of its own during training.
 """
 
 import re
@@ -22,7 +23,7 @@ from pretrain.units import count_text
 REPLACED_ON_HUB = (
     "*.safetensors", "*.safetensors.index.json", "*.py", PICTURE_FILE, "trainer_state.json", SEAL_FILE,
 )  # fmt: skip
-"""What a model of before may have left in the repository under names that this one has not."""
+"""Files of an earlier model that stay in the repository unless this one replaces them."""
 LICENSES = (
     "apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0",
     "gpl-3.0", "agpl-3.0", "lgpl-3.0", "mpl-2.0", "openrail", "bigscience-openrail-m", "odc-by", "unlicense", "other",
@@ -39,9 +40,9 @@ def offer_problems(
     languages: list[str],
     named: tuple[str, str, str] = ("hub.repository", "publish.license", "publish.language"),
 ) -> list[str]:
-    """What is wrong with a repository, a licence and languages, as far as it shows without the Hub.
+    """What is wrong with a repository, a licence and languages, as far as can be told without the Hub.
 
-    named: how the user calls the three.
+    named: the three settings, in messages.
     """
     problems = repository_problems(repository, named[0])
     if not license:
@@ -84,18 +85,12 @@ def login_problems() -> list[str]:
 
 
 def publish_in_background(
-    run: Path,
-    repository: str,
-    *,
-    step: int | None,
-    private: bool,
-    license: str,
-    languages: list[str],
+    run: Path, repository: str, *, step: int | None, private: bool, license: str, languages: list[str]
 ) -> str | None:
     """Starts publish.py for a checkpoint, or for final/ where step is None, and returns at once.
 
-    It outlives this process, retries, writes to RUN/publish/publish.log and notes in metrics.jsonl what came of it.
-    Returns why it could not be started; None if it was. The step's checkpoint must be committed, and one that stays.
+    It outlives this process, retries, writes to RUN/publish/publish.log and records the outcome in metrics.jsonl.
+    Returns why it could not be started; None if it was. The step's checkpoint must be committed, and kept.
     """
     command = [sys.executable, str(Path(__file__).parents[3] / "publish.py"), "--run", str(run), "--repo", repository]
     command += ["--final"] if step is None else ["--checkpoint", str(step)]
@@ -117,7 +112,7 @@ def publish_in_background(
                 stdout=log,
                 stderr=log,
                 env=environment,
-                # Of its own: the signals and the end of the training are not its own.
+                # The signals and the end of the training must not reach it.
                 start_new_session=True,
                 pass_fds=[mark.fileno()],
             )
@@ -127,12 +122,12 @@ def publish_in_background(
 
 
 def waiting_mark(run: Path, revision: str) -> Path:
-    """A file that is there from when a model was to be published beside the training until it is on the Hub."""
+    """A file that exists from when training starts to publish a model until the model is on the Hub."""
     return run / STAGING / f".{revision}{WAITING}"
 
 
 def cut_short(run: Path) -> list[int | None]:
-    """The steps (None: final/) whose uploads a crash of the machine cut short, and that are still there to go up."""
+    """The steps (None: final/) whose uploads a crash interrupted and whose models still exist."""
     steps = []
     for mark in sorted((run / STAGING).glob(f".*{WAITING}")):
         revision = mark.name.removeprefix(".").removesuffix(WAITING)
@@ -146,9 +141,9 @@ def cut_short(run: Path) -> list[int | None]:
 
 
 def open_repository(repository: str, *, private: bool) -> str:
-    """Makes the repository where it is missing; returns its URL.
+    """Creates the repository if it does not exist; returns its URL.
 
-    Raises InputError for what the user must change (login, rights, visibility), PublishFailed for all else.
+    Raises InputError for what the user must change (login, rights, visibility), PublishError for all else.
     """
     from huggingface_hub import HfApi, get_token
 
@@ -167,11 +162,12 @@ def open_repository(repository: str, *, private: bool) -> str:
 def upload(folder: Path, model: Model, repository: str, *, message: str | None) -> str:
     """Makes the model's branch of an existing repository hold this folder; returns the commit.
 
-    Raises InputError where the Hub refuses the model card, PublishFailed for all else.
+    Raises InputError where the Hub refuses the model card, PublishError for all else.
     """
     from huggingface_hub import HfApi, get_token
 
     api = HfApi(token=get_token())
+    tokens = f", {count_text(model.tokens)} tokens" if model.tokens else ""
     with hub_errors(repository, api.token):
         if model.revision != "main":
             api.create_branch(repository, branch=model.revision, exist_ok=True)
@@ -179,16 +175,11 @@ def upload(folder: Path, model: Model, repository: str, *, message: str | None) 
             repo_id=repository,
             folder_path=folder,
             revision=model.revision,
-            commit_message=message or message_for(model),
+            commit_message=message or f"Step {model.step:,}{tokens}",
             delete_patterns=list(REPLACED_ON_HUB),
         )
         set_tag(api, repository, model)
     return commit.oid
-
-
-def message_for(model: Model) -> str:
-    tokens = f", {count_text(model.tokens)} tokens" if model.tokens else ""
-    return f"Step {model.step:,}{tokens}"
 
 
 def set_tag(api: Any, repository: str, model: Model) -> None:
@@ -211,7 +202,7 @@ def set_tag(api: Any, repository: str, model: Model) -> None:
 
 @contextmanager
 def hub_errors(repository: str, token: str) -> Iterator[None]:
-    """Turns what goes wrong with the Hub into InputError or PublishFailed, in words and without the token."""
+    """Turns errors of the Hub into InputError or PublishError, in words and without the token."""
     from huggingface_hub import constants
 
     try:

@@ -1,4 +1,4 @@
-"""Which models of a run are to be published, and what exactly goes up: a folder with all of it and nothing else."""
+"""Which models of a run to publish, and a folder with exactly the files to upload."""
 
 import json
 import os
@@ -9,18 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretrain.errors import InputError
+from pretrain.errors import InputError, Problems
 from pretrain.files import SEAL_FILE, commit, damage, remove
+from pretrain.runs.history import last_good_end
 from pretrain.runs.publishing.card import CARD_FILE, PICTURE_FILE, Publication, write_card
-from pretrain.runs.publishing.card_facts import read_events
-from pretrain.runs.run_folder import best_step, checkpoint_folders, read_json, read_state
-from pretrain.runs.settings import read_config
+from pretrain.runs.run_folder import best_step, checkpoint_folders, read_config, read_json, read_state, setting
 from pretrain.units import count_text
 
 STAGING = "publish"
-"""Folder of a run where models wait to go up, and where the log of publishing during training is."""
+"""Folder of a run where models are staged for upload, with the log of publishing during training."""
 EVALUATIONS = "evaluations"
-"""Folder of a run with the logs and the results of what is evaluated beside the training."""
+"""Folder of a run with the logs and results of evaluations during training."""
 STAYS_HERE = re.compile(r"optimizer.*\.safetensors(\.index\.json)?|trainer_state\.json")
 WEIGHTS = re.compile(r"model.*\.safetensors")
 SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
@@ -28,12 +27,12 @@ SHORTEST_SECRET = 12
 
 
 class PublishError(Exception):
-    """The disk, the network or the Hub failed; the run is as it was, and the same command goes on."""
+    """The disk, the network or the Hub failed; the run is unchanged, and the same command resumes."""
 
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Turns a full or unwritable disk into PublishFailed."""
+    """Turns a full or unwritable disk into PublishError."""
     try:
         yield
     except OSError as error:
@@ -56,7 +55,7 @@ class Model:
     tag: str | None = None
     """A second name of the revision: tokens-10B."""
     with_optimizer: bool = False
-    """Whether a checkpoint goes up whole, as it is on disk, so that others can train it further."""
+    """Whether a checkpoint is uploaded whole, as on disk, so that others can train it further."""
 
     @property
     def is_final(self) -> bool:
@@ -64,7 +63,7 @@ class Model:
 
 
 def evaluation_log(run: Path, checkpoint: str) -> Path:
-    """What the evaluation of a checkpoint says; held open by it (processes.py) as long as it lasts."""
+    """The output of a checkpoint's evaluation, which holds the file open while it runs (processes.py)."""
     return run / EVALUATIONS / f"{checkpoint}.log"
 
 
@@ -73,11 +72,10 @@ def find_publishable(
 ) -> list[Model]:
     """The models asked for, oldest first, each found intact; final/ where none is named.
 
-    steps: of checkpoints; "best" is the one with the lowest validation loss.
-    Raises InputError with everything that is not there or damaged.
+    steps: of checkpoints; "best" is the one with the lowest validation loss. Raises InputError with everything that
+    is missing or damaged.
     """
-    problems: list[str] = []
-    found: list[Model] = []
+    problems = Problems()
     checkpoints = checkpoint_folders(run)
     wanted = set(steps)
     if "best" in wanted:
@@ -86,38 +84,41 @@ def find_publishable(
         if best is None:
             problems.append(f"--checkpoint best: no checkpoint of {run} has a validation loss; give a step")
     if milestones:
-        every = (read_config(run).get("checkpoint") or {}).get("milestones_every")
-        kept = [step for step in checkpoints if every and step % every == 0]
-        if not every:
-            problems.append(
-                f"--milestones: the recipe of {run} keeps none (checkpoint.milestones_every); give --checkpoint STEP"
-            )
-        elif not kept and not final:
-            problems.append(f"--milestones: {run} has no checkpoint at a multiple of {every:,} steps yet")
-        wanted |= set(kept)
-    for step in sorted(wanted):
-        if step not in checkpoints:
-            there = ", ".join(map(str, checkpoints)) or "none"
-            problems.append(f"--checkpoint {step}: {run} has no checkpoint of this step; steps there: {there}")
-        else:
-            found.append(replace(checkpoint_model(checkpoints[step], step), with_optimizer=with_optimizer))
+        wanted |= set(problems.attempt(_milestones, run, checkpoints, final) or [])
+    found = [checkpoint_model(checkpoints[step], step) for step in sorted(wanted) if step in checkpoints]
+    found = [replace(model, with_optimizer=with_optimizer) for model in found]
+    there = ", ".join(map(str, checkpoints)) or "none"
+    problems += [
+        f"--checkpoint {step}: {run} has no checkpoint of this step; steps there: {there}"
+        for step in sorted(wanted - set(checkpoints))
+    ]
     if with_optimizer and not (steps or milestones):
         problems.append("--with_optimizer: final/ has none; give --checkpoint STEP or --milestones")
     if final or not (steps or milestones):
         if (run / "final" / "config.json").is_file():
             found.append(final_model(run))
         else:
-            there = f"--checkpoint {max(checkpoints)}" if checkpoints else "its training first"
-            problems.append(f"--run {run}: has no final/, so training has not finished; give {there}")
-    for model in found:
-        problems += [f"{model.folder} is damaged: {problem}" for problem in damage(model.folder)]
-    if problems:
-        raise InputError(*problems)
+            remedy = f"--checkpoint {max(checkpoints)}" if checkpoints else "its training first"
+            problems.append(f"--run {run}: has no final/, so training has not finished; give {remedy}")
+    problems += [f"{model.folder} is damaged: {problem}" for model in found for problem in damage(model.folder)]
+    problems.stop_if_any()
     return found
 
 
+def _milestones(run: Path, checkpoints: dict[int, Path], final: bool) -> list[int]:
+    every = setting(read_config(run), "checkpoint.milestones_every")
+    if not every:
+        raise InputError(
+            f"--milestones: the recipe of {run} keeps none (checkpoint.milestones_every); give --checkpoint STEP"
+        )
+    kept = [step for step in checkpoints if step % every == 0]
+    if not kept and not final:
+        raise InputError(f"--milestones: {run} has no checkpoint at a multiple of {every:,} steps yet")
+    return kept
+
+
 def checkpoint_model(folder: Path, step: int) -> Model:
-    tokens = ((read_state(folder) or {}).get("state") or {}).get("tokens")
+    tokens = setting(read_state(folder), "state.tokens")
     tag = f"tokens-{count_text(tokens)}" if tokens else None
     return Model(folder, step, tokens, revision=revision_of(step), tag=tag)
 
@@ -129,38 +130,37 @@ def revision_of(step: int) -> str:
 
 def final_model(run: Path) -> Model:
     """final/, with the step of the run's last good end; of its newest checkpoint while that is not logged."""
-    ends = [event for event in read_events(run) if event.get("event") == "end" and event.get("code") == 0]
-    step = ends[-1].get("step") if ends else None
-    if step is None:
-        step = max(checkpoint_folders(run), default=0)
-    return Model(run / "final", step, ends[-1].get("tokens") if ends else None, revision="main")
+    end = last_good_end(run)
+    step = end["step"] if end.get("step") is not None else max(checkpoint_folders(run), default=0)
+    return Model(run / "final", step, end.get("tokens"), revision="main")
 
 
 def stage(run: Path, model: Model, publication: Publication, target: Path) -> Path:
-    """Writes into `target` exactly what goes up; whole or not at all. Returns it.
+    """Writes exactly the files to upload into `target`, complete or not at all. Returns it.
 
-    A checkpoint's fp32 weights are rounded to the export dtype, and its optimizer and trainer state stay here, unless
-    it goes up with them: then it is whole, and sealed with its card, so that a run continues from what is downloaded.
-    Raises InputError if a secret of this process's environment stands in a file.
+    A checkpoint's fp32 weights are rounded to the export dtype, and its optimizer and trainer state are left out,
+    unless with_optimizer: then it is uploaded whole and sealed with its card, so that a run can continue from a
+    download. Raises InputError if a file contains a secret of this process's environment.
     """
     dtype = "fp32" if model.with_optimizer else publication.dtype or "bf16"
     publication = replace(publication, revision=model.revision, dtype=dtype)
     unfinished = target.with_name(f".staging-{target.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
+    is_rounded, weight_bytes = not (model.is_final or model.with_optimizer), 0
     for path in sorted(model.folder.iterdir()):
         if not path.is_file() or path.name in (CARD_FILE, PICTURE_FILE, SEAL_FILE):
             continue
         if STAYS_HERE.fullmatch(path.name) and not model.with_optimizer:
             continue
-        if model.is_final or model.with_optimizer:
-            link_or_copy(path, unfinished / path.name)
-        elif WEIGHTS.fullmatch(path.name):
-            round_weights(path, unfinished / path.name, dtype)
+        if is_rounded and WEIGHTS.fullmatch(path.name):
+            weight_bytes += round_weights(path, unfinished / path.name, dtype)
+        elif is_rounded:
+            shutil.copyfile(path, unfinished / path.name)  # not linked: config.json and the index are rewritten
         else:
-            shutil.copyfile(path, unfinished / path.name)
-    if not model.is_final and not model.with_optimizer:
-        note_dtype(unfinished, dtype)
+            link_or_copy(path, unfinished / path.name)
+    if is_rounded:
+        note_dtype(unfinished, dtype, weight_bytes)
     write_card(run, unfinished, publication, step=model.step)
     if problems := secret_problems(unfinished):
         shutil.rmtree(unfinished)
@@ -182,8 +182,8 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def round_weights(source: Path, target: Path, dtype: str) -> None:
-    """Copies a safetensors file, its floating-point tensors rounded as final/ has them."""
+def round_weights(source: Path, target: Path, dtype: str) -> int:
+    """Copies a safetensors file, its floating-point tensors rounded as in final/; returns the tensors' bytes."""
     from safetensors.torch import load_file, save_file
 
     from pretrain.hardware import DTYPES
@@ -193,10 +193,11 @@ def round_weights(source: Path, target: Path, dtype: str) -> None:
         for name, tensor in load_file(source).items()
     }
     save_file(tensors, target, metadata={"format": "pt"})
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def note_dtype(folder: Path, dtype: str) -> None:
-    """Brings config.json and the index in line with weights that are now in `dtype`."""
+def note_dtype(folder: Path, dtype: str, weight_bytes: int) -> None:
+    """Updates config.json and the index for weights that are now in `dtype`."""
     from pretrain.hardware import DTYPES
 
     path = folder / "config.json"
@@ -206,19 +207,12 @@ def note_dtype(folder: Path, dtype: str) -> None:
     index_path = folder / "model.safetensors.index.json"
     if index_path.is_file():
         index = json.loads(index_path.read_text(encoding="utf-8"))
-        index["metadata"]["total_size"] = sum(tensor_bytes_of(p) for p in folder.glob("model*.safetensors"))
+        index["metadata"]["total_size"] = weight_bytes
         index_path.write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
-def tensor_bytes_of(path: Path) -> int:
-    """Bytes of the tensors of a safetensors file: all of it but its header, whose length stands in front."""
-    with open(path, "rb") as file:
-        header = int.from_bytes(file.read(8), "little")
-    return path.stat().st_size - 8 - header
-
-
 def secret_problems(folder: Path) -> list[str]:
-    """Files in which the value of a secret environment variable stands; the value itself is not shown."""
+    """Files that contain the value of a secret environment variable; the value itself is not shown."""
     secrets = {
         name: value.encode()
         for name, value in os.environ.items()

@@ -1,0 +1,100 @@
+"""The processes of a launch, and their communication from host memory, without the device."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from pretrain.errors import end_now
+from pretrain.parallel.launcher import processes_launched
+
+_Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process and the others. All ranks together call what communicates; a single process never waits."""
+
+    rank: int = 0
+    """This process, from 0."""
+    count: int = 1
+    host_group: dist.ProcessGroup | None = None
+    """All ranks, over the network from host memory: for the loop."""
+    background_group: dist.ProcessGroup | None = None
+    """The same for a thread beside the loop, which may wait as long as the slowest disk takes to write a checkpoint;
+    hangs of the loop are detected elsewhere."""
+
+    @classmethod
+    def of_launch(cls) -> "Ranks":
+        """Those that run, once torch.distributed does. Raises RuntimeError if not all that were launched do."""
+        running = dist.get_world_size() if dist.is_initialized() else 1
+        if running != processes_launched():  # accelerate falls back to fewer silently
+            raise RuntimeError(f"{processes_launched()} processes were launched, but accelerate runs {running}")
+        if not dist.is_initialized():
+            return cls()
+        background = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+        return cls(dist.get_rank(), running, dist.new_group(backend="gloo"), background)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that prints and writes what is written once."""
+        return self.rank == 0
+
+    def gather(self, value: Any, in_background: bool = False) -> list[Any]:
+        """One small object of every rank, on every rank.
+
+        in_background: called from the one thread beside the loop.
+        """
+        if self.count == 1:
+            return [value]
+        values = [None] * self.count
+        dist.all_gather_object(values, value, group=self.background_group if in_background else self.host_group)
+        return values
+
+    @contextmanager
+    def together(self, error: type[Exception]) -> Iterator[None]:
+        """What fails on one rank in this block raises `error` on all, so that none waits for one that failed."""
+        problem = None
+        try:
+            yield
+        except (OSError, SafetensorError) as cause:
+            problem = f"{type(cause).__name__}: {cause}"
+        if problems := [text for text in self.gather(problem) if text]:
+            raise error("; ".join(problems))
+
+    def by_main(self, work: Callable[[], _Value], beat: Callable[[], None]) -> _Value | None:
+        """Runs `work` in a thread of the main rank while all ranks wait and call `beat`; its result is there alone.
+
+        Where `beat` raises, which it must on all ranks alike, the work goes on with nobody waiting for it.
+        """
+        executor = ThreadPoolExecutor(max_workers=1)
+        future = executor.submit(work) if self.is_main else None
+        executor.shutdown(wait=False)
+        while not self.gather(future is not None and future.done())[0]:
+            beat()
+            time.sleep(0.05)
+        return future.result() if self.is_main else None
+
+    def print(self, text: str) -> None:
+        """From the main rank alone."""
+        if self.is_main:
+            print(text, flush=True)
+
+    def barrier(self) -> None:
+        """Returns once every rank has called."""
+        self.gather(None)
+
+    def exit(self, code: int) -> NoReturn:
+        """Ends every process of a script that is over.
+
+        At once: torch's and DeepSpeed's destructors over gloo sometimes hang or abort after everything was written,
+        and a thread that nobody waits for any more would be waited for.
+        """
+        self.barrier()
+        end_now(code)

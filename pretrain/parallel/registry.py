@@ -1,0 +1,67 @@
+"""Every strategy by name, and the choice of the one that the launcher asks for."""
+
+from pretrain.config import RunConfig
+from pretrain.errors import InputError
+from pretrain.parallel.fully_sharded import FullySharded
+from pretrain.parallel.launcher import launcher_problems
+from pretrain.parallel.pipeline import PipelineParallel
+from pretrain.parallel.strategy import Strategy, resolve_precision
+from pretrain.parallel.tensor_parallel import TensorParallel
+from pretrain.parallel.zero import Zero
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    "single": Strategy,
+    "ddp": Strategy,
+    "fsdp2": FullySharded,
+    "zero1": Zero,
+    "zero2": Zero,
+    "zero3": Zero,
+    "hsdp": FullySharded,
+    "tp": TensorParallel,
+    "pp": PipelineParallel,
+    "zero3_offload": Zero,
+    "zero3_offload_nvme": Zero,
+}
+"""{file in accelerate_configs/: class}, simplest first, which is the order in which a plan lists them."""
+
+
+def requested_strategy() -> tuple[str, type[Strategy]]:
+    """(name, class) that the launcher's environment asks for; the name is not in STRATEGIES where it does not run."""
+    # The last that recognises the environment: the first ones are content with any.
+    claims = [(name, strategy) for strategy in dict.fromkeys(STRATEGIES.values()) if (name := strategy.requested())]
+    return claims[-1]
+
+
+def make_strategy(config: RunConfig) -> Strategy:
+    """The strategy that the launcher asks for, ready to prepare a model. Raises InputError as `strategy_class`."""
+    return strategy_class(config)(resolve_precision(config.precision), config)
+
+
+def strategy_class(config: RunConfig) -> type[Strategy]:
+    """The class of the strategy that the launcher asks for.
+
+    Raises InputError with everything in the launcher's settings that contradicts the recipe or cannot run.
+    """
+    name, strategy = requested_strategy()
+    problems = launcher_problems(config, resolve_precision(config.precision), name)
+    if name in STRATEGIES:
+        problems += strategy.problems(config, name)
+    elif not problems:
+        problems.append(
+            f"launcher: {name} is not among the strategies that run: {', '.join(STRATEGIES)}; take a file of "
+            "accelerate_configs, or set fsdp_version: 2 in your own"
+        )
+    if problems:
+        raise InputError(*problems)
+    return strategy
+
+
+def evaluation_strategy() -> Strategy:
+    """The strategy for scripts that train nothing: whole models on every process. Raises InputError for any other."""
+    name, strategy = requested_strategy()
+    if strategy is not Strategy:
+        raise InputError(
+            f"launcher: {name} is for training; use accelerate_configs/single.yaml or ddp.yaml here: a "
+            "checkpoint of any strategy can be read under them"
+        )
+    return Strategy("fp32")
