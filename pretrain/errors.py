@@ -117,6 +117,12 @@ def shortened(value: Any, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
+def one_line(error: BaseException) -> str:
+    """The error's class and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
 def read_small_file(path: str | os.PathLike, most_bytes: int = 1 << 20) -> str:
     """The text of a file that people write. Raises InputError, without the file's name, for anything else."""
     try:
