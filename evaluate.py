@@ -3,6 +3,7 @@
     python evaluate.py --model runs/x --data data/docs                     # loss, perplexity, bits per byte
     python evaluate.py --model runs/x@500 runs/x/final --tasks base        # benchmarks, models side by side
     python evaluate.py --model me/llama@main --tasks my_task --include_path tasks --output results.json
+    python evaluate.py --model runs/x --interactive                        # type a beginning, the model continues it
     python evaluate.py --model runs/x/final --prompt 'Once' --max_new_tokens 100
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 evaluate.py --model runs/x ...
 
@@ -23,8 +24,8 @@ PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 SPLITS = ("validation", "train")
 NUMBERS = {
     "batch_size": (int, 1), "num_fewshot": (int, 0), "sequences": (int, 1), "sequence_length": (int, 1),
-    "max_new_tokens": (int, 1), "top_k": (int, 1), "seed": (int, 0), "limit": (float, None),
-    "temperature": (float, None),
+    "max_new_tokens": (int, 1), "top_k": (int, 0), "top_p": (float, None), "seed": (int, 0),
+    "limit": (float, None), "temperature": (float, 0),
 }  # fmt: skip
 """{setting: (type, least value)}; None: any number above 0."""
 
@@ -58,12 +59,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--sequences", metavar="N", help="measure N sequences spread over the split [all]")
     add("--sequence_length", metavar="N", help="tokens per sequence [the run's; else the model's, at most 2048]")
     add("--document_mask", metavar="on|off", help="attend within documents only [the run's; else on]")
-    sample = parser.add_argument_group("a sample")
+    sample = parser.add_argument_group("text samples")
     add = sample.add_argument
+    add("--interactive", action="store_true", help="continue what you type, as it is generated; a run may be live")
     add("--prompt", metavar="TEXT", help="continue this text")
     add("--max_new_tokens", default="100", metavar="N", help="[100]")
-    add("--temperature", metavar="X", help="sampling temperature [greedy decoding]")
-    add("--top_k", metavar="N", help="sample from the N most likely tokens [all]")
+    add("--temperature", default="0.8", metavar="X", help="sampling temperature; 0: greedy decoding [0.8]")
+    add("--top_k", metavar="N", help="sample from the N most likely tokens [50]; 0: all")
+    add("--top_p", metavar="P", help="sample from the most likely tokens that have probability P together [all]")
     add("--seed", default="0", metavar="N", help="sampling seed [0]")
     return parser
 
@@ -85,11 +88,25 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
         problems.append(f"--document_mask {arguments.document_mask}; allowed: off, on")
     problems += read_numbers(arguments)
     arguments.tasks = [task for text in arguments.tasks for task in text.split(",") if task]
-    if not arguments.tasks and not arguments.data and arguments.prompt is None:
+    if arguments.interactive:
+        problems += interactive_problems(arguments)
+    elif not arguments.tasks and not arguments.data and arguments.prompt is None:
         arguments.tasks = ["base"]
     if problems:
         raise InputError(*problems)
     return arguments
+
+
+def interactive_problems(arguments: argparse.Namespace) -> list[str]:
+    """What --interactive does not go together with."""
+    problems = []
+    if len(arguments.model) > 1:
+        problems.append(f"--interactive: continues text with one model, and --model names {len(arguments.model)}")
+    if other := [flag for flag in ("tasks", "data", "output", "plot") if getattr(arguments, flag)]:
+        problems.append(f"--interactive: measures nothing; leave out --{', --'.join(other)}")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        problems.append("--interactive: needs one process; start it with python evaluate.py")
+    return problems
 
 
 def read_numbers(arguments: argparse.Namespace) -> list[str]:
@@ -102,8 +119,11 @@ def read_numbers(arguments: argparse.Namespace) -> list[str]:
     limit = arguments.limit
     if limit is not None and limit >= 1 and not limit.is_integer():
         problems.append(f"--limit {limit}: must be a whole number of documents, or a fraction below 1")
-    if arguments.top_k is not None and arguments.temperature is None:
-        problems.append("--top_k: applies to sampling only; give --temperature too, for example 0.8")
+    if arguments.top_p is not None and arguments.top_p > 1:
+        problems.append(f"--top_p {arguments.top_p}: is a probability, above 0 and at most 1")
+    given = [f"--{name}" for name in ("top_k", "top_p") if getattr(arguments, name) is not None]
+    if given and arguments.temperature == 0:
+        problems.append(f"{' and '.join(given)}: of sampling, and --temperature 0 is greedy decoding; leave one out")
     return problems
 
 
@@ -126,8 +146,11 @@ def main(argv: list[str]) -> None:
 
     if not sys.stderr.isatty():  # in a log file, a line now and then; tqdm reads this when it is imported
         os.environ.setdefault("TQDM_MININTERVAL", "10")
-    from pretrain.evaluation.evaluate import evaluate_models
+    from pretrain.evaluation.evaluate import evaluate_models, talk_to_model
 
+    if arguments.interactive:
+        talk_to_model(arguments)
+        return
     _, strategy = evaluate_models(arguments)
     strategy.ranks.exit(0)
 

@@ -97,7 +97,7 @@ def gpu_of(arguments: argparse.Namespace, memory: float | None) -> Gpu:
     return find_gpu(
         arguments.gpu,
         memory_bytes=memory,
-        peak_flops=arguments.peak_tflops and arguments.peak_tflops * 1e12,
+        bf16_flops=arguments.peak_tflops and arguments.peak_tflops * 1e12,
         price_per_hour=arguments.price_per_gpu_hour,
         network_bytes_per_second=arguments.network_gbits and arguments.network_gbits * 1e9 / 8,
     )

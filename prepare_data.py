@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,7 @@ def prepare_shards(request: "PreparationRequest") -> int:
     if request.slice:
         request = slice_of(request, *request.slice)
     output = request.output
-    with DocumentProgress(request.documents.total_bytes) as progress:
+    with closing(DocumentProgress(request.documents.total_bytes)) as progress:
         try:
             outcome = prepare(request, say=progress.say, report=progress.update)
         except StoppedError as stop:

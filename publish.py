@@ -121,12 +121,8 @@ def publish_one(arguments: argparse.Namespace, model: "Model", staging: Path, ur
     from pretrain.runs.publishing.hub_upload import upload, waiting_mark
     from pretrain.runs.publishing.publish import stage, writing_to
 
-    publication = Publication(
-        repository=arguments.repo,
-        license=arguments.license,
-        languages=tuple(arguments.language),
-        dtype=arguments.dtype,
-    )
+    license, languages = arguments.license, tuple(arguments.language)
+    publication = Publication(arguments.repo, license=license, languages=languages, dtype=arguments.dtype)
     folder = staging / model.revision
     # One process per revision: two that stage it at once would send each other's halves.
     with folder_lock(staging / f".{model.revision}.lock"):

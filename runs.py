@@ -172,9 +172,9 @@ def parity(arguments: argparse.Namespace) -> int:
     )
 
 
-def positive(text: str) -> float:
-    """A number of seconds above zero, for argparse."""
-    value = float(text)
+def positive(text: str, kind: type = float) -> float:
+    """A number of that kind above zero, for argparse."""
+    value = kind(text.replace(",", ""))
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
@@ -182,10 +182,7 @@ def positive(text: str) -> float:
 
 def natural(text: str) -> int:
     """A whole number from 1, for argparse."""
-    value = int(text.replace(",", "").replace("_", ""))
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
+    return positive(text, int)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -44,18 +44,17 @@ from pretrain.training.validation import open_validation
 def main(
     config: RunConfig, overridden: frozenset[str], strategy: Strategy, steps: int | None, metrics: Metrics
 ) -> int:
-    """Trains to the end, or for the first `steps` steps; returns the exit status. All ranks."""
+    """Trains to the end, or only the first `steps` steps; returns the exit status. All ranks."""
     plan = derive(config, strategy.data_ranks * strategy.micro_batches_per_call).cut(steps)
     validation_readers = open_validation(config.data)
     continuation = Continuation(config, plan, overridden, strategy, metrics)  # at its newest intact checkpoint
     run, state = continuation.run, continuation.state
     if continuation.is_done:
-        strategy.ranks.print(
-            f"{config.output} is already complete: {state.step:,} steps. The model is in {config.output}/final."
-        )
+        message = f"{config.output} is already complete: {state.step:,} steps, model in {config.output}/final."
+        strategy.ranks.print(message)
         return EXIT_DONE
 
-    # Model and optimizer: those of the checkpoint, of a pretrained model, or of the seed.
+    # Model and optimizer: from the checkpoint, from a pretrained model, or initialised by the seed.
     built = build_training(
         config,
         run,
@@ -67,7 +66,7 @@ def main(
     continuation.load()
     experts.load(state.expert_counts)
 
-    # What feeds the steps, what looks after them, and what is done between them.
+    # What feeds the steps, what supervises them, and what is done between them.
     peak = peak_flops(strategy.device, run.precision)
     start_id = announce(continuation, peak)
     supervisor = Supervisor(continuation, start_id)
@@ -109,7 +108,7 @@ def main(
         if due.logs:
             housekeeping.log(outcome.report, learning_rate)
         housekeeping.keep_up()
-        if outcome.bad is not None:  # to a checkpoint from before it, and from there on another way
+        if outcome.bad is not None:  # to a checkpoint from before it, and on with other data or a lower rate
             run, state = housekeeping.go_back(outcome.bad)
             continue
         if due.measures:
@@ -128,7 +127,7 @@ def main(
             return housekeeping.end_early()
         supervisor.answer()
         if step == first_step:
-            gc.collect()  # what lives after the first step lives for the run: the collector need not walk it again
+            gc.collect()  # objects alive after the first step live as long as the run: later collections skip them
             gc.freeze()
 
     return housekeeping.finish()

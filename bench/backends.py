@@ -35,7 +35,7 @@ DOCUMENT_TOKENS = (None, 800, 100)
 
 
 def best_milliseconds(work: Callable[[], object], repeat: int) -> float:
-    """The least time of `work`; CPU time where there is one thread, which other load on the machine hardly changes."""
+    """The shortest time of `work`; CPU time on one thread, which other load on the machine hardly changes."""
     clock = time.process_time if torch.get_num_threads() == 1 and not torch.cuda.is_available() else time.perf_counter
     began = clock()
     work()
@@ -77,7 +77,7 @@ def loss_step(backend: str, shape: tuple[int, int, int], device: str, *, compile
 
 
 def peak_megabytes(make: Callable[[], Callable[[], object]], device: str) -> float:
-    """Peak of the tensors that are alive in the second step."""
+    """Peak of the tensors alive in the second step."""
     from pretrain.planning.calibration import PeakBytes
 
     peak = PeakBytes(device)
@@ -108,7 +108,7 @@ def loss_rows(device: str, repeat: int) -> list[str]:
 
 
 def attention_steps(windows: int, length: int, document_tokens: int | None, device: str) -> dict[str, Callable]:
-    """{name: forward and backward of one layer's attention} of what can compute this."""
+    """{name: forward and backward of one layer's attention} of every attention that can compute this."""
     from pretrain.model.attention import document_layout, eager, sdpa
 
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Contestants side by side: each trains in a process of its own, and they take turns.
+"""Contestants side by side: each trains in a separate process, and they take turns.
 
 All are started one after the other and stopped (SIGSTOP) at their first steps. Then, round after round, each is let
 run for some steps while the others stand still, so that whatever else the machine does hits all alike. A contestant
@@ -67,7 +67,7 @@ class Contestant:
         self._signal(signal.SIGSTOP)
 
     def run(self, reports: int) -> None:
-        """Lets it run for so many reported intervals, after the one that the standstill is part of."""
+        """Lets it run for this many reported intervals, after the one that includes the pause."""
         known = len(self._lines())
         self._signal(signal.SIGCONT)
         self._wait_for(known + 1, LINE_SECONDS)
@@ -79,7 +79,7 @@ class Contestant:
         self.cpu_seconds_per_step.append(cpu_seconds / (lines[-1]["step"] - lines[0]["step"]))
 
     def end(self) -> None:
-        """Reads its peak memory (the device's, where its lines tell) and kills it, with whatever it started."""
+        """Reads its peak memory (the device's, where its lines tell) and kills it with all its children."""
         if self.process is None:
             return
         lines = self._lines()
@@ -123,7 +123,7 @@ def speeds(lines: list[dict], tokens_per_step: int) -> list[float]:
 
 
 def peak_memory_bytes(pid: int) -> int:
-    """Most resident memory that a process has had (Linux); 0 where the system does not tell."""
+    """Peak resident memory of a process (Linux); 0 where unknown."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -132,7 +132,7 @@ def peak_memory_bytes(pid: int) -> int:
 
 
 def cpu_seconds_of(pid: int) -> float:
-    """CPU seconds that a process has used so far (Linux); 0 where the system does not tell."""
+    """CPU seconds used by a process so far (Linux); 0 where unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -141,7 +141,7 @@ def cpu_seconds_of(pid: int) -> float:
 
 
 def hold(contestants: list[Contestant], root: Path, *, rounds: int, reports: int, warm_up: int = 3) -> None:
-    """Runs the contest; afterwards every contestant knows its figures, and no process is left."""
+    """Runs the contest; afterwards every contestant holds its figures, and no process is left."""
     # An end from outside: end them too.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

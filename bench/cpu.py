@@ -48,7 +48,7 @@ SHARD_TOKENS = 2_000_000
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Raises InputError for shapes and contestants that there are not."""
+    """Raises InputError for unknown shapes and contestants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama,gpt2", help=f"of {', '.join(CPU_SHAPES)}")
     parser.add_argument("--contestants", default=",".join([*OWN, *PEERS]), help="the first is what others are held to")
@@ -70,7 +70,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def recipe(shape: Shape, model: Path, shards: Path, output: Path, report_every: int = 1) -> str:
-    """A recipe that trains the shape as its peers do, without end, and neither measures nor saves on the way."""
+    """A recipe that trains the shape as its peers do, without end, validation or checkpoints."""
     return f"""\
 model: {model}
 output: {output}
@@ -110,7 +110,7 @@ def contestants_of(
 
 
 def flops_per_token(shape: Shape) -> float:
-    """(6 N + 12 L d T) of the shape; N without what is only looked up, as in Groundwork's own MFU."""
+    """(6 N + 12 L d T) of the shape; N without embeddings that are only looked up, as in Groundwork's own MFU."""
     from transformers import AutoConfig
 
     from pretrain.model.build import count_non_embedding_parameters

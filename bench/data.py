@@ -67,7 +67,7 @@ print("tokens", LocalPipelineExecutor(steps, logging_dir=output + "/logs").run()
 
 @dataclass(frozen=True)
 class Measured:
-    """One round of one contestant: seconds of what counts, peak bytes over all of its processes."""
+    """One round of one contestant: seconds of the part that counts, peak bytes over all of its processes."""
 
     tokens: int
     seconds: float
@@ -122,14 +122,14 @@ def prepare(files: list[str], tokenizer: str, *options: str) -> Measured:
 
 
 def gigatoken(files: list[str], tokenizer: str) -> Measured:
-    """gigatoken alone, on the files as they lie there, without the start of Python and the tokenizer's loading."""
+    """gigatoken alone, directly on the files, without the startup of Python and the loading of the tokenizer."""
     _, peak, told = run_measured([sys.executable, "-c", GIGATOKEN, f"{tokenizer}/tokenizer.json", *files])
     tokens, seconds = re.search(r"tokens (\d+) seconds ([\d.e-]+)", told).groups()
     return Measured(int(tokens), float(seconds), peak)
 
 
 def datatrove(file: str, tokenizer: str) -> Measured:
-    """datatrove's DocumentTokenizer with its start, writing to a folder as we do."""
+    """datatrove's DocumentTokenizer with its startup, writing to a folder as we do."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", DATATROVE, f"{tokenizer}/tokenizer.json", file, folder]
         seconds, peak, told = run_measured(command)
@@ -137,7 +137,7 @@ def datatrove(file: str, tokenizer: str) -> Measured:
 
 
 def rounds(contestants: dict[str, Callable[[], Measured]], repeat: int) -> dict[str, list[Measured]]:
-    """Every contestant's rounds, in turns."""
+    """The rounds of all contestants, taking turns."""
     measured: dict[str, list[Measured]] = {name: [] for name in contestants}
     for _ in range(repeat):
         for name, contestant in contestants.items():
@@ -146,7 +146,7 @@ def rounds(contestants: dict[str, Callable[[], Measured]], repeat: int) -> dict[
 
 
 def copies_of(file: str, copies: int, folder: str) -> list[str]:
-    """So many files of the same content: links."""
+    """Links: this many files of the same content."""
     links = [Path(folder, f"{number:03d}-{Path(file).name}") for number in range(copies)]
     for link in links:
         link.symlink_to(Path(file).resolve())
@@ -255,7 +255,7 @@ def bench_loader(file: str, tokenizer: str) -> None:
 
 
 def source_of_python(path: Path) -> str:
-    """JSON lines of the text that every machine has: the source of the standard library, its tests included."""
+    """JSON lines of text that every machine has: the source of the standard library with its tests."""
     with path.open("w", encoding="utf-8") as file:
         for source in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
             if "site-packages" not in source.parts:

@@ -47,7 +47,7 @@ class Row:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Raises InputError for names that there are not."""
+    """Raises InputError for unknown names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     allowed = {"shapes": list(GPU_SHAPES), "attentions": ATTENTIONS, "losses": LOSSES, "peers": list(PEERS)}
     for name, names in allowed.items():

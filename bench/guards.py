@@ -55,7 +55,7 @@ class GuardCost:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Raises InputError for a shape that there is not and for numbers below 1."""
+    """Raises InputError for an unknown shape and for numbers below 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama", help=f"of {', '.join(CPU_SHAPES)}")
     parser.add_argument("--processes", type=int, default=2)
@@ -117,7 +117,7 @@ def train_and_time(report: Path, steps: int) -> None:
 
 
 def cost_of(supervisor, begun: list[float], seconds: list[float]) -> GuardCost:
-    """From the moments at which the loop called the guards, and how long it was away."""
+    """Computed from when the loop called the guards, and how long each call took."""
     import psutil
 
     measured = begun[WARM_UP_STEPS:]

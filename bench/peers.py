@@ -1,4 +1,4 @@
-"""One contestant that is not Groundwork, in a process of its own: trains on and writes the time of every step.
+"""One contestant other than Groundwork, in a separate process: trains and writes the time of every step.
 
     python -m bench.peers plain --shape JSON --shards DIR --steps_file FILE [--compile]
 
@@ -97,7 +97,7 @@ def hf_model(shape: Shape) -> Any:
 
 
 def train_loop(arguments: argparse.Namespace) -> None:
-    """plain and bare: the loop that everybody writes first."""
+    """plain and bare: the minimal loop that everybody writes first."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -134,7 +134,7 @@ def train_loop(arguments: argparse.Namespace) -> None:
 
 
 def train_with_trainer(arguments: argparse.Namespace) -> None:
-    """transformers' Trainer with its defaults, but for the precision, and nothing saved."""
+    """transformers' Trainer with its defaults, except that it sets the precision and saves nothing."""
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 

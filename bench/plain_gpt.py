@@ -1,4 +1,4 @@
-"""A GPT written out in plain PyTorch, as people do who train without a toolkit: a peer for the benchmarks.
+"""A GPT in plain PyTorch, as people write it who train without a toolkit: a peer for the benchmarks.
 
 Shapes: B sequences, T positions, D hidden width, H heads.
 """

@@ -1,4 +1,4 @@
-"""What the speed settings do to the loss curve, against what another seed does. Prints Markdown.
+"""The effect of the speed settings on the loss curve, compared with that of another seed. Prints Markdown.
 
     python bench/quality.py --config recipes/demo.yaml --steps 300 --seeds 1 2 3
 

@@ -1,4 +1,4 @@
-"""Model and batch shapes that the benchmarks measure, and the shards of made-up documents that feed them."""
+"""Model and batch shapes that the benchmarks measure, and shards of synthetic documents for them."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.data.manifest import FORMAT_NAME, FORMAT_VERSION, dtype_for, id_dtype
+from pretrain.data.manifest import SHARDS_FORMAT, dtype_for, id_dtype
 
 END_OF_DOCUMENT_ID = 0
 MEAN_DOCUMENT_TOKENS = 800
@@ -90,7 +90,7 @@ def write_model(shape: Shape, folder: Path) -> Path:
 
 
 def write_shards(folder: Path, vocabulary_size: int, tokens: int, seed: int = 0) -> Path:
-    """A folder of shards of made-up documents: ids by Zipf's law, lengths log-normal. Speed asks for no more."""
+    """A folder of shards of synthetic documents: ids by Zipf's law, log-normal lengths; enough to measure speed."""
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     ids = 1 + random.zipf(1.2, tokens) % (vocabulary_size - 1)
@@ -103,8 +103,7 @@ def write_shards(folder: Path, vocabulary_size: int, tokens: int, seed: int = 0)
     counts = {"tokens": tokens, "documents": len(ends), "text_bytes": 4 * tokens}
     shard = {"file": "train-00000.bin", "split": "train", **counts, "sha256": hashlib.sha256(content).hexdigest()}
     manifest = {
-        "format": FORMAT_NAME,
-        "version": FORMAT_VERSION,
+        **SHARDS_FORMAT,
         "tokenizer": {"name": "made up", "sha256": "0" * 64},
         "vocabulary_size": vocabulary_size,
         "end_of_document_id": END_OF_DOCUMENT_ID,

@@ -21,22 +21,20 @@ EXIT_PREEMPTED, EXIT_INTERRUPTED = 75, 130
 _Value = TypeVar("Value")
 
 UNUSABLE_PATHS = {
-    errno.EACCES: "give this user access, or name another",
-    errno.EPERM: "give this user access, or name another",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "give this user access, or name another"),
     errno.ENAMETOOLONG: "give a shorter name",
     errno.ELOOP: "symbolic links form a loop",
     errno.ENOTDIR: "part of the path is a file",
     errno.EISDIR: "name a file",
     errno.EROFS: "choose a writable location",
 }
-"""What can be done about a path that the system refuses: a mistake in the input, wherever it shows."""
+"""What to do about a path that the system refuses: an error of the input, wherever it shows."""
 
 
 class InputError(Exception):
-    """Input that cannot be used. Holds every problem found, one line each.
+    """Input that cannot be used, with every problem found, one line each: what was given, what is allowed, what to do.
 
-    A problem names what was given, what is allowed and what to do. A script shows them with `run_script` and exits
-    with status 2; no traceback reaches the user.
+    `run_script` prints them and exits with status 2; no traceback reaches the user.
     """
 
     def __init__(self, *problems: str):
@@ -71,14 +69,14 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
 
 
 def is_first_on_machine() -> bool:
-    """Whether this process reports errors for its machine: every rank reads the same input, one reports."""
+    """Whether this process reports errors for its machine: every rank reads the same input, one rank reports."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def or_exit(function: Callable[[], _Value]) -> _Value:
-    """What the function returns; an InputError instead ends the process with status 2, its problems on stderr.
+    """What the function returns; an InputError ends the process with status 2, its problems on stderr.
 
-    So does a path that the system refuses, such as a file that this user may not open, wherever it is met.
+    So does a path that the system refuses, such as a file that this user may not open.
     """
     try:
         return function()
@@ -107,16 +105,22 @@ def leave(code: int) -> NoReturn:
 
 
 def end_now(code: int) -> NoReturn:
-    """Ends this process, whatever the others do: those that wait for it find it dead."""
+    """Ends this process at once; others that wait for it find it dead."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def shortened(value: Any, most: int = 200) -> str:
-    """A value of the input as text, cut where it is long: a message is for people."""
+    """A value of the input as text, cut if it is long."""
     text = str(value)
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+def one_line(error: BaseException) -> str:
+    """The error's class and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
 def read_small_file(path: str | os.PathLike, most_bytes: int = 1 << 20) -> str:

@@ -1,8 +1,8 @@
 """Files and folders that are complete or absent, even after a crash.
 
-A file is written aside, put on disk, then renamed. A folder is sealed: every file on disk, then a manifest of
-sizes and sha256, then one rename. A crash at any moment leaves either no folder of that name, or all of it; what a
-disk spoils later shows in the hashes.
+A file is written under another name, synced, then renamed. A folder is sealed: every file synced, then a manifest of
+sizes and sha256, then one rename. A crash leaves either no folder of that name or all of it; later damage on the disk
+shows in the hashes.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 ROOT = Path(__file__).resolve().parents[1]
 """The project: its scripts, launcher files and model configurations."""
@@ -29,7 +29,7 @@ def write_durably(path: Path, content: bytes | str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes creations, renames and removals in a folder durable (or, given a file, its content)."""
+    """Makes creations, renames and removals in a folder durable; given a file, its content."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -44,8 +44,30 @@ def sync_files(folder: Path) -> None:
     sync_folder(folder)
 
 
+FINGERPRINT_BYTES = 1 << 16
+
+
+def fingerprint_of(file: BinaryIO, size: int) -> str:
+    """Detects a changed file without reading it all: sha256 of its size and first, middle and last 64 KiB.
+
+    Of a file that cannot seek, the first 64 KiB alone.
+    """
+    digest = hashlib.sha256(str(size).encode())
+    for start in sorted({0, size // 2, max(0, size - FINGERPRINT_BYTES)}) if file.seekable() else [0]:
+        if start:
+            file.seek(start)
+        digest.update(file.read(FINGERPRINT_BYTES))
+    return digest.hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    """The hash of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def as_json(fields: Any) -> bytes:
-    """The one way in which the files of record of prepared data are written: the same fields, the same bytes."""
+    """How the records of prepared data are written: the same fields give the same bytes."""
     return (json.dumps(fields, ensure_ascii=False, indent=1) + "\n").encode()
 
 
@@ -55,11 +77,11 @@ REMOVED = ".removing-"
 
 
 def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
-    """Seals what is not sealed yet, writes MANIFEST.json, and makes the folder appear under its name at once.
+    """Seals what is not sealed yet, writes MANIFEST.json, and moves the folder to its final name in one step.
 
     Args:
         unfinished: the folder as it was written, beside `final`.
-        files: {name: {bytes, sha256}} of the files that `seal` was called for already.
+        files: {name: {bytes, sha256}} of files already sealed.
     """
     for path in sorted(unfinished.rglob("*")):
         name = str(path.relative_to(unfinished))
@@ -69,13 +91,12 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
     write_durably(unfinished / SEAL_FILE, json.dumps(contents, indent=1))
     for folder in [*(path for path in unfinished.rglob("*") if path.is_dir()), unfinished]:
         sync_folder(folder)
+    leftover = final.with_name(f"{REMOVED}{final.name}")
     if final.exists():
-        leftover = final.with_name(f"{REMOVED}{final.name}")
         final.rename(leftover)
-        unfinished.rename(final)
+    unfinished.rename(final)
+    if leftover.exists():
         shutil.rmtree(leftover)
-    else:
-        unfinished.rename(final)
     sync_folder(final.parent)
 
 
@@ -95,9 +116,9 @@ def seal(path: Path) -> dict:
 
 
 def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None) -> list[str]:
-    """What is wrong with a sealed folder, as far as this rank's share of its files shows; [] is a good one.
+    """What is wrong with this rank's share of a sealed folder's files; [] if nothing is.
 
-    beat: called before each file, which takes a while to read.
+    beat: called before each file, since reading one takes a while.
     """
     try:
         manifest = json.loads((folder / SEAL_FILE).read_text())
@@ -119,7 +140,7 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None]
 
 
 def damage_of_file(path: Path, name: str, expected_size: object, sha256: object) -> list[str]:
-    """What is wrong with one file, given its bytes and hash as the manifest has them."""
+    """What is wrong with one file, given the manifest's size and hash."""
     try:
         if (size := path.stat().st_size) != expected_size:
             return [f"{name} has {size:,} bytes instead of {expected_size}"]

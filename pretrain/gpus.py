@@ -1,4 +1,4 @@
-"""GPUs: memory, peak rates, links, power and a price to begin with, for plan.py and for MFU.
+"""GPUs: memory, peak rates, links, power and a default price, for plan.py and for MFU.
 
 Memory, dense peaks without sparsity, bandwidths and power are from NVIDIA's and AMD's data sheets; memory is what
 torch reports, a little under the name's figure. Prices are on-demand prices per GPU and hour as they were common at
@@ -76,33 +76,20 @@ def gpu_called(device_name: str) -> Gpu | None:
     return max(known, key=lambda gpu: len(gpu.name), default=None)
 
 
-def find_gpu(
-    name: str,
-    *,
-    memory_bytes: float | None = None,
-    peak_flops: float | None = None,
-    price_per_hour: float | None = None,
-    network_bytes_per_second: float | None = None,
-) -> Gpu:
-    """The GPU of this name, with what was given in the place of the table's figures.
+def find_gpu(name: str, **given: float | None) -> Gpu:
+    """The GPU of this name, with the fields of Gpu that were given in the place of the table's figures.
 
-    A name that is not in the table needs memory and peak. Raises InputError without them.
+    A name that is not in the table needs memory_bytes and bf16_flops. Raises InputError without them.
     """
     key = name.lower().replace("-", "_").replace(" ", "_")
+    given = {field: value for field, value in given.items() if value is not None}
     if key in GPUS:
-        gpu = GPUS[key]
-    elif memory_bytes and peak_flops:
-        # What the table would say of a card in a common machine: PCIe 4, 25 Gbit/s, 350 W.
-        gpu = Gpu(key, memory_bytes, peak_flops, None, 1e12, 32e9, 3e9, 350, 0.0)
-    else:
+        return replace(GPUS[key], **given)
+    if not {"memory_bytes", "bf16_flops"} <= given.keys():
         raise InputError(
             f"--gpu: {name} is not in the table{did_you_mean(key, GPUS)}; any other can be described with "
             "--gpu_memory 80GB and --peak_tflops 989"
         )
-    given = {
-        "memory_bytes": memory_bytes,
-        "bf16_flops": peak_flops,
-        "price_per_hour": price_per_hour,
-        "network_bytes_per_second": network_bytes_per_second,
-    }
-    return replace(gpu, **{field: value for field, value in given.items() if value is not None})
+    # What the table would say of a card in a common machine: PCIe 4, 25 Gbit/s, 350 W.
+    common = Gpu(key, 0, 0, None, 1e12, 32e9, 3e9, 350, 0.0)
+    return replace(common, **given)

@@ -29,8 +29,8 @@ ONEDNN_ISAS_WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", 
 def missing_bf16(device_type: str) -> str | None:
     """Why bf16 products are emulated on 'cpu' or 'cuda', as text; None if the device has instructions for them.
 
-    ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA make an older CPU of a newer one, for torch's kernels and for its matrix
-    products; torch.cpu's own checks look past them.
+    ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA restrict torch's kernels and matrix products to the instructions of an
+    older CPU; torch.cpu's own checks ignore them.
     """
     if device_type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)

@@ -20,11 +20,10 @@ LOOK_SECONDS = 0.2
 def folder_lock(path: Path, silence_seconds: float | None = None) -> Iterator[None]:
     """Holds the lock file `path` for the duration of a with block and removes it at the end.
 
-    silence_seconds: holders touch the file; one on another host that does not for so long has died.
+    silence_seconds: holders touch the file; one on another host that has not for this long is dead.
 
-    The kernel releases the lock when its holder dies, however it dies, so a file that was left behind is taken over.
-    Raises InputError naming process and host when another process holds it, or when the file was left by another
-    host, whose processes cannot be seen from here.
+    The kernel releases the lock however its holder dies, so a file left behind is taken over. Raises InputError naming
+    process and host if another process holds it, or if it was left by another host, whose processes are not visible.
     """
     descriptor = _acquire(path, silence_seconds)
     try:
@@ -36,7 +35,7 @@ def folder_lock(path: Path, silence_seconds: float | None = None) -> Iterator[No
 
 
 def hold_while_open(file: IO) -> None:
-    """Marks an open file as in use until the last process that inherits it has closed it or is gone."""
+    """Marks an open file as in use until the last process that inherits it closes it or dies."""
     with suppress(OSError):  # a file system without locks: nobody then waits for it either
         fcntl.flock(file, fcntl.LOCK_SH)
 
@@ -46,10 +45,8 @@ def is_held(path: Path) -> bool:
     try:
         with open(path, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
@@ -86,9 +83,9 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
 
 
 def _is_silent(path: Path, silence_seconds: float | None) -> bool:
-    """Whether nobody touches the file for this long. Compares it with itself: two machines' clocks may differ.
+    """Whether nobody touches the file for this long. Compares it with itself, since clocks of machines may differ.
 
-    Looks are counted and not seconds: while this machine stands still, nobody has looked.
+    Counts looks and not seconds: while this machine is suspended, nobody looks.
     """
     if silence_seconds is None:
         return False
@@ -101,30 +98,27 @@ def _is_silent(path: Path, silence_seconds: float | None) -> bool:
 
 
 def _holder(descriptor: int) -> dict[str, object]:
-    try:
-        holder = json.loads(os.pread(descriptor, 4096, 0) or b"{}")
-    except ValueError:
-        return {}
-    return holder if isinstance(holder, dict) else {}
+    with suppress(ValueError):
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+        return holder if isinstance(holder, dict) else {}
+    return {}
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def process_state(pid: int) -> str | None:
     """One letter as in ps, Z being dead and T stopped; None if there is no such process or no /proc."""
-    try:
+    with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return None
+    return None
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs; one that has ended and was not fetched by its parent does not."""
+    """Whether a process of this machine runs; a zombie does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -105,20 +105,18 @@ class Checkpoints:
     ) -> None:
         """Begins to save the checkpoint of `step`: copies the tensors to host memory and writes them in a thread.
 
+        Waits for an earlier save that is still being written. `finished` and `wait` report the outcome of this one.
+
         Args:
-            contents: what goes into trainer_state.json.
+            contents: of trainer_state.json.
             groups: {"model": ..., "optimizer": ...}; each rank writes its share of the files.
             describe: writes the rest of a HF model folder (config, tokenizer) into the folder given; main rank only.
             beat: called now and then while training waits.
-
-        Waits for an earlier save that is still being written. `finished` and `wait` report the outcome of this one.
         """
-        begun = time.perf_counter()
+        save = Save(step, self.folder / f"step-{step:08d}", {}, {}, contents, describe)
         self.wait(beat)
         self.begun_step = step
-        final = self.folder / f"step-{step:08d}"
-        unfinished = self.folder / f"{UNFINISHED}{final.name}"
-        save = Save(step, final, {}, {}, contents, describe, started=begun)
+        unfinished = self.folder / f"{UNFINISHED}{save.folder.name}"
         try:
             with self.ranks.together(SaveError):
                 if self.ranks.is_main:
@@ -137,7 +135,7 @@ class Checkpoints:
         save.thread.start()
         if not self.in_background:
             wait_for(save, beat)
-        save.stall_seconds = time.perf_counter() - begun
+        save.stall_seconds = time.perf_counter() - save.started
 
     def finished(self) -> Save | None:
         """A save that was written or failed since the last call; ranks need not ask in the same step."""

@@ -1,9 +1,9 @@
-"""(step, micro-step, rank) to tokens, by arithmetic alone: resume needs no state and no replay.
+"""(step, micro-step, rank) to tokens, by arithmetic alone: resuming needs no state and no replay.
 
-Sample n of a run, counted over all ranks, is a window of sequence_length + 1 tokens of one source. Which one follows
-from (seed, n) and nothing else, so the order of the data is the same on any number of ranks. Within a mixture the
-sources are interleaved by a fixed pattern of their weights; within a source every window is visited once per epoch, in
-an order that a keyed permutation computes for any position at once.
+Sample n of a run, counted over all ranks, is a window of sequence_length + 1 tokens of one source. Which one depends
+on (seed, n) alone, so the order of the data is the same on any number of ranks. A mixture interleaves its sources by a
+fixed pattern of their weights; within a source, each window is visited once per epoch, in the order of a keyed
+permutation.
 """
 
 import bisect
@@ -22,14 +22,14 @@ PATTERN_LENGTH = 10_000
 """Samples after which the interleaving of a mixture repeats: weights hold to four digits."""
 
 LOCATED_SAMPLES = 256
-"""Samples whose place is computed at once."""
+"""Samples whose windows are computed at once."""
 
 SkippedRange = tuple[int, int]
 """(first sample, number of samples) that training leaves out, in the run's own count of samples."""
 
 
 class Permutation:
-    """A pseudo-random bijection of range(size), computed point by point: no table, so any position costs the same.
+    """A pseudo-random bijection of range(size) without a table: every position costs the same.
 
     A Feistel network over the next power of four, walked until it lands inside the range (Black and Rogaway 2002,
     "Ciphers with arbitrary finite domains"). Eight rounds of a murmur-style mix.
@@ -89,18 +89,22 @@ class Segment:
         draws = self.drawn_before[source] + rounds * self.drawn[-1, source] + self.drawn[place, source]
         return source, draws
 
+    def drawn_until(self, sample: int) -> np.ndarray:
+        """(sources,) samples of each source before `sample`."""
+        rounds, place = divmod(sample - self.first_sample, len(self.pattern))
+        return self.drawn_before + rounds * self.drawn[-1] + self.drawn[place]
+
 
 class Batches:
     """Reads the micro-batches of a run.
 
     Args:
-        data: the run's data settings: the mixtures, the sequence length in tokens, epochs or random windows.
-        seed: decides the order of samples, together with the sample's number alone.
+        data: the recipe's data section.
+        seed: of the order of samples.
         ramp: sequences per step over the run.
         skipped: samples that training leaves out, ascending; those after them move up.
 
-    Raises InputError for shards that are missing or damaged, sources shorter than one sequence, sources of different
-    tokenizers, and sources whose max_epochs are used up before the run ends.
+    Raises InputError as `open_training` does, and where the max_epochs of all sources are used up before the run ends.
     """
 
     def __init__(self, data: Data, *, seed: int, ramp: BatchRamp, skipped: Sequence[SkippedRange] = ()):
@@ -131,7 +135,7 @@ class Batches:
         return out
 
     def _refuse(self, first_sample: int, ids: np.ndarray) -> None:
-        """On a GPU an id beyond the embedding would end in a device-side assert that names nothing."""
+        """On a GPU an id beyond the embedding would fail in a device-side assert that names nothing."""
         row = int((ids >= self.vocabulary_size).any(axis=1).argmax())
         source, start = self.locate(first_sample + row, 1)[0]
         raise InputError(
@@ -141,7 +145,7 @@ class Batches:
         )
 
     def _located(self, first_sample: int, count: int) -> list[tuple[int, int]]:
-        """`locate`, for many samples at once: its cost hardly depends on their number, and the next ones come next."""
+        """As `locate`, for many samples at once: that costs hardly more, and the following ones are needed next."""
         offset = first_sample - self._first_located
         if offset < 0 or offset + count > len(self._windows_located):
             self._first_located, offset = first_sample, 0
@@ -151,9 +155,8 @@ class Batches:
     def locate(self, first_sample: int, count: int) -> list[tuple[int, int]]:
         """(source number, first token) of `count` consecutive samples of the run."""
         samples = self._leave_out(np.arange(first_sample, first_sample + count, dtype=np.int64))
-        first, last = (bisect.bisect_right(self._starts, sample) - 1 for sample in (samples[0], samples[-1]))
         source, draw = np.empty(count, np.int64), np.empty(count, np.int64)
-        for number in range(first, last + 1):
+        for number in range(self._segment_of(samples[0]), self._segment_of(samples[-1]) + 1):
             end = self._starts[number + 1] if number + 1 < len(self._starts) else np.iinfo(np.int64).max
             here = (samples >= self._starts[number]) & (samples < end)
             source[here], draw[here] = self.segments[number].locate(samples[here])
@@ -161,22 +164,20 @@ class Batches:
 
     def epochs_at(self, step: int) -> dict[str, float]:
         """Epochs of each source completed before `step`."""
-        sample = self._leave_out(np.array([self.ramp.sequences_before(step)], np.int64))
-        segment = self.segments[bisect.bisect_right(self._starts, int(sample[0])) - 1]
-        rounds, place = divmod(int(sample[0]) - segment.first_sample, len(segment.pattern))
-        drawn = segment.drawn_before + rounds * segment.drawn[-1] + segment.drawn[place]
+        (sample,) = self._leave_out(np.array([self.ramp.sequences_before(step)], np.int64)).tolist()
+        drawn = self.segments[self._segment_of(sample)].drawn_until(sample)
         return {
             folder: float(n / w) for folder, n, w in zip(self.folders, drawn, self._windows_per_epoch, strict=True)
         }
 
     def samples_of(self, first_step: int, last_step: int) -> SkippedRange:
-        """The samples that steps first_step to last_step (counted from 0) use, as a range to leave out."""
+        """The samples of steps first_step to last_step (counted from 0), as a range to leave out."""
         first, end = self.ramp.sequences_before(first_step), self.ramp.sequences_before(last_step + 1)
         first, last = self._leave_out(np.array([first, end - 1], np.int64)).tolist()
         return first, last + 1 - first
 
     def leaving_out(self, ranges: Sequence[SkippedRange]) -> "Batches":
-        """The same order of samples without these; ranges may come in any order and overlap."""
+        """The same order of samples without these ranges, which may overlap and come in any order."""
         merged: list[SkippedRange] = []
         for first, count in sorted(ranges):
             if merged and first <= sum(merged[-1]):
@@ -189,7 +190,10 @@ class Batches:
         """Whether the mixture changes within `step`, or at its beginning: a stage ends or a source is used up."""
         before, after = self.ramp.sequences_before(step), self.ramp.sequences_before(step + 1)
         first, last = self._leave_out(np.array([before - 1, after - 1], np.int64))
-        return step > 0 and bisect.bisect_right(self._starts, first) != bisect.bisect_right(self._starts, last)
+        return step > 0 and self._segment_of(first) != self._segment_of(last)
+
+    def _segment_of(self, sample: int) -> int:
+        return bisect.bisect_right(self._starts, sample) - 1
 
     def _leave_out(self, samples: np.ndarray) -> np.ndarray:
         for first, count in self.skipped:
@@ -212,9 +216,8 @@ class Batches:
     def _permutation(self, source: int, epoch: int) -> Permutation:
         if (source, epoch) not in self._permutations:
             self._permutations = {key: value for key, value in self._permutations.items() if key[1] >= epoch - 1}
-            self._permutations[source, epoch] = Permutation(
-                int(self._windows_per_epoch[source]), key_of(self.seed, source, epoch, "epoch")
-            )
+            windows, key = int(self._windows_per_epoch[source]), key_of(self.seed, source, epoch, "epoch")
+            self._permutations[source, epoch] = Permutation(windows, key)
         return self._permutations[source, epoch]
 
     def _plan(self, data: Data) -> list[Segment]:
@@ -230,9 +233,8 @@ class Batches:
                 if segment is None:
                     raise InputError(self._exhausted(stage.train, sample - skipped, total - skipped))
                 segments.append(segment)
-                length = min(length, end - sample)
-                rounds, place = divmod(length, PATTERN_LENGTH)
-                sample, drawn = sample + length, drawn + rounds * segment.drawn[-1] + segment.drawn[place]
+                sample += min(length, end - sample)
+                drawn = segment.drawn_until(sample)
         return segments
 
     def _segment(self, sources: list[Source], sample: int, drawn: np.ndarray) -> tuple[Segment | None, int]:
@@ -265,7 +267,7 @@ class Batches:
 
 
 def interleave(weights: np.ndarray) -> np.ndarray:
-    """(PATTERN_LENGTH,) source numbers in proportion to the weights, each source spread as evenly as possible."""
+    """(PATTERN_LENGTH,) source numbers in proportion to the weights, each source spread evenly."""
     exact = weights / weights.sum() * PATTERN_LENGTH
     counts = np.floor(exact).astype(np.int64)
     counts[(weights > 0) & (counts == 0)] = 1
@@ -281,7 +283,11 @@ def interleave(weights: np.ndarray) -> np.ndarray:
 
 
 def open_training(data: Data) -> dict[str, ShardReader]:
-    """Opens the training split of every source of the run, once each. Raises InputError with every problem found."""
+    """Opens the training split of every source of the run, once each.
+
+    Raises InputError with every source that is missing, damaged or shorter than one sequence, and for sources of
+    different tokenizers.
+    """
     readers: dict[str, ShardReader] = {}
     problems = Problems()
     for folder, tokenizer in {str(s.shards): s.tokenizer for stage in data.mixtures for s in stage.train}.items():

@@ -1,4 +1,4 @@
-"""Beside each shard, which documents are in it: where each ends, and the file and line that it came from.
+"""The index of a shard: where each document ends, and the file and line that it came from.
 
 train-00000.documents holds one record of 24 bytes per document, in the order of the shard, without a header, so that
 `np.memmap(file, DOCUMENT)` opens it.
@@ -12,10 +12,8 @@ from pretrain.errors import InputError
 
 DOCUMENTS_SUFFIX = ".documents"
 DOCUMENT = np.dtype([("end", "<u8"), ("place", "<u8"), ("text_bytes", "<u4"), ("source", "<u4")])
-"""end: tokens of the shard up to and with the document's end id. place: its line, row or number in its source, from 1.
-
-text_bytes: UTF-8 bytes of its text. source: number in the manifest's list of sources, from 0.
-"""
+"""end: tokens of the shard through the document's end id. place: line, row or number in its source, from 1.
+text_bytes: UTF-8 bytes of its text. source: number in the manifest's list of sources, from 0."""
 
 
 def index_path(shard: Path) -> Path:
@@ -26,7 +24,7 @@ def index_path(shard: Path) -> Path:
 def document_table(
     document_tokens: np.ndarray, text_bytes: np.ndarray, sources: np.ndarray, places: np.ndarray
 ) -> np.ndarray:
-    """Records of documents that stand end to end; one element per document in each array, ends counted from 0."""
+    """Records of documents end to end; one element per document in each array, ends counted from 0."""
     table = np.empty(len(document_tokens), DOCUMENT)
     table["end"] = np.cumsum(document_tokens)
     table["text_bytes"], table["source"], table["place"] = text_bytes, sources, places
@@ -39,10 +37,7 @@ def tokens_of(documents: np.ndarray) -> np.ndarray:
 
 
 def read_index(shard: Path, documents: int) -> np.ndarray | None:
-    """The records of a shard, memory-mapped; None when there is no index, as in folders of earlier versions.
-
-    Raises InputError when the file is not of `documents` documents.
-    """
+    """The records of a shard, memory-mapped; None without an index. InputError when they are not `documents` many."""
     path = index_path(shard)
     if not path.is_file():
         return None

@@ -1,7 +1,7 @@
-"""Ids that others prepared: nanoGPT's .bin and Megatron's .bin with .idx, read where they lie.
+"""Ids prepared by other tools: nanoGPT's .bin and Megatron's .bin with .idx, read in place.
 
 A nanoGPT .bin (karpathy/nanoGPT, data/openwebtext/prepare.py) is raw uint16 ids, each document followed by the
-end-of-text id; its folder holds train.bin and val.bin. A Megatron .bin is raw ids too, and its .idx tells their type.
+end-of-text id; its folder holds train.bin and val.bin. A Megatron .bin is raw ids too, of the type named in its .idx.
 Neither says which tokenizer made it.
 """
 
@@ -16,6 +16,7 @@ import numpy as np
 from pretrain.data import megatron
 from pretrain.data.manifest import TOKENIZER_FOLDER, Manifest, Shard, dtype_for, id_dtype
 from pretrain.errors import InputError
+from pretrain.files import fingerprint_of
 
 NANOGPT_FILES = {"train": "train.bin", "validation": "val.bin"}
 VALIDATION_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")
@@ -23,11 +24,10 @@ LLM_C_MAGIC = (20240520, 20240801)
 """First int32 of a llm.c .bin, which has a header of 1,024 bytes."""
 COUNTED_IDS = 1 << 20
 LARGEST_COUNTED_WHOLE = 100 << 20
-SAMPLED_BYTES = 1 << 16
 
 
 def foreign_files(path: Path) -> dict[str, Path] | None:
-    """{split: .bin} of a .bin, of what stands before Megatron's suffixes, or of nanoGPT's folder; None for no such."""
+    """{split: .bin} of a .bin, a Megatron prefix (a path without suffix), or nanoGPT's folder; None for others."""
     if path.suffix == ".bin" and path.is_file():
         return {_split_of(path): path}
     beside = path.parent / f"{path.name}.bin"
@@ -43,11 +43,10 @@ def _split_of(path: Path) -> str:
 
 @lru_cache(maxsize=64)
 def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
-    """The manifest that such files would have.
+    """The manifest that such files would have. Raises InputError for damaged files and ids of a larger vocabulary.
 
     tokenizer: folder or Hub id; None takes the folder `tokenizer` beside the files. Documents and bytes of text are
-    counted, and in files of more than 100M ids estimated from 64 pieces of 1M. Raises InputError for files that are
-    damaged, no tokenizer, or ids of a larger vocabulary.
+    counted, or in files of more than 100M ids estimated from 64 pieces of 1M.
     """
     from pretrain.data.tokenizer import load_tokenizer
 
@@ -59,8 +58,8 @@ def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
             f"{{shards: {path}, tokenizer: gpt2}}, give evaluate.py --tokenizer gpt2, or for every command put or "
             f"link its folder beside the file: ln -s TOKENIZER_FOLDER {folder / TOKENIZER_FOLDER}"
         )
-    loaded = load_tokenizer(tokenizer or folder / TOKENIZER_FOLDER)
-    tokenizer_folder = _tokenizer_folder(tokenizer or str(folder / TOKENIZER_FOLDER))
+    given = tokenizer or str(folder / TOKENIZER_FOLDER)
+    loaded, tokenizer_folder = load_tokenizer(given), _tokenizer_folder(given)
     dtypes = {_dtype_of(file, loaded.vocabulary_size) for file in files.values()}
     if len(dtypes) > 1:
         raise InputError(f"{path}: its files hold ids of different types ({', '.join(sorted(dtypes))})")
@@ -72,7 +71,8 @@ def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
         tokens = file.stat().st_size // id_dtype(dtype).itemsize
         documents, text_bytes = _counts(file, dtype, sizes, loaded.end_of_document_id)
         shards.append(Shard(file.name, split, tokens, documents, text_bytes, sha256=""))
-        digest.update(_fingerprint(file))
+        with file.open("rb") as content:
+            digest.update(bytes.fromhex(fingerprint_of(content, file.stat().st_size)))
     return Manifest(
         folder=folder,
         tokenizer_name=loaded.name,
@@ -87,7 +87,7 @@ def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
 
 
 def _tokenizer_folder(name_or_path: str) -> Path:
-    """A folder with the tokenizer's own files, which checkpoints are given."""
+    """The folder of the tokenizer's files, which are copied into checkpoints."""
     from pretrain.data.tokenizer import download_tokenizer
 
     folder = Path(name_or_path)
@@ -150,13 +150,3 @@ def _counts(file: Path, dtype: str, sizes: np.ndarray, end: int) -> tuple[int, i
         text_bytes += int(sizes[piece].sum())
         counted += len(piece)
     return round(documents * len(ids) / counted), round(text_bytes * len(ids) / counted)
-
-
-def _fingerprint(file: Path) -> bytes:
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with file.open("rb") as content:
-        for start in sorted({0, size // 2, max(0, size - SAMPLED_BYTES)}):
-            content.seek(start)
-            digest.update(content.read(SAMPLED_BYTES))
-    return digest.digest()

@@ -1,12 +1,12 @@
-"""What a folder of prepared shards says of itself: its manifest, and the types of its ids."""
+"""The manifest of a folder of prepared shards, and the types of its ids."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-FORMAT_NAME = "groundwork-shards"
-FORMAT_VERSION = 1
+SHARDS_FORMAT = {"format": "groundwork-shards", "version": 1}
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
 SPLITS = ("train", "validation")
@@ -15,9 +15,9 @@ LARGEST_UINT16_VOCABULARY = 65_536
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard file. `tokens` counts the end-of-document ids too; `text_bytes` are the documents' UTF-8 bytes.
+    """One shard file. `tokens` includes end-of-document ids; `text_bytes` are the documents' UTF-8 bytes.
 
-    `beside` names the files that belong to it (data/document_index.py, data/megatron.py) with the sha256 of each.
+    `beside`: {file: sha256} of the indices that belong to it (data/document_index.py, data/megatron.py).
     """
 
     file: str
@@ -31,7 +31,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a prepared folder says of itself. `sha256` is the hash of the manifest file: the identity of the data."""
+    """The contents of a prepared folder. `sha256` is the hash of the manifest file: the identity of the data."""
 
     folder: Path
     tokenizer_name: str
@@ -42,16 +42,15 @@ class Manifest:
     shards: tuple[Shard, ...]
     sha256: str
     source_names: tuple[str, ...] = ()
-    """Where the documents came from, by the numbers in the shards' indices."""
+    """Of the documents, by the numbers in the shards' indices."""
     input_format: str | None = None
-    """The format that was given for all sources; None: by their suffixes."""
-
+    """The format given for all sources; None: by their suffixes."""
     tokenizer_path: Path | None = None
-    """Where the tokenizer is, for shards with which it does not travel."""
+    """The tokenizer of shards that do not carry one."""
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The Hugging Face tokenizer folder of the shards; it travels with them, but for those that others made."""
+        """The Hugging Face tokenizer folder; shards of prepare_data.py carry it with them."""
         return self.tokenizer_path or self.folder / TOKENIZER_FOLDER
 
     @property
@@ -64,13 +63,14 @@ class Manifest:
         return tuple(shard for shard in self.shards if shard.split == split)
 
     def totals(self, split: str) -> tuple[int, int, int]:
-        """(tokens, documents, text_bytes) of one split; zeros for a split that has no shards."""
-        shards = self.of_split(split)
-        return (
-            sum(shard.tokens for shard in shards),
-            sum(shard.documents for shard in shards),
-            sum(shard.text_bytes for shard in shards),
-        )
+        """(tokens, documents, text_bytes) of one split."""
+        return tuple(counts_in(self.shards, split).values())
+
+
+def counts_in(shards: Iterable[Shard], split: str) -> dict[str, int]:
+    """{tokens, documents, text_bytes} of one split; zeros for a split that has no shards."""
+    chosen = [shard for shard in shards if shard.split == split]
+    return {name: sum(getattr(shard, name) for shard in chosen) for name in ("tokens", "documents", "text_bytes")}
 
 
 def dtype_for(vocabulary_size: int) -> str:

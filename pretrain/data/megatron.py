@@ -1,4 +1,4 @@
-"""Megatron's indexed dataset: the .idx that belongs to a .bin of ids, written and read.
+"""Megatron's indexed dataset: reads and writes the .idx of a .bin of ids.
 
 Layout (NVIDIA Megatron-LM, megatron/core/datasets/indexed_dataset.py), all little-endian: 9 bytes of magic, uint64
 version 1, uint8 code of the id type, uint64 sequences, uint64 documents + 1, int32 tokens of each sequence, int64 byte
@@ -33,14 +33,13 @@ def index_bytes(document_tokens: np.ndarray, dtype: str) -> bytes:
 
 
 def read_idx(path: Path) -> tuple[str, int, int]:
-    """(id type, tokens, documents) that an .idx tells of its .bin.
+    """(id type, tokens, documents) of the .bin that an .idx belongs to.
 
-    Raises InputError when it is no such file, damaged, of an id type that no tokenizer gives, or of sequences that do
-    not stand end to end.
+    Raises InputError for other files, damaged ones, other id types, and sequences that are not end to end.
     """
     content = path.read_bytes()
     if len(content) < HEADER.size or not content.startswith(MAGIC):
-        raise InputError(f"{path}: is no index of Megatron's indexed dataset; give the .idx that came with the .bin")
+        raise InputError(f"{path}: is not an .idx of Megatron's indexed dataset; give the one of the .bin")
     _, version, code, sequences, boundaries = HEADER.unpack_from(content)
     if version != 1 or code not in IDX_DTYPES:
         raise InputError(
@@ -54,5 +53,5 @@ def read_idx(path: Path) -> tuple[str, int, int]:
     pointers = np.frombuffer(content, "<i8", sequences, HEADER.size + 4 * sequences)
     item = 2 if IDX_DTYPES[code] == "uint16" else 4
     if not np.array_equal(pointers, (np.cumsum(lengths) - lengths) * item):
-        raise InputError(f"{path}: its sequences do not stand end to end; write it again with Megatron's tools")
+        raise InputError(f"{path}: its sequences are not end to end; write it again with Megatron's tools")
     return IDX_DTYPES[code], int(lengths.sum()), max(0, boundaries - 1)

@@ -10,22 +10,24 @@ import bisect
 import hashlib
 import itertools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.manifest import FORMAT_NAME, FORMAT_VERSION, MANIFEST_FILE, Manifest, Shard, id_dtype
+from pretrain.data.manifest import MANIFEST_FILE, SHARDS_FORMAT, Manifest, Shard, id_dtype
 from pretrain.errors import InputError
+from pretrain.files import sha256_of
 
 VERIFY_BLOCK_BYTES = 1 << 24
+SHARD_FIELDS = {"file": str, "split": str, "tokens": int, "documents": int, "text_bytes": int, "sha256": str}
 
 
 def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
-    """Reads and checks folder/manifest.json; for files that others prepared, makes one (data/foreign_shards.py).
+    """Reads and checks folder/manifest.json; makes one for files from other tools (data/foreign_shards.py).
 
-    tokenizer: of such files; a folder of prepare_data.py has its own.
-    Raises InputError naming everything that is wrong: no such folder, an unfinished or foreign folder, broken JSON,
-    another format version, missing or mistyped keys.
+    tokenizer: of such files; a folder of prepare_data.py has its own. Raises InputError with everything wrong: a
+    missing, unfinished or foreign folder, broken JSON, another format version, missing or mistyped keys.
     """
     folder = Path(folder)
     if not (folder / MANIFEST_FILE).is_file():
@@ -42,7 +44,7 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
     if not path.is_file():
         raise InputError(
             f"{folder}: has no {MANIFEST_FILE}, so it is not a finished folder of shards; "
-            f"run the prepare_data.py command that makes it (again): an unfinished one is continued"
+            f"run its prepare_data.py command (again): an unfinished preparation continues"
         )
     content = path.read_bytes()
     try:
@@ -53,14 +55,14 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
 
 
 def _manifest_from(folder: Path, path: Path, fields: object, sha256: str) -> Manifest:
-    if not isinstance(fields, dict) or fields.get("format") != FORMAT_NAME:
+    if not isinstance(fields, dict) or fields.get("format") != SHARDS_FORMAT["format"]:
         given = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
         raise InputError(
-            f"{path}: format is {given!r}, must be {FORMAT_NAME!r}; give a folder made by prepare_data.py"
+            f"{path}: format is {given!r}, must be {SHARDS_FORMAT['format']!r}; give a folder made by prepare_data.py"
         )
-    if fields.get("version") != FORMAT_VERSION:
+    if fields.get("version") != SHARDS_FORMAT["version"]:
         raise InputError(
-            f"{path}: format version {fields.get('version')!r}, this program reads version {FORMAT_VERSION}; "
+            f"{path}: format version {fields.get('version')!r}, this program reads {SHARDS_FORMAT['version']}; "
             "prepare the folder again with this program's prepare_data.py"
         )
     problems: list[str] = []
@@ -77,9 +79,7 @@ def _manifest_from(folder: Path, path: Path, fields: object, sha256: str) -> Man
     shards = []
     for number, entry in enumerate(take(fields, "shards", list)):
         where = f"shards[{number}]."
-        names = ("file", "split", "tokens", "documents", "text_bytes", "sha256")
-        kinds = (str, str, int, int, int, str)
-        values = [take(entry, name, kind, where) for name, kind in zip(names, kinds, strict=True)]
+        values = [take(entry, name, kind, where) for name, kind in SHARD_FIELDS.items()]
         # Folders of earlier versions have nothing beside their shards.
         shards.append(Shard(*values, take({"beside": {}} | dict(entry or {}), "beside", dict, where)))
     manifest = Manifest(
@@ -102,10 +102,9 @@ def _manifest_from(folder: Path, path: Path, fields: object, sha256: str) -> Man
 
 
 class ShardReader:
-    """The ids of one split as one long stream over its shard files.
+    """The ids of one split as a single stream over its shard files, memory-mapped when first read.
 
-    Files are memory-mapped when first touched and stay mapped; a read costs one slice copy per file it touches.
-    Ids are not checked against the vocabulary here: `verify_shards` does, and so must whoever feeds a device.
+    Ids are not checked against the vocabulary: `verify_shards` does that, and so must whoever feeds a device.
     """
 
     def __init__(self, manifest: Manifest, split: str):
@@ -123,7 +122,7 @@ class ShardReader:
             # A view as a plain array: np.memmap's own slicing costs several times more per read.
             ids = np.memmap(path, dtype=id_dtype(self.manifest.dtype), mode="r").view(np.ndarray)
             if len(ids) != self._shards[number].tokens:
-                raise InputError(_size_problem(self.manifest, self._shards[number], path.stat().st_size))
+                raise InputError(*_size_problems(self.manifest, [self._shards[number]]))
             self._maps[number] = ids
         return ids
 
@@ -147,29 +146,24 @@ class ShardReader:
             number += 1
 
 
-def _size_problem(manifest: Manifest, shard: Shard, actual_bytes: int | None) -> str:
-    expected = shard.tokens * manifest.bytes_per_id
-    given = "is missing" if actual_bytes is None else f"has {actual_bytes:,} bytes"
-    return (
-        f"{manifest.folder / shard.file}: {given}, must have {expected:,} bytes ({shard.tokens:,} {manifest.dtype} "
-        f"ids); restore the file, or remove {manifest.folder} and run prepare_data.py again"
-    )
-
-
-def _size_problems(manifest: Manifest, shards: tuple[Shard, ...]) -> list[str]:
+def _size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[str]:
     problems = []
     for shard in shards:
-        path = manifest.folder / shard.file
-        actual_bytes = path.stat().st_size if path.is_file() else None
-        if actual_bytes != shard.tokens * manifest.bytes_per_id:
-            problems.append(_size_problem(manifest, shard, actual_bytes))
+        path, expected = manifest.folder / shard.file, shard.tokens * manifest.bytes_per_id
+        size = path.stat().st_size if path.is_file() else None
+        if size != expected:
+            given = "is missing" if size is None else f"has {size:,} bytes"
+            problems.append(
+                f"{path}: {given}, must have {expected:,} bytes ({shard.tokens:,} {manifest.dtype} ids); restore the "
+                f"file, or remove {manifest.folder} and run prepare_data.py again"
+            )
     return problems
 
 
 def open_shards(folder: str | Path, split: str, tokenizer: str | None = None) -> ShardReader:
-    """A reader over one split, after checking that every file of it is there in its full size.
+    """A reader of one split, all of whose files exist in full size.
 
-    Raises InputError naming each bad shard, or the splits that exist when this one holds no tokens.
+    Raises InputError naming each bad shard, or the splits that exist when this one is empty.
     """
     manifest = read_manifest(folder, tokenizer)
     if manifest.totals(split)[0] == 0:
@@ -178,8 +172,7 @@ def open_shards(folder: str | Path, split: str, tokenizer: str | None = None) ->
             f"{folder}: has no tokens in split {split!r}; splits that exist: {', '.join(existing) or 'none'}; "
             f"prepare it with a larger --validation_fraction or more documents, or use another split"
         )
-    problems = _size_problems(manifest, manifest.of_split(split))
-    if problems:
+    if problems := _size_problems(manifest, manifest.of_split(split)):
         raise InputError(*problems)
     return ShardReader(manifest, split)
 
@@ -187,41 +180,29 @@ def open_shards(folder: str | Path, split: str, tokenizer: str | None = None) ->
 def verify_shards(folder: str | Path) -> list[str]:
     """Everything wrong with a prepared folder, as text; an empty list when all is well.
 
-    Rereads and rehashes every shard, and checks the tokenizer's hash, ids against the vocabulary, and the number of
-    end-of-document ids against the number of documents.
+    Rereads and rehashes every file; compares ids with the vocabulary, and end-of-document ids with documents.
     """
     try:
         manifest = read_manifest(folder)
     except InputError as error:
         return error.problems
     problems = _size_problems(manifest, manifest.shards)
-    tokenizer_file = manifest.tokenizer_folder / "tokenizer.json"
-    if not tokenizer_file.is_file():
-        problems.append(f"{tokenizer_file}: is missing; restore it, or remove {folder} and prepare it again")
-    elif hashlib.sha256(tokenizer_file.read_bytes()).hexdigest() != manifest.tokenizer_sha256:
-        problems.append(f"{tokenizer_file}: is not the tokenizer that made the shards (sha256 differs); restore it")
+    problems += _hash_problems(manifest.tokenizer_folder / "tokenizer.json", manifest.tokenizer_sha256)
     for shard in manifest.shards:
         if (manifest.folder / shard.file).is_file():
-            problems.extend(_content_problems(manifest, shard))
-        problems.extend(_beside_problems(manifest, shard))
+            problems += _content_problems(manifest, shard)
+        for name, sha256 in shard.beside.items():
+            problems += _hash_problems(manifest.folder / name, sha256)
     return problems
 
 
-def _beside_problems(manifest: Manifest, shard: Shard) -> list[str]:
-    problems = []
-    for name, sha256 in shard.beside.items():
-        path = manifest.folder / name
-        if not path.is_file():
-            problems.append(f"{path}: is missing; restore it, or remove {manifest.folder} and prepare it again")
-        elif sha256_of(path) != sha256:
-            problems.append(f"{path}: its content has changed (sha256 differs from the manifest's); restore it")
-    return problems
-
-
-def sha256_of(path: Path) -> str:
-    """The hash of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _hash_problems(path: Path, sha256: str, actual: str | None = None) -> list[str]:
+    """actual: the hash of the file, where it is known."""
+    if actual is None and not path.is_file():
+        return [f"{path}: is missing; restore it, or remove the folder and prepare it again"]
+    if (actual or sha256_of(path)) != sha256:
+        return [f"{path}: its content has changed (sha256 differs from the manifest's); restore it"]
+    return []
 
 
 def _content_problems(manifest: Manifest, shard: Shard) -> list[str]:
@@ -235,9 +216,7 @@ def _content_problems(manifest: Manifest, shard: Shard) -> list[str]:
             ids = np.frombuffer(block, id_dtype(manifest.dtype), count=whole)
             largest_id = max(largest_id, int(ids.max(initial=0)))
             ends += int(np.count_nonzero(ids == manifest.end_of_document_id))
-    problems = []
-    if sha256.hexdigest() != shard.sha256:
-        problems.append(f"{path}: its content has changed (sha256 differs from the manifest's); restore it")
+    problems = _hash_problems(path, shard.sha256, sha256.hexdigest())
     if largest_id >= manifest.vocabulary_size:
         problems.append(f"{path}: holds id {largest_id}, the vocabulary has 0 to {manifest.vocabulary_size - 1}")
     if ends != shard.documents:

@@ -1,4 +1,4 @@
-"""Tokenizers, read from a folder, a file or the Hub, as the shards need them."""
+"""Tokenizers from a folder, a file or the Hub."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretrain.errors import InputError
+from pretrain.errors import InputError, one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -29,10 +29,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """A tokenizer read from a folder, a file or the Hub, with what the shards need to know about it.
-
-    `json` is the content of its tokenizer.json, `files` the other files of its folder that travel with the shards.
-    """
+    """A tokenizer: the content of its tokenizer.json, and `files`, the others of its folder that shards carry."""
 
     name: str
     json: bytes
@@ -48,7 +45,7 @@ class LoadedTokenizer:
         return hashlib.sha256(self.json).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Writes a Hugging Face tokenizer folder that `AutoTokenizer.from_pretrained` loads without anything else."""
+        """Writes a folder that `AutoTokenizer.from_pretrained` loads."""
         folder.mkdir(parents=True, exist_ok=True)
         config = json.loads(self.files.get("tokenizer_config.json", b"{}"))
         files = dict(self.files)
@@ -63,8 +60,8 @@ class LoadedTokenizer:
 def load_tokenizer(name_or_path: str | Path, end_of_document: str | None = None) -> LoadedTokenizer:
     """Loads a tokenizer folder, a tokenizer.json file, or a Hub repository's tokenizer.
 
-    The end-of-document token is `end_of_document`, else the tokenizer's eos_token, else <|endoftext|>.
-    Raises InputError when it is not there, cannot be loaded, or has no such token.
+    The end-of-document token is `end_of_document`, else the tokenizer's eos_token, else <|endoftext|>. Raises
+    InputError where it does not exist, cannot be loaded, or has no such token.
     """
     try:
         name, content, files = _read(str(name_or_path))
@@ -73,27 +70,26 @@ def load_tokenizer(name_or_path: str | Path, end_of_document: str | None = None)
     backend = backend_of(content, str(name_or_path))
     vocabulary = backend.get_vocab(with_added_tokens=True)
     token = end_of_document or _eos_token(files) or USUAL_END_OF_DOCUMENT
+    specials = {added.content for added in backend.get_added_tokens_decoder().values() if added.special}
     if token not in vocabulary:
         given = f"{token!r} is not in its vocabulary" if end_of_document else "has no eos_token and no <|endoftext|>"
-        specials = sorted(t.content for t in backend.get_added_tokens_decoder().values() if t.special)[:20]
         raise InputError(
             f"{name_or_path}: the tokenizer {given}; name the token that ends a document with "
-            f"--end_of_document TOKEN (its special tokens: {', '.join(specials) or 'none'})"
+            f"--end_of_document TOKEN (its special tokens: {', '.join(sorted(specials)[:20]) or 'none'})"
         )
-    added = backend.get_added_tokens_decoder().values()
     return LoadedTokenizer(
         name=name,
         json=content,
         vocabulary_size=max(vocabulary.values()) + 1,
         end_of_document=token,
         end_of_document_id=vocabulary[token],
-        special_tokens=tuple(sorted({t.content for t in added if t.special} | {token})),
+        special_tokens=tuple(sorted(specials | {token})),
         files=files,
     )
 
 
 def load_decoder(folder: Path) -> "Tokenizer":
-    """The tokenizer that travels with shards, to turn ids into text. Raises InputError where it cannot be read."""
+    """The tokenizer that shards carry, to decode ids. Raises InputError where it cannot be read."""
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"
@@ -124,7 +120,7 @@ def _read_folder(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
 
 
 def _convert(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
-    """Tokenizers that come without tokenizer.json (vocabulary and merges, sentencepiece) through transformers."""
+    """Through transformers: tokenizers without tokenizer.json, such as vocabulary and merges or sentencepiece."""
     import tempfile
 
     from transformers import AutoTokenizer
@@ -141,7 +137,7 @@ def _convert(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
 
 
 def download_tokenizer(hub_id: str) -> Path:
-    """The folder of a Hub repository's tokenizer files in the cache. Raises InputError when it cannot be had."""
+    """The cache's folder of a Hub repository's tokenizer files. Raises InputError where it cannot be downloaded."""
     missing = f"{hub_id}: no such tokenizer folder or file"
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or hub_id.startswith("."):
         raise InputError(f"{missing}; give a tokenizer's folder, its tokenizer.json, or a Hub id (name or owner/name)")
@@ -152,11 +148,6 @@ def download_tokenizer(hub_id: str) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=["tokenizer.json", *TOKENIZER_FILES]))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise InputError(f"{missing}, and as a Hub id it could not be fetched: {one_line(error)}") from None
-
-
-def one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
 def _content(token: object) -> str | None:
@@ -185,7 +176,7 @@ def backend_of(content: bytes, given: str) -> "Tokenizer":
 
 @lru_cache(maxsize=2)
 def _parsed(content: bytes) -> "Tokenizer":
-    """Shared by all who ask for it: its vocabulary is for everyone, its settings are the reference encoder's."""
+    """Shared: others use its vocabulary only, its settings belong to the reference encoder."""
     from tokenizers import Tokenizer
 
     return Tokenizer.from_buffer(content)

@@ -5,5 +5,6 @@ Nothing here trains.
     evaluate: one or many models
     shard_loss: loss on prepared shards
     lm_harness: lm-eval's tasks
+    interactive: continues what is typed
     results: tables, JSON, pictures
 """

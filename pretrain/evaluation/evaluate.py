@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 import pretrain.model.architectures  # noqa: F401  (registers the local models, which then need no trust_remote_code)
 from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.errors import InputError, Problems
+from pretrain.evaluation.interactive import interact
 from pretrain.evaluation.lm_harness import TaskSelection, TaskSettings, score_tasks, select_tasks
 from pretrain.evaluation.results import (
     ModelResults,
@@ -36,7 +37,7 @@ from pretrain.hardware import emulation_of_bf16
 from pretrain.model.build import load_pretrained
 from pretrain.model.model_config import load_model_config
 from pretrain.parallel.registry import evaluation_strategy
-from pretrain.parallel.strategy import Strategy
+from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.runs.addresses import ModelAddress, find_models
 from pretrain.runs.history import read_end
 from pretrain.runs.status import is_training
@@ -188,8 +189,9 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
     model.eval()
     result = ModelResults(job.address, parameters=sum(parameter.numel() for parameter in model.parameters()))
     if job.prompt_ids_BT is not None and strategy.ranks.is_main:
-        sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.seed)
-        result.sample = generate_text(model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling)
+        result.sample = generate_text(
+            model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling_of(arguments)
+        )
     if job.readers:
         result.sources = measure_shards(model, job.readers, strategy, job.settings)
         settings = asdict(job.settings)
@@ -211,3 +213,29 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
         result.tasks = score_tasks(job.address.folder, tasks, strategy, settings)
     result.seconds = time.perf_counter() - started
     return result
+
+
+def sampling_of(arguments: argparse.Namespace) -> Sampling:
+    """Small base models repeat themselves under greedy decoding, so text is sampled unless temperature is 0."""
+    if not arguments.temperature:
+        return Sampling(arguments.max_new_tokens, seed=arguments.seed)
+    top_k = 50 if arguments.top_k is None else arguments.top_k or None
+    return Sampling(arguments.max_new_tokens, arguments.temperature, top_k, arguments.seed, arguments.top_p)
+
+
+def talk_to_model(arguments: argparse.Namespace) -> None:
+    """Does what `evaluate.py --interactive` says, until the user ends it. Raises InputError."""
+    device = torch.device(device_type())
+
+    def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+        address, *others = find_models(arguments.model[0])
+        if others:
+            raise InputError(f"--interactive: continues text with one model, not {arguments.model[0]}")
+        config = load_model_config(str(address.folder), trust_remote_code=arguments.trust_remote_code)
+        job = Job(address, config)
+        add_tokenizer(job, arguments)
+        model = load_pretrained(str(address.folder), trust_remote_code=arguments.trust_remote_code)
+        return model, job.tokenizer, address.name
+
+    transformers_logging.disable_progress_bar()
+    interact(load, sampling_of(arguments), device, arguments.prompt)

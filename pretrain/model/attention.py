@@ -53,12 +53,8 @@ def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[s
     cu_seq_lens[: len(starts_S)] = starts_S
     lengths_S = np.diff(starts_S, append=tokens)
     position_ids = np.arange(tokens, dtype=np.int64) - np.repeat(starts_S, lengths_S)
-    cu_seq_lens = torch.from_numpy(cu_seq_lens)
-    return {
-        "position_ids": torch.from_numpy(position_ids).view(batch, length),
-        "cu_seq_lens_q": cu_seq_lens,
-        "cu_seq_lens_k": cu_seq_lens,
-    }
+    position_ids, cu_seq_lens = torch.from_numpy(position_ids).view(batch, length), torch.from_numpy(cu_seq_lens)
+    return {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
 
 
 def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: torch.device | str) -> dict[str, Any]:
@@ -77,13 +73,8 @@ def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: to
     if "+mask" in attention:
         return {"position_ids": position_ids, "attention_mask": _library_masks(cu_seq_lens, batch, length, attention)}
     # The window's length bounds every segment's: the true maximum would change from step to step and recompile.
-    return {
-        "position_ids": position_ids,
-        "cu_seq_lens_q": cu_seq_lens,
-        "cu_seq_lens_k": cu_seq_lens,
-        "max_length_q": length,
-        "max_length_k": length,
-    }
+    segments = {"cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
+    return {"position_ids": position_ids, **segments, "max_length_q": length, "max_length_k": length}
 
 
 def candidates_of(requested: str, config: PreTrainedConfig) -> list[str]:
@@ -131,16 +122,9 @@ def choose_attention(requested: str, *, device_type: str, dtype: torch.dtype, wi
     return ATTENTION_NAMES[requested]
 
 
-ATTENTION_NAMES = {
-    "auto": "groundwork_sdpa",
-    "eager": "groundwork_eager",
-    "sdpa": "groundwork_sdpa",
-    "varlen": "groundwork_sdpa",
-    "flex_attention": "flex_attention",
-    "flash_attention_2": "flash_attention_2",
-    "flash_attention_3": "flash_attention_3",
-}
 FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+ATTENTION_NAMES = dict.fromkeys(("auto", "sdpa", "varlen"), "groundwork_sdpa") | {"eager": "groundwork_eager"}
+ATTENTION_NAMES |= {name: name for name in ("flex_attention", *FLASH_PACKAGES)}
 
 
 def _why_not(requested: str, device_type: str, dtype: torch.dtype) -> str:
@@ -178,9 +162,9 @@ def sdpa(
     window = None if sliding_window is None or sliding_window >= keys else sliding_window
     device_type = query_BHTE.device.type
     if attention_mask is None and not dropout and value_BGTE.shape[-1] == query_BHTE.shape[-1]:
-        if device_type == "cpu" and window is None and (cu_seq_lens_q is not None or _in_blocks(length, keys)):
-            segments = _whole_windows(query_BHTE) if cu_seq_lens_q is None else cu_seq_lens_q
-            out_BHTE = cpu_attention.attend(query_BHTE, key_BGTE, value_BGTE, segments, scaling)
+        in_blocks = length == keys and cpu_attention.SHORTEST_IN_BLOCKS <= length <= cpu_attention.LONGEST_IN_BLOCKS
+        if device_type == "cpu" and window is None and (cu_seq_lens_q is not None or in_blocks):
+            out_BHTE = cpu_attention.attend(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling)
             return out_BHTE.transpose(1, 2), None
         if device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES and cu_seq_lens_q is not None:
             return _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling, window), None
@@ -188,15 +172,9 @@ def sdpa(
     # A single query is the newest token of a generation and sees every key; sdpa's own causal mask fits square only.
     if mask is None and (cu_seq_lens_q is not None or window is not None or 1 < length < keys):
         mask = _dense_mask(query_BHTE, key_BGTE, cu_seq_lens_q, window)
+    is_causal, is_grouped = mask is None and length > 1, query_BHTE.shape[1] != key_BGTE.shape[1]
     out_BHTE = F.scaled_dot_product_attention(
-        query_BHTE,
-        key_BGTE,
-        value_BGTE,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=mask is None and length > 1,
-        scale=scaling,
-        enable_gqa=query_BHTE.shape[1] != key_BGTE.shape[1],
+        query_BHTE, key_BGTE, value_BGTE, mask, dropout, is_causal, scale=scaling, enable_gqa=is_grouped
     )
     return out_BHTE.transpose(1, 2), None
 
@@ -245,9 +223,8 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
 def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
     """Autocast stops at registered operators, and query and key can leave a normalisation in fp32."""
     device_type = tensors[0].device.type
-    dtype = tensors[-1].dtype
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
+    in_autocast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if in_autocast else tensors[-1].dtype
     return [tensor.to(dtype) for tensor in tensors]
 
 
@@ -295,36 +272,15 @@ def _library_masks(cu_seq_lens: Tensor, batch: int, length: int, attention: str)
     return {kind: as_taken(window) for kind, _, window in kinds}
 
 
-def _in_blocks(length: int, keys: int) -> bool:
-    """Whether causal attention over the whole window is faster in blocks of queries than in torch's kernel."""
-    return length == keys and cpu_attention.SHORTEST_IN_BLOCKS <= length <= cpu_attention.LONGEST_IN_BLOCKS
-
-
-def _whole_windows(query_BHTE: Tensor) -> Tensor:
-    """Cumulative lengths (B + 1,) of segments that are whole windows."""
-    batch, _, length, _ = query_BHTE.shape
-    return torch.arange(batch + 1, dtype=torch.int32) * length
-
-
 def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     batch, heads, length, _ = query_BHTE.shape
-    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHTE, key_BGTE, value_BGTE))
+    tokens = [x.transpose(1, 2).flatten(0, 1) for x in (query_BHTE, key_BGTE, value_BGTE)]
+    segments = (cu_seq_lens, cu_seq_lens, length, length)
     grouped = {"enable_gqa": True} if heads != key_BGTE.shape[1] else {}
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        cu_seq_lens,
-        cu_seq_lens,
-        length,
-        length,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        **grouped,
-    )
-    return out.unflatten(0, (batch, length))
+    seen = (-1 if window is None else window - 1, 0)
+    return varlen_attn(*tokens, *segments, scale=scaling, window_size=seen, **grouped).unflatten(0, (batch, length))
 
 
 def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):

@@ -24,7 +24,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from pretrain.errors import InputError
 from pretrain.model.attention import implementation_of
-from pretrain.model.model_config import described, load_model_config
+from pretrain.model.model_config import described, first_line, load_model_config
 
 # Matrix products are fastest, on GPUs above all, when the vocabulary is a multiple of this.
 VOCABULARY_MULTIPLE = 64
@@ -41,19 +41,12 @@ def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) 
     """
     if attention is None:
         attention = library_attention(config)
-    config, implementation = copy.deepcopy(config), implementation_of(attention)
+    given = {"attn_implementation": implementation_of(attention), "dtype": torch.float32}
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
-    except (ImportError, ValueError) as error:
-        raise InputError(_attention_problem(attention, error)) from error
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **given)
     except Exception as error:  # whatever a model's own code raises at values that it did not expect
-        if isinstance(error, KeyError) and error.args == (implementation,):  # from its table of attention classes
-            raise InputError(NO_SUCH_ATTENTION) from error
-        raise InputError(
-            f"model: {type(config).__name__} cannot be built with these values ({described(error)}); compare them "
-            "with a model of this type that works"
-        ) from error
+        raise InputError(_building_problem(config, attention, error)) from error
     _clear_padding(model)
     _count_positions_in_the_window(model, attention)
     return model
@@ -71,11 +64,6 @@ def use_attention(model: PreTrainedModel, attention: str) -> None:
     _count_positions_in_the_window(model, attention)
 
 
-def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Full shape of every parameter by its Hugging Face name; a tied pair appears once, under the embedding's name."""
-    return {name: tuple(parameter.shape) for name, parameter in build_meta_model(config).named_parameters()}
-
-
 def count_parameters(config: PreTrainedConfig) -> int:
     """Number of parameters; a tied pair counts once."""
     return sum(parameter.numel() for parameter in build_meta_model(config).parameters())
@@ -88,10 +76,8 @@ def count_non_embedding_parameters(config: PreTrainedConfig) -> int:
     2204.02311, appendix B, counts so). Learned positions, as in GPT-2, are a look-up too.
     """
     model = build_meta_model(config)
-    head = model.get_output_embeddings()
-    head_weight = head.weight if head is not None else None
-    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    looked_up = sum(weight.numel() for weight in embeddings if weight is not head_weight)
+    head_weight = getattr(model.get_output_embeddings(), "weight", None)
+    looked_up = sum(e.weight.numel() for e in _embeddings(model) if e.weight is not head_weight)
     return sum(parameter.numel() for parameter in model.parameters()) - looked_up
 
 
@@ -100,7 +86,7 @@ def embedding_parameter_names(model: nn.Module) -> set[str]:
 
     Works on meta, whole and partitioned models alike, since it asks for the owner and not for the shape.
     """
-    owned = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    owned = {id(embedding.weight) for embedding in _embeddings(model)}
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in owned}
 
 
@@ -119,20 +105,14 @@ def initialize_module(model: PreTrainedModel, name: str, *, seed: int) -> None:
     """Gives the module called `name` inside `model` ("" is the whole) its initial weights, and touches nothing else.
 
     What is on the meta device is created on the CPU; what exists already is written in place. Modules are initialised
-    children first by the model's own `_init_weights`, each from the seed (seed, module's name), so the result for a
-    block is the same whether the block is made alone or with the whole model. The unit that can be made alone is any
-    module that no ancestor's `_init_weights` reaches into: a decoder layer, the embedding, the final norm, the head.
-    (GPT-2's attention, for one, sets the weights of its own c_proj: make the attention or its block, not the c_proj.)
-    A parameter that is tied to another is left for `model.tie_weights()`.
+    children first by the model's own `_init_weights`, each from the seed (seed, module's name), so a block gets the
+    same weights whether it is made alone or with the whole model. Any module can be made alone into which no
+    ancestor's `_init_weights` reaches: a decoder layer, the embedding, the final norm, the head. (GPT-2's attention
+    sets the weights of its own c_proj: make the attention or its block, not the c_proj.) A parameter that is tied to
+    another is left for `model.tie_weights()`.
 
-    For a strategy that shards, none of these ever holds more than one unit beyond its own shard:
-      - FSDP: shard a meta model, `to_empty` it, and for each unit call this on a second meta model, distribute the
-        unit's parameters and buffers over the ranks, and send the unit back with `.to("meta")`.
-      - ZeRO-3: for each unit, call this in `deepspeed.zero.GatheredParameters(unit.parameters(), modifier_rank=0)`.
-      - pipeline: call this on every rank for the units of its own stages, with the names of the whole model.
-
-    The random numbers are always drawn on the CPU: another device would draw others from the same seed. Raises
-    InputError if the architecture leaves a parameter or buffer without a value.
+    Random numbers are always drawn on the CPU: another device would draw others from the same seed. Raises InputError
+    if the architecture leaves a parameter or buffer without a value.
     """
     tied_names = set(model.all_tied_weights_keys)
     root = model.get_submodule(name)
@@ -171,12 +151,12 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
             output_loading_info=True,
         )
     except (ImportError, ValueError) as error:
-        raise InputError(f"{name_or_path}: the library cannot build this model: {_first_line(error)}") from error
+        raise InputError(f"{name_or_path}: the library cannot build this model: {first_line(error)}") from error
     except SafetensorError as error:
-        raise InputError(f"{name_or_path}: its weights are damaged ({_first_line(error)}); restore them") from error
+        raise InputError(f"{name_or_path}: its weights are damaged ({first_line(error)}); restore them") from error
     except OSError as error:
         raise InputError(
-            f"{name_or_path}: no safetensors weights could be read ({_first_line(error)}); give a folder or a Hub id "
+            f"{name_or_path}: no safetensors weights could be read ({first_line(error)}); give a folder or a Hub id "
             "that has model.safetensors"
         ) from error
     missing = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
@@ -196,8 +176,7 @@ def set_end_of_document(config: PreTrainedConfig, end_of_document_id: int) -> No
     are the same, as in GPT-2. There is no padding id: as one, the id would never be learned (see `build_meta_model`).
     Batched generation finds its padding id in generation_config.json (see `save_model_metadata`).
     """
-    config.bos_token_id = end_of_document_id
-    config.eos_token_id = end_of_document_id
+    config.bos_token_id = config.eos_token_id = end_of_document_id
     config.pad_token_id = None
 
 
@@ -213,34 +192,32 @@ def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int) -> list[str
     ]
 
 
-def save_model_metadata(model_or_config: PreTrainedModel | PreTrainedConfig, folder: str | os.PathLike) -> None:
+def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     """Writes all of a model folder but the weights and the tokenizer: config.json, generation_config.json, own code.
 
     A local architecture's file is copied beside config.json, whose auto_map then names its classes. The padding id of
     generation is the end-of-document id unless one was set.
     """
-    if isinstance(model_or_config, PreTrainedModel):
-        model = model_or_config
-    else:
-        model = build_meta_model(model_or_config)
-    Path(folder).mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(model.config)
+    Path(folder).mkdir(parents=True, exist_ok=True)
     config.architectures = [type(model).__name__]
     if type(model)._auto_class is not None:
         custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)
     generation = copy.deepcopy(model.generation_config) or GenerationConfig()
-    generation.bos_token_id = config.bos_token_id
-    generation.eos_token_id = config.eos_token_id
+    generation.bos_token_id, generation.eos_token_id = config.bos_token_id, config.eos_token_id
     if generation.pad_token_id is None and isinstance(config.eos_token_id, int):
         generation.pad_token_id = config.eos_token_id
     generation.save_pretrained(folder)
 
 
 def _clear_padding(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.padding_idx = None
+    for embedding in _embeddings(model):
+        embedding.padding_idx = None
+
+
+def _embeddings(model: nn.Module) -> list[nn.Embedding]:
+    return [module for module in model.modules() if isinstance(module, nn.Embedding)]
 
 
 def _count_positions_in_the_window(model: PreTrainedModel, attention: str) -> None:
@@ -258,14 +235,18 @@ def _count_positions_in_the_window(model: PreTrainedModel, attention: str) -> No
     model.base_model.build_alibi_tensor = without_padding
 
 
-def _attention_problem(attention: str, error: Exception) -> str:
-    if "does not support an attention implementation" in str(error):
+def _building_problem(config: PreTrainedConfig, attention: str, error: Exception) -> str:
+    in_its_table = isinstance(error, KeyError) and error.args == (
+        implementation_of(attention),
+    )  # of attention classes
+    if in_its_table or "does not support an attention implementation" in str(error):
         return NO_SUCH_ATTENTION
-    return f"attention {attention} cannot be used with this model here: {_first_line(error)}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    if isinstance(error, ImportError | ValueError):
+        return f"attention {attention} cannot be used with this model here: {first_line(error)}"
+    return (
+        f"model: {type(config).__name__} cannot be built with these values ({described(error)}); compare them with a "
+        "model of this type that works"
+    )
 
 
 def _module_seed(seed: int, module_name: str) -> int:
@@ -312,14 +293,12 @@ def _run_initializer(
 
 
 def _refuse_missing_values(model_class: str, modules: list[tuple[str, nn.Module]]) -> None:
-    forgotten = []
-    for module_name, module in modules:
-        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        forgotten += [
-            f"{module_name}.{name}"
-            for name, tensor in tensors
-            if tensor.is_floating_point() and not tensor.is_meta and torch.isnan(tensor.sum())
-        ]
+    forgotten = [
+        f"{module_name}.{name}"
+        for module_name, module in modules
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        if tensor.is_floating_point() and not tensor.is_meta and torch.isnan(tensor.sum())
+    ]
     if forgotten:
         raise InputError(
             f"{model_class} gives no initial values to {', '.join(sorted(forgotten))}: set them in its _init_weights"

@@ -26,9 +26,14 @@ more calls."""
 
 
 def attend(
-    query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor, scaling: float | None
+    query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Attention (B, H, T, E), causal within the segments that cu_seq_lens (S + 1,) marks in the B x T tokens."""
+    """Attention (B, H, T, E), causal within the segments that cu_seq_lens (S + 1,) marks in the B x T tokens.
+
+    None: the segments are the windows.
+    """
+    if cu_seq_lens is None:
+        cu_seq_lens = torch.arange(query_BHTE.shape[0] + 1, dtype=torch.int32) * query_BHTE.shape[2]
     scale = query_BHTE.shape[-1] ** -0.5 if scaling is None else scaling
     keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query_BHTE, key_BGTE, value_BGTE))
     return torch.ops.groundwork.packed_attention(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scale, keeps)[0]

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from pretrain.errors import InputError
 from pretrain.model.build import initialize_module
 from pretrain.model.compile import layers_of
 from pretrain.model.pretrained import PretrainedTensors
@@ -51,19 +52,20 @@ def hand_over(source: nn.Module, target: nn.Module) -> None:
 def units_of(causal_lm: PreTrainedModel) -> list[str]:
     """Names of the parts that can be made alone: each layer, then whatever else holds no layer, in the model's order.
 
-    Together they are the whole model. Raises ValueError for a model with parameters beside its layers, in the modules
+    Together they are the whole model. Raises InputError for a model with parameters beside its layers, in the modules
     that contain them.
     """
     layers = set(layers_of(causal_lm))
     layer_names = [name for name, module in causal_lm.named_modules() if module in layers]
-    ancestors = {name[:end] for name in layer_names for end in [0, *(i for i, c in enumerate(name) if c == ".")]}
+    ancestors = {""} | {name[:end] for name in layer_names for end, character in enumerate(name) if character == "."}
     others = []
     for name in sorted(ancestors, key=len):
         container = causal_lm.get_submodule(name)
         own = [*container.named_parameters(recurse=False), *container.named_buffers(recurse=False)]
         if own:
-            raise ValueError(
-                f"{name or 'the model'} holds {own[0][0]} beside its layers: its parts cannot be made alone"
+            raise InputError(
+                f"model: {type(causal_lm).__name__} has {own[0][0]} beside its layers{name and f', in {name}'}, so no "
+                "strategy that makes it layer by layer runs it; use ddp"
             )
         paths = [f"{name}.{child}" if name else child for child, _ in container.named_children()]
         others += [path for path in paths if path not in ancestors and path not in layer_names]

@@ -71,16 +71,11 @@ def _torch(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens):
     if z_loss:
         raise InputError(NO_Z_LOSS)
     dtype = _compute_dtype(hidden_ND, weight_VD)
-    options = nn.LinearCrossEntropyOptions(
-        batch_chunk_size=chunk_tokens, chunking_method=None if chunk_tokens else "auto"
-    )
+    method = None if chunk_tokens else "auto"
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens, chunking_method=method)
+    hidden_ND, weight_VD, bias_V = (None if x is None else x.to(dtype) for x in (hidden_ND, weight_VD, bias_V))
     loss = F.linear_cross_entropy(
-        hidden_ND.to(dtype),
-        weight_VD.to(dtype),
-        targets_N,
-        linear_bias=None if bias_V is None else bias_V.to(dtype),
-        ignore_index=IGNORED,
-        options=options,
+        hidden_ND, weight_VD, targets_N, linear_bias=bias_V, ignore_index=IGNORED, options=options
     ).float()
     return loss, loss.detach()
 
@@ -151,6 +146,8 @@ def _chunked_loss(
     grad_hidden_ND, grad_weight_VD, grad_bias_V = _empty_gradients(hidden_ND, weight_VD, bias_V, needs)
     is_target_N = targets_N != IGNORED
     sums = torch.zeros(2, dtype=torch.float32, device=hidden_ND.device)
+    eager = functools.partial(_softmax_less_target_, needs_gradient=any(needs))
+    softmax_less_target_ = _compiled_softmax_less_target_() if compiled else eager
     with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):
         head_VD = weight_VD.to(dtype)
         bias = None if bias_V is None else bias_V.to(dtype)
@@ -159,10 +156,7 @@ def _chunked_loss(
             hidden_CD, weights_C1 = hidden_ND[rows].to(dtype), is_target_N[rows, None].float()
             block_CV = F.linear(hidden_CD, head_VD, bias)
             target_C1 = targets_N[rows].where(is_target_N[rows], 0)[:, None]
-            if compiled:
-                cross_entropy_C1, lse_C1 = _compiled_softmax_less_target_()(block_CV, target_C1, z_loss)
-            else:
-                cross_entropy_C1, lse_C1 = _softmax_less_target_(block_CV, target_C1, z_loss, any(needs))
+            cross_entropy_C1, lse_C1 = softmax_less_target_(block_CV, target_C1, z_loss)
             sums += torch.cat([cross_entropy_C1 * weights_C1, lse_C1.square() * weights_C1], dim=1).sum(dim=0)
             weights_C1 *= 1.0 + 2.0 * z_loss * lse_C1
             if needs[0]:
@@ -279,10 +273,9 @@ class LanguageModelLoss(nn.Module):
 
     Parameter names are those of the model behind "causal_lm.".
 
-    Args:
-        from_hidden_states: the logits are head(last hidden state) and nothing else, so that they need not be whole in
-            memory. None: found out by running a small copy. Models that scale or cap their logits (gemma2, cohere,
-            granite) compute them in their own forward pass, and the memory is paid.
+    from_hidden_states: the logits are head(last hidden state) and nothing else, so that they need not be whole in
+    memory; None: found out by `projects_hidden_states`. Models that scale or cap their logits (gemma2, cohere,
+    granite) compute them in their own forward pass, and the memory is paid.
     """
 
     def __init__(
@@ -294,9 +287,7 @@ class LanguageModelLoss(nn.Module):
         from_hidden_states: bool | None = None,
     ):
         super().__init__()
-        self.causal_lm = causal_lm
-        self.z_loss = z_loss
-        self.backend = backend
+        self.causal_lm, self.z_loss, self.backend = causal_lm, z_loss, backend
         if from_hidden_states is None:
             from_hidden_states = projects_hidden_states(causal_lm.config)
         self.from_hidden_states = from_hidden_states
@@ -322,11 +313,5 @@ class LanguageModelLoss(nn.Module):
     def loss_of_hidden(self, hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, cross_entropy) from the base model's last hidden states."""
         head = self.causal_lm.get_output_embeddings()
-        return next_token_loss(
-            hidden_BTD,
-            head.weight,
-            targets_BT,
-            head_bias=getattr(head, "bias", None),
-            z_loss=self.z_loss,
-            backend=self.backend,
-        )
+        settings = {"head_bias": getattr(head, "bias", None), "z_loss": self.z_loss, "backend": self.backend}
+        return next_token_loss(hidden_BTD, head.weight, targets_BT, **settings)

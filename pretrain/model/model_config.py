@@ -9,6 +9,7 @@ import functools
 import inspect
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,8 @@ READ_INTO_ROPE_PARAMETERS = {"rope_theta", "rope_scaling", "partial_rotary_facto
 # The rest of the many known types are one typo away from these or are listed on the Hub.
 COMMON_MODEL_TYPES = ("llama", "qwen3", "gpt2", *pretrain.model.architectures.MODEL_TYPES)
 SHIPPED_CONFIGS = Path(__file__).parents[2] / "model_configs"
-COUNT_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
+COUNT_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+COUNT_FIELDS += ("num_key_value_heads", "head_dim", "max_position_embeddings")
 
 
 def load_model_config(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -65,8 +58,7 @@ def load_model_config(name_or_path: str, *, trust_remote_code: bool = False) -> 
 
 def load_text_model_config(name_or_path: str) -> PreTrainedConfig:
     """`load_model_config` of what can be pretrained on text alone. Raises InputError for the rest."""
-    config = load_model_config(name_or_path)
-    refuse_composites(name_or_path, config)
+    refuse_composites(name_or_path, config := load_model_config(name_or_path))
     return config
 
 
@@ -77,26 +69,23 @@ def refuse_composites(name: str, config: PreTrainedConfig) -> None:
     except ValueError:  # it has several
         text = None
     if text is not config:
-        advice = (
-            f"its part for text is {text.model_type}: write a JSON with that model_type"
-            if text
-            else (f"take a language model, for example {', '.join(COMMON_MODEL_TYPES)}")
-        )
+        advice = f"take a language model, for example {', '.join(COMMON_MODEL_TYPES)}"
+        if text:
+            advice = f"its part for text is {text.model_type}: write a JSON with that model_type"
         raise InputError(f"{name}: model_type {config.model_type} is a model of text and of something else; {advice}")
 
 
 def _unreadable(name_or_path: str, is_folder: bool, error: Exception) -> str:
-    reason = str(error).strip().split("\n")[0]
     if "trust_remote_code" in str(error):
         return (
             f"{name_or_path}: this model carries its own code, which runs with your rights; allow it with "
             "trust_remote_code on the command line if you trust its author"
         )
     if is_folder:
-        return f"{name_or_path}/config.json cannot be used: {reason}"
+        return f"{name_or_path}/config.json cannot be used: {first_line(error)}"
     return (
-        f"{name_or_path}: not a file or folder here, and it cannot be read from the Hugging Face Hub ({reason}); give "
-        "a model's .json file, a model folder or a Hub id"
+        f"{name_or_path}: no file or folder here, and it cannot be read from the Hugging Face Hub "
+        f"({first_line(error)}); give a model's .json file, a model folder or a Hub id"
     )
 
 
@@ -107,7 +96,7 @@ def _config_from_json(path: Path) -> PreTrainedConfig:
     problems = value_problems(
         keys, {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in keys}
     )
-    if any("within each other" in problem for problem in problems):
+    if any("are nested" in problem for problem in problems):
         raise InputError(*[f"{path}: {problem}" for problem in problems])
     # The library accepts a standard name for a class's own (hidden_size for GPT-2's n_embd): check under its own.
     names = {key: config_class.attribute_map.get(key, key) for key in keys}
@@ -156,9 +145,8 @@ class _RepeatedKeyError(Exception):
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    repeated = sorted({key for key in keys if keys.count(key) > 1})
-    if repeated:
+    counts = Counter(key for key, _ in pairs)
+    if repeated := sorted(key for key, count in counts.items() if count > 1):
         raise _RepeatedKeyError(f"{', '.join(repeated)} is given more than once; keep one")
     return dict(pairs)
 
@@ -217,6 +205,10 @@ def reads_plainly(config_class: type[PreTrainedConfig], key: str) -> bool:
     return re.search(plain, model_source(config_class), re.MULTILINE) is not None
 
 
+def first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
 def described(error: BaseException) -> str:
     """An error of the library in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -225,16 +217,15 @@ def described(error: BaseException) -> str:
 
 def _own_fields(config_class: type[PreTrainedConfig]) -> set[str]:
     """The keys that a class adds to those of every configuration: the ones that describe the model."""
-    return {field.name for field in dataclasses.fields(config_class)} - {
-        field.name for field in dataclasses.fields(PreTrainedConfig)
-    }
+    own, common = ({f.name for f in dataclasses.fields(kind)} for kind in (config_class, PreTrainedConfig))
+    return own - common
 
 
 def _type_problem(name: str, value: Any, fields: dict) -> str | None:
     """What is wrong with a value's type by the class's annotations, or None."""
     if name not in fields:
         is_count = isinstance(value, int) and not isinstance(value, bool)
-        return None if name not in COUNT_FIELDS or is_count else f"{shortened(repr(value))} is no whole number"
+        return None if name not in COUNT_FIELDS or is_count else f"{shortened(repr(value))} is not an integer"
     expected = fields[name].type
     try:
         huggingface_hub.dataclasses.type_validator(name, value, expected)
@@ -242,33 +233,27 @@ def _type_problem(name: str, value: Any, fields: dict) -> str | None:
         shown = expected.__name__ if isinstance(expected, type) else str(expected)
         return f"{shortened(repr(value))} is a {type(value).__name__}; allowed: {shown}"
     if isinstance(value, bool) and "bool" not in str(expected):
-        return f"{str(value).lower()} is no number; allowed: {expected}"
+        return f"{str(value).lower()} is not a number; allowed: {expected}"
     return None
 
 
 def _rope_problems(fields: dict, keys: dict[str, Any]) -> list[str]:
+    """Unknown keys of rotary positions; `value_problems` judges the values."""
     if "rope_parameters" not in fields:
         return []
-    problems = []
-    for outer in ("rope_parameters", "rope_scaling"):
-        given = keys.get(outer)
-        # Some classes nest one dict per kind of layer; those are left to the library's own check.
-        if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-            continue
-        allowed = {*RopeParameters.__annotations__, "type"}
-        problems += [
-            f"{outer}.{key} is not a key of rotary positions{did_you_mean(key, allowed)}"
-            for key in given
-            if key not in allowed
-        ]
-        problems += _theta_problems(f"{outer}.rope_theta", given.get("rope_theta"))
-    return problems + _theta_problems("rope_theta", keys.get("rope_theta"))
-
-
-def _theta_problems(key: str, theta: Any) -> list[str]:
-    if theta is None or (isinstance(theta, (int, float)) and not isinstance(theta, bool) and theta > 0):
-        return []
-    return [f"{key}: {shortened(repr(theta))} is not a positive number; for example 10000.0"]
+    allowed = {*RopeParameters.__annotations__, "type"}
+    # Some classes nest one dict per kind of layer; those are left to the library's own check.
+    given = {
+        outer: keys[outer]
+        for outer in ("rope_parameters", "rope_scaling")
+        if isinstance(keys.get(outer), dict) and not any(isinstance(value, dict) for value in keys[outer].values())
+    }
+    return [
+        f"{outer}.{key} is not a key of rotary positions{did_you_mean(key, allowed)}"
+        for outer, values in given.items()
+        for key in values
+        if key not in allowed
+    ]
 
 
 def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]) -> list[str]:
@@ -282,11 +267,10 @@ def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]
     width, heads = count.get("hidden_size"), count.get("num_attention_heads")
     key_heads, head_width = count.get("num_key_value_heads"), count.get("head_dim")
     if width and heads and head_width is None:
-        if width % heads:
-            below = width - width % heads
+        if rest := width % heads:
             problems.append(
                 f"{own_name['hidden_size']} {width} is not a multiple of {own_name['num_attention_heads']} {heads}; "
-                f"nearest: {below or heads} or {below + heads}"
+                f"nearest: {width - rest or heads} or {width - rest + heads}"
             )
         head_width = width // heads
     if heads and key_heads and heads % key_heads:

@@ -1,7 +1,7 @@
 """What values of a model's configuration cannot be: the library takes most of them, and fails later or trains wrong.
 
-Bounds lie far beyond every model there is: what is above one is a slip of the hand, and would hang the library or
-fill the memory.
+Bounds lie far beyond every model there is: what is above one is a typo, and would hang the library or fill the
+memory.
 """
 
 import math
@@ -27,18 +27,10 @@ LARGEST = (
 MAY_BE_NEGATIVE = re.compile(r"(?:_id|_index|_bound|_min|clamp_len|_ids)$")
 CONFIG_DTYPES = ("bfloat16", "float16", "float32", "float64")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
-POSITIVE_IN_ROPE = (
-    "rope_theta",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "low_freq_factor",
-    "high_freq_factor",
-)
+POSITIVE_IN_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor")
+POSITIVE_IN_ROPE += ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
 MOST_DEPTH = 20
-"""Of lists and objects within each other."""
+"""Of nested lists and objects."""
 
 
 def value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
@@ -48,14 +40,14 @@ def value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
         defaults: of the class's keys; where one is an activation or negative, the key takes such values.
     """
     if _depth(keys) > MOST_DEPTH:
-        return [f"lists or objects stand within each other more than {MOST_DEPTH} deep; no model's JSON does"]
+        return [f"lists or objects are nested more than {MOST_DEPTH} deep; no model's JSON is"]
     problems = []
     for path, value in _numbers(keys):
         problems += _number_problems(path, value, defaults.get(path))
     for key, value in keys.items():
         is_activation = isinstance(defaults.get(key), str) and defaults[key] in ACT2FN
         if is_activation and (not isinstance(value, str) or value not in ACT2FN):
-            problems.append(f"{key}: {_shown(value)} is no activation{did_you_mean(str(value), ACT2FN)}")
+            problems.append(f"{key}: {_shown(value)} is not an activation{did_you_mean(str(value), ACT2FN)}")
     return problems + _kind_problems(keys) + _rope_problems(keys)
 
 
@@ -64,10 +56,10 @@ def _kind_problems(keys: Mapping[str, Any]) -> list[str]:
     problems = []
     for key in ("dtype", "torch_dtype"):
         if (value := keys.get(key)) is not None and value not in CONFIG_DTYPES:
-            problems.append(f"{key}: {_shown(value)} is no dtype{did_you_mean(str(value), CONFIG_DTYPES)}")
+            problems.append(f"{key}: {_shown(value)} is not a dtype{did_you_mean(str(value), CONFIG_DTYPES)}")
     for key in ("id2label", "label2id"):
         if (value := keys.get(key)) is not None and not isinstance(value, dict):
-            problems.append(f"{key}: {_shown(value)} is no object of labels; a language model needs none: remove it")
+            problems.append(f"{key}: {_shown(value)} is not an object of labels; a language model needs none")
     return problems
 
 
@@ -75,7 +67,8 @@ def _number_problems(path: str, value: float, default: Any) -> list[str]:
     """path: 'rope_parameters.factor' for a number within an object."""
     name = path.rpartition(".")[2]
     if not math.isfinite(value):
-        return [f"{path}: {value} is not a finite number; allowed: finite numbers, such as {_example(default)}"]
+        example = default if isinstance(default, int | float) and not isinstance(default, bool) else 1.0
+        return [f"{path}: {value} is not a finite number; allowed: finite numbers, such as {example}"]
     if "drop" in name and isinstance(value, int | float) and not 0 <= value < 1 and not isinstance(default, bool):
         return [f"{path}: {_shown(value)}; allowed: a probability from 0 to below 1"]
     if re.search(r"eps(?:ilon)?(?:_|$)", name) and not 0 < value < 1:
@@ -94,24 +87,26 @@ def _number_problems(path: str, value: float, default: Any) -> list[str]:
 
 def _rope_problems(keys: Mapping[str, Any]) -> list[str]:
     """What is wrong with the parameters of rotary positions, also where there is one object per kind of layer."""
-    problems = []
+    problems = _rope_kind_problems("", {"rope_theta": keys.get("rope_theta")})
     for outer in ("rope_parameters", "rope_scaling"):
         if (given := keys.get(outer)) is None:
             continue
         if not isinstance(given, dict):
-            problems.append(f"{outer}: {_shown(given)} is no object; such as {{'rope_type': 'linear', 'factor': 8.0}}")
+            problems.append(
+                f"{outer}: {_shown(given)} is not an object; such as {{'rope_type': 'linear', 'factor': 8.0}}"
+            )
             continue
-        nested = {f"{outer}.{kind}": value for kind, value in given.items() if isinstance(value, dict)}
-        for path, values in (nested or {outer: given}).items():
-            problems += _rope_kind_problems(path, values)
+        nested = {f"{outer}.{kind}.": value for kind, value in given.items() if isinstance(value, dict)}
+        for prefix, values in (nested or {f"{outer}.": given}).items():
+            problems += _rope_kind_problems(prefix, values)
     return problems
 
 
-def _rope_kind_problems(path: str, values: Mapping[str, Any]) -> list[str]:
+def _rope_kind_problems(prefix: str, values: Mapping[str, Any]) -> list[str]:
     problems = []
     for key in ("rope_type", "type"):
         if (kind := values.get(key)) is not None and (not isinstance(kind, str) or kind not in ROPE_TYPES):
-            problems.append(f"{path}.{key}: {_shown(kind)} is no kind{did_you_mean(str(kind), ROPE_TYPES)}")
+            problems.append(f"{prefix}{key}: {_shown(kind)} is not a rope_type{did_you_mean(str(kind), ROPE_TYPES)}")
     for key in ("factor", *POSITIVE_IN_ROPE):
         if (value := values.get(key)) is None:
             continue
@@ -119,7 +114,7 @@ def _rope_kind_problems(path: str, values: Mapping[str, Any]) -> list[str]:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or value < least or value == 0:
             allowed = "a number from 1, such as 8.0" if key == "factor" else "a number above 0"
-            problems.append(f"{path}.{key}: {_shown(value)}; allowed: {allowed}")
+            problems.append(f"{prefix}{key}: {_shown(value)}; allowed: {allowed}")
     return problems
 
 
@@ -136,20 +131,13 @@ def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _depth(values: Any) -> int:
-    """How deep lists and objects stand within each other, without recursion."""
+    """How deep lists and objects are nested, up to one more than MOST_DEPTH; without recursion."""
     depth, level = 0, [values]
-    while level:
+    while level and depth <= MOST_DEPTH:
         depth += 1
         inner = [list(value.values()) if isinstance(value, Mapping) else value for value in level]
         level = [item for value in inner for item in value if isinstance(item, Mapping | list)]
-        if depth > MOST_DEPTH:
-            break
     return depth
-
-
-def _example(default: Any) -> str:
-    is_number = isinstance(default, int | float) and not isinstance(default, bool)
-    return f"{default}" if is_number else "1.0"
 
 
 def _shown(value: Any) -> str:

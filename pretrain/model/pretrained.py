@@ -68,14 +68,14 @@ def open_pretrained(name_or_path: str) -> PretrainedTensors | PreTrainedModel:
 
 
 def find_weights(name_or_path: str) -> None:
-    """Raises InputError where a folder on this machine has no weights to begin with, or damaged ones."""
+    """Raises InputError where a folder on this machine has no weights to start from, or damaged ones."""
     if name_or_path.endswith(".json"):
         raise InputError(
             f"init: pretrained, but model: {name_or_path} is a JSON, which holds no weights; give a model's folder or "
             "Hub id, or train from scratch with init: scratch"
         )
     if Path(name_or_path).is_dir() and not find_tensors(name_or_path):
-        raise InputError(f"model: {name_or_path} has no model.safetensors, which init: pretrained begins with")
+        raise InputError(f"model: {name_or_path} has no model.safetensors, which init: pretrained starts from")
 
 
 def find_tensors(name_or_path: str) -> dict[str, Path]:

@@ -211,14 +211,7 @@ def scores_at(outputs: tuple, logits_at: int) -> int:
 
 
 def follow(
-    router: Router,
-    config: object,
-    *,
-    device: torch.device,
-    scale: Tensor,
-    balance: float,
-    z_loss: float,
-    experts: int,
+    router: Router, config: object, *, device: torch.device, scale: Tensor, balance: float, z_loss: float, experts: int
 ) -> None:
     """Makes a router record what it does, and add its losses to the backward pass.
 

@@ -23,16 +23,15 @@ HEADS, HEAD_WIDTH = 4, 16
 WIDTHS = {
     ("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim", "ffn_embed_dim"): HEADS * HEAD_WIDTH,
     ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads"): HEADS,
+    ("head_dim", "v_head_dim", "global_head_dim", "swa_head_dim", "swa_v_head_dim", "rotary_dim"): HEAD_WIDTH,
     (
-        "head_dim",
         "kv_channels",
-        "v_head_dim",
-        "global_head_dim",
-        "swa_head_dim",
-        "swa_v_head_dim",
-        "rotary_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "kv_lora_rank",
+        "q_lora_rank",
+        "index_head_dim",
     ): HEAD_WIDTH,
-    ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank", "q_lora_rank", "index_head_dim"): HEAD_WIDTH,
     ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size"): 128,
     ("dense_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"): 64,
     ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"): 32,
@@ -90,7 +89,7 @@ def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreT
         seen.add(key)
         try:
             small = type(config).from_dict(values)
-            if _parameters(small) <= limit:
+            if sum(parameter.numel() for parameter in _meta_model(small).parameters()) <= limit:
                 yield small
         except Exception as error:  # the library's own checks of what it does not have
             failures.append(in_a_line(error))
@@ -102,8 +101,7 @@ def kinds_of_layers(config: PreTrainedConfig) -> tuple[int, int] | None:
     Each kind is there twice, where that takes at most twice the layers.
     """
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(_eager(config), dtype=torch.float32)
+        model = _meta_model(config)
     except Exception:  # whatever a library's own class raises; building the model itself will tell
         return None
     total = getattr(config.get_text_config(), "num_hidden_layers", None)
@@ -124,16 +122,12 @@ def _position(kinds: list[Any], kind: Any, times: int) -> int:
 
 def _kind(layer: nn.Module) -> tuple:
     """What tells layers of one kind from those of another: classes, shapes and switches, not their number."""
-    modules = [
-        (
-            name,
-            type(module).__name__,
-            tuple((key, value) for key, value in sorted(vars(module).items()) if isinstance(value, (bool, str))),
-            getattr(module, "sliding_window", None) is not None,
-        )
-        for name, module in layer.named_modules()
-    ]
-    return (*modules, *((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()))
+    found = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
+    for name, module in layer.named_modules():
+        switches = tuple(item for item in sorted(vars(module).items()) if isinstance(item[1], (bool, str)))
+        has_window = getattr(module, "sliding_window", None) is not None
+        found.append((name, type(module).__name__, switches, has_window))
+    return tuple(found)
 
 
 def _shrink_vocabulary(values: dict[str, Any]) -> None:
@@ -176,22 +170,17 @@ def _cut_layers(values: dict[str, Any], config: PreTrainedConfig, total: int, la
             values[name] = [index for index in value if not isinstance(index, int) or index < layers]
 
 
-def _parameters(config: PreTrainedConfig) -> int:
+def _meta_model(config: PreTrainedConfig) -> nn.Module:
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(_eager(config), dtype=torch.float32)
-    return sum(parameter.numel() for parameter in model.parameters())
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def in_a_line(error: Exception) -> str:
     """The error's class and the last line of its text, where the library's checks have the reason."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
-
-
-def _eager(config: PreTrainedConfig) -> PreTrainedConfig:
-    config = copy.deepcopy(config)
-    config._attn_implementation = "eager"
-    return config
 
 
 def _is_above(value: Any, limit: int) -> bool:

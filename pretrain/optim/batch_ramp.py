@@ -2,7 +2,7 @@
 
 import bisect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from pretrain.errors import InputError
@@ -40,67 +40,45 @@ class BatchRamp:
         while level > 0 and self.sequences_before(self.first_steps[level]) >= sequences:
             level -= 1
         first_step, per_step = self.first_steps[level], self.sequences_per_level[level]
-        return first_step + max(0, _ceil_div(sequences - self.sequences_before(first_step), per_step))
+        return first_step + max(0, -(-(sequences - self.sequences_before(first_step)) // per_step))
 
 
 def batch_ramp(
     sequences_per_step: int,
     *,
-    sequences_per_group: int = 1,
     total_sequences: int | None = None,
     total_steps: int | None = None,
     ramp_from: float = 1.0,
     ramp_over: float = 0.0,
 ) -> BatchRamp:
-    """The batch sizes of a run whose budget is total_sequences, or exactly total_steps.
+    """The batch sizes of a run whose budget is total_sequences, or exactly total_steps: one of the two.
 
-    With ramp_from = 1/n the batch climbs 1/n, 2/n ... n/n of sequences_per_step in equal steps; the levels below the
-    full batch share the first `ramp_over` of the run's sequences equally, each rounded up to whole steps. The
-    defaults give a constant batch. sequences_per_group is what all ranks take in one micro-step: micro-batch x ranks.
-
-    Raises InputError if a level is not a multiple of sequences_per_group, naming the nearest batches that fit.
+    With ramp_from = 1/n the batch climbs 1/n, 2/n ... n/n of sequences_per_step, a multiple of n; the levels below the
+    full batch share the first `ramp_over` of the run's sequences equally, each rounded up to whole steps. The defaults
+    give a constant batch. Raises InputError for a batch that is not a multiple of n and a ramp that never ends.
     """
-    levels = _levels(sequences_per_step, sequences_per_group, ramp_from, ramp_over)
-    if (total_sequences is None) == (total_steps is None):
-        raise InputError("a run needs exactly one budget: total_sequences or total_steps")
+    if not ramp_over < 1.0:
+        raise InputError(f"batch.ramp.over: {ramp_over} leaves no part of the run for the full batch; use less than 1")
+    parts = round(1.0 / ramp_from) if ramp_over else 1
+    if rest := sequences_per_step % parts:
+        below = sequences_per_step - rest
+        nearest = " or ".join(f"{fitting:,}" for fitting in (below, below + parts) if fitting)
+        raise InputError(
+            f"{sequences_per_step:,} sequences per step is not a multiple of {parts} ramp levels; nearest: {nearest}"
+        )
+    levels = [sequences_per_step * part // parts for part in range(1, parts + 1)]
     over = Fraction(ramp_over).limit_denominator(10**6)
     if total_sequences is None:
         # Sequences x steps per sequence = total_steps: a level below the full batch takes more steps per sequence.
         steps_below = Fraction(sum(Fraction(sequences_per_step, level) for level in levels[:-1]))
-        steps_per_full = 1 - over + (over * steps_below / (len(levels) - 1) if len(levels) > 1 else over)
+        steps_per_full = 1 - over + (over * steps_below / (parts - 1) if parts > 1 else over)
         target = Fraction(total_steps * sequences_per_step) / steps_per_full
     else:
         target = Fraction(total_sequences)
     first_steps, seen = [0], 0
     for index, level in enumerate(levels[:-1], start=1):
-        steps = max(0, math.ceil((target * over * index / (len(levels) - 1) - seen) / level))
+        steps = max(0, math.ceil((target * over * index / (parts - 1) - seen) / level))
         seen += steps * level
         first_steps.append(first_steps[-1] + steps)
     ramp = BatchRamp(tuple(levels), tuple(first_steps), 0)
-    steps = ramp.steps_to_reach(total_sequences) if total_steps is None else total_steps
-    return BatchRamp(ramp.sequences_per_level, ramp.first_steps, steps)
-
-
-def _levels(sequences_per_step: int, sequences_per_group: int, ramp_from: float, ramp_over: float) -> list[int]:
-    problems = []
-    if not 0.0 < ramp_from <= 1.0 or abs(1.0 / round(1.0 / ramp_from) - ramp_from) > 0.005 * ramp_from:
-        problems.append(f"ramp from {ramp_from} is not one part of a whole batch: use 1/2, 1/3, 1/4 (0.25) ... 1/n")
-    if not 0.0 <= ramp_over < 1.0:
-        problems.append(f"ramp over {ramp_over} is not a share of the run: use 0 (no ramp) up to, not including, 1")
-    if problems:
-        raise InputError(*problems)
-    parts = round(1.0 / ramp_from) if ramp_over > 0.0 else 1
-    unit = parts * sequences_per_group
-    if sequences_per_step % unit:
-        below, above = sequences_per_step // unit * unit, _ceil_div(sequences_per_step, unit) * unit
-        nearest = f"{below:,} or {above:,}" if below else f"{above:,}"
-        ramp_term = f"{parts} ramp levels x " if parts > 1 else ""
-        raise InputError(
-            f"{sequences_per_step:,} sequences per step is not a multiple of {ramp_term}{sequences_per_group:,} "
-            f"sequences per micro-step of all ranks = {unit:,}; nearest: {nearest}"
-        )
-    return [sequences_per_step * part // parts for part in range(1, parts + 1)]
-
-
-def _ceil_div(numerator: int, denominator: int) -> int:
-    return -(-numerator // denominator)
+    return replace(ramp, total_steps=ramp.steps_to_reach(total_sequences) if total_steps is None else total_steps)

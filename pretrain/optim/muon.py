@@ -80,23 +80,23 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
-        self.parts = (muon, adamw)
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
-        # The groups are shared objects: a learning rate written here is what each part reads.
-        split = len(muon.param_groups)
-        muon.param_groups, adamw.param_groups = self.param_groups[:split], self.param_groups[split:]
-        muon.state = adamw.state = self.state
+        self.muon, self.adamw = muon, adamw
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Groups and state are the same objects: a learning rate written here is what each part reads."""
+        split = len(self.muon.param_groups)
+        self.muon.param_groups, self.adamw.param_groups = self.param_groups[:split], self.param_groups[split:]
+        self.muon.state = self.adamw.state = self.state
 
     def step(self, closure=None):
-        for part in self.parts:
-            part.step()
+        self.muon.step()
+        self.adamw.step()
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
-        split = len(self.parts[0].param_groups)
-        self.parts[0].param_groups, self.parts[1].param_groups = self.param_groups[:split], self.param_groups[split:]
-        for part in self.parts:
-            part.state = self.state
+        self._share()
 
 
 def batches_of_one_shape(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -47,7 +47,7 @@ def is_output_head(name: str) -> bool:
 class OptimizerSpec:
     """An optimizer as the rest of the project knows it; each is a subclass and a line in OPTIMIZERS.
 
-    It says what can be known without building it: what it refuses, what it keeps, what an update takes.
+    It says without being built what it refuses, what it keeps and what an update takes.
     """
 
     model: ModelShapes

@@ -92,7 +92,7 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
 def planned_ramp(config: RunConfig, active: int) -> BatchRamp:
     """The batch over the run, whatever the number of processes. active: see `ramp_of`."""
     sequences = config.batch.tokens_per_step // config.data.sequence_length
-    return ramp_of(config.with_batch(sequences_per_micro_batch=1), sequences, 1, active)
+    return ramp_of(config, sequences, active)
 
 
 def micro_batches(config: RunConfig, ranks: int) -> list[int]:
@@ -230,20 +230,16 @@ def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
 
     Raises InputError where the shards cannot serve the run: max_epochs used up, damaged, of different tokenizers.
     """
-    folders = list(dict.fromkeys(str(s.shards) for stage in config.data.mixtures for s in stage.train))
-    shares = dict.fromkeys(folders, 0.0)
-    begin = 0.0
+    shares, begin = {}, 0.0
     for stage in config.data.mixtures:
-        end = stage.until or 1.0
-        weights = sum(source.weight for source in stage.train)
+        end, weights = stage.until or 1.0, sum(source.weight for source in stage.train)
         for source in stage.train:
-            shares[str(source.shards)] += (end - begin) * source.weight / weights
+            share = (end - begin) * source.weight / weights
+            shares[str(source.shards)] = shares.get(str(source.shards), 0.0) + share
         begin = end
-    rows = [{"source": folder, "tokens": shares[folder] * work.tokens, "epochs": None} for folder in folders]
-    if not all((Path(folder) / MANIFEST_FILE).is_file() for folder in folders):
+    rows = [{"source": folder, "tokens": share * work.tokens, "epochs": None} for folder, share in shares.items()]
+    if not all((Path(folder) / MANIFEST_FILE).is_file() for folder in shares):
         return rows
     batches = Batches(config.data, seed=config.seed, ramp=planned_ramp(config, work.active))
-    epochs = batches.epochs_at(work.steps)
-    return [
-        {**row, "epochs": epochs[row["source"]], "available": batches.readers[row["source"]].tokens} for row in rows
-    ]
+    epochs, readers = batches.epochs_at(work.steps), batches.readers
+    return [row | {"epochs": epochs[row["source"]], "available": readers[row["source"]].tokens} for row in rows]

@@ -22,16 +22,16 @@ SMOKE_STEPS = 100
 FAILED = 1
 MEMORY_TOLERANCE = 0.15
 SMALL_BYTES = 32e6
-"""A difference in memory that no plan needs to foresee."""
+"""Differences in memory below this never fail."""
 FALLS, STAYS = 0.99, 1.05
-"""Loss after the smoke test, relative to before, at most: from scratch, and from weights that were trained before."""
+"""Largest allowed loss at the end, relative to the beginning: from scratch, and from pretrained weights."""
 
 
 def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig, int], int]) -> int:
-    """Trains the recipe's first steps twice from the middle on, and prints pass or fail for each part; all ranks.
+    """Trains the recipe's first steps, resumes them from the middle, and prints pass or fail per part; all ranks.
 
     train: trains a config for a number of steps and returns the exit status. Everything is written to <output>-smoke,
-    whose earlier contents are removed. Returns 0 if every part passes, 1 if one fails, or the status of training.
+    replacing what is there. Returns 0 if every part passes, 1 if one fails, or the status of training.
     """
     run = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
     steps = min(SMOKE_STEPS, run.total_steps)
@@ -60,18 +60,17 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
             "gradient norms": norm_verdict(first, config.guard.alert_grad_norm),
             "learning rate": rate_verdict(trained, run.learning_rate),
             "resumed exactly": resume_verdict(trained, again, half),
-            "checkpoint": checkpoint_verdict(folder, steps),
+            "checkpoint": "; ".join(damage(folder / "checkpoints" / f"step-{steps:08d}")) or None,
             "model folder": model_verdict(folder),
             "memory as planned": memory,
         }
         for name, problem in verdicts.items():
             print(f"{'FAIL' if problem else 'ok':<5} {name}{f': {problem}' if problem else ''}", flush=True)
-    failed = any(verdicts.values())
-    return FAILED if strategy.ranks.gather(failed)[0] else 0
+    return FAILED if strategy.ranks.gather(any(verdicts.values()))[0] else 0
 
 
 def short(config: RunConfig, folder: Path, half: int) -> RunConfig:
-    """The recipe with everything that a smoke test looks at, and nothing that reaches outside."""
+    """The recipe with everything that a smoke test checks, and without trackers, evaluations or uploads."""
     every_half = {"every_steps": half, "every_tokens": None}
     sections = {
         "checkpoint": {**every_half, "keep_last": 9},
@@ -84,7 +83,7 @@ def short(config: RunConfig, folder: Path, half: int) -> RunConfig:
 
 
 def loss_verdict(events: list[dict], most: float) -> str | None:
-    """Loss at the end against the beginning: of validation, whose text is the same both times, or else of training."""
+    """Compares the loss at the end with the beginning: on validation, which is the same text, or else in training."""
     of_step: dict[int, list[float]] = {}
     for event in events:
         if event["event"] == "validation":
@@ -112,7 +111,7 @@ def rate_verdict(trained: list[dict], planned: Callable[[int], float]) -> str | 
 
 
 def resume_verdict(trained: list[dict], again: list[dict], half: int) -> str | None:
-    """Losses to the last bit; a GPU's atomic additions may differ in the last digits, which is reported."""
+    """Compares losses bit by bit; on a GPU atomic additions may change the last digits, which is only reported."""
     whole = {event["step"]: event["loss"] for event in trained if event["step"] > half}
     resumed = {event["step"]: event["loss"] for event in again if event["event"] == "train"}
     if set(whole) != set(resumed):
@@ -122,10 +121,6 @@ def resume_verdict(trained: list[dict], again: list[dict], half: int) -> str | N
         print(f"      losses after resuming differ by {largest:.1e}: kernels that add in no fixed order")
         return None
     return f"losses differ by up to {largest:.2e}" if largest else None
-
-
-def checkpoint_verdict(folder: Path, steps: int) -> str | None:
-    return "; ".join(damage(folder / "checkpoints" / f"step-{steps:08d}")) or None
 
 
 def model_verdict(folder: Path) -> str | None:
@@ -139,9 +134,9 @@ def model_verdict(folder: Path) -> str | None:
 
 
 def memory_verdict(config: RunConfig, strategy: Strategy, events: list[dict], micro_steps: int) -> str | None:
-    """Bytes of the process that held most, against plan.py's arithmetic; all ranks. Less than planned is no failure.
+    """Compares the largest process's bytes with plan.py's prediction; all ranks. Less than planned passes.
 
-    On a GPU its allocator has counted; on a CPU three more steps are run under a profiler, which counts tensors alone.
+    On a GPU the allocator has counted; on a CPU three more steps run under a profiler, which counts tensors alone.
     """
     kind = strategy.device.type
     if kind == "cuda":

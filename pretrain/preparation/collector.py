@@ -1,4 +1,4 @@
-"""What becomes of encoded documents: duplicates and limits, both splits' shards, and the counts of the manifest."""
+"""Encoded documents to the shards of both splits: without duplicates, within the limits, counted."""
 
 from dataclasses import dataclass, field
 
@@ -12,6 +12,7 @@ from pretrain.preparation.shard_writer import ShardWriter
 from pretrain.preparation.worker import EncodedPart, Problem
 
 PROBLEMS_NAMED_IN_MANIFEST = 20
+SKIPPED_COUNTS = ("empty_documents", "filtered_documents", "duplicate_documents", "bad_records")
 
 
 @dataclass
@@ -31,13 +32,7 @@ class Tally:
 
     def skipped(self) -> dict[str, int | list[str]]:
         """What was left out, as the manifest records it."""
-        return {
-            "empty_documents": self.empty_documents,
-            "filtered_documents": self.filtered_documents,
-            "duplicate_documents": self.duplicate_documents,
-            "bad_records": self.bad_records,
-            "first_bad_records": self.bad_examples,
-        }
+        return {name: getattr(self, name) for name in SKIPPED_COUNTS} | {"first_bad_records": self.bad_examples}
 
 
 class DisagreementError(Exception):
@@ -45,11 +40,11 @@ class DisagreementError(Exception):
 
 
 class Intake:
-    """Takes encoded parts, one after another, into the shards.
+    """Writes encoded parts, one after another, to the shards.
 
     Args:
         source_numbers: the number of each source by its name.
-        seen: the documents so far when duplicates are to be left out, else None.
+        seen: the documents so far, to leave out duplicates; None keeps them.
     """
 
     def __init__(
@@ -109,8 +104,7 @@ class Intake:
         if options.on_error == "stop":
             first = problems[0]
             raise InputError(
-                f"{first.place}: {first.reason}; fix the input, or use --on_error skip, "
-                "which counts what it leaves out"
+                f"{first.place}: {first.reason}; fix the input, or use --on_error skip, which counts what it skips"
             )
         if tally.bad_records + len(problems) > options.max_errors:
             excess = problems[options.max_errors - tally.bad_records]

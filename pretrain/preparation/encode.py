@@ -1,7 +1,7 @@
-"""Texts to ids: the reference path through tokenizers, the fast path through gigatoken, and the proof that they agree.
+"""Texts to ids: the reference path through tokenizers, the fast path through gigatoken, and a check that they agree.
 
-Both paths read plain text: the text of a special token inside a document never becomes that token's id, no token is
-added before or after a document, and nothing is truncated or padded.
+Both take plain text: a special token's text inside a document never becomes that token's id, no token is added before
+or after a document, and nothing is truncated or padded.
 """
 
 import json
@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pretrain.data.tokenizer import LoadedTokenizer, backend_of, one_line
-from pretrain.errors import InputError
+from pretrain.data.tokenizer import LoadedTokenizer, backend_of
+from pretrain.errors import InputError, one_line
 from pretrain.preparation.long_text import encode_long_text
 
 ENGINES = ("auto", "fast", "reference")
@@ -30,7 +30,7 @@ AGREEMENT_TEXTS = (
 
 
 class ReferenceEncoder:
-    """Ids from the tokenizers library: the definition of what is right."""
+    """Ids from the tokenizers library, which define what is correct."""
 
     def __init__(self, tokenizer: LoadedTokenizer):
         self._tokenizer = tokenizer
@@ -69,7 +69,7 @@ def _batches(texts: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
 
 
 def _with_special_end(tokenizer: LoadedTokenizer) -> bytes:
-    """tokenizer.json with the end-of-document token marked special; else it would be found in text."""
+    """tokenizer.json with the end-of-document token marked special, so that it is not found in text."""
     fields = json.loads(tokenizer.json)
     for added in fields.get("added_tokens") or []:
         if added.get("content") == tokenizer.end_of_document and not added.get("special"):
@@ -79,7 +79,7 @@ def _with_special_end(tokenizer: LoadedTokenizer) -> bytes:
 
 
 class FastEncoder:
-    """Ids from gigatoken; texts in which a special token's text may stand go to the reference path."""
+    """Ids from gigatoken; texts that may contain a special token's text take the reference path."""
 
     def __init__(self, tokenizer: LoadedTokenizer):
         import gigatoken
@@ -87,7 +87,7 @@ class FastEncoder:
         self._tokenizer = tokenizer
         self.reference = ReferenceEncoder(tokenizer)
         self._encode = gigatoken.Tokenizer.from_json(tokenizer.json).backend.encode
-        # Few short prefixes are found faster than hundreds of whole tokens, and none can be missed.
+        # A few short prefixes are found faster than hundreds of whole tokens, and none can be missed.
         self._suspects = sorted({token.encode()[:4] for token in tokenizer.special_tokens})
         self._specials = re.compile(b"|".join(re.escape(token.encode()) for token in tokenizer.special_tokens))
 
@@ -117,9 +117,9 @@ Encoder = ReferenceEncoder | FastEncoder
 
 
 def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str | None]:
-    """The encoder for `engine` (auto, fast or reference), and why auto took the reference path where it did.
+    """The encoder for `engine` (auto, fast or reference), and why auto took the reference path, if it did.
 
-    Raises InputError when `fast` is asked for and gigatoken cannot do this tokenizer, or differs from tokenizers.
+    Raises InputError where `fast` was given and gigatoken cannot load this tokenizer or gives other ids.
     """
     if engine == "reference":
         return ReferenceEncoder(tokenizer), None
@@ -130,7 +130,7 @@ def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str 
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic in Rust code is a BaseException
-        reason = f"gigatoken cannot do this tokenizer ({one_line(error)})"
+        reason = f"gigatoken cannot load this tokenizer ({one_line(error)})"
     if reason is None:
         return encoder, None
     if engine == "fast":

@@ -1,4 +1,4 @@
-"""Ids of a very long text in bounded memory: overlapping pieces, joined where both sides have long agreed.
+"""Ids of a very long text in bounded memory: overlapping pieces, joined where both have agreed for a while.
 
 The tokenizers library keeps about a hundred bytes for each byte of a text, 24 GB for a document of 200 MB.
 """
@@ -29,7 +29,7 @@ class _Piece(NamedTuple):
 def encode_long_text(backend: "Tokenizer", text: str) -> np.ndarray:
     """uint32 ids of `text`, as the backend gives them for the whole without special tokens.
 
-    Where no place to join two pieces is found, as within one endless word, they are encoded as one.
+    Pieces that cannot be joined, as within one endless word, are encoded as one.
     """
     kept: list[np.ndarray] = []
     left, first = _encode(backend, text, 0, PIECE_CHARACTERS), 0
@@ -59,15 +59,12 @@ def _joint(left: _Piece, right: _Piece, first: int) -> tuple[int, int] | None:
     candidate = max(first, int(np.searchsorted(left.begins, middle)))
     while candidate + AGREEING_TOKENS < len(left.ids):
         other = int(np.searchsorted(right.begins, left.begins[candidate]))
-        if _starts_character(left, candidate) and _agree(left, candidate, right, other):
+        # Several tokens may share one character; only the first of them is a place to cut.
+        is_first = candidate == 0 or left.ends[candidate - 1] <= left.begins[candidate]
+        if is_first and _agree(left, candidate, right, other):
             return candidate, other
         candidate += 1
     return None
-
-
-def _starts_character(piece: _Piece, position: int) -> bool:
-    """Several tokens may share one character; only the first of them is a place to cut."""
-    return position == 0 or piece.ends[position - 1] <= piece.begins[position]
 
 
 def _agree(left: _Piece, i: int, right: _Piece, j: int) -> bool:

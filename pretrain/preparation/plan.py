@@ -103,29 +103,25 @@ class PreparationOptions:
 
 @dataclass(frozen=True)
 class PreparationRequest:
-    """What to prepare or train, and where; documents, options, tokenizer and output are checked and usable."""
+    """What to prepare in the local folder `output`, which is then copied to `destination`, if any.
+
+    Without a tokenizer, one of `vocabulary_size` is trained on at most `sample_bytes` of the text. `slice`: prepare
+    only that (number, count). `workers` None: one per core of the Ray cluster.
+    """
 
     documents: Documents
     options: PreparationOptions
     tokenizer: LoadedTokenizer | None
-    """None where one is to be trained."""
     output: Path
-    """A local folder."""
     engine: str = "auto"
     workers: int | None = 1
-    """Processes; None: one per core of the Ray cluster."""
     on_ray: bool = False
     ray_address: str | None = None
     slice: tuple[int, int] | None = None
-    """(number, count) of the one slice to prepare."""
     merge_slices: int | None = None
-    """Number of slices to merge."""
     vocabulary_size: int | None = None
-    """Of the tokenizer to train."""
     sample_bytes: int | None = None
-    """Text to train it on, at most."""
     destination: Destination | None = None
-    """URL to which the output is copied."""
 
     def plan(self) -> dict[str, Any]:
         """Everything that decides the bytes of the folder, as the manifest records it."""

@@ -1,7 +1,7 @@
-"""Documents to a folder of shards: the request, existing progress, and a preparation that resumes after a kill.
+"""Documents to a folder of shards, in a preparation that resumes after a kill.
 
-While it is unfinished, a folder has `.unfinished/` with the plan (what was asked for), the progress (how far shards
-are sound) and the lock. The manifest is written last: without it, nothing counts as done.
+An unfinished folder has `.unfinished/` with the plan (what was asked for), the progress (how far the shards are
+valid) and the lock. The manifest is written last: without it, nothing counts as done.
 """
 
 import json
@@ -15,19 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.manifest import (
-    FORMAT_NAME,
-    FORMAT_VERSION,
-    MANIFEST_FILE,
-    SPLITS,
-    TOKENIZER_FOLDER,
-    Manifest,
-    Shard,
-)
+from pretrain.data.manifest import MANIFEST_FILE, SHARDS_FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, counts_in
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.files import as_json, sync_files, sync_folder, write_durably
-from pretrain.preparation.collector import DisagreementError, Intake, Tally
+from pretrain.preparation.collector import SKIPPED_COUNTS, DisagreementError, Intake, Tally
 from pretrain.preparation.deduplicate import seen_in_shards
 from pretrain.preparation.documents.sources import BEGINNING, Position
 from pretrain.preparation.encode import Encoder, ReferenceEncoder, make_encoder
@@ -40,12 +32,11 @@ from pretrain.processes import folder_lock
 UNFINISHED_FOLDER = ".unfinished"
 PLAN_LAYOUT = 2
 COMMIT_SECONDS = 2.0
-SKIPPED_COUNTS = ("empty_documents", "filtered_documents", "duplicate_documents", "bad_records")
 
 
 @dataclass(frozen=True)
 class PreparationOutcome:
-    """How a preparation ended. `already_done` means that nothing had to be made; seconds are this process's."""
+    """How a preparation ended. `already_done`: nothing was left to do; `seconds` are this process's."""
 
     manifest: Manifest
     tally: Tally
@@ -54,11 +45,11 @@ class PreparationOutcome:
     seconds: float
     tokens_made: int
     stage_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of each stage, added up over the processes: they overlap."""
+    """Sums over all processes, which overlap."""
 
 
 class StoppedError(Exception):
-    """A signal asked to stop; everything until then is kept. Holds the signal's number."""
+    """A signal (its number is the argument) asked to stop; everything until then is kept."""
 
 
 Report = Callable[[Tally], None]
@@ -107,7 +98,7 @@ def prepare(
 
 
 def timed(items: Iterator[Any], stages: Counter[str], name: str) -> Iterator[Any]:
-    """The items; the seconds that each took to come are added to stages[name]."""
+    """The items; adds the seconds spent waiting for them to stages[name]."""
     while True:
         began = time.perf_counter()
         item = next(items, None)
@@ -135,7 +126,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
 
 
 def _discard(output: Path, existed: bool) -> None:
-    """Removes what a preparation without any result has made, and nothing else."""
+    """Removes what a preparation without result wrote, and nothing else."""
     for path in shard_files(output):
         path.unlink()
     for name in (TOKENIZER_FOLDER, UNFINISHED_FOLDER):
@@ -153,7 +144,7 @@ class _Run:
         self.stages: Counter[str] = Counter()
         self.plan_path = self.output / UNFINISHED_FOLDER / "plan.json"
         self.progress_path = self.output / UNFINISHED_FOLDER / "progress.json"
-        # What an earlier process left is not this one's to throw away.
+        # What an earlier process left is not this one's to discard.
         self.worth_keeping = self.plan_path.exists()
 
     def complete(self, say: Callable[[str], None]) -> PreparationOutcome:
@@ -235,7 +226,7 @@ class _Run:
                 raise InputError(self._nothing_found(tally))
             return tally, writer.finish()
         except InputError:
-            # What came before the bad record is sound and need not be made again.
+            # What came before the bad record is valid and need not be made again.
             if tally.documents:
                 self._commit(writer, tally, position, complete=False)
             raise
@@ -284,16 +275,10 @@ class _Run:
                 f"{self.output}: the input changed while it was read: {'; '.join(changed[:8])}; "
                 f"remove {self.output} and prepare it again"
             )
-        manifest = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **self.plan}
+        manifest = {**SHARDS_FORMAT, **self.plan}
         sources = manifest.pop("sources")
         manifest["shards"] = [asdict(shard) for shard in shards]
-        manifest["totals"] = {
-            split: {
-                name: sum(getattr(shard, name) for shard in shards if shard.split == split)
-                for name in ("tokens", "documents", "text_bytes")
-            }
-            for split in SPLITS
-        }
+        manifest["totals"] = {split: counts_in(shards, split) for split in SPLITS}
         manifest["skipped"] = tally.skipped()
         manifest["sources"] = sources
         sync_folder(self.output)

@@ -2,17 +2,15 @@
 
 import sys
 import time
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from pretrain.preparation.collector import Tally
+from pretrain.preparation.collector import Tally
 
 SECONDS_BETWEEN_LINES = 10.0
 
 
 class DocumentProgress:
-    """Shows bytes of input read, MB/s, Mtok/s and the time left. Use it as a context manager."""
+    """Shows bytes of input read, MB/s, Mtok/s and the time left."""
 
     def __init__(self, total_bytes: int | None):
         self._total_bytes = total_bytes
@@ -20,10 +18,8 @@ class DocumentProgress:
         self._first: tuple[float, int, int] | None = None
         self._last_line = time.monotonic()
 
-    def __enter__(self) -> "DocumentProgress":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Ends the bar."""
         if self._bar is not None:
             self._bar.close()
 
@@ -33,7 +29,7 @@ class DocumentProgress:
             self._bar.clear()
         print(line, file=sys.stderr, flush=True)
 
-    def update(self, tally: "Tally") -> None:
+    def update(self, tally: Tally) -> None:
         """Shows how far the preparation is."""
         now = time.monotonic()
         if self._first is None:
@@ -48,7 +44,7 @@ class DocumentProgress:
             self._last_line = now
             self.say(self._line(tally, read_bytes / seconds, token_rate))
 
-    def _update_bar(self, tally: "Tally", rate: str) -> None:
+    def _update_bar(self, tally: Tally, rate: str) -> None:
         if self._bar is None:
             from tqdm import tqdm
 
@@ -58,7 +54,7 @@ class DocumentProgress:
         self._bar.set_postfix_str(f"{tally.tokens / 1e6:,.1f} Mtok, {rate}", refresh=False)
         self._bar.update(tally.input_bytes - self._bar.n)
 
-    def _line(self, tally: "Tally", byte_rate: float, token_rate: float) -> str:
+    def _line(self, tally: Tally, byte_rate: float, token_rate: float) -> str:
         done, left = f"{tally.input_bytes / 1e6:,.0f} MB", ""
         if self._total_bytes:
             done = f"{tally.input_bytes / self._total_bytes:.0%} of {self._total_bytes / 1e6:,.0f} MB"

@@ -1,20 +1,20 @@
-"""Encoding parts on a Ray cluster: actors on machines that see the same files, results in the order of the parts."""
+"""Encoding on a Ray cluster whose machines see the same files."""
 
-import collections
+import itertools
 from collections.abc import Iterable, Iterator
 
-from pretrain.errors import InputError
+from pretrain.errors import InputError, one_line
 from pretrain.preparation.documents.sources import Part
-from pretrain.preparation.worker import PARTS_AHEAD_PER_WORKER, EncodedPart, EncodingSettings, PartEncoder
+from pretrain.preparation.worker import EncodedPart, EncodingSettings, PartEncoder, results_in_order
 
 
 def encode_parts_on_ray(
     parts: Iterable[Part], settings: EncodingSettings, workers: int | None, address: str | None
 ) -> Iterator[EncodedPart]:
-    """Encodes parts with `workers` actors (None: one per core of the cluster), in the order of the parts.
+    """Encodes parts in order, with `workers` actors (None: one per core of the cluster).
 
-    address: of a cluster, as ray.init takes it; None starts Ray on this machine for the time of the work. Raises
-    InputError when Ray is not installed, cannot be reached, or loses an actor for good.
+    address: as for ray.init; None starts Ray on this machine for as long as the work takes. Raises InputError when Ray
+    is not installed, cannot be reached, or loses an actor for good.
     """
     ray = _started(address, workers)
     try:
@@ -22,15 +22,10 @@ def encode_parts_on_ray(
         shared = ray.put(settings)
         actor = ray.remote(PartEncoder).options(num_cpus=1, max_restarts=3, max_task_retries=3)
         actors = [actor.remote(shared) for _ in range(count)]
-        waiting: collections.deque = collections.deque()
-        for number, part in enumerate(parts):
-            waiting.append(actors[number % count].encode.remote(part))
-            if len(waiting) > count * PARTS_AHEAD_PER_WORKER:
-                yield ray.get(waiting.popleft())
-        while waiting:
-            yield ray.get(waiting.popleft())
+        jobs = (actor.encode.remote(part) for actor, part in zip(itertools.cycle(actors), parts, strict=False))
+        yield from results_in_order(jobs, ray.get, count)
     except ray.exceptions.RayTaskError as error:
-        # What a part raised on the other machine is what it would have raised on this one.
+        # As if the part had been read on this machine.
         raise error.cause if isinstance(error.cause, InputError | OSError) else error from None
     except ray.exceptions.RayError as error:
         raise InputError(
@@ -52,6 +47,7 @@ def _started(address: str | None, workers: int | None):
             ray.init(address=address, log_to_driver=False, logging_level="warning")
     except (ConnectionError, ValueError, RuntimeError) as error:
         given = address or "on this machine"
-        lines = str(error).splitlines() or [type(error).__name__]
-        raise InputError(f"--ray_address {given}: cannot be reached ({lines[0][:200]}); start it: ray start") from None
+        raise InputError(
+            f"--ray_address {given}: cannot be reached ({one_line(error)}); start it: ray start"
+        ) from None
     return ray

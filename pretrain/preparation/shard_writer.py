@@ -1,9 +1,8 @@
-"""Writes shards that can be continued after a kill at any moment: data first, then the note of how far it is sound."""
+"""Writes shards that can be continued after a kill at any moment: first the data, then the record of its extent."""
 
 import hashlib
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,19 +11,9 @@ import numpy as np
 from pretrain.data import megatron
 from pretrain.data.document_index import DOCUMENT, DOCUMENTS_SUFFIX, index_path, tokens_of
 from pretrain.data.manifest import SPLITS, Shard, id_dtype
-from pretrain.data.shards import VERIFY_BLOCK_BYTES, sha256_of
+from pretrain.data.shards import VERIFY_BLOCK_BYTES
 from pretrain.errors import InputError
-from pretrain.files import sync_folder, write_durably
-
-
-@dataclass
-class _OpenShard:
-    number: int
-    tokens: int = 0
-    documents: int = 0
-    text_bytes: int = 0
-    ids: "_HashedFile | None" = None
-    index: "_HashedFile | None" = None
+from pretrain.files import sha256_of, sync_folder, write_durably
 
 
 class _HashedFile:
@@ -34,7 +23,7 @@ class _HashedFile:
         self.path = path
         self._sha256 = hashlib.sha256()
         if size and (not path.is_file() or path.stat().st_size < size):
-            raise InputError(f"{path}: is shorter than it was left; remove {path.parent} and prepare it again")
+            raise InputError(f"{path}: is shorter than when it was written; remove {path.parent} and prepare it again")
         self._file: BinaryIO = path.open("r+b" if size else "w+b")
         self._file.truncate(size)
         while block := self._file.read(VERIFY_BLOCK_BYTES):
@@ -58,8 +47,20 @@ class _HashedFile:
         return self._sha256.hexdigest()
 
 
+class _OpenShard:
+    """A shard that grows: its ids, and beside them the index of its documents."""
+
+    def __init__(self, path: Path, dtype: np.dtype, tokens: int = 0, documents: int = 0, text_bytes: int = 0):
+        self.tokens, self.documents, self.text_bytes = tokens, documents, text_bytes
+        self.ids = _HashedFile(path, tokens * dtype.itemsize)
+        self.index = _HashedFile(index_path(path), documents * DOCUMENT.itemsize)
+
+    def as_shard(self, split: str, sha256: str = "", beside: dict[str, str] | None = None) -> Shard:
+        return Shard(self.ids.path.name, split, self.tokens, self.documents, self.text_bytes, sha256, beside or {})
+
+
 class ShardWriter:
-    """Appends whole documents to the shards of each split; a new shard begins before `shard_tokens` would be passed.
+    """Appends whole documents to the shards of each split; a new shard begins before `shard_tokens` would be exceeded.
 
     Only a single document longer than `shard_tokens` makes a longer shard. `state` (from `sync`) continues earlier
     work: whatever was written after it is cut off.
@@ -77,19 +78,18 @@ class ShardWriter:
         self._dtype_name, self._dtype = dtype, id_dtype(dtype)
         self._shard_tokens = shard_tokens
         self._with_megatron_index = with_megatron_index
-        self._finished: list[Shard] = []
-        self._open: dict[str, _OpenShard | None] = dict.fromkeys(SPLITS)
-        self._counts = dict.fromkeys(SPLITS, 0)
-        if state is not None:
-            self._finished = [Shard(**shard) for shard in state["finished"]]
-            self._counts = dict(state["counts"])
-        self._remove_unknown_files(state)
-        for split, fields in (state["open"] if state is not None else {}).items():
-            self._open[split] = self._opened_files(split, _OpenShard(**fields))
+        state = state or {"finished": [], "open": {}, "counts": dict.fromkeys(SPLITS, 0)}
+        self._finished = [Shard(**shard) for shard in state["finished"]]
+        self._counts = dict(state["counts"])
+        self._remove_unknown_files(state["open"])
+        self._open = {split: self._opened(split, **fields) for split, fields in state["open"].items()}
 
-    def _remove_unknown_files(self, state: dict[str, Any] | None) -> None:
+    def _opened(self, split: str, number: int, **counts: int) -> _OpenShard:
+        return _OpenShard(self._folder / _file_name(split, number), self._dtype, **counts)
+
+    def _remove_unknown_files(self, opened: dict[str, dict[str, int]]) -> None:
         known = {name for shard in self._finished for name in (shard.file, *shard.beside)}
-        for split, fields in (state or {}).get("open", {}).items():
+        for split, fields in opened.items():
             path = self._folder / _file_name(split, fields["number"])
             known |= {path.name, index_path(path).name}
         for path in shard_files(self._folder):
@@ -100,13 +100,9 @@ class ShardWriter:
             size = shard.tokens * self._dtype.itemsize
             lost = [name for name in shard.beside if not (self._folder / name).is_file()]
             if lost or not path.is_file() or path.stat().st_size != size:
-                raise InputError(f"{path}: is not as it was left; remove {self._folder} and prepare it again")
-
-    def _opened_files(self, split: str, shard: _OpenShard) -> _OpenShard:
-        path = self._folder / _file_name(split, shard.number)
-        shard.ids = _HashedFile(path, shard.tokens * self._dtype.itemsize)
-        shard.index = _HashedFile(index_path(path), shard.documents * DOCUMENT.itemsize)
-        return shard
+                raise InputError(
+                    f"{path}: has changed since it was written; remove {self._folder} and prepare it again"
+                )
 
     def write(self, split: str, ids: np.ndarray, documents: np.ndarray) -> None:
         """Appends documents: their ids end to end, and their records of type DOCUMENT with ends counted in `ids`."""
@@ -129,17 +125,16 @@ class ShardWriter:
             first, first_id = stop, stop_id
 
     def _shard_with_room(self, split: str, tokens: int) -> _OpenShard:
-        shard = self._open[split]
+        shard = self._open.get(split)
         if shard is not None and shard.tokens and shard.tokens + tokens > self._shard_tokens:
             self._finish(split)
-            shard = None
-        if shard is None:
-            shard = self._open[split] = self._opened_files(split, _OpenShard(number=self._counts[split]))
+        if split not in self._open:
+            self._open[split] = self._opened(split, self._counts[split])
             self._counts[split] += 1
-        return shard
+        return self._open[split]
 
     def _finish(self, split: str) -> None:
-        shard = self._open[split]
+        shard = self._open.pop(split, None)
         if shard is None:
             return
         sha256 = shard.ids.finish()
@@ -149,28 +144,23 @@ class ShardWriter:
             tokens = tokens_of(np.fromfile(shard.index.path, DOCUMENT))
             write_durably(path, megatron.index_bytes(tokens, self._dtype_name))
             beside[path.name] = sha256_of(path)
-        name = shard.ids.path.name
-        self._finished.append(Shard(name, split, shard.tokens, shard.documents, shard.text_bytes, sha256, beside))
-        self._open[split] = None
+        self._finished.append(shard.as_shard(split, sha256, beside))
 
     def sync(self) -> dict[str, Any]:
         """Makes everything written so far durable and returns the state that continues from here."""
         opened = {}
-        for split, shard in self._opened():
+        for split, shard in self._open.items():
             shard.ids.sync()
             shard.index.sync()
-            names = ("number", "tokens", "documents", "text_bytes")
-            opened[split] = {name: getattr(shard, name) for name in names}
+            # The open shard of a split is the last one that was begun.
+            opened[split] = {"number": self._counts[split] - 1, "tokens": shard.tokens}
+            opened[split] |= {"documents": shard.documents, "text_bytes": shard.text_bytes}
         sync_folder(self._folder)
         return {"finished": [asdict(shard) for shard in self._finished], "open": opened, "counts": self._counts}
 
     def written(self) -> list[Shard]:
         """What is in the files so far, as shards; those still open have no hash yet."""
-        opened = [
-            Shard(shard.ids.path.name, split, shard.tokens, shard.documents, shard.text_bytes, sha256="")
-            for split, shard in self._opened()
-        ]
-        return [*self._finished, *opened]
+        return [*self._finished, *(shard.as_shard(split) for split, shard in self._open.items())]
 
     def finish(self) -> list[Shard]:
         """Closes the last shards; all shards, train before validation."""
@@ -180,12 +170,9 @@ class ShardWriter:
 
     def close(self) -> None:
         """Closes the files without finishing anything."""
-        for _, shard in self._opened():
+        for shard in self._open.values():
             shard.ids.close()
             shard.index.close()
-
-    def _opened(self) -> Iterator[tuple[str, _OpenShard]]:
-        return ((split, shard) for split, shard in self._open.items() if shard is not None)
 
 
 def _file_name(split: str, number: int) -> str:

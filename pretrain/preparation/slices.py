@@ -1,7 +1,7 @@
-"""A preparation divided over machines that know nothing of each other, and the merge that makes it one.
+"""A preparation divided over machines that do not communicate, and the merge of what they made.
 
-Slice i of n takes a run of the input's parts and makes a prepared folder of its own, FOLDER.slices/i-of-n. The
-merge reads the slices' documents in the order of the input and writes them as one machine would have: the same bytes.
+Slice i of n takes consecutive parts of the input and makes a prepared folder of its own, FOLDER.slices/i-of-n. The
+merge reads the slices' documents in the order of the input and writes the same bytes as a single machine would.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.document_index import document_table, read_index, tokens_of
+from pretrain.data.document_index import DOCUMENT, document_table, read_index, tokens_of
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS, Manifest, Shard, id_dtype
 from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.errors import InputError, Problems
@@ -33,7 +33,7 @@ def parse_slice(text: str) -> tuple[int, int]:
 
 
 def slice_problems(options: PreparationOptions) -> list[str]:
-    """Why such a preparation cannot be divided."""
+    """Why a preparation with these options cannot be divided."""
     limits = {"max_documents": options.max_documents, "max_tokens": options.max_tokens}
     given = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]
     return [f"--slice: slices do not know of each other, so {' and '.join(given)} must be left out"] if given else []
@@ -78,7 +78,7 @@ def merged_parts(folders: list[Path], start: Position, input_bytes: int, dedupli
 
 
 def slice_parts(folder: Path, number: int, input_bytes: int, deduplicate: bool) -> Iterator[EncodedPart]:
-    """One slice's documents in the order of its input, TOKENS_PER_PART at a time; the counts come with the last."""
+    """A slice's documents in the order of its input, TOKENS_PER_PART at a time; the last part has the counts."""
     manifest = read_manifest(folder)
     tables = {split: documents_of(manifest, split) for split in SPLITS}
     is_validation = np.repeat([False, True], [len(tables[split]) for split in SPLITS])
@@ -108,10 +108,6 @@ def slice_parts(folder: Path, number: int, input_bytes: int, deduplicate: bool) 
             source_names=tuple(manifest.source_names[name] for name in names),
             is_validation=is_validation[here],
             hashes=document_hashes(ids, np.cumsum(tokens[here])) if deduplicate else None,
-            empty_documents=0,
-            filtered_documents=0,
-            problems=(),
-            disagreement=None,
             after=Position(number, part + 1),
             input_bytes=input_bytes // count,
         )
@@ -129,27 +125,24 @@ def documents_of(manifest: Manifest, split: str) -> np.ndarray:
         documents["end"] = tokens_of(index)
         return documents
 
-    empty = document_table(*(np.empty(0, np.int64) for _ in range(4)))
-    return np.concatenate([empty, *(table(shard) for shard in manifest.of_split(split))])
+    return np.concatenate([np.empty(0, DOCUMENT), *map(table, manifest.of_split(split))])
 
 
 def _counts_of(folder: Path, manifest: Manifest, number: int) -> EncodedPart:
-    """A part without documents, which brings what the slice has left out into the count of all."""
+    """A part without documents, which adds what the slice left out to the counts."""
     skipped = json.loads((folder / MANIFEST_FILE).read_bytes())["skipped"]
     named = [example.partition(": ") for example in skipped["first_bad_records"]]
     problems = [Problem(0, name, name, reason) for name, _, reason in named]
-    # Those that the slice did not name are beyond the number that is named of all.
+    # A slice names as many as the merged folder will, so the others need no name.
     problems += [Problem(0, str(folder), str(folder), "more bad records")] * (skipped["bad_records"] - len(named))
     return EncodedPart(
         ids=np.empty(0, id_dtype(manifest.dtype)),
-        documents=document_table(*(np.empty(0, np.int64) for _ in range(4))),
+        documents=np.empty(0, DOCUMENT),
         source_names=(),
         is_validation=np.empty(0, bool),
         hashes=np.empty(0, np.uint64),
+        after=Position(number + 1, 0),
         empty_documents=skipped["empty_documents"],
         filtered_documents=skipped["filtered_documents"],
         problems=tuple(problems),
-        disagreement=None,
-        after=Position(number + 1, 0),
-        input_bytes=0,
     )

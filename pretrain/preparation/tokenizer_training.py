@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pretrain.data.tokenizer import USUAL_END_OF_DOCUMENT, load_tokenizer
 from pretrain.errors import InputError
 from pretrain.files import as_json
-from pretrain.preparation.documents.sources import BEGINNING, records_of_part
+from pretrain.preparation.documents.sources import BEGINNING
 from pretrain.preparation.encode import ReferenceEncoder
 from pretrain.preparation.plan import PreparationRequest, refuse_differences, refuse_other_files
 from pretrain.preparation.worker import is_validation_text
@@ -30,16 +30,9 @@ RECORD_FILE = "training.json"
 GPT2_NAMES = ("openai-community/gpt2", "gpt2")
 # The splitting of GPT-4 (cl100k_base, openai/tiktoken): contractions in any case, words with one leading character
 # that is no letter, at most three digits, runs of signs, line ends, and spaces but for the one before a word.
-SPLIT_PATTERN = "|".join(
-    [
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -127,7 +120,7 @@ def _is_drawn(text: bytes, fraction: float) -> bool:
 def _usable_texts(request: PreparationRequest, sample: Sample) -> Iterator[bytes]:
     taken, options = 0, request.options
     for part in request.documents.parts(options.reading, BEGINNING):
-        for source, record in records_of_part(part, options.reading):
+        for source, record in part.records(options.reading):
             if record.problem is not None:
                 sample.bad_records += 1
                 allowed = options.max_errors if options.on_error == "skip" else 0
@@ -177,29 +170,26 @@ def _write(backend: "Tokenizer", folder: Path, record: dict[str, Any]) -> None:
     (folder / RECORD_FILE).write_bytes(as_json(record))
 
 
-def _cached_gpt2() -> Path | None:
-    """GPT-2's tokenizer.json where the Hub's cache on this machine holds it; nothing is downloaded."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = (try_to_load_from_cache(name, "tokenizer.json") for name in GPT2_NAMES)
-    return next((Path(path) for path in found if isinstance(path, str)), None)
-
-
 def _bytes_per_token(tokenizer: Path, texts: tuple[bytes, ...]) -> float:
     tokens = sum(len(ids) for ids in ReferenceEncoder(load_tokenizer(tokenizer)).encode(texts))
     return sum(map(len, texts)) / max(1, tokens)
 
 
 def _print_summary(output: Path, size: int, asked: int, sample: Sample, seconds: float) -> None:
+    from huggingface_hub import try_to_load_from_cache
+
     print(f"{output}: {size:,} tokens, trained on {sample.text_bytes:,} bytes of {sample.documents:,} documents")
     if size < asked:
-        print(f"  The text has no more pairs to merge: {size:,} tokens instead of {asked:,}. Give more text for more.")
+        print(f"  The text has no more pairs to merge: {size:,} tokens instead of {asked:,}. Use more text for more.")
     if sample.bad_records:
         print(f"  {sample.bad_records:,} bad records were skipped.")
     if sample.held_out:
         held_out_bytes = sum(len(text) for text in sample.held_out)
         where = f"on {held_out_bytes:,} bytes of validation documents, held out"
         print(f"  {_bytes_per_token(output, sample.held_out):.3f} bytes per token {where}")
-        if gpt2 := _cached_gpt2():
-            print(f"  {_bytes_per_token(gpt2, sample.held_out):.3f} bytes per token of GPT-2's (50,257 tokens) there")
+        # Where the Hub's cache on this machine has it; nothing is downloaded.
+        cached = (try_to_load_from_cache(name, "tokenizer.json") for name in GPT2_NAMES)
+        if gpt2 := next((path for path in cached if isinstance(path, str)), None):
+            rate = _bytes_per_token(Path(gpt2), sample.held_out)
+            print(f"  {rate:.3f} bytes per token of GPT-2's (50,257 tokens) there")
     print(f"  {seconds:.1f} s")

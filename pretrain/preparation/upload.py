@@ -1,4 +1,4 @@
-"""Outputs that are URLs: made in a local folder, which keeps what is done over a kill, then copied file by file."""
+"""Outputs that are URLs: prepared in a local folder, which survives a kill, then copied file by file."""
 
 import json
 from collections.abc import Callable
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.data.shards import sha256_of
-from pretrain.errors import InputError
-from pretrain.files import as_json, write_durably
+from pretrain.errors import InputError, one_line
+from pretrain.files import as_json, sha256_of, write_durably
 from pretrain.preparation.documents.urls import file_system, shown
 
 if TYPE_CHECKING:
@@ -19,16 +18,16 @@ UNFINISHED_FILE = ".unfinished"
 
 @dataclass(frozen=True)
 class Destination:
-    """A folder at a URL, and the local folder from which it is filled. `last`: the file whose presence means done."""
+    """A folder at a URL and the local folder it is copied from; the file `last` means that it is complete."""
 
     url: str
     local: Path
     last: str
 
     def open(self) -> None:
-        """Makes sure, before hours of work, that the URL can be written and is free, or holds what is made here.
+        """Checks, before hours of work, that the URL is free, or holds what is made here. Raises InputError.
 
-        What is finished there and not here sends its `last` file here, where it is recognised. Raises InputError.
+        Where it is complete and the local folder is not, the `last` file is copied here, to be recognised.
         """
         system, root = file_system(self.url)
         try:
@@ -46,17 +45,17 @@ class Destination:
         except InputError:
             raise
         except Exception as error:  # each file system has errors of its own
-            raise InputError(f"--output {self.shown}: cannot be written: {_described(error)}") from None
+            raise InputError(f"--output {self.shown}: cannot be written: {one_line(error)}") from None
 
     @property
     def shown(self) -> str:
-        """The URL without what may be secret in it."""
+        """The URL without secrets."""
         return shown(self.url)
 
     def fill(self, say: Callable[[str], None]) -> int:
-        """Copies what is not there yet, `last` after all others; the number of files that were copied.
+        """Copies what is missing, `last` after all others; returns the number of files copied.
 
-        Raises InputError when it fails; done again, it goes on from there.
+        Raises InputError where it fails; a second call continues from there.
         """
         system, root = file_system(self.url)
         names = sorted(str(p.relative_to(self.local)) for p in self.local.rglob("*") if p.is_file())
@@ -82,14 +81,14 @@ class Destination:
                 system.rm_file(f"{root}/{UNFINISHED_FILE}")
         except Exception as error:  # each file system has errors of its own
             raise InputError(
-                f"--output {self.shown}: {_described(error)}; all is prepared in {self.local}: run the same command "
+                f"--output {self.shown}: {one_line(error)}; all is prepared in {self.local}: run the same command "
                 "again to copy the rest"
             ) from None
         return number
 
 
 def destination_of(url: str, staging: Path, last: str) -> Destination:
-    """Where the folder at a URL is made: below `staging`, by the parts of its address."""
+    """The local folder for a URL is below `staging`, named by the parts of its address."""
     protocol, _, rest = shown(url).partition("://")
     parts = [part for part in rest.split("/") if part not in ("", ".", "..")]
     if not parts:
@@ -114,8 +113,3 @@ def _copy(system: "AbstractFileSystem", path: Path, remote: str, size: int) -> N
     arrived = system.info(remote).get("size")
     if arrived != size:
         raise OSError(5, f"{path.name} has {size:,} bytes, {arrived} have arrived")
-
-
-def _described(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

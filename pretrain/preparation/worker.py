@@ -1,4 +1,4 @@
-"""What a worker does: a part's records become ids, split into training and validation; and the pool of workers."""
+"""A worker turns a part's records into ids, each marked as training or validation; and the pool of workers."""
 
 import collections
 import hashlib
@@ -8,11 +8,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
 from pretrain.preparation.deduplicate import document_hashes
-from pretrain.preparation.documents.records import Reading, Record
-from pretrain.preparation.documents.sources import InputFile, Part, Position, records_of_part
+from pretrain.preparation.documents.records import Reading
+from pretrain.preparation.documents.sources import Part, Position
 from pretrain.preparation.encode import Encoder, FastEncoder
 
 PARTS_AHEAD_PER_WORKER = 2
@@ -33,7 +33,7 @@ PARENT_CHECK_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class EncodingSettings:
-    """What a worker has to know in addition to the part."""
+    """What a worker needs to know besides the part."""
 
     tokenizer: LoadedTokenizer
     encoder: Encoder
@@ -44,7 +44,7 @@ class EncodingSettings:
 
 
 class Problem(NamedTuple):
-    """A record that could not be used: `place` for people, `name` without the machine's folders for the manifest."""
+    """A record that could not be used: its `place` for messages, its `name`, without folders, for the manifest."""
 
     documents_before: int
     place: str
@@ -54,25 +54,25 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedPart:
-    """The documents of a part in order: `ids` end to end, each document closed by the end-of-document id.
-
-    `documents` has a record of type DOCUMENT for each, ends counted in `ids`, sources in `source_names`; `hashes` are
-    None unless duplicates are looked for. `disagreement` tells that the fast path was wrong.
-    """
+    """The documents of a part in order."""
 
     ids: np.ndarray
+    """End to end, each document closed by the end-of-document id."""
     documents: np.ndarray
+    """A record of type DOCUMENT for each; ends count in `ids`, sources in `source_names`."""
     source_names: tuple[str, ...]
     is_validation: np.ndarray
     hashes: np.ndarray | None
-    empty_documents: int
-    filtered_documents: int
-    problems: tuple[Problem, ...]
-    disagreement: str | None
+    """None unless duplicates are looked for."""
     after: Position
-    input_bytes: int
+    input_bytes: int = 0
+    empty_documents: int = 0
+    filtered_documents: int = 0
+    problems: tuple[Problem, ...] = ()
+    disagreement: str | None = None
+    """The text for which the fast path gave wrong ids, if any."""
     stage_seconds: dict[str, float] = field(default_factory=dict)
-    """How long a worker took for each of its stages."""
+    """Time a worker spent in each of its stages."""
 
     def keeping(self, kept: np.ndarray) -> "EncodedPart":
         """The same part with only those documents. kept: (documents,) bool."""
@@ -95,7 +95,7 @@ class EncodedPart:
 
 @dataclass
 class _Texts:
-    """What was read from a part: a text, its source's number in `names` and its place for each document."""
+    """What was read from a part; texts, sources (by number in `names`) and places have one element per document."""
 
     texts: list[bytes] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
@@ -107,7 +107,7 @@ class _Texts:
 
 
 def is_validation_text(text: bytes, fraction: float) -> bool:
-    """Whether a document belongs to the validation split: by the first 8 bytes of its text's SHA-256, alone."""
+    """Whether a document belongs to the validation split, which the first 8 bytes of its text's SHA-256 decide."""
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fraction * 2.0**64
 
 
@@ -117,8 +117,7 @@ class PartEncoder:
     def __init__(self, settings: EncodingSettings):
         # One worker per core: the tokenizers library must not start threads of its own.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        self._settings = settings
-        self._encoder = settings.encoder
+        self._settings, self._encoder = settings, settings.encoder
         self._has_compared = False
 
     def encode(self, part: Part) -> EncodedPart:
@@ -128,27 +127,25 @@ class PartEncoder:
         parsed = time.perf_counter()
         arrays = self._encoder.encode(read.texts)
         tokenised = time.perf_counter()
-        end = self._settings.tokenizer.end_of_document_id
+        settings = self._settings
+        end = settings.tokenizer.end_of_document_id
         self._check_ends(arrays, end)
-        dtype = dtype_for(self._settings.tokenizer.vocabulary_size)
         tokens = np.array([len(array) + 1 for array in arrays], dtype=np.int64)
-        ids = np.full(int(tokens.sum()), end, dtype=dtype)
+        ids = np.full(int(tokens.sum()), end, dtype=dtype_for(settings.tokenizer.vocabulary_size))
         first = 0
         for array in arrays:
             ids[first : first + len(array)] = array
             first += len(array) + 1
-        fraction = self._settings.validation_fraction
-        text_bytes = [len(text) for text in read.texts]
-        documents = document_table(tokens, text_bytes, read.sources, read.places)
-        hashes = document_hashes(ids, np.cumsum(tokens)) if self._settings.deduplicate else None
-        is_validation = np.array([is_validation_text(text, fraction) for text in read.texts], dtype=bool)
+        documents = document_table(tokens, [len(text) for text in read.texts], read.sources, read.places)
+        hashes = document_hashes(ids, np.cumsum(tokens)) if settings.deduplicate else None
+        is_validation = [is_validation_text(text, settings.validation_fraction) for text in read.texts]
         disagreement = self._disagreement(read.texts)
         ended = time.perf_counter()
         return EncodedPart(
             ids=ids,
             documents=documents,
             source_names=tuple(read.names),
-            is_validation=is_validation,
+            is_validation=np.array(is_validation, dtype=bool),
             hashes=hashes,
             empty_documents=read.empty,
             filtered_documents=read.filtered,
@@ -161,13 +158,14 @@ class PartEncoder:
 
     def _read(self, part: Part) -> _Texts:
         read = _Texts()
-        for source, record in records_of_part(part, self._settings.reading):
+        for source, record in part.records(self._settings.reading):
             if record.text:
                 read.texts.append(record.text)
                 read.sources.append(read.names.setdefault(source.name, len(read.names)))
                 read.places.append(record.place)
             elif record.problem is not None:
-                read.problems.append(_problem(len(read.texts), source, record))
+                where = source.place(record.place), source.recorded_place(record.place)
+                read.problems.append(Problem(len(read.texts), *where, record.problem))
                 if self._settings.stop_at_problem:
                     break
             elif record.text is None:
@@ -185,10 +183,7 @@ class PartEncoder:
             )
 
     def _disagreement(self, texts: list[bytes]) -> str | None:
-        """Compares both paths on the first documents, then on one in the middle of each part.
-
-        Any text will do for that, so pieces of them will.
-        """
+        """Compares both paths on the beginnings of the first documents, then of one in the middle of each part."""
         if not isinstance(self._encoder, FastEncoder) or not texts:
             return None
         compared = [texts[len(texts) // 2]] if self._has_compared else texts[:FIRST_DOCUMENTS]
@@ -196,16 +191,8 @@ class PartEncoder:
         return self._encoder.disagreement([t[:SAMPLE_BYTES].decode(errors="ignore").encode() for t in compared])
 
 
-def _problem(documents_before: int, source: InputFile, record: Record) -> Problem:
-    place = record.place
-    return Problem(documents_before, source.place(place), source.recorded_place(place), record.problem)
-
-
 def encode_parts(parts: Iterable[Part], settings: EncodingSettings, workers: int) -> Iterator[EncodedPart]:
-    """Encodes parts with `workers` processes (in this process when 1), in the order of the parts.
-
-    Raises InputError when a worker process dies, which is what running out of memory looks like.
-    """
+    """Encodes parts in order, with `workers` processes or, when 1, in this one. Raises InputError when one dies."""
     if workers == 1:
         encoder = PartEncoder(settings)
         yield from map(encoder.encode, parts)
@@ -213,14 +200,9 @@ def encode_parts(parts: Iterable[Part], settings: EncodingSettings, workers: int
     # Forked workers start in milliseconds; elsewhere than on Linux forking is not safe.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(settings, os.getpid()))
-    waiting: collections.deque[Future[EncodedPart]] = collections.deque()
+    jobs = (pool.submit(_encode_in_worker, part) for part in parts)
     try:
-        for part in parts:
-            waiting.append(pool.submit(_encode_in_worker, part))
-            if len(waiting) > workers * PARTS_AHEAD_PER_WORKER:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        yield from results_in_order(jobs, Future.result, workers)
     except BrokenProcessPool:
         raise InputError(
             "a worker process died, most likely out of memory; run the same command again with fewer --workers: "
@@ -228,6 +210,17 @@ def encode_parts(parts: Iterable[Part], settings: EncodingSettings, workers: int
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def results_in_order(jobs: Iterator[Any], result: Callable[[Any], EncodedPart], workers: int) -> Iterator[EncodedPart]:
+    """The result of each job in order; taking a job from `jobs` starts it, a few per worker ahead."""
+    waiting: collections.deque[Any] = collections.deque()
+    for job in jobs:
+        waiting.append(job)
+        if len(waiting) > workers * PARTS_AHEAD_PER_WORKER:
+            yield result(waiting.popleft())
+    while waiting:
+        yield result(waiting.popleft())
 
 
 _encoder_of_worker: PartEncoder | None = None

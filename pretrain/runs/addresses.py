@@ -131,7 +131,7 @@ def trunk_checkpoint(text: str) -> Path:
     """The folder of a run's checkpoint, RUN@STEP. Raises InputError if there is none; does not look into it."""
     run, at, step = text.rpartition("@")
     folders = checkpoint_folders(Path(run)) if at else {}
-    if not at or not step.isdecimal() or int(step) not in folders:
+    if not step.isdecimal() or int(step) not in folders:
         available = ", ".join(map(str, folders)) or "none"
         raise InputError(f"branch_from: {text}: give RUN@STEP, a checkpoint of another run; steps there: {available}")
     return folders[int(step)]

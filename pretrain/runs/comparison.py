@@ -117,8 +117,8 @@ def comparison_text(runs: list[tuple[History, RunStatus]]) -> str:
 
 def names_of(histories: list[History]) -> list[str]:
     """A name for each run: the folder's own, or its path where two share one."""
-    names = [history.name for history in histories]
-    return [str(h.folder) if names.count(h.name) > 1 else h.name for h in histories]
+    names = [history.folder.name for history in histories]
+    return [str(h.folder) if names.count(h.folder.name) > 1 else h.folder.name for h in histories]
 
 
 def _cell(value: Any) -> str:

@@ -63,10 +63,6 @@ class History:
     folder: Path
     events: list[Event] = field(repr=False)
 
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
     def of(self, name: str) -> list[Event]:
         """The events of one name, in order."""
         return [event for event in self.events if event["event"] == name]

@@ -27,14 +27,12 @@ SHARE_LEFT_OUT_OF_RANGE = 0.02
 
 def write_png(runs: list[RunCurves], path: Path) -> None:
     """One panel per quantity, all runs in each, with a legend of runs and of event marks on top."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     panels = picture_panels(runs)
     rows = math.ceil(len(panels) / 3)
-    figure, axes = pyplot.subplots(rows, 3, figsize=(16, 4.1 * rows + 0.9), squeeze=False, layout="constrained")
+    figure = Figure(figsize=(16, 4.1 * rows + 0.9), layout="constrained")
+    axes = figure.subplots(rows, 3, squeeze=False)
     for axis, (title, position, draw) in zip(axes.flat, panels, strict=False):
         axis.set_title(title, fontsize=11, loc="left", fontweight="bold")
         axis.set_xlabel(POSITION_LABELS.get(position, ""))
@@ -56,7 +54,6 @@ def write_png(runs: list[RunCurves], path: Path) -> None:
     figure.legend(handles=handles, loc="outside upper left", ncols=5, frameon=False, fontsize=10)
     unfinished = path.with_name(f".{path.name}.unfinished")
     figure.savefig(unfinished, dpi=110, format="png")
-    pyplot.close(figure)
     unfinished.replace(path)
 
 
@@ -215,12 +212,10 @@ def write_page(runs: list[RunCurves], path: Path) -> None:
     """A page with the same curves to hover over, zoom into and choose the x-axis of; everything is in the one file."""
     page = {
         "made": time.strftime("%Y-%m-%d %H:%M"),
-        "runs": [{**asdict(run), "colour": COLOURS[n % len(COLOURS)]} for n, run in enumerate(runs)],
+        "runs": [{**asdict(run), "settings": None, "colour": COLOURS[n % len(COLOURS)]} for n, run in enumerate(runs)],
         "differences": differing_settings(runs) if len(runs) > 1 else {},
         "marks": {kind: {"colour": colour, "label": label} for kind, (_, colour, label) in MARKS.items()},
     }
-    for run in page["runs"]:
-        del run["settings"]
     # In a script element nothing may look like the end of one, whatever a run's names and messages say.
     data = json.dumps(page, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     title = ", ".join(run.name for run in runs).replace("&", "&amp;").replace("<", "&lt;")

@@ -57,10 +57,7 @@ def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
     if count > limit:
         lines += ["", f"{count - limit:,} more sequences: --limit {count}"]
     if any(origin is None for sequence in sequences for origin in sequence.origins):
-        lines += [
-            "",
-            "Some shards do not record the source file and line of their documents; search for the text instead.",
-        ]
+        lines += ["", "Some shards do not record the source file and line of their documents; search for the text."]
     return "\n".join(lines)
 
 

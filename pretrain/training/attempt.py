@@ -1,6 +1,5 @@
-"""One attempt at a run: exclusive use of its folder, no crash loops, and a recorded end."""
+"""One attempt at a run: exclusive use of its folder, protection from crash loops, and a recorded end."""
 
-import json
 import os
 import sys
 import traceback
@@ -20,6 +19,7 @@ from pretrain.parallel.memory_advice import ladder
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.strategy import Strategy
 from pretrain.processes import folder_lock
+from pretrain.runs.history import read_metrics
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE
 from pretrain.training.metrics import Metrics
 
@@ -97,13 +97,12 @@ def end_to_repeat(run: Path) -> int | None:
     """
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return None
-    last = starts_and_ends(run)[-1:]  # a start without an end was killed, whatever the end before it was
-    return next((line["code"] for line in last if line["event"] == "end" and line["code"] not in (0, CRASHED)), None)
+    last = (starts_and_ends(run) or [{}])[-1]  # a start without an end was killed, whatever the end before it was
+    return last["code"] if last.get("code") not in (None, 0, CRASHED) else None
 
 
 def refuse_crash_loop(run: Path, step: int, ranks: Ranks) -> None:
-    """Raises CrashLoop on all ranks if the starts before this one, from the same `step`, all crashed and reached
-    nothing new."""
+    """Raises CrashLoopError on all ranks if all earlier starts from this `step` crashed without progress."""
     # The main rank reads for all: it writes the end of this very start there, and a slower rank would go on alone.
     crashes, furthest = ranks.gather(crashes_without_progress(run, step))[0]
     if crashes > RESTARTS_WITHOUT_PROGRESS:
@@ -114,7 +113,7 @@ def refuse_crash_loop(run: Path, step: int, ranks: Ranks) -> None:
 
 
 def crashes_without_progress(run: Path, step: int) -> tuple[int, int]:
-    """(starts from `step` that crashed one after the other and reached nothing new, the furthest step they reached).
+    """(starts from `step` in a row that crashed without progress, the furthest step that they reached).
 
     Progress is a checkpoint later than `step`, or a later step than any attempt before.
     """
@@ -130,26 +129,15 @@ def crashes_without_progress(run: Path, step: int) -> tuple[int, int]:
 
 def starts_and_ends(run: Path) -> list[dict]:
     """The `start` and `end` events of a run, each start with the last step `reached` after it."""
-    path = run / METRICS_FILE
-    found: list[dict] = []
-    if not path.exists():
-        return found
-    started = None
-    with open(path, "rb") as file:
-        for line in file:
-            if not line.startswith((b'{"event": "start"', b'{"event": "end"', b'{"event": "train"')):
-                continue
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue  # cut short by a crash
-            if event["event"] == "train" and started is not None:
-                started["reached"] = event["step"]
-            elif event["event"] == "start":
-                started = event | {"reached": event["step"]}
-                found.append(started)
-            elif event["event"] == "end":
-                found.append(event)
+    found, start = [], {}
+    for event in read_metrics(run) if (run / METRICS_FILE).exists() else ():
+        if event["event"] == "train":
+            start["reached"] = event["step"]
+        elif event["event"] in ("start", "end"):
+            found.append(event)
+        if event["event"] == "start":
+            start = event
+            start["reached"] = event["step"]
     return found
 
 

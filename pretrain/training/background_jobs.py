@@ -1,4 +1,4 @@
-"""Background processes: they evaluate and publish checkpoints and cannot fail the run."""
+"""Background processes, which evaluate and publish checkpoints and cannot fail the run."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain import config
@@ -21,49 +20,43 @@ from pretrain.runs.publishing.publish import EVALUATIONS, evaluation_log
 from pretrain.training.metrics import Metrics
 
 THEN_REMOVE = '"$@"; status=$?; rm -rf -- "$0"; exit $status'
-"""For a shell: runs a command, removes the folder that stands before it, and exits as the command did."""
+"""For a shell: runs a command, then removes the folder given before it, and exits as the command did."""
 
 
-@dataclass
-class Companion:
-    """A process that was started."""
+class Evaluations:
+    """Evaluations of checkpoints in separate processes. The main rank starts and collects them; others have none.
 
-    name: str
-    process: subprocess.Popen
-    log: Path
-    folder: Path
-    """What it works on; it goes when the process ends."""
-    results: Path
-    """Where evaluate.py writes its JSON."""
-
-
-class Companions:
-    """Started and fetched by the main rank; on the other ranks there are none."""
+    evaluations/step-00000500 holds links to the model's files, since the checkpoint may be pruned meanwhile, and is
+    removed when its process ends, even if the run has ended before; log and results are kept beside it.
+    """
 
     def __init__(self, run: Path, metrics: Metrics):
         self.run, self.metrics = run, metrics
-        self._running: list[Companion] = []
+        self._running: dict[Path, subprocess.Popen] = {}
         if metrics.is_main:
             for leftover in (run / EVALUATIONS).glob("step-*/"):  # of evaluations that a crash cut short
                 if not is_held(evaluation_log(run, leftover.name)):
                     shutil.rmtree(leftover)
 
-    def start(
-        self, name: str, arguments: list[str], log: Path, *, device: str, results: Path, folder: Path
-    ) -> subprocess.Popen | None:
-        """Starts a script of this project, with its output in `log`; a failure to start is a warning.
-
-        folder: removed when the process ends, also where the run has ended before it.
-        """
+    def start(self, checkpoint: Path, settings: config.Evaluation) -> subprocess.Popen | None:
+        """Starts evaluating a checkpoint, whose results go into metrics.jsonl; a failure to start is a warning."""
+        folder, log = self.run / EVALUATIONS / checkpoint.name, evaluation_log(self.run, checkpoint.name)
+        self.stop(folder)  # of this step before a rollback
+        if is_held(log):
+            return None  # started before a crash of the run, which it has survived
         environment = environment_alone()
-        environment["CUDA_VISIBLE_DEVICES"] = device.removeprefix("cuda:") if device.startswith("cuda:") else ""
+        environment["CUDA_VISIBLE_DEVICES"] = settings.device.removeprefix("cuda:").removeprefix("cpu")
         environment["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS", "1")
         try:
-            log.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            for path in checkpoint.iterdir():
+                if path.is_file() and not path.name.startswith(("optimizer", "MANIFEST")):
+                    os.link(path, folder / path.name)
             with open(log, "a+b") as output:
                 hold_while_open(output)
-                process = subprocess.Popen(
-                    ["/bin/sh", "-c", THEN_REMOVE, str(folder.absolute()), sys.executable, *arguments],
+                self._running[folder] = subprocess.Popen(
+                    ["/bin/sh", "-c", THEN_REMOVE, str(folder.absolute()), *evaluation_command(folder, settings)],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -72,78 +65,55 @@ class Companions:
                     preexec_fn=lambda: os.nice(10),
                 )
         except OSError as error:
-            self.metrics.write("warning", message=f"{name} could not be started: {error}")
+            self.metrics.write("warning", message=f"the evaluation of {folder.name} could not be started: {error}")
             shutil.rmtree(folder, ignore_errors=True)
-            return None
-        self._running.append(Companion(name, process, log, folder, results))
-        return process
+        return self._running.get(folder)
 
     def fetch(self) -> None:
-        """Sends the results of finished processes to the trackers and reports failures; does not wait."""
-        for companion in [companion for companion in self._running if companion.process.poll() is not None]:
-            self._running.remove(companion)
-            if code := companion.process.returncode:
-                self.metrics.write("warning", message=f"{companion.name} failed (exit {code}): see {companion.log}")
+        """Sends the results of finished evaluations to the trackers and reports failures; does not wait."""
+        for folder, process in [(folder, p) for folder, p in self._running.items() if p.poll() is not None]:
+            del self._running[folder]
+            if process.returncode:
+                failed = f"the evaluation of {folder.name} failed (exit {process.returncode})"
+                self.metrics.write("warning", message=f"{failed}: see {evaluation_log(self.run, folder.name)}")
             else:
-                self.metrics.track(numbers_of(companion.results))
+                self.metrics.track(numbers_of(folder.with_suffix(".json")))
 
-    def stop(self, name: str | None = None) -> None:
-        """Stops one or all: the run stops before the end of its budget."""
-        for companion in [companion for companion in self._running if name in (None, companion.name)]:
-            self._running.remove(companion)
-            os.killpg(companion.process.pid, signal.SIGTERM)  # the shell and what it runs
-            companion.process.wait()
-            shutil.rmtree(companion.folder, ignore_errors=True)
+    def stop(self, folder: Path | None = None) -> None:
+        """Stops the one in this folder, or all: the run stops before the end of its budget."""
+        for running in [running for running in self._running if folder in (None, running)]:
+            process = self._running.pop(running)
+            os.killpg(process.pid, signal.SIGTERM)  # the shell and what it runs
+            process.wait()
+            shutil.rmtree(running, ignore_errors=True)
 
     @property
     def names(self) -> list[str]:
-        """The names of running processes."""
-        return [companion.name for companion in self._running]
+        """The checkpoints whose evaluations are running."""
+        return [folder.name for folder in self._running]
+
+
+def evaluation_command(folder: Path, settings: config.Evaluation) -> list[str]:
+    """evaluate.py on the model in a folder, with its results beside the folder."""
+    results = folder.with_suffix(".json").absolute()
+    command = [sys.executable, str(ROOT / "evaluate.py"), "--model", str(folder.absolute()), "--output", str(results)]
+    command += ["--tasks", *settings.tasks]
+    command += ["--limit", f"{settings.limit:g}"] if settings.limit is not None else []
+    command += ["--include_path", str(settings.include_path.absolute())] if settings.include_path is not None else []
+    return command
 
 
 def evaluate_beside(
-    companions: Companions, ranks: Ranks, checkpoint: Path, settings: config.Evaluation, beat: Callable[[], None]
+    evaluations: Evaluations, ranks: Ranks, checkpoint: Path, settings: config.Evaluation, beat: Callable[[], None]
 ) -> None:
-    """Evaluates a checkpoint in a process that writes its results into the run's metrics.jsonl; all ranks call.
+    """Evaluates a checkpoint in a separate process; all ranks call.
 
     With `where: same` all wait for its end, calling `beat` now and then.
     """
-    process = _start_evaluation(companions, checkpoint, settings) if ranks.is_main else None
+    process = evaluations.start(checkpoint, settings) if ranks.is_main else None
     while settings.where == "same" and ranks.gather(process is not None and process.poll() is None)[0]:
         time.sleep(0.5)
         beat()
-
-
-def _start_evaluation(
-    companions: Companions, checkpoint: Path, settings: config.Evaluation
-) -> subprocess.Popen | None:
-    """The model's files are linked, not copied, into evaluations/step-00000500: the checkpoint itself may be pruned
-    while it is being evaluated."""
-    run, name = checkpoint.parent.parent, f"the evaluation of {checkpoint.name}"
-    folder, log = run / EVALUATIONS / checkpoint.name, evaluation_log(run, checkpoint.name)
-    companions.stop(name)  # of this step before the run went back
-    if is_held(log):
-        return None  # one that a run before a crash has started, and that has outlived it
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for path in checkpoint.iterdir():
-        if path.is_file() and not path.name.startswith(("optimizer", "MANIFEST")):
-            os.link(path, folder / path.name)
-    results = folder.with_suffix(".json")
-    arguments = [str(ROOT / "evaluate.py"), "--model", str(folder.absolute()), "--output", str(results.absolute())]
-    arguments += ["--tasks", *settings.tasks]
-    if settings.limit is not None:
-        arguments += ["--limit", f"{settings.limit:g}"]
-    if settings.include_path is not None:
-        arguments += ["--include_path", str(settings.include_path.absolute())]
-    return companions.start(
-        name,
-        arguments,
-        log,
-        device=settings.device,
-        results=results,
-        folder=folder,
-    )
 
 
 def publish_beside(run: config.RunConfig, step: int | None, metrics: Metrics) -> None:
@@ -163,7 +133,7 @@ def publish_beside(run: config.RunConfig, step: int | None, metrics: Metrics) ->
 
 
 def publish_cut_short(run: config.RunConfig, metrics: Metrics) -> None:
-    """Restarts the uploads that were interrupted when the machine went down."""
+    """Restarts uploads that a crash of the machine interrupted."""
     if metrics.is_main:
         for step in cut_short(run.output):
             publish_beside(run, step, metrics)

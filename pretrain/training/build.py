@@ -1,4 +1,4 @@
-"""The model that trains, with its optimizer: built alike for a run, for calibration and for the smoke test."""
+"""Builds model and optimizer, the same way for a run, for calibration and for the smoke test."""
 
 from dataclasses import dataclass
 
@@ -19,23 +19,23 @@ from pretrain.training.run_plan import ModelPlan
 
 @dataclass(frozen=True)
 class Built:
-    """What `build_training` gives."""
+    """What `build_training` returns."""
 
     model: nn.Module
     """To be called with a micro-batch; returns (loss, cross entropy)."""
     causal_lm: PreTrainedModel
-    """The model inside, by whose parameter names checkpoints are written."""
+    """The model inside; checkpoints use its parameter names."""
     experts: Experts
 
 
 def build_training(
     config: RunConfig, plan: ModelPlan, strategy: Strategy, *, learning_rate: float, from_pretrained: bool = False
 ) -> Built:
-    """Builds model and optimizer; all ranks together. The strategy gives the model its weights piece by piece.
+    """Builds model and optimizer; all ranks together. The strategy fills in the weights piece by piece.
 
     Args:
-        learning_rate: the peak, from which the rates of the optimizer's groups start.
-        from_pretrained: starts from the weights of the recipe's model instead of from the seed.
+        learning_rate: the peak, to which the optimizer's groups are set.
+        from_pretrained: use the weights of the recipe's model instead of those of the seed.
     """
     kind = strategy.device.type
     causal_lm = build_meta_model(plan.model_config, attention=plan.attention)

@@ -9,9 +9,9 @@ from pretrain.training.run_plan import RunPlan
 from pretrain.units import count_text
 
 FAR = 5.0
-"""Factor between a stated learning rate and that of auto from which on it is mentioned."""
+"""Factor between a stated learning rate and auto's above which a warning appears."""
 FAR_FOR_ANOTHER_OPTIMIZER = 2.0
-"""The same where the command line names the optimizer and the rate is the recipe's, made for its own."""
+"""The same if the command line changes the optimizer and the rate is the recipe's, chosen for its own."""
 
 
 def cautions(config: RunConfig, run: RunPlan, overridden: frozenset[str], device: torch.device) -> list[str]:
@@ -20,18 +20,13 @@ def cautions(config: RunConfig, run: RunPlan, overridden: frozenset[str], device
     Args:
         overridden: dotted paths of the settings given on the command line.
     """
-    found = [emulated_precision(config, device), unusual_learning_rate(config, run, overridden)]
-    return [caution for caution in found if caution]
-
-
-def emulated_precision(config: RunConfig, device: torch.device) -> str | None:
-    """That the precision asked for is slower than fp32 here; None where it is not, or auto chose."""
-    problem = emulation_of_bf16(device) if config.precision == "bf16" else None
-    return f"precision: {problem}; use precision: fp32 or auto" if problem else None
+    emulation = emulation_of_bf16(device) if config.precision == "bf16" else None
+    precision = f"precision: {emulation}; use precision: fp32 or auto" if emulation else None
+    return [caution for caution in (precision, unusual_learning_rate(config, run, overridden)) if caution]
 
 
 def unusual_learning_rate(config: RunConfig, run: RunPlan, overridden: frozenset[str]) -> str | None:
-    """That the peak is far from what auto would be for this optimizer and size; None where it is near, or auto."""
+    """Warns that the peak is far from auto's for this optimizer and size; None if it is near, or auto."""
     optim, stated = config.optim, run.peak_learning_rate
     if optim.learning_rate == "auto":
         return None

@@ -1,13 +1,13 @@
-"""A mixture of experts in training: the loss that balances it, over the whole global batch, and how loaded it is.
+"""Mixtures of experts in training: the loss that balances the experts over the global batch, and their load.
 
 The balancing loss (Fedus et al., arXiv 2101.03961) is, for each layer of E experts of which a token visits K,
 E x sum over the experts of f x P, averaged over the layers: f is the number of a token's assignments to the expert, P
 the expert's probability, both means over tokens. It is K where all experts get the same.
 
 Over a micro-batch it would force every document to use all experts; over the global batch experts may specialise (Qiu
-et al., arXiv 2501.11873). But f of the whole batch is known only after its last micro-step, when the gradients of the
-first are long summed. So f is that of the step before, a constant, as DeepSeek-V3's bias follows the step before. What
-is left is a mean over tokens: it does not matter how they are divided into micro-batches and over processes.
+et al., arXiv 2501.11873). But f of the whole batch is known only after its last micro-step, too late for the gradients
+of the first. So f is the constant of the step before, as DeepSeek-V3's bias follows the step before. What remains is a
+mean over tokens, however they are divided into micro-batches and over processes.
 
 Shapes: L routers, E experts (of the router that has most).
 """
@@ -38,7 +38,7 @@ IDLE_STEPS = 100
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """Coefficients of what is added to the loss for the routers' sake; both 0 for a model without."""
+    """Coefficients of the losses that train the routers; 0 for a model without routers."""
 
     routers: int = 0
     balance: float = 0.0
@@ -107,11 +107,11 @@ def _other_scale(model_config: PreTrainedConfig, routers: Sequence[Router]) -> s
 
 
 class Experts:
-    """The routers of the model that trains, followed. Without any, every call does nothing. All ranks call together.
+    """Follows the routers of the model in training; does nothing if there are none. All ranks call together.
 
     Args:
         causal_lm: the model, prepared by the strategy and not yet compiled.
-        losses: their coefficients; at 0 the routers are watched all the same.
+        losses: their coefficients; at 0 the routers are still monitored.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, strategy: Strategy, losses: RouterLosses):
@@ -133,16 +133,15 @@ class Experts:
         """Of the step so far, in this process."""
         self._last_L3E = torch.zeros(layers, 3, most, device=device)
         """Of the last whole step: assignments over all processes; of the rest the means."""
-        self._share_LE = self._even_share()
-        """Assignments per token of the last whole step; even before the first."""
         self._balance_L = torch.zeros(layers, device=device)
         self._idle_LE = torch.zeros(layers, most, dtype=torch.int32, device=device)
-        """Steps in a row, up to the last, in which an expert received nothing."""
+        """Consecutive steps, up to the last, in which an expert received nothing."""
         self._reported_LE = torch.zeros(layers, most, dtype=torch.bool)
         self._micro_steps = 1
+        self.load(None)
 
     def begin_step(self, micro_steps: int) -> None:
-        """Before the first micro-step of a step: what the gradients of each will be multiplied by."""
+        """Before the first micro-step of a step: sets what the gradients of each micro-step are multiplied by."""
         if self.routers:
             self._micro_steps = micro_steps
             self._scale.fill_(self.strategy.state().get("scale", 1.0) / micro_steps)
@@ -153,7 +152,7 @@ class Experts:
             self._sums_L3E += _stacked([router.module.follow_record_3E for router in self.routers])
 
     def end_step(self) -> None:
-        """After the last micro-step: sums over the processes, in one small collective for which nothing waits."""
+        """After the last micro-step: sums over the processes in one small collective that nothing waits for."""
         if not self.routers:
             return
         self._last_L3E = self.strategy.sum(self._sums_L3E).clone()
@@ -167,14 +166,8 @@ class Experts:
     def _use(self, counts_LE: Tensor) -> None:
         """Makes these assignments the f of the next step."""
         self._share_LE = counts_LE * (self._top_k_L / counts_LE.sum(-1))[:, None]
-        self._hand_out()
-
-    def _hand_out(self) -> None:
         shares = [share_E[:size] for share_E, size in zip(self._share_LE, self.sizes, strict=True)]
         torch._foreach_copy_([router.module.follow_share_E for router in self.routers], shares)
-
-    def _even_share(self) -> Tensor:
-        return _stacked([router.module.follow_share_E for router in self.routers])
 
     def counts(self) -> list[list[int]] | None:
         """For a checkpoint: assignments in the last step, by layer and expert; None before the first step."""
@@ -184,19 +177,17 @@ class Experts:
         return [[int(n) for n in row[:size]] for row, size in zip(rows, self.sizes, strict=True)]
 
     def load(self, counts: list[list[int]] | None) -> None:
-        """What `counts` gave: the next step is that of the run that was saved."""
+        """Continues after the step that these `counts` are of; None: before the first step, with even shares."""
         if not self.routers:
             return
-        self._sums_L3E.zero_()
-        self._last_L3E.zero_()
-        self._idle_LE.zero_()
+        for tensor in (self._sums_L3E, self._last_L3E, self._idle_LE):
+            tensor.zero_()
         if counts is None:
-            self._share_LE = self._top_k_L[:, None] / self._size_L[:, None] * self._exists()
-            self._hand_out()
-            return
-        rows = [torch.tensor(row, dtype=torch.float32, device=self.strategy.device) for row in counts]
-        self._last_L3E[:, 0] = _stacked(rows)
-        self._use(self._last_L3E[:, 0])
+            self._use(self._exists().float())
+        else:
+            rows = [torch.tensor(row, dtype=torch.float32, device=self.strategy.device) for row in counts]
+            self._last_L3E[:, 0] = _stacked(rows)
+            self._use(self._last_L3E[:, 0])
 
     def _exists(self) -> Tensor:
         """(L, E) bool: routers may have different numbers of experts."""
@@ -210,21 +201,19 @@ class Experts:
         """
         if not self.routers:
             return {}
-        exists_LE = self._exists()
         part_LE = self._share_LE / self._top_k_L[:, None]
         entropy_L = -torch.special.xlogy(part_LE, part_LE).sum(-1) / self._size_L.log().clamp(min=1e-9)
         load_LE = part_LE * self._size_L[:, None]
-        values = [
-            self._balance_L.mean(),
-            entropy_L.mean(),
-            entropy_L.min(),
-            load_LE.max(),
-            load_LE.where(exists_LE, math.inf).min(),
-            self._last_L3E[:, 2, 0].mean(),
-        ]
-        names = ["router_balance_loss", "expert_entropy", "expert_entropy_min", "expert_load_max", "expert_load_min"]
-        names += ["router_z_loss"] if self.has_z_loss else []
-        return dict(zip(names, torch.stack(values).tolist(), strict=False))
+        figures = {
+            "router_balance_loss": self._balance_L.mean(),
+            "expert_entropy": entropy_L.mean(),
+            "expert_entropy_min": entropy_L.min(),
+            "expert_load_max": load_LE.max(),
+            "expert_load_min": load_LE.where(self._exists(), math.inf).min(),
+        }
+        if self.has_z_loss:
+            figures["router_z_loss"] = self._last_L3E[:, 2, 0].mean()
+        return dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))
 
     def newly_dead(self) -> str | None:
         """What to warn of: experts that received nothing for IDLE_STEPS steps, each once until it receives again."""

@@ -15,11 +15,11 @@ from pretrain import config
 from pretrain.training.step_reports import StepReport
 
 FEWEST_FOR_MEAN, FEWEST_FOR_DEVIATION = 8, 64
-"""Losses in the window before it is compared with: for their mean, and for their standard deviation."""
+"""Losses that the window must hold before their mean, and their standard deviation, are used."""
 FAST, SLOW = 1 / 16, 1 / 256
-"""Weight of a new loss in the two moving averages of the divergence detector: over some 16 and some 256 steps."""
+"""Weight of a new loss in the divergence detector's moving averages over about 16 and about 256 steps."""
 SIGMA_FLOOR = 1.1
-"""A loss below so many times the mean is no spike, however even the losses before it were."""
+"""A loss below this multiple of the mean is not a spike, however small the deviation."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,11 @@ class StepGuard:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint stores."""
-        return {
-            "losses": list(self._losses),
-            "fast": self._fast,
-            "slow": self._slow,
-            "strikes": list(self._strikes),
-            "diverging": self._diverging,
-        }
+        averages = {"fast": self._fast, "slow": self._slow, "diverging": self._diverging}
+        return {"losses": list(self._losses), "strikes": list(self._strikes), **averages}
 
     def forget(self) -> None:
-        """The data changes here, as at the end of a stage: earlier losses say nothing about later ones."""
+        """Called where the data changes, as between stages: earlier losses say nothing about later ones."""
         self.__init__(self.settings, scales_loss=self.scales_loss)
 
     def judge(self, report: StepReport) -> list[Finding]:
@@ -77,10 +72,10 @@ class StepGuard:
             self._strikes.append(report.step)
         else:
             self._strikes.clear()
-        if spike is None and finite:
-            self._losses.append(report.loss)
-        elif spike is not None:
+        if spike is not None:
             findings.append(spike)
+        elif finite:
+            self._losses.append(report.loss)
         if finite:
             findings += self._judge_trend(report)
         if len(self._strikes) >= self.settings.patience:

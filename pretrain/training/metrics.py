@@ -55,6 +55,7 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        """Around work that is not training."""
         start = time.perf_counter()
         yield
         self._paused += time.perf_counter() - start
@@ -115,14 +116,11 @@ class Metrics:
     """
 
     def __init__(self, run: Path, *, is_main: bool):
-        self.is_main = is_main
+        self.is_main, self._run, self.total_steps = is_main, run, 0
+        self.began, self._ended = False, False
+        """began: the run has started training; the same on all ranks."""
         self._started, self._trackers = time.perf_counter(), None
-        self.total_steps = 0
         self._stand: dict[str, int] | None = None
-        self.began = False
-        """Whether the run has started training; the same on all ranks."""
-        self._ended = False
-        self._run = run
         if is_main:
             run.mkdir(parents=True, exist_ok=True)
             self._lines, self._log = LineFile(run / METRICS_FILE), LineFile(run / "train.log")
@@ -133,10 +131,8 @@ class Metrics:
         self.began = True
         if not self.is_main:
             return
-        self.total_steps = total_steps
-        self._bar = tqdm(
-            total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty()
-        )
+        self.total_steps, hidden = total_steps, not sys.stderr.isatty()
+        self._bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=hidden)
         self._trackers = Trackers(config.output, config, lambda text: self.write("warning", message=text))
 
     def change_total(self, total_steps: int) -> None:
@@ -176,7 +172,7 @@ class Metrics:
             self._bar.write(text)
 
     def stands_at(self, step: int, tokens: int) -> None:
-        """Steps and tokens so far, for the progress bar and the end event."""
+        """Sets steps and tokens so far, for the progress bar and the end event."""
         if self.is_main:
             self._stand = {"step": step, "tokens": tokens}
             if not self._bar.disable:
@@ -190,10 +186,7 @@ class Metrics:
         return self._stand
 
     def end(self, code: int, reason: str, **values: Any) -> None:
-        """Writes the last event of this attempt and closes everything. Of two simultaneous ends the first counts.
-
-        step and tokens are those of `stands_at` where they are not given.
-        """
+        """Writes the last event of this attempt and closes everything. Of two simultaneous ends the first counts."""
         if not self.is_main or self._ended:
             return
         self._ended = True
@@ -208,8 +201,7 @@ class Metrics:
     def _in_words(self, event: str, values: dict[str, Any]) -> str:
         extra: dict[str, Any] = {"total_steps": self.total_steps}
         if event == "train":
-            left = (self.total_steps - values["step"]) * values["step_seconds"]
-            extra["time_left"] = duration_text(left)
+            extra["time_left"] = duration_text((self.total_steps - values["step"]) * values["step_seconds"])
             extra["mfu_text"] = f" · MFU {values['mfu']:.1%}" if values.get("mfu") else ""
             extra["tokens_text"] = f"{count_text(values['tokens'])} tokens"
         if event == "checkpoint":
@@ -220,7 +212,7 @@ class Metrics:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory the process has held: on the GPU where there is one, else resident."""
+    """Peak memory of the process: on the GPU if there is one, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

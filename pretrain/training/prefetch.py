@@ -1,4 +1,4 @@
-"""The next micro-batch is read in a thread while the model computes: a slow disk then costs the step nothing."""
+"""Reads the next micro-batch in a thread while the model computes, so that a slow disk does not delay the step."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -9,7 +9,7 @@ from pretrain.training.run_plan import RunPlan
 
 
 class ReadAhead:
-    """The micro-batches of this process, in any order; in the order of training they have been read before."""
+    """The micro-batches of this process, in any order; prefetched when asked for in the order of training."""
 
     def __init__(self, strategy: Strategy):
         self.strategy = strategy

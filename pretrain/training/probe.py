@@ -1,8 +1,8 @@
-"""Does this architecture train correctly in this run's configuration? A small copy of it is tested before the run.
+"""Does this architecture train correctly in this run's configuration? Tests a small copy of it before the run.
 
-Many ways to train a model wrongly go unnoticed: an attention that ignores the document mask, a forward pass that
-sees the future, a loss that is not the library's. The copy (see model/small_copy.py) is run in fp32 on the CPU, where
-the run's attention has a form there, and compared with the library's own eager forward of each document alone.
+Much can silently train a model wrongly: an attention that ignores the document mask, a forward pass that sees the
+future, a loss that is not the library's. The copy (see model/small_copy.py) runs in fp32 on the CPU if the run's
+attention has a CPU form, and is compared with the library's own eager forward pass of each document alone.
 
 Shapes: B windows, T positions, V vocabulary.
 """
@@ -121,14 +121,11 @@ def _said(found: Mapping[str, Judgement]) -> tuple[str, ...]:
 
 
 def _refusal(model_type: str, attention: str, works_without_documents: bool, found: Mapping[str, Judgement]) -> str:
-    remedies = []
-    if works_without_documents:
-        remedies.append("train it with --data.document_mask false")
-    if attention != "auto":
-        remedies.append("choose --attention auto")
+    remedies = ["train it with --data.document_mask false"] if works_without_documents else []
+    remedies += ["choose --attention auto"] if attention != "auto" else []
     remedies.append("take another architecture (docs/models.md lists what works)")
     return (
-        f"model: {model_type} would not train right with attention {attention} ({'; '.join(_said(found))}): "
+        f"model: {model_type} would not train correctly with attention {attention} ({'; '.join(_said(found))}): "
         f"{', or '.join(remedies)}"
     )
 
@@ -140,11 +137,8 @@ def _causality_problem(model: PreTrainedModel) -> str | None:
     seen = relative_difference(logits_of(model, changed_BT)[:, :half], logits_of(model, window.inputs_BT)[:, :half])
     if seen <= TOLERANCE:
         return None
-    remedy = (
-        "set is_decoder: true in its JSON"
-        if getattr(model.config, "is_decoder", True) is False
-        else ("take another architecture")
-    )
+    is_encoder = getattr(model.config, "is_decoder", True) is False
+    remedy = "set is_decoder: true in its JSON" if is_encoder else "take another architecture"
     return (
         f"sees the future: later tokens change earlier logits by {seen:.1%} of the largest, in the library's own "
         f"forward too; {remedy}"
@@ -160,7 +154,10 @@ def _judge(reference: PreTrainedModel, attention: str, window: WindowSpec) -> Ju
         model = build_model(reference.config, seed=0, attention=attention).eval()
         model.load_state_dict(reference.state_dict())
         model.to(device, dtype)
-        _compare_whole(judgement, model, reference, tolerance)
+        ids_BT = ReferenceWindow.of(model.config).inputs_BT
+        difference = relative_difference(logits_of(model, ids_BT), logits_of(reference, ids_BT))
+        if difference > tolerance:
+            judgement.problems.append(f"logits differ from the library's own by {difference:.1%} of the largest")
         if window.document_mask and not judgement.problems:
             _compare_documents(judgement, model, reference, _inputs(model, attention, window), tolerance)
         if not judgement.problems:
@@ -170,13 +167,6 @@ def _judge(reference: PreTrainedModel, attention: str, window: WindowSpec) -> Ju
     except Exception as error:  # a model's own code may fail in any way on arguments it does not know
         judgement.problems.append(f"fails with {in_a_line(error)}")
     return judgement
-
-
-def _compare_whole(judgement: Judgement, model: PreTrainedModel, reference: PreTrainedModel, tolerance: float) -> None:
-    ids_BT = ReferenceWindow.of(model.config).inputs_BT
-    difference = relative_difference(logits_of(model, ids_BT), logits_of(reference, ids_BT))
-    if difference > tolerance:
-        judgement.problems.append(f"logits differ from the library's own by {difference:.1%} of the largest")
 
 
 def _compare_documents(

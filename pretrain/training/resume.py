@@ -1,4 +1,4 @@
-"""Where a run continues: resume, save, roll back past bad data, anneal early."""
+"""Where a run continues: resuming, saving, rolling back, annealing early."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -24,11 +24,11 @@ class Continuation:
     """The state of a run: where it resumes, what it saves. All ranks call together.
 
     Args:
-        plan: the run as the recipe has it.
+        plan: of the recipe as it is, without rollbacks or annealing.
         overridden: settings given on the command line, which may differ from the checkpoint's.
 
-    Raises InputError if the checkpoint has other settings, NoValidCheckpoint if there are only damaged ones, and
-    CrashLoop if the run has failed at this place too often.
+    Raises InputError if the checkpoint has other settings, NoValidCheckpointError if all are damaged, and
+    CrashLoopError if the run has failed here too often.
     """
 
     def __init__(
@@ -86,20 +86,21 @@ class Continuation:
 
     def _branch(self) -> None:
         """The new run decays from its first step, and records its origin."""
-        run = self.config.branch_from.rpartition("@")[0]
-        trunk = {"run": run, "step": self.state.step, "tokens": self.state.tokens}
-        if self.state.step > self.saved.contents["plan"]["stable_until"]:
+        stable_until = self.saved.contents["plan"]["stable_until"]
+        if self.state.step > stable_until:
             raise InputError(
                 f"branch_from: {self.config.branch_from} has begun to decay its learning rate; take a checkpoint of "
-                f"step {self.saved.contents['plan']['stable_until']:,} or before"
+                f"step {stable_until:,} or before"
             )
+        run = self.config.branch_from.rpartition("@")[0]
+        trunk = {"run": run, "step": self.state.step, "tokens": self.state.tokens}
         self.state.lineage = [*self.state.lineage, trunk]
         self._anneal(self.config.optim.decay_fraction * self.state.step)
         self.state.validation_loss = None
 
     @property
     def run(self) -> RunPlan:
-        """The plan in effect: without skipped data, with the requested end."""
+        """The plan in effect: without skipped data, and with the requested end."""
         run = self.plan.leaving_out(self.state.left_out)
         return run.annealing(self.state.anneal_from, self.state.anneal_steps)
 
@@ -110,7 +111,7 @@ class Continuation:
 
     @property
     def is_saved(self) -> bool:
-        """Whether this step's checkpoint is written; known to all ranks alike once `finish_saving` has returned."""
+        """Whether this step's checkpoint is written; the same on all ranks once `finish_saving` has returned."""
         return self.checkpoints.last_step == self.state.step
 
     @property
@@ -141,7 +142,7 @@ class Continuation:
         self.report_saves()
 
     def finish_saving(self, beat: Callable[[], None], required: bool) -> None:
-        """Waits for the save of this step; required: raises SaveFailed on all ranks if it could not be written."""
+        """Waits for the save of this step; required: raises SaveError on all ranks if it failed."""
         self.checkpoints.wait(beat)
         self.report_saves()
         if required and not self.is_saved:
@@ -150,22 +151,16 @@ class Continuation:
     def report_saves(self) -> None:
         """Logs the saves that have finished since the last call; ranks need not call in the same step."""
         while (save := self.checkpoints.finished()) is not None:
-            if save.problem is None:
-                figures = {"bytes": save.bytes, "seconds": save.seconds, "stall_seconds": save.stall_seconds}
-                self.metrics.write("checkpoint", step=save.step, path=save.folder.name, **figures)
-                self._publish_milestone(save.step)
-            else:
+            if save.problem is not None:
+                what = f"the checkpoint of step {save.step:,} was not saved: {save.problem}"
                 what_now = "training continues; earlier checkpoints are unaffected"
-                self.metrics.write(
-                    "warning",
-                    step=save.step,
-                    message=f"the checkpoint of step {save.step:,} was not saved: {save.problem}; {what_now}",
-                )
-
-    def _publish_milestone(self, step: int) -> None:
-        milestones = self.config.checkpoint.milestones_every
-        if self.config.hub.every == "milestones" and milestones and step % milestones == 0:
-            publish_beside(self.config, step, self.metrics)
+                self.metrics.write("warning", step=save.step, message=f"{what}; {what_now}")
+                continue
+            figures = {"bytes": save.bytes, "seconds": save.seconds, "stall_seconds": save.stall_seconds}
+            self.metrics.write("checkpoint", step=save.step, path=save.folder.name, **figures)
+            milestones = self.config.checkpoint.milestones_every
+            if self.config.hub.every == "milestones" and milestones and save.step % milestones == 0:
+                publish_beside(self.config, save.step, self.metrics)
 
     def anneal(self) -> RunPlan:
         """Starts the final decay now; returns the changed plan."""
@@ -180,7 +175,7 @@ class Continuation:
     def go_back(self, finding: Finding, beat: Callable[[], None] = lambda: None) -> None:
         """Rolls back to a checkpoint before the finding, and changes the data or the rate from there.
 
-        Raises NumericStop if the recipe, the number of rollbacks or the lack of a checkpoint rules that out.
+        Raises NumericStopError if the recipe, the number of rollbacks or the lack of a checkpoint rules that out.
         """
         guard, state = self.config.guard, self.state
         if not finding.roll_back or guard.roll_back == "off" or len(state.rollbacks) >= guard.max_rollbacks:

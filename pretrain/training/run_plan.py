@@ -1,7 +1,7 @@
 """The numbers of a run that follow from its recipe, its model, its data and the number of processes.
 
-They are computed here, printed at the start, and cannot be set. What cannot work is found here too, all of it at
-once, before anything is built.
+They are computed here, printed at the start, and cannot be set. All problems of the whole are found here too, before
+anything is built.
 """
 
 import hashlib
@@ -11,16 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pretrain.config import Cadence, RunConfig
+from pretrain.config import Cadence, RunConfig, Source
 from pretrain.data.batches import Batches, SkippedRange, open_training
 from pretrain.errors import InputError, Problems
 from pretrain.hardware import DTYPES
 from pretrain.model.attention import choose_attention
-from pretrain.model.build import (
-    check_vocabulary,
-    count_parameters,
-    set_end_of_document,
-)
+from pretrain.model.build import check_vocabulary, count_parameters, set_end_of_document
 from pretrain.model.compile import checkpointing_problems
 from pretrain.model.flops import active_parameters, flops_per_token
 from pretrain.model.inputs import HostBatch, host_batch
@@ -53,15 +49,14 @@ class ModelPlan:
     model_config: Any
     parameters: int
     active_parameters: int
-    """Those that a token meets: of a mixture of experts without the experts that it does not choose."""
+    """Those that one token uses: of a mixture of experts, without the experts that it is not routed to."""
     router_losses: RouterLosses
     flops_per_token: float
-    """See `flops.flops_per_token`."""
     attention: str
     from_hidden_states: bool
     """See `loss.LanguageModelLoss`."""
     attention_passed_over: tuple[str, ...]
-    """Faster attention under which this architecture would not train right, and what was found."""
+    """Faster attention under which this architecture would not train correctly, and what was found."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ class RunPlan(ModelPlan):
     peak_learning_rate: float
     batches: Batches
     identity: dict[str, Any]
-    """What must not change when a run continues."""
+    """Settings that must not change when a run continues."""
 
     @property
     def total_steps(self) -> int:
@@ -121,8 +116,7 @@ class RunPlan(ModelPlan):
         return replace(self, schedule=schedule, ramp=replace(self.ramp, total_steps=from_step + steps))
 
     def extending(self, earlier: Mapping[str, Any]) -> "RunPlan":
-        """The same run where it is longer than an `earlier` one, described by `planned`: without rewinding
-        the learning rate."""
+        """The same run, without rewinding the learning rate where it extends an `earlier` one (see `planned`)."""
         if self.total_steps <= earlier["total_steps"] or self.schedule.name != earlier["schedule"]["name"]:
             return self
         return replace(self, schedule=self.schedule.extending(earlier["schedule"]))
@@ -134,13 +128,12 @@ class RunPlan(ModelPlan):
         return replace(self, ramp=replace(self.ramp, total_steps=steps))
 
     def planned(self) -> dict[str, Any]:
-        """What a checkpoint says of the plan that it was trained by."""
-        schedule = self.schedule.schedule if isinstance(self.schedule, Annealing) else self.schedule
-        return {
-            "total_steps": self.total_steps,
-            "schedule": asdict(schedule),
-            "stable_until": self.schedule.from_step if isinstance(self.schedule, Annealing) else schedule.decays_from,
-        }
+        """What a checkpoint records of its plan."""
+        if isinstance(self.schedule, Annealing):
+            schedule, stable_until = self.schedule.schedule, self.schedule.from_step
+        else:
+            schedule, stable_until = self.schedule, self.schedule.decays_from
+        return {"total_steps": self.total_steps, "schedule": asdict(schedule), "stable_until": stable_until}
 
 
 @dataclass(frozen=True)
@@ -202,20 +195,11 @@ class Cadences:
 
 def derive(config: RunConfig, ranks: int) -> RunPlan:
     """Checks a run as a whole. Raises InputError with everything that cannot work."""
-    problems = Problems(place_problems(config))
-    data, batch = config.data, config.batch
+    problems = place_problems(config)
+    data = config.data
     model_config = problems.attempt(load_text_model_config, config.model)
     if config.init == "pretrained":
         problems.attempt(find_weights, config.model)
-    problems += tracker_problems(config.trackers)
-    if config.hub.repository is not None:
-        problems += offer_problems(config.hub.repository, config.publish.license, config.publish.language)
-        problems += login_problems()
-        if config.hub.every == "milestones" and config.checkpoint.milestones_every is None:
-            problems.append(
-                "hub.every: milestones, but checkpoint.milestones_every keeps none: give it a number of steps, or set "
-                "hub.every to end"
-            )
     readers = problems.attempt(open_training, data)
     device = problems.attempt(device_type)
     precision = problems.attempt(resolve_precision, config.precision) if device else None
@@ -240,7 +224,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     problems.stop_if_any()
     model = plan_model(config, model_config, losses_of_routers)
 
-    ramp = problems.attempt(ramp_of, config, sequences_per_step, ranks, model.active_parameters)
+    ramp = problems.attempt(ramp_of, config, sequences_per_step, model.active_parameters)
     problems.stop_if_any()
     schedule = problems.attempt(schedule_of, config, ramp.total_steps)
     batches = problems.attempt(Batches, data, seed=config.seed, ramp=ramp)
@@ -249,7 +233,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         **vars(model),
         precision=precision,
         ranks=ranks,
-        sequences_per_micro_batch=batch.sequences_per_micro_batch,
+        sequences_per_micro_batch=config.batch.sequences_per_micro_batch,
         ramp=ramp,
         schedule=schedule,
         peak_learning_rate=peak_learning_rate(config, model.parameters, sequences_per_step),
@@ -282,16 +266,24 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
     )
 
 
-def place_problems(config: RunConfig) -> list[str]:
-    """What is wrong with the places and names that the run will come to: its folder, its trunk, its benchmarks."""
-    problems = Problems()
+def place_problems(config: RunConfig) -> Problems:
+    """What is wrong with the places and names outside the recipe: folder, trunk, benchmarks, trackers, repository."""
+    problems, evaluation, hub = Problems(), config.evaluation, config.hub
     output = output_problem(config.output)
     problems += [output] if output else []
-    if config.branch_from is not None and not (not output and checkpoint_folders(config.output)):
+    if config.branch_from is not None and (output or not checkpoint_folders(config.output)):
         problems.attempt(trunk_checkpoint, config.branch_from)
-    evaluation = config.evaluation
     if evaluation.every_steps or evaluation.every_tokens:
         problems += task_problems(evaluation.tasks, evaluation.include_path)
+    problems += tracker_problems(config.trackers)
+    if hub.repository is not None:
+        problems += offer_problems(hub.repository, config.publish.license, config.publish.language)
+        problems += login_problems()
+        if hub.every == "milestones" and config.checkpoint.milestones_every is None:
+            problems.append(
+                "hub.every: milestones, but checkpoint.milestones_every keeps none: give it a number of steps, or set "
+                "hub.every to end"
+            )
     return problems
 
 
@@ -303,27 +295,20 @@ def sequences_of(config: RunConfig, ranks: int) -> int:
     if batch.tokens_per_step % group:
         below, above = batch.tokens_per_step // group * group, math.ceil(batch.tokens_per_step / group) * group
         nearest = f"{below:,} or {above:,}" if below else f"{above:,}"
-        factors = (
-            f"{batch.sequences_per_micro_batch} sequences per micro-batch x {length:,} tokens x {ranks} processes"
-        )
-        factors += f" x {levels} ramp levels" if levels > 1 else ""
+        ramp = f" x {levels} ramp levels" if levels > 1 else ""
         raise InputError(
-            f"batch.tokens_per_step: {batch.tokens_per_step:,} is not a multiple of {factors} = {group:,}; "
-            f"nearest: {nearest}"
+            f"batch.tokens_per_step: {batch.tokens_per_step:,} is not a multiple of {batch.sequences_per_micro_batch} "
+            f"sequences per micro-batch x {length:,} tokens x {ranks} processes{ramp} = {group:,}; nearest: {nearest}"
         )
     return batch.tokens_per_step // length
 
 
-def ramp_of(config: RunConfig, sequences_per_step: int, ranks: int, active: int) -> BatchRamp:
-    """The batch over the run. active: parameters that a token meets, by which a budget per parameter counts."""
-    budget, length = config.budget, config.data.sequence_length
-    tokens = budget.tokens
-    if budget.tokens_per_parameter:
-        tokens = round(budget.tokens_per_parameter * active)
-    ramp = config.batch.ramp
+def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRamp:
+    """The batch over the run. active: parameters that a token uses, which tokens_per_parameter is relative to."""
+    budget, length, ramp = config.budget, config.data.sequence_length, config.batch.ramp
+    tokens = round(budget.tokens_per_parameter * active) if budget.tokens_per_parameter else budget.tokens
     return batch_ramp(
         sequences_per_step,
-        sequences_per_group=config.batch.sequences_per_micro_batch * ranks,
         total_sequences=None if budget.steps else math.ceil(tokens / length),
         total_steps=budget.steps,
         ramp_from=ramp.start if ramp else 1.0,
@@ -372,13 +357,11 @@ def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[
     """Settings under which a checkpoint continues exactly; JSON values by the dotted path that sets them."""
     architecture = {k: v for k, v in model_config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
     data_of = {folder: reader.manifest.sha256[:16] for folder, reader in batches.readers.items()}
-    mixtures = [
-        {
-            "until": stage.until,
-            "train": [(str(s.shards), data_of[str(s.shards)], s.weight, s.max_epochs) for s in stage.train],
-        }
-        for stage in config.data.mixtures
-    ]
+
+    def mixture(sources: list[Source]) -> list[tuple]:
+        return [(str(s.shards), data_of[str(s.shards)], s.weight, s.max_epochs) for s in sources]
+
+    mixtures = [{"until": stage.until, "train": mixture(stage.train)} for stage in config.data.mixtures]
     identity = {
         "model": hashlib.sha256(json.dumps(architecture, sort_keys=True, default=str).encode()).hexdigest()[:16],
         "seed": config.seed,
@@ -394,7 +377,7 @@ def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[
 
 
 def identity_problems(saved: dict[str, Any], now: dict[str, Any], overridden: frozenset[str]) -> list[str]:
-    """What differs from the checkpoint, less what the command line names."""
+    """What differs from the checkpoint and is not named on the command line."""
     return [
         f"{path}: the run was started with {json.dumps(saved.get(path))}, the recipe now says "
         f"{json.dumps(now.get(path))}; restore it, choose another --output, or accept it with --{path} on the "

@@ -1,4 +1,4 @@
-"""What a run's folder says of the run: resolved config, model, strategy, environment; and the start, announced."""
+"""The record in a run's folder (config, model, data, strategy, environment), and the announcement of its start."""
 
 import contextlib
 import dataclasses
@@ -28,12 +28,12 @@ RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safete
 
 
 def announce(continuation: Continuation, peak: tuple[float | None, str]) -> str:
-    """A run starts, its model and optimizer are built: writes the record, the banner, warnings and the first events.
+    """Writes the record, the banner, warnings and the first events, once model and optimizer are built.
 
     Args:
         peak: FLOP/s of one process, and where that number is from.
 
-    Returns an id of this start, for commands that are meant for it.
+    Returns an id of this start, to which commands of runs.py are addressed.
     """
     config, run, state = continuation.config, continuation.run, continuation.state
     strategy, metrics, found = continuation.strategy, continuation.metrics, continuation.found
@@ -50,7 +50,8 @@ def announce(continuation: Continuation, peak: tuple[float | None, str]) -> str:
     for caution in cautions(config, run, continuation.overridden, strategy.device) if strategy.ranks.is_main else ():
         metrics.write("warning", step=state.step, message=caution)
     start_id = uuid.uuid4().hex
-    facts = {"start_id": start_id, "parameters": run.parameters, "ranks": strategy.ranks.count, **schedule_record(run)}
+    facts = {"start_id": start_id, "parameters": run.parameters, "ranks": strategy.ranks.count}
+    facts |= dataclasses.asdict(run.schedule) | dataclasses.asdict(run.ramp)
     facts |= {"active_parameters": run.active_parameters, "flops_per_token": run.flops_per_token}
     metrics.write("start", step=state.step, **facts)
     if found:
@@ -59,26 +60,23 @@ def announce(continuation: Continuation, peak: tuple[float | None, str]) -> str:
     return start_id
 
 
-def write_record(config: RunConfig, derived: RunPlan, strategy: Strategy) -> None:
-    """Writes config.yaml, model.json, data.json, strategy.json and environment.json into the run's folder.
-
-    Main rank only.
-
-    Nothing of the process's environment variables goes in.
-    """
+def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy) -> None:
+    """Writes config.yaml and the JSON files beside it; no environment variables are recorded. Main rank only."""
     folder = config.output
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(as_yaml(config), encoding="utf-8")
-    (folder / "model.json").write_text(derived.model_config.to_json_string(), encoding="utf-8")
-    write_record_file(
-        folder / DATA_FILE, {str(shards): data_record(reader) for shards, reader in derived.batches.readers.items()}
-    )
-    write_record_file(folder / "strategy.json", strategy.describe())
-    write_record_file(folder / "environment.json", environment(strategy))
+    (folder / "model.json").write_text(plan.model_config.to_json_string(), encoding="utf-8")
+    records = {
+        DATA_FILE: {str(shards): data_record(reader) for shards, reader in plan.batches.readers.items()},
+        "strategy.json": strategy.describe(),
+        "environment.json": environment(strategy),
+    }
+    for name, values in records.items():
+        (folder / name).write_text(json.dumps(values, indent=1), encoding="utf-8")
 
 
 def data_record(reader: ShardReader) -> dict:
-    """What a run keeps of its shards' manifest, for its card and for whoever asks when the shards have gone."""
+    """What a run keeps of its shards' manifest, for its card and for when the shards are gone."""
     manifest = reader.manifest
     splits = {split: dict(zip(SPLIT_TOTALS, manifest.totals(split), strict=True)) for split in SPLITS}
     return {
@@ -118,60 +116,33 @@ def commit_of(folder: Path) -> str | None:
     return head + ("+changes" if changed.strip() else "")
 
 
-def write_record_file(path: Path, values: dict) -> None:
-    path.write_text(json.dumps(values, indent=1), encoding="utf-8")
-
-
-def banner(config: RunConfig, derived: RunPlan, built: dict[str, str]) -> str:
-    """The numbers of the run as they are in effect, one per line. `built` adds what only the built objects know."""
-    ramp, length = derived.ramp, config.data.sequence_length
-    micro = config.batch.sequences_per_micro_batch
-    full_micro_steps = ramp.sequences_per_level[-1] // (micro * derived.ranks)
+def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
+    """The numbers of the run in effect, one per line. `built` adds what only the built objects know."""
+    ramp, length, micro = plan.ramp, config.data.sequence_length, config.batch.sequences_per_micro_batch
+    full_micro_steps = ramp.sequences_per_level[-1] // (micro * plan.ranks)
     levels = " -> ".join(f"{level * length:,}" for level in ramp.sequences_per_level)
+    is_fallback = config.precision == "auto" and plan.precision == "fp32"
+    reason = f" (auto: {missing_bf16(device_type())})" if is_fallback else ""
     weights = "bf16, rounded stochastically" if config.optim.stochastic_rounding else "fp32"
+    is_sparse = plan.active_parameters < plan.parameters
+    active = f"{plan.active_parameters:,} active of " if is_sparse else ""
+    per_parameter = f"{plan.total_tokens / plan.active_parameters:.1f} per {'active ' if is_sparse else ''}parameter"
+    attention = plan.attention + (", within documents" if config.data.document_mask else "")
+    readers, epochs = plan.batches.readers, plan.batches.epochs_at(plan.total_steps)
     rows = {
-        "model": f"{config.model} ({derived.model_config.model_type}), {parameters_text(derived)}",
-        "precision": f"{derived.precision}{precision_reason(config, derived)}, weights and optimizer in {weights}",
-        "attention": "; not ".join(
-            [
-                derived.attention + (", within documents" if config.data.document_mask else ""),
-                *derived.attention_passed_over,
-            ]
-        ),
-        "data": " + ".join(
-            f"{folder} ({count_text(reader.tokens)} tokens)" for folder, reader in derived.batches.readers.items()
-        ),
-        "epochs in total": ", ".join(
-            f"{folder} {epochs:.2f}" for folder, epochs in derived.batches.epochs_at(derived.total_steps).items()
-        ),
-        "tokens per step": f"{levels} = {micro} sequences x {length:,} tokens x {derived.ranks} processes x "
+        "model": f"{config.model} ({plan.model_config.model_type}), {active}{plan.parameters:,} parameters",
+        "precision": f"{plan.precision}{reason}, weights and optimizer in {weights}",
+        "attention": "; not ".join([attention, *plan.attention_passed_over]),
+        "data": " + ".join(f"{folder} ({count_text(reader.tokens)} tokens)" for folder, reader in readers.items()),
+        "epochs in total": ", ".join(f"{folder} {count:.2f}" for folder, count in epochs.items()),
+        "tokens per step": f"{levels} = {micro} sequences x {length:,} tokens x {plan.ranks} processes x "
         f"{full_micro_steps} micro-steps",
-        "budget": f"{derived.total_steps:,} steps, {derived.total_tokens:,} tokens, "
-        f"{derived.total_tokens / derived.active_parameters:.1f} per "
-        f"{'active ' if derived.active_parameters < derived.parameters else ''}parameter",
-        "learning rate": f"{derived.peak_learning_rate:.3g} at the peak, {derived.schedule.name}, "
-        f"{derived.schedule.warmup_steps:,} warmup steps",
-        "FLOPs per token": f"{derived.flops_per_token:.4g} = {FORMULA}",
-        **derived.router_losses.in_words(),
+        "budget": f"{plan.total_steps:,} steps, {plan.total_tokens:,} tokens, {per_parameter}",
+        "learning rate": f"{plan.peak_learning_rate:.3g} at the peak, {plan.schedule.name}, "
+        f"{plan.schedule.warmup_steps:,} warmup steps",
+        "FLOPs per token": f"{plan.flops_per_token:.4g} = {FORMULA}",
+        **plan.router_losses.in_words(),
         **built,
     }
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
-
-
-def precision_reason(config: RunConfig, derived: RunPlan) -> str:
-    """Why auto is fp32, in brackets; '' for any other precision."""
-    if config.precision != "auto" or derived.precision != "fp32":
-        return ""
-    return f" (auto: {missing_bf16(device_type())})"
-
-
-def parameters_text(derived: RunPlan) -> str:
-    """'125,264,640 parameters'; of a mixture of experts '124,000,000 active of 502,000,000 parameters'."""
-    active = f"{derived.active_parameters:,} active of " if derived.active_parameters < derived.parameters else ""
-    return f"{active}{derived.parameters:,} parameters"
-
-
-def schedule_record(derived: RunPlan) -> dict:
-    """The schedule and the batch levels, for the start event."""
-    return {**dataclasses.asdict(derived.schedule), **dataclasses.asdict(derived.ramp)}

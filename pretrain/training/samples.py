@@ -16,14 +16,16 @@ from pretrain.parallel.strategy import Strategy
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: greedily, or sampled at `temperature` from the `top_k` most likely."""
+    """How the next token is chosen: greedily, or sampled at `temperature` from the most likely."""
 
     max_new_tokens: int
     temperature: float | None = None
     """None: greedy."""
     top_k: int | None = None
-    """None: all tokens."""
+    """From so many; None: all tokens."""
     seed: int = 0
+    top_p: float | None = None
+    """From the fewest whose probabilities reach this sum (Holtzman et al., arXiv 1904.09751); None: all."""
 
 
 def encode_prompt(
@@ -37,9 +39,7 @@ def encode_prompt(
     if not ids:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if start is None:
-            raise InputError(
-                "--prompt '': this tokenizer has no token that begins a text; give a prompt of some words"
-            )
+            raise InputError("--prompt '': this tokenizer has no token to start a text with; give a non-empty prompt")
         ids = [start]
     if max_positions is not None and len(ids) + max_new_tokens > max_positions:
         room = max_positions - len(ids)
@@ -56,25 +56,29 @@ def generate_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids_BT: torch.Tensor, sampling: Sampling
 ) -> str:
     """Prompt and continuation as text. The same seed gives the same text on the same device."""
-    if sampling.temperature is None:
-        choice = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    else:
-        choice = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": 1.0}
     ids_BT = ids_BT.to(model.device)
-    eos = model.generation_config.eos_token_id
-    first_eos = eos[0] if isinstance(eos, list) else eos
-    pad = model.generation_config.pad_token_id
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(sampling.seed)
-        output_BT = model.generate(
-            ids_BT,
-            attention_mask=torch.ones_like(ids_BT),
-            max_new_tokens=sampling.max_new_tokens,
-            pad_token_id=first_eos if pad is None else pad,
-            **choice,
-        )
+        output_BT = model.generate(ids_BT, **generation_arguments(model, ids_BT, sampling))
     return tokenizer.decode(output_BT[0], skip_special_tokens=True)
+
+
+def generation_arguments(model: PreTrainedModel, ids_BT: torch.Tensor, sampling: Sampling) -> dict:
+    """What `model.generate` is told: nothing of the model's own generation config but its ids decides."""
+    if sampling.temperature is None:
+        choice = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    else:
+        choice = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0}
+        choice["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
+    eos = model.generation_config.eos_token_id
+    pad = model.generation_config.pad_token_id
+    return {
+        "attention_mask": torch.ones_like(ids_BT, device=model.device),
+        "max_new_tokens": sampling.max_new_tokens,
+        "pad_token_id": pad if pad is not None else eos[0] if isinstance(eos, list) else eos,
+        **choice,
+    }
 
 
 def sample_texts(
@@ -87,36 +91,23 @@ def sample_texts(
 ) -> list[tuple[str, str]]:
     """(prompt, prompt and continuation) of every prompt of the recipe, on the main rank; [] on the others.
 
-    All ranks call together. The main rank gathers a copy of the weights, tensor by tensor, in its host's memory, since
-    under most strategies no process could continue a text alone; it generates on the device where that holds the whole
-    model anyway.
+    All ranks call together. The main rank gathers a copy of the weights in host memory, tensor by tensor, since under
+    most strategies no process could generate alone; it generates on the device if that holds the whole model anyway.
     """
     group = strategy.model_tensors()
     tensors = {name: group.fetch(name, strategy.ranks.is_main) for name in group.shapes}
     device = strategy.device if strategy.holds_whole_model else torch.device("cpu")
 
     def continue_prompts() -> list[tuple[str, str]]:
-        return _continue_prompts(model_config, tensors, tokenizer_folder, settings, seed, device)
+        model = build_model(copy.deepcopy(model_config), seed=0, attention=library_attention(model_config))
+        model.load_state_dict(tensors, strict=False)
+        model.tie_weights()
+        model.eval().to(device)
+        tokenizer, texts = AutoTokenizer.from_pretrained(tokenizer_folder), []
+        sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_k, seed)
+        for prompt in settings.prompts:
+            ids_BT = encode_prompt(tokenizer, prompt, max_new_tokens=settings.max_new_tokens, max_positions=None)
+            texts.append((prompt, generate_text(model, tokenizer, ids_BT, sampling)))
+        return texts
 
     return strategy.ranks.by_main(continue_prompts, beat) or []
-
-
-def _continue_prompts(
-    model_config: PreTrainedConfig,
-    tensors: dict[str, torch.Tensor],
-    tokenizer_folder: Path,
-    settings: config.Samples,
-    seed: int,
-    device: torch.device,
-) -> list[tuple[str, str]]:
-    model = build_model(copy.deepcopy(model_config), seed=0, attention=library_attention(model_config))
-    model.load_state_dict(tensors, strict=False)
-    model.tie_weights()
-    model.eval().to(device)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_k, seed)
-    texts = []
-    for prompt in settings.prompts:
-        ids_BT = encode_prompt(tokenizer, prompt, max_new_tokens=settings.max_new_tokens, max_positions=None)
-        texts.append((prompt, generate_text(model, tokenizer, ids_BT, sampling)))
-    return texts

@@ -1,7 +1,7 @@
-"""What every rank knows of a step: its loss over all data, its gradient norm, and what any rank was asked to do.
+"""What every rank knows of a step: its loss over all data, its gradient norm, and any rank's requests.
 
-Figures cross from the device to the host, and then between the ranks, while later steps run, so that no step
-waits for its own. All ranks get the same reports at the same step, and so decide alike without further communication.
+Figures travel from the device to the host, and then between the ranks, while later steps run, so no step waits for its
+own. All ranks get the same reports at the same step, and so decide alike without further communication.
 """
 
 from collections import deque
@@ -51,9 +51,9 @@ class Consensus:
     def exchange(
         self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, request: Request
     ) -> list[StepReport]:
-        """Hands in this rank's figures of `step`, on the device; returns reports of earlier steps that have arrived.
+        """Submits this rank's figures of `step`, on the device; returns the reports that have arrived.
 
-        Ranks get the same reports from the same call: how many are under way depends on the device, not on time.
+        Ranks get the same reports from the same call: how many are pending depends on the device, not on time.
         """
         figures = torch.stack([loss.float(), grad_norm.float(), skipped.float(), self.reports_loss])
         arrived = None
@@ -70,7 +70,7 @@ class Consensus:
         return [self._receive() for _ in range(len(self._pending) - (1 if arrived is None else 2))]
 
     def agree(self, request: Request) -> Request:
-        """The most urgent of what the ranks were asked for, now; between steps, all ranks together."""
+        """The most urgent of all ranks' requests, now; between steps, all ranks together."""
         if self.ranks.count == 1:
             return request
         most_urgent = torch.tensor(int(request))
@@ -78,7 +78,7 @@ class Consensus:
         return Request(int(most_urgent))
 
     def settle(self) -> list[StepReport]:
-        """Waits for what is under way; returns the reports up to the last step handed in."""
+        """Waits for pending figures; returns the reports up to the last step submitted."""
         for pending in self._pending:
             self._send(pending)
         return [self._receive() for _ in range(len(self._pending))]

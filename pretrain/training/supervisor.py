@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -29,13 +29,13 @@ ENDS = {
 
 
 class CopiesDifferError(RunStoppedError):
-    """Ranks that should hold the same weights do not; a restart from the last checkpoint fixes that."""
+    """Ranks that should hold the same weights do not; restarting from the last checkpoint fixes that."""
 
     exit_code = CRASHED
 
 
 class CutShortError(Exception):
-    """The run is stopping, and all ranks abandon their work between two steps at the same place."""
+    """The run is stopping; all ranks abandon the work between two steps at the same place."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class StepOutcome:
     """What all ranks know and decide after a step; identical on all ranks."""
 
     reports: list[StepReport]
-    """Reports of the steps whose figures have arrived; including this step if it was waited for."""
+    """Of the steps whose figures have arrived; including this one if it was settled."""
     bad: Finding | None = None
     """Why training must not simply continue."""
     skipped_steps: int = 0
@@ -58,7 +58,7 @@ class Supervisor:
     """Called by all ranks after every step, and regularly during work between steps.
 
     Args:
-        start_id: names this start of the run, for commands that are meant for it.
+        start_id: names this start of the run, to which commands of runs.py are addressed.
     """
 
     def __init__(self, continuation: Continuation, start_id: str):
@@ -83,21 +83,16 @@ class Supervisor:
         )
 
     def _new_guard(self) -> StepGuard:
-        """With the memory that the checkpoint keeps from which the run goes on."""
+        """A guard with the memory stored in the checkpoint that the run continues from."""
         scales_loss = self.continuation.plan.precision == "fp16"
         return StepGuard(self.config.guard, self.continuation.guard_state, scales_loss=scales_loss)
 
     def after_step(
-        self,
-        step: int,
-        figures: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        run: RunPlan,
-        *,
-        settle: bool,
+        self, step: int, figures: tuple[torch.Tensor, torch.Tensor, torch.Tensor], run: RunPlan, *, settle: bool
     ) -> StepOutcome:
-        """Hands in (loss, gradient norm, skipped) of `step`, on the device; returns what is known and to be done.
+        """Submits (loss, gradient norm, skipped) of `step`, on the device; returns what all ranks know and decide.
 
-        settle: wait for this step's own figures, because they are needed now.
+        settle: wait for this step's own figures.
         """
         self.watch.beat(step)
         outcome = StepOutcome(self.consensus.exchange(step, *figures, self._asked()))
@@ -113,19 +108,19 @@ class Supervisor:
         return max(self.watch.request, Request[command.upper()] if command else Request.NONE)
 
     def listen(self) -> None:
-        """Called on all ranks during long work between steps: has the run received a request?"""
+        """Checks for requests during long work between steps; all ranks together."""
         self.watch.beat()
         self.request = max(self.request, self.consensus.agree(self._asked()))
 
     def listen_or_leave(self) -> None:
-        """Raises CutShort on all ranks at the same call if the run is stopping: schedulers do not wait long."""
+        """Raises CutShortError on all ranks at the same call if the run is stopping: schedulers do not wait long."""
         self.listen()
         if self.ends:
             raise CutShortError
 
     @contextmanager
     def leaving(self, work: str) -> Iterator[None]:
-        """Around work that may be skipped: the run continues after it, without its results."""
+        """Around work that may be cut short: the run continues after it without its results."""
         try:
             yield
         except CutShortError:
@@ -154,7 +149,7 @@ class Supervisor:
             self.metrics.write(finding.event, step=finding.step, message=finding.message, **finding.values)
 
     def answer(self) -> None:
-        """The request is settled; if it was carried out, the sender of a command gets an answer."""
+        """Clears the request; if it was carried out, the sender of a command gets an answer."""
         done = self.request != Request.SAVE or self.continuation.is_saved
         if done and self.request in (Request.SAVE, Request.ANNEAL, Request.STOP, Request.ABORT):
             step, total_steps = self.continuation.state.step, self.continuation.run.total_steps
@@ -182,7 +177,7 @@ class Supervisor:
         self.guard = self._new_guard()
 
     def compare_copies(self) -> None:
-        """Raises CopiesDiffer on all ranks if some ranks' weights differ."""
+        """Raises CopiesDifferError on all ranks if some ranks' weights differ."""
         if found := replica_differences(self.strategy.replicas(), self.strategy.device):
             raise CopiesDifferError(f"copies of the weights differ: {'; '.join(found)}")
 
@@ -191,8 +186,7 @@ class Supervisor:
 
 
 def pid_namespace() -> str | None:
-    """Within which process ids mean the same: containers of one host name may each count their own."""
-    try:
+    """The namespace of process ids: containers with the same host name may each count their own."""
+    with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return None
+    return None

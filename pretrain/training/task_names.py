@@ -1,7 +1,7 @@
-"""Whether benchmarks that a recipe names exist: read from the harness's files, without importing it.
+"""Whether the benchmarks that a recipe names exist, read from the harness's files without importing it.
 
 Importing lm_eval and building its index of 14,000 tasks takes half a minute; reading the names in its files takes a
-second or two, and none of that for the tasks of `base`.
+second or two, and is not needed for the tasks of `base`.
 """
 
 import fnmatch
@@ -13,19 +13,9 @@ from pathlib import Path
 
 from pretrain.errors import did_you_mean
 
-BASE_TASKS = (
-    "hellaswag",
-    "arc_easy",
-    "arc_challenge",
-    "piqa",
-    "winogrande",
-    "lambada_openai",
-    "boolq",
-    "sciq",
-    "openbookqa",
-    "blimp",
-)
-"""What `base` stands for: tasks on which base models of this size tell themselves apart, without chat or code."""
+BASE_TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "winogrande")
+BASE_TASKS += ("lambada_openai", "boolq", "sciq", "openbookqa", "blimp")
+"""What `base` stands for: tasks that separate base models of this size, without chat or code."""
 TASK_SETS = {"base": BASE_TASKS}
 
 KEY = re.compile(r"""^["']?(?:task|group|tag)["']?\s*:[ \t]*(\S.*)$""", re.MULTILINE)
@@ -33,14 +23,14 @@ ITEM = re.compile(r"""^[ \t]*-[ \t]+(?:["']?task["']?[ \t]*:)?[ \t]*([^\s:]+)[ \
 """A line of a list: of tags, or of the tasks of a group."""
 
 
-IN_RECIPE = ("evaluation.tasks:", "evaluation.include_path:")
-"""How the two settings begin a message."""
+def task_problems(
+    tasks: Iterable[str],
+    include_path: Path | None,
+    settings: tuple[str, str] = ("evaluation.tasks:", "evaluation.include_path:"),
+) -> list[str]:
+    """What is wrong with the names of tasks and the user's folder of tasks, as far as shows without the harness.
 
-
-def task_problems(tasks: Iterable[str], include_path: Path | None, settings: tuple[str, str] = IN_RECIPE) -> list[str]:
-    """What is wrong with the names of tasks and the folder of the user's own, as far as shows without the harness.
-
-    A name counts as known where a task, group or tag of any file has it.
+    A name is known if a task, group or tag of any file has it. settings: the two settings, as messages name them.
     """
     tasks_are, folder_is = settings
     problems, own = [], set()

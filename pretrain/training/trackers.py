@@ -1,4 +1,4 @@
-"""wandb, tensorboard and trackio, through accelerate: several at once, each on the same curve after a restart.
+"""wandb, tensorboard and trackio, through accelerate; several at once. After a restart each continues its curve.
 
 A tracker that loses its network or its server costs a warning, never the run.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import RunConfig
+from pretrain.recipe import leaves
 
 TRACKER_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
 TRACKER_PROJECT = "groundwork"
@@ -29,9 +30,9 @@ class Trackers:
 
     Args:
         run: the run's folder, whose name is the run's name.
-        config: goes to each of them whole; it holds no secrets.
-        warn: takes a sentence when a tracker fails; that tracker is left out from then on.
-        is_late: after the run, which has given them its config.
+        config: sent to each of them whole; it holds no secrets.
+        warn: called with a message when a tracker fails, which switches that tracker off.
+        is_late: the run has ended, and has sent its config.
     """
 
     def __init__(self, run: Path, config: RunConfig, warn: Callable[[str], None], *, is_late: bool = False):
@@ -41,9 +42,8 @@ class Trackers:
             self._running[name] = tracker
             self._call(name, tracker.start)
             if name in self._running and not is_late:
-                self._call(
-                    name, tracker.store_init_configuration, flatten_for_trackers(config.model_dump(mode="json"))
-                )
+                settings = flatten_for_trackers(config.model_dump(mode="json"))
+                self._call(name, tracker.store_init_configuration, settings)
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         """Sends the same numbers to all."""
@@ -81,11 +81,6 @@ def run_id(run: Path) -> str:
     return path.read_text()
 
 
-def flatten_for_trackers(values: Any, prefix: str = "") -> dict[str, Any]:
-    """{'a': {'b': 1}} -> {'a.b': 1}; lists by position; None as text, which every tracker takes."""
-    if isinstance(values, dict | list):
-        items = values.items() if isinstance(values, dict) else enumerate(values)
-        return {
-            key: leaf for name, value in items for key, leaf in flatten_for_trackers(value, f"{prefix}{name}.").items()
-        }
-    return {prefix.removesuffix("."): "null" if values is None else values}
+def flatten_for_trackers(values: Any) -> dict[str, Any]:
+    """As `leaves`; None as text and no empty lists, since not every tracker takes those."""
+    return {path: "null" if leaf is None else leaf for path, leaf in leaves(values).items() if leaf not in ([], {})}

@@ -95,16 +95,10 @@ def validate(
 
 def summary(loss: float, tokens: int, reader: ShardReader) -> dict[str, float]:
     """The measures of one source from its mean loss per token in nats."""
-    split_tokens, split_bytes = totals_of(reader)
+    split_tokens, _, split_bytes = reader.manifest.totals(reader.split)
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, 700)),
         "bits_per_byte": loss / math.log(2) * split_tokens / split_bytes,
         "tokens": tokens,
     }
-
-
-def totals_of(reader: ShardReader) -> tuple[int, int]:
-    """(tokens, UTF-8 bytes) of the reader's split."""
-    tokens, _, text_bytes = reader.manifest.totals(reader.split)
-    return tokens, text_bytes

@@ -1,7 +1,7 @@
 """A monitoring thread: signals, heartbeats, hangs and dead neighbours.
 
 The loop cannot monitor itself while it waits for another rank in a collective: Python runs signal handlers in the main
-thread, which may never return. This thread wakes up for every signal and several times per second.
+thread, which may be stuck there. This thread wakes up for every signal and several times per second.
 """
 
 import faulthandler
@@ -44,16 +44,16 @@ LAUNCHER = os.getppid()
 
 
 class Watch:
-    """Watches over one rank from `start` to `close`.
+    """Monitors one rank from `start` to `close`.
 
     Args:
-        run: the run's folder; heartbeats and stacks go into it.
-        rank: this process; rank 0 beats more often.
+        run: the run's folder, for heartbeats and stacks.
+        rank: of this process; rank 0 writes heartbeats more often.
         neighbours: process ids of the other ranks on this machine.
-        step_timeout_seconds, first_step_timeout_seconds: between two beats; the latter applies until the first beat.
+        step_timeout_seconds, first_step_timeout_seconds: between two beats; the latter until the first step's.
         held: a file to touch as a sign of life: the run's lock.
-        on_end: called with the reason and the exit status before a hang, a dead neighbour or a second signal ends this
-            process; it gets a few seconds.
+        on_end: called with reason and exit status, for a few seconds at most, before a hang, a dead neighbour or a
+            second signal ends this process.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Called from the main thread: from now on signals are requests to the loop, and its silence is a hang."""
+        """Called from the main thread: from now on a signal is a request to the loop, and silence is a hang."""
         self.heartbeat_path.parent.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup means it
@@ -102,17 +102,12 @@ class Watch:
         self._last_beat = time.monotonic()
 
     def close(self) -> None:
-        """Before the ranks exit: a clean end must not be mistaken for a death. Signals are ignored from here on."""
+        """Before the ranks exit, so that a clean end is not mistaken for a death; ignores signals from here on."""
         self._closed.set()
         self._writer.send(b"\0")
         self._thread.join()
         signal.set_wakeup_fd(-1)
         self.heartbeat_path.unlink(missing_ok=True)
-
-    @property
-    def thread_id(self) -> int | None:
-        """The kernel's number of the watching thread, once it runs."""
-        return self._thread.native_id
 
     @property
     def heartbeat_path(self) -> Path:
@@ -163,14 +158,12 @@ class Watch:
         self._last_heartbeat = now
         beat = {"pid": os.getpid(), "host": socket.gethostname(), "step": self.step, "time": time.time()}
         beat["silent_seconds"] = round(now - self._last_beat, 1)
-        try:
+        with suppress(OSError):  # a disk that is full or unreachable for a moment must not end a run
             fresh = self.heartbeat_path.with_suffix(".new")
             fresh.write_text(json.dumps(beat))
             fresh.rename(self.heartbeat_path)
             if self.held is not None:
                 os.utime(self.held)
-        except OSError:
-            return  # a disk that is full or unreachable for a moment must not end a run
 
     def _look_at_launcher(self) -> None:
         if self._launcher is not None and os.getppid() != self._launcher:
@@ -179,19 +172,14 @@ class Watch:
             self._say("launcher exited; saving and stopping")
 
     def _look_at_neighbours(self) -> None:
-        dead = [pid for pid in self.neighbours if not is_alive(pid)]
-        if not dead:
-            self._look_for_stopped()
-            return
-        if self._neighbour_died is None:
-            self._neighbour_died = time.monotonic()
-        # The launcher's SIGTERM after a death asks for an end, not for a save in which the dead would take part.
-        if self._first_signal is not None or time.monotonic() - self._neighbour_died > ORPHAN_SECONDS:
-            self._end(f"process {', '.join(map(str, dead))} of this run has died", CRASHED)
-
-    def _look_for_stopped(self) -> None:
-        """Finds a suspended neighbour while this loop waits for a disk and still beats: the neighbour hangs."""
         now = time.monotonic()
+        if dead := [pid for pid in self.neighbours if not is_alive(pid)]:
+            self._neighbour_died = self._neighbour_died or now
+            # The launcher's SIGTERM after a death asks for an end, not for a save in which the dead would take part.
+            if self._first_signal is not None or now - self._neighbour_died > ORPHAN_SECONDS:
+                self._end(f"process {', '.join(map(str, dead))} of this run has died", CRASHED)
+            return
+        # A suspended neighbour is found even while this loop waits for a disk and still beats.
         stopped = [pid for pid in self.neighbours if process_state(pid) == "T"]
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
         if stopped and now - min(self._stopped_since.values()) > self._timeout:

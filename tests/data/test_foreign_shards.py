@@ -119,10 +119,10 @@ def test_what_is_wrong_with_foreign_files_is_named(nanogpt, tokenizer, tmp_path)
         read_manifest(nanogpt / "llmc.bin", name)
     np.arange(8, dtype="<u2").tofile(nanogpt / "m.bin")
     bad = {
-        b"nothing": "is no index of Megatron",
+        b"nothing": "is not an .idx of Megatron",
         GOLDEN_INDEX[:-1]: "has 101 bytes, must have 102",
         GOLDEN_INDEX[:17] + b"\x05" + GOLDEN_INDEX[18:]: "id type 5",
-        GOLDEN_INDEX[:46] + b"\x02" + GOLDEN_INDEX[47:]: "do not stand end to end",
+        GOLDEN_INDEX[:46] + b"\x02" + GOLDEN_INDEX[47:]: "are not end to end",
         megatron.index_bytes(np.array([3]), "uint16"): r"must hold 6 bytes, as its .idx says",
     }
     for content, problem in bad.items():

@@ -156,7 +156,7 @@ def test_verify_finds_ids_beyond_the_vocabulary_and_a_foreign_tokenizer(tmp_path
     folder = write_folder(tmp_path / "data", {"train": [[10, 9]]})
     (folder / "tokenizer" / "tokenizer.json").write_text("other")
     tokenizer, ids = verify_shards(folder)
-    assert "is not the tokenizer that made the shards" in tokenizer
+    assert "tokenizer.json: its content has changed" in tokenizer
     assert "holds id 10, the vocabulary has 0 to 9" in ids
 
 
@@ -220,5 +220,5 @@ def test_a_writer_refuses_to_continue_what_was_cut(tmp_path):
     state = writer.sync()
     writer.close()
     (tmp_path / "train-00000.bin").write_bytes(b"12")
-    with pytest.raises(InputError, match=r"train-00000\.bin: is shorter than it was left; remove"):
+    with pytest.raises(InputError, match=r"train-00000\.bin: is shorter than when it was written; remove"):
         ShardWriter(tmp_path, "uint16", 100, state)

@@ -18,10 +18,10 @@ from pretrain.model.build import (
     embedding_parameter_names,
     initialize_module,
     load_pretrained,
-    parameter_shapes,
     save_model_metadata,
     set_end_of_document,
 )
+from pretrain.model.initial_weights import units_of
 from pretrain.model.model_config import load_model_config
 from support.tiny_models import LLAMA, TINY
 
@@ -69,9 +69,12 @@ def test_counts_by_hand():
 
 
 def test_shapes_name_a_tied_pair_once():
-    assert parameter_shapes(tiny("llama"))["lm_head.weight"] == (128, 32)
-    assert "lm_head.weight" not in parameter_shapes(tiny("llama_tied"))
-    assert parameter_shapes(tiny("llama_tied"))["model.embed_tokens.weight"] == (128, 32)
+    shapes, tied = (
+        {name: tuple(parameter.shape) for name, parameter in build_meta_model(tiny(name)).named_parameters()}
+        for name in ("llama", "llama_tied")
+    )
+    assert shapes["lm_head.weight"] == (128, 32)
+    assert "lm_head.weight" not in tied and tied["model.embed_tokens.weight"] == (128, 32)
 
 
 def test_embedding_names_follow_the_owner_and_include_a_tied_head():
@@ -162,6 +165,18 @@ def test_units_made_one_at_a_time_are_those_of_the_whole_model(config):
     assert digest(alone) == digest(whole)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "ctrl"])  # ctrl names no class of its layers
+def test_units_together_are_the_whole_model(model_type):
+    model = build_meta_model(AutoConfig.for_model(model_type))
+    filled = {id(parameter) for unit in units_of(model) for parameter in model.get_submodule(unit).parameters()}
+    assert filled == {id(parameter) for parameter in model.parameters()} != set()
+
+
+def test_a_model_whose_parts_cannot_be_made_alone_is_refused():
+    with pytest.raises(InputError, match=r"model: GPTBigCodeForCausalLM has bias beside its layers, in transformer"):
+        units_of(build_meta_model(AutoConfig.for_model("gpt_bigcode")))
+
+
 def test_weights_that_exist_are_initialised_in_place_to_the_same_values(config):
     whole = build_model(config, seed=7)
     existing = AutoModelForCausalLM.from_config(config)
@@ -213,12 +228,11 @@ def test_a_vocabulary_that_does_not_fit_is_named_with_the_remedy():
 
 
 @pytest.mark.parametrize("kind", TINY)
-@pytest.mark.parametrize("given", ["model", "config"])
-def test_metadata_and_weights_make_a_loadable_folder(tmp_path, kind, given):
+def test_metadata_and_weights_make_a_loadable_folder(tmp_path, kind):
     config = tiny(kind)
     set_end_of_document(config, 5)
     model = build_model(config, seed=7)
-    save_model_metadata(model if given == "model" else config, tmp_path)
+    save_model_metadata(model, tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
     files = {path.name for path in tmp_path.iterdir()}
     assert files == {"config.json", "generation_config.json"} | ({"deepone.py"} if kind == "deepone" else set())
@@ -242,7 +256,7 @@ def test_pretrained_weights_become_fp32_masters_without_a_padding_row(tmp_path):
 def test_pretrained_refuses_what_has_no_weights(tmp_path):
     with pytest.raises(InputError, match=r"a JSON describes a model but holds no weights.*init: scratch"):
         load_pretrained(write_json(tmp_path, LLAMA))
-    save_model_metadata(tiny("llama"), tmp_path / "folder")
+    save_model_metadata(build_meta_model(tiny("llama")), tmp_path / "folder")
     with pytest.raises(InputError, match=r"no safetensors weights could be read"):
         load_pretrained(str(tmp_path / "folder"))
 
@@ -273,7 +287,7 @@ def test_a_good_json_is_read_with_either_spelling_of_rope(tmp_path):
 
 
 def test_a_saved_config_is_read_again(tmp_path, config):
-    save_model_metadata(config, tmp_path)
+    save_model_metadata(build_meta_model(config), tmp_path)
     assert str(tmp_path) not in (tmp_path / "config.json").read_text()
     read_as_folder = load_model_config(str(tmp_path)).to_dict()
     read_as_json = load_model_config(str(tmp_path / "config.json")).to_dict()
@@ -318,7 +332,7 @@ def test_all_problems_come_at_once(tmp_path):
         ({"hidden_size": 34}, "hidden_size 34 is not a multiple of num_attention_heads 4; nearest: 32 or 36"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be at least 1"),
         ({"hidden_size": 36}, "head_dim is 9; rotary positions turn pairs, so it must be even"),
-        ({"rope_theta": "1e4"}, "rope_theta: '1e4' is not a positive number; for example 10000.0"),
+        ({"rope_theta": "1e4"}, "rope_theta: '1e4'; allowed: a number above 0"),
         ({"vocab_size": None}, "vocab_size: None is a NoneType; allowed: int"),
         ({"vocab_size": True}, "vocab_size: True is a bool; allowed: int"),
         ({"model_type": "lama"}, "unknown model_type 'lama'; did you mean llama?"),

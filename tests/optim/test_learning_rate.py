@@ -117,15 +117,11 @@ def test_square_root_scaling_by_hand():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "cosin"}, "'cosin' is unknown; did you mean cosine?"),
         ({"warmup_steps": 101}, "warmup_steps 101 is longer than the run of 100 steps"),
         ({"name": "wsd", "warmup_steps": 60, "decay_steps": 50}, "warmup_steps 60 + decay_steps 50 is longer"),
         ({"name": "infinite", "warmup_steps": 60, "anneal_steps": 50}, "anneal_steps 50 is longer than the run"),
         ({"total_steps": 0}, "total_steps 0 is below 1"),
-        ({"warmup_steps": -1}, "warmup_steps -1 is negative"),
-        ({"final_ratio": 1.5}, "final_ratio 1.5 is not between 0 and 1"),
-        ({"name": "wsd", "decay_shape": "sqr"}, "did you mean sqrt?"),
-        ({"name": "infinite", "anneal_steps": 5, "final_ratio": 0.0}, "annealing is exponential"),
+        ({"name": "infinite", "anneal_steps": 5, "final_ratio": 0.0}, "final_ratio 0 cannot be annealed to"),
     ],
 )
 def test_impossible_schedules_are_refused_by_name(settings, message):
@@ -136,8 +132,8 @@ def test_impossible_schedules_are_refused_by_name(settings, message):
 
 def test_all_problems_of_a_schedule_come_at_once():
     with pytest.raises(InputError) as error:
-        Schedule("cosin", total_steps=10, warmup_steps=20, final_ratio=2)
-    assert len(error.value.problems) == 3
+        Schedule("infinite", total_steps=10, warmup_steps=20, anneal_steps=1, final_ratio=0)
+    assert len(error.value.problems) == 2
 
 
 def brute_force_before(ramp: BatchRamp, step: int) -> int:
@@ -146,7 +142,7 @@ def brute_force_before(ramp: BatchRamp, step: int) -> int:
 
 @pytest.mark.parametrize("ramp_from", [1.0, 0.5, 0.333, 0.25, 0.125])
 def test_ramp_arithmetic_equals_counting(ramp_from):
-    ramp = batch_ramp(48, sequences_per_group=2, total_sequences=20_011, ramp_from=ramp_from, ramp_over=0.3)
+    ramp = batch_ramp(48, total_sequences=20_011, ramp_from=ramp_from, ramp_over=0.3)
     for step in (*range(150), ramp.total_steps, ramp.total_steps + 3):
         assert ramp.sequences_before(step) == brute_force_before(ramp, step)
     assert ramp.sequences_before(ramp.total_steps - 1) < 20_011 <= ramp.total_sequences
@@ -157,7 +153,7 @@ def test_ramp_arithmetic_equals_counting(ramp_from):
 
 
 def test_ramp_from_a_quarter_over_five_percent():
-    ramp = batch_ramp(512, sequences_per_group=32, total_sequences=1_000_000, ramp_from=0.25, ramp_over=0.05)
+    ramp = batch_ramp(512, total_sequences=1_000_000, ramp_from=0.25, ramp_over=0.05)
     assert ramp.sequences_per_level == (128, 256, 384, 512)
     full_from = ramp.sequences_before(ramp.first_steps[-1])
     assert 50_000 <= full_from < 50_000 + 384, "the ramp ends at 5 % of the sequences, rounded up to a step"
@@ -179,19 +175,12 @@ def test_a_budget_in_steps_is_kept_exactly(ramp_from, ramp_over):
     assert ramp.sequences_before(ramp.first_steps[-1]) == pytest.approx(ramp_over * ramp.total_sequences, abs=128)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"sequences_per_step": 100, "sequences_per_group": 32}, "= 32; nearest: 96 or 128"),
-        ({"sequences_per_step": 20, "sequences_per_group": 32}, "nearest: 32"),
-        ({"sequences_per_step": 96, "sequences_per_group": 32, "ramp_from": 0.25, "ramp_over": 0.1}, "nearest: 128"),
-        ({"ramp_from": 0.7, "ramp_over": 0.1}, "ramp from 0.7 is not one part of a whole batch"),
-        ({"ramp_from": 0.0, "ramp_over": 0.1}, "ramp from 0.0"),
-        ({"ramp_from": 0.5, "ramp_over": 1.0}, "ramp over 1.0 is not a share"),
-        ({"total_steps": 10}, "exactly one budget"),
-    ],
-)
-def test_impossible_batches_are_refused_with_the_nearest_that_fit(settings, message):
-    with pytest.raises(InputError) as error:
-        batch_ramp(**{"sequences_per_step": 64, "total_sequences": 10_000, **settings})
-    assert message in str(error.value)
+def test_a_ramp_that_never_ends_is_refused():
+    with pytest.raises(InputError, match=r"batch\.ramp\.over: 1\.0 leaves no part of the run for the full batch"):
+        batch_ramp(64, total_sequences=10_000, ramp_from=0.5, ramp_over=1.0)
+
+
+@pytest.mark.parametrize(("sequences", "nearest"), [(98, "96 or 100"), (3, "4$")])
+def test_a_batch_that_its_levels_do_not_divide_is_refused_with_the_nearest(sequences, nearest):
+    with pytest.raises(InputError, match=f"is not a multiple of 4 ramp levels; nearest: {nearest}"):
+        batch_ramp(sequences, total_sequences=10_000, ramp_from=0.25, ramp_over=0.1)

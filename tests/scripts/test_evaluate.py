@@ -191,8 +191,10 @@ def test_the_base_set_is_what_is_measured_when_nothing_is_named():
         (["--precision", "fp23"], "--precision fp23; did you mean fp32?"),
         (["--split", "test"], "--split test; "),
         (["--document_mask", "yes"], "--document_mask yes; allowed: off, on"),
-        (["--top_k", "5"], "--top_k: applies to sampling only; give --temperature too"),
-        (["--temperature", "nan"], "--temperature nan: must be a number above 0"),
+        (["--top_k", "5", "--temperature", "0"], "--top_k: of sampling, and --temperature 0 is greedy decoding"),
+        (["--top_p", "1.5"], "--top_p 1.5: is a probability, above 0 and at most 1"),
+        (["--interactive", "--data", "x"], "--interactive: measures nothing; leave out --data"),
+        (["--temperature", "nan"], "--temperature nan: must be a number from 0"),
     ],
 )
 def test_messages_of_the_command_line(words, message):
@@ -346,7 +348,7 @@ def test_a_task_without_its_data(tasks, tmp_path):
 
 def test_a_sample_continues_the_prompt(model_folder, capsys):
     words = ["--model", model_folder, "--prompt", "def f", "--max_new_tokens", 8]
-    (greedy,) = evaluate(*words)
+    (greedy,) = evaluate(*words, "--temperature", 0)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
     ids = tokenizer("def f", return_tensors="pt").input_ids
     output = model.generate(ids, max_new_tokens=8, do_sample=False)

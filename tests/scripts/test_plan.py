@@ -112,7 +112,7 @@ def test_largest_is_found_by_bisection(limit, found):
     assert largest_that_fits([1, 2, 4, 8, 16], lambda n: n <= limit) == found
 
 
-def test_what_cannot_run_is_said_with_the_reason(recipe):
+def test_what_cannot_run_is_reported_with_the_reason(recipe):
     plan = plan_of(recipe, ("optim.name", "adafactor"))
     text = "\n".join(remarks(plan))
     assert "optim.name: adafactor does not run under fsdp2; choose adamw or muon" in text
@@ -120,7 +120,7 @@ def test_what_cannot_run_is_said_with_the_reason(recipe):
     assert not candidate(plan, "zero2").runs and candidate(plan, "ddp").runs
 
 
-def test_a_batch_that_does_not_divide_is_said(recipe):
+def test_a_batch_that_does_not_divide_is_reported(recipe):
     plan = plan_of(recipe, ("batch.sequences_per_micro_batch", "3"))
     assert "is not a multiple of 3 sequences per micro-batch x 64 tokens x 8 processes" in "\n".join(remarks(plan))
     assert f"--batch.sequences_per_micro_batch {plan.recommended.micro_batch}" in plan.command
@@ -132,12 +132,12 @@ def test_one_gpu_runs_single(recipe):
     assert candidate(plan, "ddp").problems == ["needs more than one GPU"]
 
 
-def test_recomputing_for_nothing_is_said(recipe):
+def test_needless_recomputation_is_reported(recipe):
     plan = plan_of(recipe, ("activation_checkpointing", "full"), gpus=1)
     assert "single: fits with --activation_checkpointing none too, which takes a quarter less time" in remarks(plan)
 
 
-def test_nothing_fits_is_said(recipe):
+def test_a_plan_where_nothing_fits(recipe):
     plan = plan_of(recipe, gpu=find_gpu("h100", memory_bytes=2.2e9))
     assert plan.recommended is None and plan.command is None and plan.hours is None
     assert "Nothing fits on 8 x h100: use more GPUs" in "\n".join(remarks(plan))
@@ -154,7 +154,7 @@ def test_disk_counts_what_is_kept(recipe):
     assert storage.total == 12 * total * 6 + 2 * total, "one more while it is written, and final/ in bf16"
 
 
-def test_sources_say_what_is_drawn_from_each(plan, recipe, shards):
+def test_tokens_drawn_from_each_source(plan, recipe, shards):
     drawn = {row["source"].rsplit("/", 1)[-1]: row["tokens"] for row in plan.sources}
     assert drawn == {"a": 0.75 * plan.work.tokens, "b": 0.25 * plan.work.tokens}
     prepared = plan_of(recipe, ("data.train", f"[{{shards: {shards}}}]"), gpus=1)
@@ -162,7 +162,7 @@ def test_sources_say_what_is_drawn_from_each(plan, recipe, shards):
     assert row["epochs"] == pytest.approx(prepared.work.tokens / row["available"], rel=0.01)
 
 
-def test_sources_that_run_out_are_said(recipe, shards):
+def test_sources_that_run_out_are_reported(recipe, shards):
     plan = plan_of(recipe, ("data.train", f"[{{shards: {shards}, max_epochs: 1}}]"), gpus=1)
     assert "the sources are used up" in "\n".join(remarks(plan))
 
@@ -232,7 +232,7 @@ def test_runs_that_cannot_be_planned_are_refused(recipe, overrides, gpu, message
 
 
 def test_a_gpu_that_nobody_knows_can_be_described():
-    gpu = find_gpu("mine", memory_bytes=48e9, peak_flops=2e14, price_per_hour=0.5)
+    gpu = find_gpu("mine", memory_bytes=48e9, bf16_flops=2e14, price_per_hour=0.5)
     assert (gpu.memory_bytes, gpu.bf16_flops, gpu.price_per_hour) == (48e9, 2e14, 0.5)
     assert find_gpu("RTX 4090").name == "rtx_4090"
 

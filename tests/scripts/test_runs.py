@@ -350,7 +350,7 @@ def test_bad_input_gets_a_clear_answer(tmp_path):
         ("plot", run, "--output", tmp_path / "runs"): "is a folder; give a file name in it",
         ("compare", run): "only one run given; give two or more, or use summary",
         ("export", run, "--output", tmp_path / "no" / "x.csv"): "is not a folder; create it",
-        ("documents", run, "--step", "0"): "0 is below 1",
+        ("documents", run, "--step", "0"): "0 is not above 0",
         ("documents", run, "--step", "x"): "invalid natural value",
         ("status", run, "--watch", "-1"): "-1 is not above 0",
         ("abort", tmp_path / "runs"): f"is not a run but holds 1: {run}; give one of them",
@@ -369,7 +369,7 @@ for command in sys.argv[1:]:
         runs.parser().parse_args([command, "--help"])
     except SystemExit:
         print(*sys.modules, sep="\\n")"""
-    printed = run_script("-c", code, *COMMANDS).stdout
+    printed = run_script("-c", code, *COMMANDS, fresh=True).stdout
     assert all(f"usage: -c {command} " in printed for command in COMMANDS)
     loaded = {name.partition(".")[0] for name in printed.split()}
     assert "pretrain" in loaded and not loaded & {"numpy", "torch", "yaml", "pydantic", "matplotlib", "transformers"}

@@ -128,20 +128,18 @@ def strike_around_a_step(faults: Faults) -> None:
 
 def strike_between_steps(faults: Faults) -> None:
     """Patches what the main rank does in a thread while the others wait."""
-    continue_prompts, verify_export = (
-        pretrain.training.samples._continue_prompts,
-        pretrain.training.housekeeping.verify_export,
-    )
+    generate_text = pretrain.training.samples.generate_text
+    verify_export = pretrain.training.housekeeping.verify_export
 
-    def continue_prompts_with_faults(*arguments):
+    def generate_text_with_faults(*arguments):
         faults.at("sample")
-        return continue_prompts(*arguments)
+        return generate_text(*arguments)
 
     def verify_export_with_faults(*arguments, **named):
         faults.at("check")
         return verify_export(*arguments, **named)
 
-    pretrain.training.samples._continue_prompts = continue_prompts_with_faults
+    pretrain.training.samples.generate_text = generate_text_with_faults
     pretrain.training.housekeeping.verify_export = verify_export_with_faults
 
 

@@ -35,7 +35,7 @@ def said(recipe, *overrides):
         ({"optim.name": "muon"}, None),
     ],
 )  # fmt: skip
-def test_a_rate_far_from_the_optimizers_own_is_said(recipe, overrides, message):
+def test_a_rate_far_from_the_optimizers_own_is_reported(recipe, overrides, message):
     found = said(recipe, *overrides.items())
     assert found == [] if message is None else len(found) == 1 and message in found[0]
     assert message is None or "parameters, 0.00" in found[0], "auto's own figure"
@@ -51,7 +51,7 @@ def test_the_demo_under_adamw_says_both_rates(shards):
     assert said("recipes/demo.yaml", ("data.train.0.shards", str(shards))) == []
 
 
-def test_an_emulated_precision_is_said_where_it_was_asked_for(recipe, monkeypatch):
+def test_an_emulated_precision_is_reported_where_it_was_requested(recipe, monkeypatch):
     monkeypatch.setattr(cautions_module, "emulation_of_bf16", lambda device: "bf16 is emulated here (12 against 240)")
     assert said(recipe, ("precision", "bf16")) == [
         "precision: bf16 is emulated here (12 against 240); use precision: fp32 or auto"

@@ -62,7 +62,7 @@ def test_spikes_do_not_become_the_new_mean():
     assert len([f for f in judge_all(guard, [2.0] * 20 + [7.0] * 50) if f.event == "spike"]) == 50
 
 
-def test_divergence_is_said_once_and_stops_where_asked():
+def test_divergence_is_reported_once_and_stops_where_configured():
     losses = [2.0] * 300 + [2.0 + 0.05 * step for step in range(60)]
     for action, stops in (("warn", False), ("stop", True)):
         guard = StepGuard(config.Guard(on_divergence=action, roll_back_sigmas=1e9))
@@ -87,7 +87,7 @@ def test_a_restart_does_not_change_a_verdict():
         assert str(resumed.judge(report(step, loss))) == str(expected)  # as text: NaN is not equal to itself
 
 
-def test_speed_that_falls_is_said_once_per_fall():
+def test_a_drop_in_speed_is_reported_once():
     guard = SpeedGuard(0.3)
     said = [guard.judge(speed) is not None for speed in [100.0] * 10 + [60.0] * 3 + [100.0] * 3 + [50.0]]
     assert said == [False] * 10 + [True, False, False] + [False] * 3 + [True]

@@ -109,7 +109,7 @@ def test_what_was_asked_for_by_name_is_refused_with_what_can_be_done(monkeypatch
     with pytest.raises(InputError) as refused:
         found_of_llama(attention="sdpa")
     text = str(refused.value)
-    assert "llama would not train right with attention sdpa" in text
+    assert "llama would not train correctly with attention sdpa" in text
     assert "--data.document_mask false" in text and "--attention auto" in text
 
 
@@ -177,7 +177,7 @@ def test_check_refuses_what_would_train_wrongly(recipe, tmp_path):
     arguments = with_model(recipe, tmp_path, **MAMBA)
     refused = run_script(*arguments, "--check", check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert "mamba would not train right" in refused.stderr and "--data.document_mask false" in refused.stderr
+    assert "mamba would not train correctly" in refused.stderr and "--data.document_mask false" in refused.stderr
     run_script(*arguments, "--check", "--data.document_mask", "false")
 
 

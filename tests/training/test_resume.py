@@ -40,7 +40,7 @@ def test_another_setting_is_refused_with_the_difference_unless_it_is_named(path,
     assert identity_problems(SAVED, now, frozenset({"output"})) == [problem]
 
 
-def test_all_differences_are_told_at_once():
+def test_all_differences_are_reported_at_once():
     now = SAVED | {"seed": 2, "model": "5678"}
     assert len(identity_problems(SAVED, now, frozenset())) == 2
 

@@ -144,7 +144,7 @@ def test_stacks_that_cannot_be_written_do_not_keep_it_alive(start, tmp_path):
     assert start(HANGS, step_timeout=0.5).wait(SOON) == 1
 
 
-def test_nobody_reads_what_is_said(start):
+def test_output_that_nobody_reads(start):
     process = start(BEATS)
     process.stderr.close()
     process.send_signal(signal.SIGTERM)

@@ -25,6 +25,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -83,10 +84,8 @@ class DeepOneConfig(PreTrainedConfig):
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
-                f"{self.num_key_value_heads}"
-            )
+            heads, key_heads = self.num_attention_heads, self.num_key_value_heads
+            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs, so it must be even")
         super().__post_init__(**kwargs)
@@ -100,20 +99,6 @@ class DeepOneConfig(PreTrainedConfig):
     def initial_gain(self) -> float:
         """beta of DeepNet for a decoder-only model."""
         return (8 * self.num_hidden_layers) ** -0.25
-
-
-class DeepOneRMSNorm(nn.Module):
-    """Divides by the root mean square over the last dimension, in fp32, and scales by a learned weight."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x_fp32 = x.float()
-        scale = torch.rsqrt(x_fp32.square().mean(dim=-1, keepdim=True) + self.eps)
-        return self.weight * (x_fp32 * scale).to(x.dtype)
 
 
 def rotary_cos_sin(
@@ -134,27 +119,6 @@ def rotate(x_BHTE: torch.Tensor, cos_B1TE: torch.Tensor, sin_B1TE: torch.Tensor)
     """Turns each pair (x_i, x_{i + E/2}) by its angle: relative positions become dot products."""
     first, second = x_BHTE.chunk(2, dim=-1)
     return x_BHTE * cos_B1TE + torch.cat((-second, first), dim=-1) * sin_B1TE
-
-
-def eager_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference attention: the weights in full. Returns (B, T, H, E) and the weights (B, H, T, S)."""
-    key_BHSE = key.repeat_interleave(module.num_key_value_groups, dim=1)
-    value_BHSE = value.repeat_interleave(module.num_key_value_groups, dim=1)
-    scores_BHTS = query @ key_BHSE.transpose(2, 3) * scaling
-    if attention_mask is not None:
-        scores_BHTS = scores_BHTS + attention_mask
-    weights_BHTS = scores_BHTS.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    weights_BHTS = nn.functional.dropout(weights_BHTS, p=dropout, training=module.training)
-    return (weights_BHTS @ value_BHSE).transpose(1, 2).contiguous(), weights_BHTS
 
 
 def deepnet_linear(in_width: int, out_width: int, initial_gain: float) -> nn.Linear:
@@ -186,8 +150,8 @@ class DeepOneAttention(nn.Module):
         self.k_proj = deepnet_linear(config.hidden_size, key_width, 1.0)
         self.v_proj = deepnet_linear(config.hidden_size, key_width, config.initial_gain)
         self.o_proj = deepnet_linear(query_width, config.hidden_size, config.initial_gain)
-        self.q_norm = DeepOneRMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = DeepOneRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(
         self,
@@ -205,18 +169,10 @@ class DeepOneAttention(nn.Module):
         key_BKSE, value_BKSE = rotate(key_BKTE, *position_embeddings), value_BKTE
         if past_key_values is not None:
             key_BKSE, value_BKSE = past_key_values.update(key_BKSE, value_BKSE, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         # kwargs carry what a backend needs beyond the mask, such as the document boundaries of packed sequences.
-        y_BTHE, weights_BHTS = attend(
-            self,
-            query_BHTE,
-            key_BKSE,
-            value_BKSE,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
+        kwargs |= {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling}
+        y_BTHE, weights_BHTS = attend(self, query_BHTE, key_BKSE, value_BKSE, attention_mask, **kwargs)
         return self.o_proj(y_BTHE.reshape(*x_BTD.shape[:-1], -1).contiguous()), weights_BHTS
 
 

@@ -1,13 +1,19 @@
-"""A file's or URL's bytes, decompressed on the way: gzip and zstd in any number of frames, truncation noticed."""
+"""The bytes of a file or URL, decompressed while reading; truncation is detected."""
 
 import io
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
+
+import zstandard
 
 from pretrain.preparation.documents.urls import open_file
 
 READ_BYTES = 1 << 18
+DECOMPRESSORS = {
+    "gz": lambda: zlib.decompressobj(wbits=31),
+    "zst": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),
+}
 
 
 class DamagedFileError(Exception):
@@ -17,7 +23,7 @@ class DamagedFileError(Exception):
 class ByteStream(io.RawIOBase):
     """A file's bytes, decompressed (gzip and zstd, any number of frames). `consumed` counts bytes of the file itself.
 
-    A file that ends in the middle of a compressed frame raises DamagedFileError: zstandard's own reader says nothing.
+    A file that ends within a compressed frame raises DamagedFileError: zstandard's own reader does so silently.
     """
 
     def __init__(self, path: str, compression: str | None):
@@ -47,7 +53,7 @@ class ByteStream(io.RawIOBase):
         return count
 
     def blocks(self) -> Iterator[bytes]:
-        """Consecutive pieces of the content, without the copy that reading through a buffer costs."""
+        """Consecutive pieces of the content, without the copy that a read into a buffer costs."""
         return self._blocks
 
     def _read_blocks(self) -> Iterator[bytes]:
@@ -56,16 +62,15 @@ class ByteStream(io.RawIOBase):
             yield block
 
     def _decompress(self, compression: str) -> Iterator[bytes]:
-        make = _DECOMPRESSORS[compression]()
         decompressor, fed = None, False
         for raw in self._read_blocks():
             while raw:
                 if decompressor is None:
-                    decompressor, fed = make(), False
+                    decompressor, fed = DECOMPRESSORS[compression](), False
                 try:
                     block = decompressor.decompress(raw)
-                except (zlib.error, _zstd_error()) as error:
-                    # Zero bytes after the last gzip member are padding, as gzip itself holds.
+                except (zlib.error, zstandard.ZstdError) as error:
+                    # Zero bytes after the last gzip member are padding, to gzip itself as well.
                     if compression == "gz" and not fed and not raw.strip(b"\0"):
                         return
                     raise DamagedFileError(f"damaged {compression} data: {error}") from None
@@ -79,22 +84,3 @@ class ByteStream(io.RawIOBase):
             raise DamagedFileError(f"{compression} data ends too early: the file is truncated")
         if self.consumed == 0:
             raise DamagedFileError(f"empty file, not {compression} data")
-
-
-def _gzip_decompressor() -> Callable[[], Any]:
-    return lambda: zlib.decompressobj(wbits=31)
-
-
-def _zstd_decompressor() -> Callable[[], Any]:
-    import zstandard
-
-    return lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-
-
-def _zstd_error() -> type[Exception]:
-    import zstandard
-
-    return zstandard.ZstdError
-
-
-_DECOMPRESSORS = {"gz": _gzip_decompressor, "zst": _zstd_decompressor}

@@ -5,6 +5,7 @@ import json
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from pretrain.preparation.documents.byte_stream import ByteStream, DamagedFileError
@@ -25,9 +26,9 @@ ROWS_AT_ONCE = 256
 
 
 def seekable(stream: ByteStream, at_once: bool = False) -> BinaryIO:
-    """The file itself; its content in a temporary file when it is compressed, or comes from a server front to back.
+    """The file itself, or a temporary copy where it is compressed or its server reads only front to back.
 
-    at_once: a remote file is fetched whole in any case, for libraries that read many small pieces.
+    at_once: download a remote file first, for libraries that read many small pieces.
     """
     if not stream.compressed and not (at_once and is_url(stream.path)):
         file = open_file(stream.path)
@@ -41,20 +42,27 @@ def seekable(stream: ByteStream, at_once: bool = False) -> BinaryIO:
     return spooled
 
 
+@contextmanager
+def _readable_as(kind: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turns what a library raises about a file's content into DamagedFileError."""
+    try:
+        yield
+    except UnreachableError:  # a server that does not answer has damaged nothing
+        raise
+    except errors as error:
+        reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
+        raise DamagedFileError(f"not readable as {kind} ({reason})") from None
+
+
 def read_parquet(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Parquet: a document per row. A record's place is its row."""
+    """Parquet: a document per row, which is its record's place."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    with seekable(stream) as file:
-        try:
-            table = parquet.ParquetFile(file)
-            batches = table.iter_batches(
-                ROWS_AT_ONCE, columns=_columns_of(table.schema_arrow, reading), use_threads=False
-            )
-            yield from _batch_records(batches, reading)
-        except (pa.ArrowException, OSError) as error:
-            raise _damage(error, "parquet") from None
+    with seekable(stream) as file, _readable_as("parquet", pa.ArrowException, OSError):
+        table = parquet.ParquetFile(file)
+        columns = _columns_of(table.schema_arrow, reading)
+        yield from _batch_records(table.iter_batches(ROWS_AT_ONCE, columns=columns, use_threads=False), reading)
 
 
 def read_parquet_rows(stream: ByteStream, reading: Reading, row_group: int) -> Iterator[Record]:
@@ -62,47 +70,33 @@ def read_parquet_rows(stream: ByteStream, reading: Reading, row_group: int) -> I
     import pyarrow as pa
     from pyarrow import parquet
 
-    try:
+    with _readable_as("parquet", pa.ArrowException, OSError):
         table = parquet.ParquetFile(_parquet_place(stream.path))
         first_row = sum(table.metadata.row_group(number).num_rows for number in range(row_group))
         columns = _columns_of(table.schema_arrow, reading)
         batches = table.iter_batches(ROWS_AT_ONCE, row_groups=[row_group], columns=columns, use_threads=False)
         yield from _batch_records(batches, reading, first_row)
-    except (pa.ArrowException, OSError) as error:
-        raise _damage(error, "parquet") from None
 
 
 def _parquet_place(path: str) -> str | BinaryIO:
     return open_file(path) if is_url(path) else path
 
 
-def parquet_row_groups(path: str) -> list[tuple[int, int]] | None:
-    """(rows, uncompressed bytes) of every row group; None when they cannot be read one by one."""
+def parquet_row_group_bytes(path: str) -> list[int]:
+    """Uncompressed bytes of each row group; [] where they cannot be read one by one."""
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
         place = _parquet_place(path)
         if not isinstance(place, str) and not place.seekable():
-            return None
+            return []
         metadata = parquet.read_metadata(place)
     except UnreachableError:
         raise
     except (pa.ArrowException, OSError):
-        return None
-    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
-    return [(group.num_rows, group.total_byte_size) for group in groups]
-
-
-def _damage(error: Exception, kind: str) -> Exception:
-    """What a library's complaint means. A server that does not answer has damaged nothing."""
-    if isinstance(error, UnreachableError):
-        return error
-    return DamagedFileError(f"not readable as {kind} ({_first_line(error)})")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:200] or type(error).__name__
+        return []
+    return [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
 
 
 def _columns_of(schema: Any, reading: Reading) -> list[str]:
@@ -124,10 +118,7 @@ def _batch_records(batches: Iterator[Any], reading: Reading, rows_before: int = 
 
 
 def table_records(table: Any, reading: Reading, rows_before: int) -> Iterator[Record]:
-    """The records of an arrow batch or table whose first row is number rows_before + 1.
-
-    Raises DamagedFileError when it lacks a column.
-    """
+    """The records of an arrow batch or table, numbered from rows_before + 1; DamagedFileError without the column."""
     if reading.is_plain:
         for place, value in enumerate(_values(table, reading.text_field), rows_before + 1):
             yield text_record(place, value, reading.text_field)
@@ -138,66 +129,56 @@ def table_records(table: Any, reading: Reading, rows_before: int) -> Iterator[Re
 
 
 def _values(table: Any, field: str) -> list[Any]:
-    """A column of an arrow batch or table, text as bytes, None where it is null, other types as they come."""
+    """A column of an arrow batch or table: text as bytes, nulls as None, other types unchanged."""
     import pyarrow as pa
-    from pyarrow import compute
+    from pyarrow import compute, types
 
     name = _column_of(table.schema, field)
     column = table.column(name)
     if name != field:
         for nested in field.split(".")[1:]:
-            if not pa.types.is_struct(column.type) or column.type.get_field_index(nested) < 0:
+            if not types.is_struct(column.type) or column.type.get_field_index(nested) < 0:
                 raise DamagedFileError(f"no field {nested!r} in column {name!r} of type {column.type}")
             column = compute.struct_field(column, nested)
-    if pa.types.is_dictionary(column.type):
+    if types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type) or _is_view(column.type):
+    if any(is_text(column.type) for is_text in (types.is_string, types.is_large_string, types.is_string_view)):
         # As bytes: arrow does not promise that its strings are UTF-8, and our own check names the row.
         column = column.cast(pa.large_binary())
     return column.to_pylist()
-
-
-def _is_view(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return pa.types.is_string_view(kind)
 
 
 def read_arrow(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Arrow IPC, file or stream: a document per row."""
     import pyarrow as pa
 
-    with seekable(stream) as file:
+    with seekable(stream) as file, _readable_as("arrow IPC", pa.ArrowException, OSError):
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
-        try:
-            table = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
-            batches = (table.get_batch(n) for n in range(table.num_record_batches)) if is_file else iter(table)
-            yield from _batch_records((part for batch in batches for part in _slices(batch)), reading)
-        except (pa.ArrowException, OSError) as error:
-            raise _damage(error, "arrow IPC") from None
-
-
-def _slices(batch: Any) -> Iterator[Any]:
-    return (batch.slice(start, ROWS_AT_ONCE) for start in range(0, batch.num_rows, ROWS_AT_ONCE))
+        table = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
+        batches = (table.get_batch(n) for n in range(table.num_record_batches)) if is_file else iter(table)
+        pieces = (
+            batch.slice(start, ROWS_AT_ONCE) for batch in batches for start in range(0, batch.num_rows, ROWS_AT_ONCE)
+        )
+        yield from _batch_records(pieces, reading)
 
 
 def read_hdf5(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """HDF5: a dataset of strings whose name is the text field (dots or slashes lead into groups)."""
+    """HDF5: a dataset of strings named like the text field (dots or slashes lead into groups)."""
     import h5py
 
-    with seekable(stream, at_once=True) as file:
-        try:
-            with h5py.File(file, "r") as content:
-                columns = {name: _string_dataset(content, name) for name in reading.fields}
-                if len({len(column) for column in columns.values()}) > 1:
-                    raise DamagedFileError(f"the datasets {', '.join(columns)} differ in length")
-                for start in range(0, len(columns[reading.fields[0]]), ROWS_AT_ONCE):
-                    values = [column[start : start + ROWS_AT_ONCE].tolist() for column in columns.values()]
-                    for place, row in enumerate(zip(*values, strict=True), start + 1):
-                        yield fields_record(place, dict(zip(columns, row, strict=True)).__getitem__, reading)
-        except (OSError, RuntimeError, KeyError) as error:
-            raise _damage(error, "HDF5") from None
+    with (
+        seekable(stream, at_once=True) as file,
+        _readable_as("HDF5", OSError, RuntimeError, KeyError),
+        h5py.File(file, "r") as content,
+    ):
+        columns = {name: _string_dataset(content, name) for name in reading.fields}
+        if len({len(column) for column in columns.values()}) > 1:
+            raise DamagedFileError(f"the datasets {', '.join(columns)} differ in length")
+        for start in range(0, len(columns[reading.fields[0]]), ROWS_AT_ONCE):
+            values = [column[start : start + ROWS_AT_ONCE].tolist() for column in columns.values()]
+            for place, row in enumerate(zip(*values, strict=True), start + 1):
+                yield fields_record(place, dict(zip(columns, row, strict=True)).__getitem__, reading)
 
 
 def _string_dataset(content: Any, text_field: str) -> Any:
@@ -216,9 +197,9 @@ def _string_dataset(content: Any, text_field: str) -> Any:
 
 
 def read_tar(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Webdataset tar: a document per sample (members that share a name up to its first dot).
+    """Webdataset tar: a document per sample, the members that share a name up to its first dot.
 
-    Its text is the member .txt, else the text field of the member .json. A record's place is the sample.
+    Its text is the .txt member, else the text field of the .json member.
     """
     try:
         with tarfile.open(fileobj=io.BufferedReader(stream), mode="r|") as archive:
@@ -250,18 +231,9 @@ def _sample_record(place: int, members: dict[str, bytes | None], reading: Readin
         return checked(place, texts[0])
     if not texts:
         return json_record(place, members["json"], reading)
-    return _joined_record(place, texts[0], members.get("json", b"{}"), reading)
-
-
-def _joined_record(place: int, text: bytes, fields: bytes, reading: Reading) -> Record:
-    """A sample whose text is a member of its own and whose other fields are in its .json."""
     try:
-        values = json.loads(fields)
+        fields = json.loads(members.get("json", b"{}"))
     except ValueError as error:
         return Record(place, None, f"broken JSON in its member .json ({error})")
-    values = values if isinstance(values, dict) else {}
-
-    def find(name: str) -> Any:
-        return text if name == reading.text_field else find_field(values, name)
-
-    return fields_record(place, find, reading, list(values))
+    values = (fields if isinstance(fields, dict) else {}) | {reading.text_field: texts[0]}
+    return fields_record(place, lambda name: find_field(values, name), reading, list(values))

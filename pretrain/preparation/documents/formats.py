@@ -1,14 +1,14 @@
-"""Document formats: one generator per format, from a file's bytes to records that name where each document stands.
+"""Document formats: one generator per format, from a file's bytes to records with their place in it.
 
-A record that cannot be used carries its problem instead of its text; what makes the rest of a file unreadable raises
-DamagedFileError. Texts are UTF-8 bytes, exactly as they stand in the file but for a leading byte-order mark.
+A record that cannot be used carries its problem instead of its text; where the rest of a file cannot be read,
+DamagedFileError is raised. Texts are UTF-8 bytes, unchanged except for a leading byte-order mark.
 """
 
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from pretrain.preparation.documents.byte_stream import ByteStream, DamagedFileError
@@ -27,6 +27,7 @@ from pretrain.preparation.documents.records import (
 PART_BYTES = 4 << 20
 DOCUMENT_UNITS = ("file", "line", "paragraph")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+SPACE = re.compile(r"\s*")
 
 
 def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
@@ -131,7 +132,7 @@ def read_json_documents(stream: ByteStream, reading: Reading) -> Iterator[Record
         text = read_whole(stream, "convert it to JSON lines").removeprefix(BYTE_ORDER_MARK).decode()
     except UnicodeDecodeError as error:
         raise DamagedFileError(not_utf8(error)) from None
-    position, place = _after_space(text, 0), 0
+    position, place = SPACE.match(text).end(), 0
     while position < len(text):
         try:
             value, position = JSON.raw_decode(text, position)
@@ -142,13 +143,7 @@ def read_json_documents(stream: ByteStream, reading: Reading) -> Iterator[Record
         for element in _elements(value, reading.fields[0]):
             place += 1
             yield object_record(place, element, reading)
-        position = _after_space(text, position)
-
-
-def _after_space(text: str, position: int) -> int:
-    while position < len(text) and text[position].isspace():
-        position += 1
-    return position
+        position = SPACE.match(text, position).end()
 
 
 def _elements(value: Any, text_field: str) -> list[Any]:
@@ -186,10 +181,7 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
                 raise DamagedFileError(f"no column {absent[0]!r} (columns: {', '.join(header[:12])})")
             columns = {name: header.index(name) for name in reading.fields}
         elif len(row) == len(header):
-            yield fields_record(rows.line_num, partial(_csv_field, row, columns), reading)
+            values = {name: row[column].encode(errors="surrogateescape") for name, column in columns.items()}
+            yield fields_record(rows.line_num, values.__getitem__, reading)
         elif row:
             yield Record(rows.line_num, None, f"row has {len(row)} columns, the header has {len(header)}")
-
-
-def _csv_field(row: list[str], columns: dict[str, int], name: str) -> bytes:
-    return row[columns[name]].encode(errors="surrogateescape")

@@ -43,7 +43,7 @@ class HubDataset:
 
     @property
     def maximum_documents(self) -> int | None:
-        """What the limit of examples is in documents, where documents are joined from rows."""
+        """The limit in documents, where documents are joined from rows."""
         return None if self.document_start is None else self.maximum_examples
 
     @property
@@ -52,10 +52,7 @@ class HubDataset:
         total = self._bytes_of_rows
         return total if total is None or self.slice is None else total // self.slice[1]
 
-    @property
-    def expected_text_bytes(self) -> int | None:
-        """About how much text there is; None where it streams."""
-        return self.total_bytes
+    expected_text_bytes = total_bytes
 
     @property
     def _bytes_of_rows(self) -> int | None:
@@ -71,13 +68,13 @@ class HubDataset:
 
     @cached_property
     def source_names(self) -> list[str]:
-        """What the documents' places count in: the dataset, or of a stream each of its files."""
-        # Documents that are joined from lines may go on in the next file.
+        """What the documents' places count in: the dataset, or each file of a stream."""
+        # Documents that are joined from lines may continue in the next file.
         files = self.rows_of.num_shards if self.streaming and self.document_start is None else 1
         return [self.name] if files == 1 else [f"{self.name}/{self.split}/{number:05d}" for number in range(files)]
 
     def description(self) -> list[dict[str, Any]]:
-        """What names the dataset, and where it can be had cheaply a hash over some of its rows."""
+        """What identifies the dataset: its settings, and its commit or a hash of some of its rows."""
         asked = {"subset": self.subset, "split": self.split, "examples": self.maximum_examples}
         if self.document_start is not None:
             asked["document_start"] = self.document_start.pattern.decode()
@@ -91,7 +88,7 @@ class HubDataset:
         return digest.hexdigest()
 
     def sliced(self, number: int, count: int) -> "HubDataset":
-        """Slice `number` of `count`: a run of its rows, or of the files of a stream.
+        """Slice `number` of `count`: consecutive rows, or files of a stream.
 
         Raises InputError for a stream with a limit, or of documents that are joined from rows.
         """
@@ -103,7 +100,7 @@ class HubDataset:
         return replace(self, slice=(number, count))
 
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
-        """The documents in order, those of ROWS_PER_PART rows at a time."""
+        """The documents in order, of ROWS_PER_PART rows at a time."""
         if self.streaming and self.document_start is None:
             yield from self._parts_of_stream(reading, start)
             return
@@ -111,18 +108,18 @@ class HubDataset:
         taken = range(stop) if self.slice is None else slice_range(*self.slice, stop)
         first_part = max(start.part, taken.start)
         records = self._records(self._tables(first_part * ROWS_PER_PART), reading, first_part * ROWS_PER_PART)
-        source = InputFile(self.name, self.name, "dataset", None, 0)
+        source = _source(self.name)
         if self.document_start is not None:
             parts = self._joined_parts(source, records, starts_inside=first_part > 0)
         else:
             parts = (
-                RecordsPart(source, tuple(found), Position(0, part), input_bytes)
+                RecordsPart(Position(0, part), input_bytes, source, tuple(found))
                 for part, (found, input_bytes) in enumerate(records, first_part + 1)
             )
         yield from itertools.takewhile(lambda part: part.after.part <= taken.stop, parts)
 
     def _parts_of_stream(self, reading: Reading, start: Position) -> Iterator[Part]:
-        """Parts file by file: to go on, files that were read are not opened again, and no two slices read the same."""
+        """Parts file by file: resuming opens no file that was read, and no two slices read the same one."""
         count = len(self.source_names)
         taken = range(count) if self.slice is None else slice_range(*self.slice, count)
         rows_before = start.rows
@@ -134,17 +131,16 @@ class HubDataset:
             rows = self.rows_of.shard(num_shards=count, index=number, contiguous=True) if count > 1 else self.rows_of
             rows = rows if left is None else rows.take(left + first * ROWS_PER_PART)
             tables = rows.skip(first * ROWS_PER_PART).iter(batch_size=ROWS_PER_PART)
-            source = InputFile(self.source_names[number], self.source_names[number], "dataset", None, 0)
-            for part, (found, input_bytes) in enumerate(
-                self._records(tables, reading, first * ROWS_PER_PART), first + 1
-            ):
+            records = self._records(tables, reading, first * ROWS_PER_PART)
+            for part, (found, input_bytes) in enumerate(records, first + 1):
                 rows_before += len(found)
-                yield RecordsPart(source, tuple(found), Position(number, part, rows_before), input_bytes)
+                position = Position(number, part, rows_before)
+                yield RecordsPart(position, input_bytes, _source(self.source_names[number]), tuple(found))
 
     def _records(
         self, tables: Iterator[Any], reading: Reading, rows_before: int
     ) -> Iterator[tuple[list[Record], int]]:
-        """(records, bytes) of each table of rows. Raises InputError where the rows lack a field: all of them do."""
+        """(records, bytes) of each table of rows. Raises InputError where the rows lack a field."""
         total = self._bytes_of_rows
         for table in tables:
             try:
@@ -158,17 +154,10 @@ class HubDataset:
         self, source: InputFile, tables: Iterator[tuple[list[Record], int]], starts_inside: bool
     ) -> Iterator[Part]:
         """Parts of documents that are joined from rows. A document belongs to the part in which it begins."""
-        found: list[Record] = []
-        waiting = 0
-        for document, input_bytes in joined_documents(tables, self.document_start, starts_inside):
-            number = (document.place - 1) // ROWS_PER_PART
-            if found and number != (found[0].place - 1) // ROWS_PER_PART:
-                yield RecordsPart(source, tuple(found), _part_after(found), waiting)
-                found, waiting = [], 0
-            found.append(document)
-            waiting += input_bytes
-        if found:
-            yield RecordsPart(source, tuple(found), _part_after(found), waiting)
+        documents = joined_documents(tables, self.document_start, starts_inside)
+        for part, group in itertools.groupby(documents, key=lambda found: (found[0].place - 1) // ROWS_PER_PART):
+            found, sizes = zip(*group, strict=True)
+            yield RecordsPart(Position(0, part + 1), sum(sizes), source, found)
 
     def _tables(self, first_row: int) -> Iterator[Any]:
         if self.streaming:
@@ -178,17 +167,17 @@ class HubDataset:
         return (self.rows_of[row : min(row + ROWS_PER_PART, stop)] for row in starts)
 
 
-def _part_after(found: list[Record]) -> Position:
-    return Position(0, (found[0].place - 1) // ROWS_PER_PART + 1)
+def _source(name: str) -> InputFile:
+    return InputFile(name, name, "dataset", None, 0)
 
 
 def joined_documents(
     tables: Iterator[tuple[list[Record], int]], start: re.Pattern[bytes], starts_inside: bool
 ) -> Iterator[tuple[Record, int]]:
-    """(document, bytes read since the one before) from rows that are lines: one that matches `start` begins the next.
+    """(document, bytes read since the one before) from rows that are lines; those that match `start` begin one.
 
-    A document's place is its first row. starts_inside: rows before the first match belong to a document that began
-    earlier, and are left out. Rows with problems come as records of their own.
+    A document's place is its first row. starts_inside: skip rows before the first match, which belong to an earlier
+    document. Rows with problems come as records of their own.
     """
     lines: list[bytes] = []
     place = input_bytes = 0
@@ -213,8 +202,8 @@ def joined_documents(
 def open_dataset(name_and_limit: str, subset: str | None, split: str, streaming: bool | None) -> HubDataset:
     """Opens NAME or NAME:N (at most N examples): a preset, a Hub dataset, a folder of data files, or a saved dataset.
 
-    subset and streaming: None leaves them to the preset, else the dataset's default and no streaming. Raises
-    InputError when it cannot be had, with what datasets says: it names the subsets and splits that exist.
+    subset, streaming: None takes the preset's, else the dataset's default and no streaming. Raises InputError where
+    loading fails, with the message of datasets, which names the subsets and splits that exist.
     """
     match = re.fullmatch(r"(.+?)(?::([0-9]+))?", name_and_limit)
     name, limit = match[1], int(match[2]) if match[2] else None
@@ -227,7 +216,7 @@ def open_dataset(name_and_limit: str, subset: str | None, split: str, streaming:
     try:
         revision = None if is_local or not streaming else _revision(preset.path)
         rows = _load(preset.path, subset, split, streaming, revision)
-    except Exception as error:  # a dataset's loading raises whatever its builder meets
+    except Exception as error:  # whatever the dataset's builder raises
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(
             f"--dataset {name}{_where(name, preset)}: cannot be loaded as subset {subset or 'default'}, "
@@ -251,7 +240,7 @@ def _where(name: str, preset: Preset) -> str:
 
 
 def _revision(name: str) -> str | None:
-    """The commit of a dataset's repository, by which a continued preparation reads the same; None if not told."""
+    """The commit of a dataset's repository, so that a resumed preparation reads the same; None if unknown."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

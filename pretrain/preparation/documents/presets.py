@@ -1,4 +1,4 @@
-"""Well-known datasets by name: where each lies on the Hub, and what a document of it is."""
+"""Well-known datasets by name: where each is on the Hub, and what a document of it is."""
 
 import re
 from dataclasses import dataclass
@@ -10,9 +10,8 @@ ARTICLE_HEADING = re.compile(rb"\s= [^=].* =\s*")
 
 @dataclass(frozen=True)
 class Preset:
-    """A dataset of the Hub.
+    """A dataset of the Hub. `streams`: too large to download first; it streams unless the command line says otherwise.
 
-    `streams`: too large to download before anything is known of it; it streams unless the command line says otherwise.
     `document_start`: rows are lines, and those that match it begin a document; None: each row is a document.
     """
 
@@ -50,7 +49,7 @@ OTHER_NAMES = {
 
 
 def find_preset(name: str) -> Preset | None:
-    """The preset of that name, in any case, with _ or -; None when there is none, or a folder is called so."""
+    """The preset of that name, in any case, with _ or -; None where there is none, or a folder has that name."""
     key = name.lower().replace("_", "-")
     if Path(name).exists():
         return None

@@ -1,4 +1,4 @@
-"""Records: one document each, its text found in a field or put together from several, with filters."""
+"""Records: one document each, its text from one field or several, with filters."""
 
 import json
 import re
@@ -10,14 +10,11 @@ from typing import Any, NamedTuple
 
 MAXIMUM_DOCUMENT_BYTES = 256 << 20
 MISSING = object()
-"""What a field that is not there is found to be; None is a null."""
+"""The value of a field that does not exist; None is a null."""
 
 
 class Record(NamedTuple):
-    """One document: its place in the file, counted from 1 in the format's unit, and its text or its problem.
-
-    Neither text nor problem: a filter leaves it out.
-    """
+    """One document: its place in the file, from 1 in the format's unit, and its text or problem; filtered: neither."""
 
     place: int
     text: bytes | None
@@ -26,10 +23,10 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """How to find the text: a field (dotted when nested) or a template over several; which documents to take.
+    """Where the text is, in a field (dotted when nested) or a template over several, and which documents to keep.
 
-    `only` holds (field, values) pairs: a document is taken when each of the fields has one of its values. The limits
-    count Unicode characters. `documents` says what a document of plain text is.
+    `only`: (field, values) pairs; each field must have one of its values. The limits count Unicode characters.
+    `documents`: what a document of plain text is.
     """
 
     text_field: str = "text"
@@ -42,7 +39,7 @@ class Reading:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether one field is all there is to look at."""
+        """Whether only the text field is needed."""
         return self.template is None and not self.only
 
     @cached_property
@@ -54,7 +51,7 @@ class Reading:
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
-        """Every field that is looked at, once each."""
+        """Every field that is needed, once each."""
         names = [name for _, name in self.pieces if name is not None]
         return tuple(dict.fromkeys(names + [name for name, _ in self.only]))
 
@@ -129,7 +126,7 @@ def _filled(place: int, values: dict[str, Any], reading: Reading) -> Record:
 
 
 def as_text(value: Any) -> str | None:
-    """A field's value as it stands in a template or filter: nulls are empty; None for lists and objects."""
+    """A field's value in a template or filter: nulls are empty; None for lists and objects."""
     if value is None:
         return ""
     if isinstance(value, bytes):

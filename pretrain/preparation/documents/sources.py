@@ -16,43 +16,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pretrain.errors import InputError, did_you_mean
+from pretrain.errors import Problems, did_you_mean
 from pretrain.preparation.documents import containers, formats
 from pretrain.preparation.documents.byte_stream import ByteStream, DamagedFileError
 from pretrain.preparation.documents.formats import PART_BYTES
 from pretrain.preparation.documents.records import Reading, Record
 from pretrain.preparation.documents.urls import find_urls, is_url, open_file, shown, size_of
 
-SUFFIXES = {
-    "jsonl": (".jsonl", ".ndjson"),
-    "json": (".json",),
-    "csv": (".csv", ".tsv"),
-    "txt": (".txt", ".text", ".md", ".py", ".rst"),
-    "parquet": (".parquet", ".pq"),
-    "arrow": (".arrow", ".feather", ".ipc"),
-    "hdf5": (".h5", ".hdf5"),
-    "tar": (".tar", ".tgz"),
+
+class Format(NamedTuple):
+    """A format of files."""
+
+    suffixes: tuple[str, ...]
+    read: Callable[[ByteStream, Reading], Iterator[Record]]
+    place: str
+    """What a record's place counts."""
+
+
+FORMATS = {
+    "jsonl": Format((".jsonl", ".ndjson"), formats.read_jsonl, "line"),
+    "json": Format((".json",), formats.read_json_documents, "document"),
+    "csv": Format((".csv", ".tsv"), formats.read_csv, "line"),
+    "txt": Format((".txt", ".text", ".md", ".py", ".rst"), formats.read_text, "line"),
+    "parquet": Format((".parquet", ".pq"), containers.read_parquet, "row"),
+    "arrow": Format((".arrow", ".feather", ".ipc"), containers.read_arrow, "row"),
+    "hdf5": Format((".h5", ".hdf5"), containers.read_hdf5, "row"),
+    "tar": Format((".tar", ".tgz"), containers.read_tar, "document"),
 }
 COMPRESSIONS = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
-READERS: dict[str, Callable[[ByteStream, Reading], Iterator[Record]]] = {
-    "jsonl": formats.read_jsonl,
-    "json": formats.read_json_documents,
-    "csv": formats.read_csv,
-    "txt": formats.read_text,
-    "parquet": containers.read_parquet,
-    "arrow": containers.read_arrow,
-    "hdf5": containers.read_hdf5,
-    "tar": containers.read_tar,
-}
-PLACES = {
-    "jsonl": "line",
-    "csv": "line",
-    "txt": "line",
-    "parquet": "row",
-    "arrow": "row",
-    "hdf5": "row",
-    "dataset": "row",
-}
 EXPECTED_COMPRESSION_RATIO = 4
 LARGEST_ROW_GROUP_BYTES = 64 << 20
 RECORDS_PER_PART = 4096
@@ -71,7 +62,7 @@ BEGINNING = Position(0, 0)
 
 @dataclass(frozen=True)
 class InputFile:
-    """One input file. `name` is its path below the folder that all inputs share; `bytes` its size as it lies there."""
+    """One input file. `name` is its path below the folder that all inputs share; `bytes` its size as stored."""
 
     path: str
     name: str
@@ -79,25 +70,33 @@ class InputFile:
     compression: str | None
     bytes: int
 
+    def open(self) -> ByteStream:
+        """Its content, decompressed."""
+        return ByteStream(self.path, self.compression)
+
     def place(self, number: int) -> str:
-        """How a place in this file is called, for messages."""
+        """A place in this file, for messages."""
         return place_text(shown(self.path), self.format, number)
 
     def recorded_place(self, number: int) -> str:
-        """How a place in this file is called without the machine's folders, for the manifest."""
+        """A place in this file, without the machine's folders, for the manifest."""
         return place_text(self.name, self.format, number)
 
 
 def place_text(path: str, format_name: str | None, number: int) -> str:
-    """How a place in a file is called. format_name: None finds it by the suffix, in which a dataset has none."""
+    """A place in a file, in words. format_name: None takes it from the suffix; datasets have none."""
     if format_name is None:
         inner = _inner_suffix(path)[0]
-        format_name = next((name for name, known in SUFFIXES.items() if inner in known), "dataset")
-    return f"{path}, {PLACES.get(format_name, 'document')} {number:,}"
+        format_name = _format_of(inner) or "dataset"
+    return f"{path}, {'row' if format_name == 'dataset' else FORMATS[format_name].place} {number:,}"
+
+
+def _format_of(suffix: str) -> str | None:
+    return next((name for name, found in FORMATS.items() if suffix in found.suffixes), None)
 
 
 def _inner_suffix(path: str) -> tuple[str, str | None]:
-    """(suffix below that of a compression, compression) of a file's name."""
+    """(suffix without that of the compression, compression) of a file's name."""
     stem, suffix = os.path.splitext(shown(path).lower())
     compression = COMPRESSIONS.get(suffix)
     return (suffix if compression is None or suffix == ".tgz" else os.path.splitext(stem)[1]), compression
@@ -106,13 +105,13 @@ def _inner_suffix(path: str) -> tuple[str, str | None]:
 def find_sources(
     patterns: Sequence[str], exclude: Sequence[str] = (), format_name: str | None = None
 ) -> list[InputFile]:
-    """The files that the patterns name (`**` recurses; paths or URLs), without what matches `exclude`, sorted by path.
+    """The files that match the patterns (paths or URLs; `**` recurses) and not `exclude`, sorted by path.
 
-    Raises InputError with every pattern that names no file and every file that cannot be read or has no known format.
+    Raises InputError with every pattern without a match and every file that is unreadable or of unknown format.
     """
-    problems: list[str] = []
-    if format_name is not None and format_name not in SUFFIXES:
-        problems.append(f"--input_format {format_name}: no such format{did_you_mean(format_name, SUFFIXES)}")
+    problems = Problems()
+    if format_name is not None and format_name not in FORMATS:
+        problems.append(f"--input_format {format_name}: no such format{did_you_mean(format_name, FORMATS)}")
     paths: set[str] = set()
     for pattern in patterns:
         found = _find(pattern)
@@ -131,16 +130,10 @@ def find_sources(
         source, problem = _source(path, name, format_name)
         sources.append(source)
         problems += [problem] if problem else []
-    names = [source.name for source in sources if source]
-    problems += [f"--input: two files are called {name}; leave one out" for name in duplicates(names)]
-    if problems:
-        raise InputError(*problems)
+    counts = collections.Counter(source.name for source in sources if source)
+    problems += [f"--input: two files are called {name}; leave one out" for name, n in sorted(counts.items()) if n > 1]
+    problems.stop_if_any()
     return sources
-
-
-def duplicates(names: Sequence[str]) -> list[str]:
-    """The names that occur more than once."""
-    return sorted(name for name, count in collections.Counter(names).items() if count > 1)
 
 
 def _find(pattern: str) -> list[str]:
@@ -160,14 +153,11 @@ def _names_below(paths: Sequence[str]) -> list[str]:
 
 def _source(path: str, name: str, format_name: str | None) -> tuple[InputFile | None, str | None]:
     inner, compression = _inner_suffix(path)
-    found = format_name or next((format_ for format_, known in SUFFIXES.items() if inner in known), None)
+    found = format_name or _format_of(inner)
     if found is None:
-        known = " ".join(itertools.chain(*SUFFIXES.values()))
+        known = " ".join(suffix for found in FORMATS.values() for suffix in found.suffixes)
         given = inner or "without a suffix"
-        return (
-            None,
-            f"{shown(path)}: unknown format {given}; known: {known}, each also .gz or .zst; or give --input_format",
-        )
+        return None, f"{shown(path)}: unknown format {given}; known: {known}, also .gz or .zst; or give --input_format"
     try:
         if not is_url(path):
             open_file(path).close()
@@ -181,9 +171,9 @@ def _source(path: str, name: str, format_name: str | None) -> tuple[InputFile | 
 
 
 def _holds_lines(source: InputFile) -> bool:
-    """Whether a .json file is JSON lines in truth, as C4 and Dolma ship them."""
+    """Whether a .json file holds JSON lines, as those of C4 and Dolma do."""
     try:
-        with ByteStream(source.path, source.compression) as stream:
+        with source.open() as stream:
             block = next(stream.blocks(), b"").removeprefix(formats.BYTE_ORDER_MARK)
     except DamagedFileError:
         return False
@@ -191,14 +181,11 @@ def _holds_lines(source: InputFile) -> bool:
     return bool(end) and first.startswith(b"{") and first.rstrip().endswith(b"}")
 
 
-def records_of(source: InputFile, reading: Reading) -> Iterator[Record]:
-    """All records of one file. What makes its rest unreadable comes as a last record with that problem."""
-    stream = ByteStream(source.path, source.compression)
-    return _guarded(READERS[source.format](stream, _reading_of(source, reading)), stream)
-
-
-def _reading_of(source: InputFile, reading: Reading) -> Reading:
-    return replace(reading, tab_separated=".tsv" in Path(source.path).suffixes)
+def records_of(source: InputFile, reading: Reading, stream: ByteStream | None = None) -> Iterator[Record]:
+    """All records of one file. What makes the rest of it unreadable comes last, as a record with that problem."""
+    stream = stream or source.open()
+    reading = replace(reading, tab_separated=".tsv" in Path(source.path).suffixes)
+    return _guarded(FORMATS[source.format].read(stream, reading), stream)
 
 
 def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
@@ -213,78 +200,72 @@ def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
 
 
 @dataclass(frozen=True)
-class FilesPart:
-    """Whole files, read by the worker."""
+class Part:
+    """What a worker takes at a time."""
 
-    sources: tuple[InputFile, ...]
     after: Position
     input_bytes: int
+    """Of the files as they are stored."""
 
     def records(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-        """Every record with its source."""
-        for source in self.sources:
-            for record in records_of(source, reading):
-                yield source, record
+        """Every record with its source; texts shorter or longer than `reading` allows are left out."""
+        found = self._read(reading)
+        if reading.min_characters is None and reading.max_characters is None:
+            return found
+        return (
+            (source, Record(record.place, None) if record.text and reading.leaves_out(record.text) else record)
+            for source, record in found
+        )
+
+    def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class LinesPart:
+class FilesPart(Part):
+    """Whole files, read by the worker."""
+
+    sources: tuple[InputFile, ...]
+
+    def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
+        return ((source, record) for source in self.sources for record in records_of(source, reading))
+
+
+@dataclass(frozen=True)
+class LinesPart(Part):
     """Lines of a large file in a line format, read and decompressed by the main process, parsed by the worker."""
 
     source: InputFile
     first_line: int
     content: bytes
-    after: Position
-    input_bytes: int
 
-    def records(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-        """Every record with its source."""
+    def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
         found = formats.records_of_lines(self.first_line, self.content, self.source.format, reading)
         return ((self.source, record) for record in found)
 
 
 @dataclass(frozen=True)
-class RowGroupPart:
+class RowGroupPart(Part):
     """A row group of a parquet file, read by the worker."""
 
     source: InputFile
     row_group: int
-    after: Position
-    input_bytes: int
 
-    def records(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-        """Every record with its source."""
-        stream = ByteStream(self.source.path, self.source.compression)
+    def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
+        stream = self.source.open()
         found = _guarded(containers.read_parquet_rows(stream, reading, self.row_group), stream)
         return ((self.source, record) for record in found)
 
 
 @dataclass(frozen=True)
-class RecordsPart:
+class RecordsPart(Part):
     """Records that the main process has read from a file that only one process can read."""
 
     source: InputFile
     found: tuple[Record, ...]
-    after: Position
-    input_bytes: int
 
-    def records(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-        """Every record with its source."""
+    def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
         return ((self.source, record) for record in self.found)
-
-
-Part = FilesPart | LinesPart | RowGroupPart | RecordsPart
-
-
-def records_of_part(part: Part, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-    """Every record of a part with its source; texts that are shorter or longer than `reading` allows are left out."""
-    records = part.records(reading)
-    if reading.min_characters is None and reading.max_characters is None:
-        return records
-    return (
-        (source, Record(record.place, None) if record.text and reading.leaves_out(record.text) else record)
-        for source, record in records
-    )
 
 
 def parts_of(
@@ -292,7 +273,7 @@ def parts_of(
 ) -> Iterator[Part]:
     """The parts of all sources in order, from `start` on. What a part holds depends on the files alone.
 
-    taken: of the sources' expected bytes, counted end to end, those at which a part must begin; None: all.
+    taken: the expected bytes, counted over all sources, within which a part must begin; None: all.
     """
     number = start.source
     offset = sum(map(expected_bytes, sources[:number]))
@@ -303,7 +284,7 @@ def parts_of(
             group = group[: max(1, sum(1 for size in sizes if size <= PART_BYTES))]
             number += len(group)
             if taken is None or offset in taken:
-                yield FilesPart(tuple(group), Position(number, 0), sum(source.bytes for source in group))
+                yield FilesPart(Position(number, 0), sum(source.bytes for source in group), tuple(group))
             offset += sum(map(expected_bytes, group))
         else:
             source = sources[number]
@@ -329,10 +310,12 @@ def _parts_of_large(
     source: InputFile, number: int, reading: Reading, first: int, offset: int, taken: range | None
 ) -> Iterator[Part]:
     """The parts of a file from number `first` on that begin in `taken`, where the file begins at `offset`."""
+    can_split = source.format == "parquet" and not source.compression
+    groups = containers.parquet_row_group_bytes(source.path) if can_split else []
     if source.format == "jsonl" or (source.format == "txt" and reading.documents == "line"):
         parts = _line_parts(source, number)
-    elif source.format == "parquet" and _has_small_row_groups(source):
-        parts = _row_group_parts(source, number)
+    elif groups and max(groups) <= LARGEST_ROW_GROUP_BYTES:
+        parts = _row_group_parts(source, number, groups)
     else:
         parts = _record_parts(source, number, reading)
     if taken is None:
@@ -347,43 +330,35 @@ def _parts_of_large(
 
 
 def _line_parts(source: InputFile, number: int) -> Iterator[Part]:
-    with ByteStream(source.path, source.compression) as stream:
+    with source.open() as stream:
         before, line, part, content = 0, 1, 0, b""
         try:
             for part, (line, content) in enumerate(formats.whole_lines(stream), 1):
-                yield LinesPart(source, line, content, Position(number, part), stream.consumed - before)
+                yield LinesPart(Position(number, part), stream.consumed - before, source, line, content)
                 before = stream.consumed
         except DamagedFileError as error:
             problem = Record(line + content.count(b"\n"), None, f"{error}; nothing after it was read")
-            yield RecordsPart(source, (problem,), Position(number, part + 1), source.bytes - before)
+            yield RecordsPart(Position(number, part + 1), source.bytes - before, source, (problem,))
 
 
-def _has_small_row_groups(source: InputFile) -> bool:
-    groups = None if source.compression else containers.parquet_row_groups(source.path)
-    return bool(groups) and max(size for _, size in groups) <= LARGEST_ROW_GROUP_BYTES
-
-
-def _row_group_parts(source: InputFile, number: int) -> Iterator[Part]:
-    groups = containers.parquet_row_groups(source.path) or []
-    total = sum(size for _, size in groups) or 1
-    for row_group, (_, size) in enumerate(groups):
-        yield RowGroupPart(source, row_group, Position(number, row_group + 1), source.bytes * size // total)
+def _row_group_parts(source: InputFile, number: int, groups: list[int]) -> Iterator[Part]:
+    total = sum(groups) or 1
+    for row_group, size in enumerate(groups):
+        yield RowGroupPart(Position(number, row_group + 1), source.bytes * size // total, source, row_group)
 
 
 def _record_parts(source: InputFile, number: int, reading: Reading) -> Iterator[Part]:
-    stream = ByteStream(source.path, source.compression)
-    records = _guarded(READERS[source.format](stream, _reading_of(source, reading)), stream)
-    before, part = 0, 0
+    stream = source.open()
+    before, part, size = 0, 0, 0
     found: list[Record] = []
-    size = 0
-    for record in records:
+    for record in records_of(source, reading, stream):
         found.append(record)
         size += len(record.text or b"")
         if size >= PART_BYTES or len(found) >= RECORDS_PER_PART:
             part += 1
-            yield RecordsPart(source, tuple(found), Position(number, part), stream.consumed - before)
+            yield RecordsPart(Position(number, part), stream.consumed - before, source, tuple(found))
             before, found, size = stream.consumed, [], 0
-    yield RecordsPart(source, tuple(found), Position(number, part + 1), source.bytes - before)
+    yield RecordsPart(Position(number, part + 1), source.bytes - before, source, tuple(found))
 
 
 def slice_range(number: int, count: int, total: int) -> range:

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
-from pretrain.errors import InputError
+from pretrain.errors import InputError, one_line
+from pretrain.files import fingerprint_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _Value = TypeVar("Value")
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-FINGERPRINT_BYTES = 1 << 16
 DOWNLOAD_BLOCK_BYTES = 8 << 20
 TRIES = 4
 IDENTITIES = ("ETag", "etag", "md5Hash", "md5", "crc32c", "content_md5", "Content-MD5", "blob_id", "Last-Modified")
-"""What file systems call that which changes with a file's content."""
+"""File systems' names of what changes with a file's content."""
 
 
 class UnreachableError(OSError):
@@ -34,7 +34,7 @@ def is_url(path: str | Path) -> bool:
 
 
 def shown(path: str) -> str:
-    """An address as it may be shown and recorded: a URL without user, password and query, which may hold secrets."""
+    """An address to show and record: a URL without user, password and query, which may hold secrets."""
     if not is_url(path):
         return path
     parts = urlsplit(path)
@@ -48,7 +48,7 @@ def file_system(url: str) -> tuple["AbstractFileSystem", str]:
     try:
         return url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise InputError(f"{shown(url)}: cannot be reached: {_one_line(error)}") from None
+        raise InputError(f"{shown(url)}: cannot be reached: {one_line(error)}") from None
 
 
 def open_file(path: str) -> BinaryIO:
@@ -57,9 +57,9 @@ def open_file(path: str) -> BinaryIO:
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote file, read from front to back or, where its server allows, from anywhere.
+    """A remote file, which can seek where its server allows it.
 
-    A read that fails is tried again, from where it was; what goes on failing is an UnreachableError.
+    A failed read is repeated from the same position; after TRIES it raises UnreachableError.
     """
 
     def __init__(self, url: str):
@@ -97,7 +97,7 @@ class RemoteFile(io.RawIOBase):
                 break
             except Exception as error:  # each file system has errors of its own
                 if attempt == TRIES - 1:
-                    raise UnreachableError(5, f"cannot be read: {_one_line(error)}", shown(self.url)) from error
+                    raise UnreachableError(5, f"cannot be read: {one_line(error)}", shown(self.url)) from error
                 time.sleep(2.0**attempt / 4)
                 self._reopen()
         self._position += len(content)
@@ -121,13 +121,13 @@ class RemoteFile(io.RawIOBase):
 
 
 def _translated(url: str, action: Callable[[], _Value]) -> _Value:
-    """What the action gives; whatever a file system raises becomes an UnreachableError that names it."""
+    """The result of `action`; whatever a file system raises becomes an UnreachableError that names the file."""
     try:
         return action()
     except FileNotFoundError:
         raise UnreachableError(2, "no such file", shown(url)) from None
     except Exception as error:
-        raise UnreachableError(5, _one_line(error), shown(url)) from error
+        raise UnreachableError(5, one_line(error), shown(url)) from error
 
 
 def find_urls(pattern: str) -> list[str]:
@@ -140,12 +140,12 @@ def find_urls(pattern: str) -> list[str]:
     except FileNotFoundError:
         return []
     except Exception as error:
-        raise InputError(f"--input {shown(pattern)}: cannot be listed: {_one_line(error)}") from None
+        raise InputError(f"--input {shown(pattern)}: cannot be listed: {one_line(error)}") from None
     return sorted(system.unstrip_protocol(name) for name, about in found.items() if about.get("type") != "directory")
 
 
 def size_of(path: str) -> int:
-    """Bytes of a file; 0 where its server does not tell. Raises OSError when it cannot be had."""
+    """Bytes of a file; 0 where its server does not say. Raises OSError where it cannot be read."""
     if not is_url(path):
         return os.path.getsize(path)
     return int(_about(path).get("size") or 0)
@@ -157,26 +157,14 @@ def _about(url: str) -> dict[str, Any]:
 
 
 def fingerprint(path: str, size: int) -> str:
-    """What tells a changed file without reading it all: a hash of size and of its first, middle and last 64 KiB.
+    """Detects a changed file without reading it all: see `fingerprint_of`.
 
-    Of a remote file whose server gives a hash or a date of its content, of size and of those.
+    Of a remote file whose server gives a hash or date of its content, a hash of its size and of those.
     """
-    digest = hashlib.sha256(str(size).encode())
     if is_url(path):
         about = _about(path)
         known = {name: str(about[name]) for name in IDENTITIES if about.get(name)}
         if known:
-            digest.update(repr(sorted(known.items())).encode())
-            return digest.hexdigest()
+            return hashlib.sha256(f"{size}{sorted(known.items())!r}".encode()).hexdigest()
     with open_file(path) as file:
-        starts = sorted({0, size // 2, max(0, size - FINGERPRINT_BYTES)}) if file.seekable() else [0]
-        for start in starts:
-            if start:
-                file.seek(start)
-            digest.update(file.read(FINGERPRINT_BYTES))
-    return digest.hexdigest()
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+        return fingerprint_of(file, size)

@@ -361,12 +361,10 @@ def plot_losses(facts: CardFacts, path: Path) -> bool:
     points = [(tokens, loss) for tokens, loss in train.values() if loss is not None]
     if len(points) < 2:
         return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     tokens_at = {step: tokens for step, (tokens, _) in train.items()} | {0: 0}
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axis = figure.add_subplot(
         title=f"{facts.run_name}: loss", xlabel="training tokens", ylabel="loss (nats per token)"
     )

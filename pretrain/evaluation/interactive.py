@@ -1,0 +1,173 @@
+"""Continues what is typed, at a prompt: a base model completes text, it does not answer.
+
+A line that begins with a colon sets something (`:temperature 0.5`) or asks for something (`:help`). Text is printed as
+it is generated; Ctrl-C stops it, Ctrl-D ends the session. Where standard input is no terminal, each of its lines is
+continued in turn.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from pretrain.errors import InputError, did_you_mean
+from pretrain.hardware import emulation_of_bf16
+from pretrain.training.samples import Sampling, encode_prompt, generation_arguments
+
+HELP = """Type a beginning and press Enter; \\n stands for a new line. The model continues it as it would a document.
+  :more              continue the last text        :again           the last beginning once more, another draw
+  :temperature 0.8   0: greedy decoding            :top_k 50        sample from the 50 most likely tokens; 0: all
+  :top_p 0.9         from those of 90 % in all     :max_new_tokens 100
+  :reload            the newest checkpoint         :settings        as they are
+  :help              this                          :quit            or Ctrl-D. Ctrl-C stops a text"""
+SETTINGS = {
+    "temperature": (float, 0, 100),
+    "top_k": (int, 0, 10**9),
+    "top_p": (float, 0, 1),
+    "max_new_tokens": (int, 1, 10**9),
+}
+"""Kind of number, least and most."""
+EXAMPLES = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "max_new_tokens": 100}
+
+LoadModel = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, str]]
+"""Gives a model, its tokenizer and its name, as they are on disk now."""
+
+
+class Session:
+    """One conversation with a model.
+
+    Args:
+        load: loads the model; called again for `:reload`.
+        sampling: how to begin; the seed counts up with each text.
+    """
+
+    COMMANDS = ("more", "again", *SETTINGS, "reload", "settings", "help", "quit")
+
+    def __init__(self, load: LoadModel, sampling: Sampling, device: torch.device):
+        self._load, self._device, self.sampling = load, device, sampling
+        self.beginning = self.text = ""
+        self.reload()
+
+    def reload(self) -> None:
+        self.model, self.tokenizer, self.name = self._load()
+        if emulation_of_bf16(self._device):
+            self.model.float()
+        self.model.eval().to(self._device)
+        print(f"{self.name} · {self.settings()} · :help explains", flush=True)
+
+    def settings(self) -> str:
+        given = {"temperature": self.sampling.temperature, "top_k": self.sampling.top_k, "top_p": self.sampling.top_p}
+        said = ", ".join(f"{name} {value:g}" for name, value in given.items() if value is not None)
+        return f"{said or 'greedy decoding'}, {self.sampling.max_new_tokens:,} new tokens, seed {self.sampling.seed}"
+
+    def answer(self, line: str) -> bool:
+        """Does what a line asks for; False ends the session. Raises InputError for a command that means nothing."""
+        if not line.startswith(":"):
+            if line:
+                self.beginning = line.replace("\\n", "\n")
+                self.generate(self.beginning)
+            return True
+        name, _, value = line[1:].strip().partition(" ")
+        if name not in self.COMMANDS:
+            raise InputError(f":{name}: unknown{did_you_mean(name, self.COMMANDS)}")
+        if name in SETTINGS:
+            self.sampling = changed(self.sampling, name, value.strip())
+        elif name in ("more", "again"):
+            if not self.text:
+                raise InputError(f":{name}: there is no text yet; type a beginning")
+            self.generate(self.text if name == "more" else self.beginning)
+        elif name == "reload":
+            self.reload()
+        elif name in ("settings", "help"):
+            print(self.settings() if name == "settings" else HELP)
+        return name != "quit"
+
+    def generate(self, text: str) -> None:
+        """Prints `text` and its continuation token by token; Ctrl-C stops it."""
+        room = self.sampling.max_new_tokens
+        positions = getattr(self.model.config, "max_position_embeddings", None) or room + 1_000_000
+        if room >= positions:
+            raise InputError(f":max_new_tokens {room}: this model has {positions:,} positions")
+        ids_BT = encode_prompt(self.tokenizer, text, max_new_tokens=room, max_positions=None)[:, room - positions :]
+        printed = Collector(self.tokenizer)
+        with suppress(KeyboardInterrupt), torch.no_grad(), torch.random.fork_rng(devices_of(self._device)):
+            torch.manual_seed(self.sampling.seed)
+            self.model.generate(
+                ids_BT.to(self._device), streamer=printed, **generation_arguments(self.model, ids_BT, self.sampling)
+            )
+        if not printed.ended:
+            printed.end()
+        # A text that is longer than the model's positions keeps the part that the model no longer sees.
+        seen = self.tokenizer.decode(ids_BT[0], skip_special_tokens=True)
+        self.text = text.removesuffix(seen) + "".join(printed.parts)
+        self.sampling = dataclasses.replace(self.sampling, seed=self.sampling.seed + 1)
+
+
+class Collector(TextStreamer):
+    """Prints text as soon as its words are whole, and keeps it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self.parts: list[str] = []
+        self.ended = False
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.parts.append(text)
+        self.ended = stream_end
+        super().on_finalized_text(text, stream_end)
+
+
+def devices_of(device: torch.device) -> list[torch.device]:
+    """Those whose random state a generation would change."""
+    return [device] if device.type == "cuda" else []
+
+
+def changed(sampling: Sampling, name: str, value: str) -> Sampling:
+    """Raises InputError for a value that is not allowed."""
+    kind, least, most = SETTINGS[name]
+    try:
+        number = kind(value)
+    except ValueError:
+        number = None
+    if number is None or not least <= number <= most:
+        raise InputError(f":{name} {value}: give a number from {least} to {most:,}, such as :{name} {EXAMPLES[name]}")
+    if name == "temperature" and not number:
+        return dataclasses.replace(sampling, temperature=None, top_k=None, top_p=None)
+    if name in ("top_k", "top_p") and sampling.temperature is None:
+        sampling = dataclasses.replace(sampling, temperature=EXAMPLES["temperature"])
+    return dataclasses.replace(sampling, **{name: number or None})
+
+
+def lines() -> Iterator[str]:
+    """What is typed, with editing and history where there is a terminal."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with suppress(ImportError):  # arrow keys and history; not every Python has it
+            import readline  # noqa: F401
+    while True:
+        try:
+            yield input("> " if is_terminal else "")
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            if is_terminal:
+                print()
+            return
+
+
+def interact(load: LoadModel, sampling: Sampling, device: torch.device, first: str | None = None) -> None:
+    """A session until `:quit` or the end of the input; `first` is the first beginning."""
+    session = Session(load, sampling, device)
+    if first is not None:
+        session.answer(first)
+    for line in lines():
+        try:
+            if not session.answer(line):
+                return
+        except InputError as error:
+            print(error, file=sys.stderr)
+        if not sys.stdin.isatty():
+            print(flush=True)

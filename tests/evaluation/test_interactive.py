@@ -1,0 +1,103 @@
+"""A session with a model, as it is typed and read."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoTokenizer
+
+from pretrain.errors import InputError
+from pretrain.evaluation.interactive import changed
+from pretrain.model.build import build_model
+from pretrain.model.model_config import load_model_config
+from pretrain.training.samples import Sampling
+from support.project import ROOT, run_script, start_script
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tokenizer):
+    """A model with random weights and a tokenizer, as a folder."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    built = build_model(load_model_config(str(ROOT / "model_configs/llama_demo.json")), seed=1)
+    built.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    return folder
+
+
+def session(model, *lines, arguments=()):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with start_script("evaluate.py", "--model", model, "--interactive", *arguments, **pipes) as process:
+        output, errors = process.communicate("\n".join(lines) + "\n", timeout=300)
+    assert process.returncode == 0, errors
+    return output, errors
+
+
+def test_greedy_text_is_that_of_a_prompt_and_more_of_it_is_a_longer_text(model):
+    output, errors = session(
+        model, ":settings", ":temperature 0", ":max_new_tokens 8", "def f", ":more", ":again", ":quit", "never read"
+    )
+    assert "temperature 0.8, top_k 50, 100 new tokens, seed 0" in output and not errors
+    texts = {}
+    for tokens in (8, 16):
+        arguments = ("--prompt", "def f", "--temperature", "0", "--max_new_tokens", tokens)
+        texts[tokens] = (
+            run_script("evaluate.py", "--model", model, *arguments).stdout.split("---")[-2].split("\n", 1)[1]
+        )
+    said = output.split("greedy decoding, 8 new tokens")[-1] if "greedy" in output else output
+    assert said.count(texts[8].rstrip()) == 3, "typed, more, again"
+    assert texts[16].rstrip() in said
+
+
+def test_wrong_lines_are_answered_and_the_session_goes_on(model):
+    _, errors = session(model, ":more", ":temperatur 1", ":top_k x", ":top_p 2", ":max_new_tokens 0", "def", ":help")
+    for answer in (
+        ":more: there is no text yet",
+        ":temperatur: unknown; did you mean temperature?",
+        ":top_k x: give a number from 0 to 1,000,000,000, such as :top_k 50",
+        ":top_p 2: give a number from 0 to 1",
+        ":max_new_tokens 0: give a number from 1",
+    ):
+        assert answer in errors
+
+
+def test_settings():
+    greedy = Sampling(10)
+    assert changed(greedy, "top_k", "5") == Sampling(10, 0.8, 5), "top_k is of sampling"
+    assert changed(Sampling(10, 0.8, 5, top_p=0.5), "temperature", "0") == greedy
+    assert changed(Sampling(10, 0.8, 5), "top_k", "0") == Sampling(10, 0.8)
+    with pytest.raises(InputError, match="give a number from 0 to 1, such as :top_p 0"):
+        changed(greedy, "top_p", "nan")
+
+
+def test_ctrl_c_stops_a_text_and_ctrl_d_the_session(model):
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "evaluate.py", "--model", str(model), "--interactive", "--max_new_tokens", "450"],
+        cwd=ROOT, stdin=end, stdout=end, stderr=end, env={**os.environ, "TERM": "dumb"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    os.close(end)
+    said = b""
+
+    def read_until(text: bytes) -> None:
+        nonlocal said
+        while text not in said:
+            said += os.read(terminal, 4096)
+        said = said.partition(text)[2]
+
+    try:
+        read_until(b"> ")
+        os.write(terminal, b"def f(\n")
+        read_until(b"def f(")  # what is typed comes back, then what is generated
+        read_until(b"def f(")
+        process.send_signal(signal.SIGINT)
+        read_until(b"> ")
+        os.write(terminal, b"\x04")
+        assert process.wait(100) == 0
+    finally:
+        process.kill()
+        os.close(terminal)
+    assert b"Traceback" not in said
