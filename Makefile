@@ -36,7 +36,8 @@ test: .venv/requirements-dev
 # Every strategy for 50 steps, checkpoints from each to each on one process and on two, and a SIGKILL in each: about
 # 20 minutes.
 test-strategies: .venv/requirements-dev
-	STRATEGIES=all $(BIN)/python -m pytest tests/parallel/test_strategies.py tests/parallel/test_kill_strategies.py tests/parallel/test_nvme.py
+	STRATEGIES=all $(BIN)/python -m pytest tests/parallel/test_strategies.py tests/parallel/test_model_parallel.py \
+		tests/parallel/test_kill_strategies.py tests/parallel/test_nvme.py
 
 # Every fault of docs/failures.md, with a kill at each of 200 points of a save and 20 in each of five strategies, then
 # 900 mutated recipes, model JSONs and command lines: about half an hour. Ends with a table of what was injected and what happened.

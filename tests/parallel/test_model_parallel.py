@@ -1,9 +1,11 @@
 """Pipeline and tensor parallel train the same model to the same losses as one process, and continue each other's runs.
 
 Three launches for everything (tests/support/train_strategies.py): one process, two under both strategies, one again.
+With STRATEGIES=all in the environment (`make test-strategies`) losses are compared over 50 steps.
 """
 
 import json
+import os
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from support.project import events, launch, losses
 from support.tiny_models import TINY_LLAMA
 
+STEPS = 50 if os.environ.get("STRATEGIES") == "all" else 14
 LLAMA = TINY_LLAMA | {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64}
 MODELS = {
     "llama": LLAMA,
@@ -47,14 +50,14 @@ def runs(shards, tmp_path_factory):
         "seed": 1,
         "precision": "fp32",
         "data": {"train": [{"shards": str(shards)}], "sequence_length": 32},
-        "budget": {"steps": 50},
+        "budget": {"steps": STEPS},
         # Two micro-steps of two processes' micro-batches.
         "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 2},
         # The norms are between 0.5 and 2: most steps are clipped.
         "optim": {"learning_rate": 0.001, "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5},
         "compile": "none",
         # The last micro-batch of ten sequences is not full.
-        "validation": {"every_steps": 25, "sequences": 10},
+        "validation": {"every_steps": STEPS // 2, "sequences": 10},
         "logging": {"every_steps": 1},
         "export": {"dtype": "fp32"},
     }
@@ -80,7 +83,7 @@ def runs(shards, tmp_path_factory):
         program = ["tests/support/train_strategies.py", recipe, folder / "runs.json"]
         (folder / f"{launcher}.txt").write_text(launch(launcher, processes, *program, timeout=900).stdout)
 
-    bf16 = ["--precision", "bf16", "--budget.steps", "20"]
+    bf16 = ["--precision", "bf16", "--budget.steps", str(min(20, STEPS))]
     compiled = ["--compile", "regional"]
     zero_bubble = ["--pipeline.schedule", "ZBVZeroBubble", *model("dropout")]
     train(
@@ -130,12 +133,12 @@ def norms(run):
 def test_losses_and_gradient_norms_are_those_of_one_process(runs, strategy, model, schedule):
     """fp32 sums in another order, which Adam's division lets grow: 1e-6 was measured for losses, 3e-5 for norms."""
     single, other = runs[model], runs[f"{strategy}-{model}-{schedule}"]
-    assert set(losses(single)) == set(losses(other)) == set(range(1, 51))
+    assert set(losses(single)) == set(losses(other)) == set(range(1, STEPS + 1))
     assert all(abs(losses(other)[step] - loss) < 1e-5 for step, loss in losses(single).items())
     assert all(norms(other)[step] == pytest.approx(norm, rel=1e-4) for step, norm in norms(single).items())
     assert any(norm > 0.5 for norm in norms(single).values()), "clipping must be at work"
     expected, found = ([(e["step"], e["loss"]) for e in events(run, "validation")] for run in (single, other))
-    assert [step for step, _ in found] == [0, 25, 50]
+    assert [step for step, _ in found] == [0, STEPS // 2, STEPS]
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=1e-5)
 
 

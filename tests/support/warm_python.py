@@ -12,6 +12,7 @@ gets a new interpreter by itself.
 import array
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -163,6 +164,18 @@ def import_everything() -> None:
     sys.path.remove(str(ROOT))
 
 
+def measure_once() -> None:
+    """Every run on a CPU measures its peak, for half a second; those that are forked find this machine's known."""
+    import torch
+
+    from pretrain import hardware
+
+    measured = functools.cache(hardware.measured_matrix_flops)
+    for dtype, size in ((torch.float32, 1024), (torch.bfloat16, 256 if hardware.missing_bf16("cpu") else 1024)):
+        measured(dtype, torch.device("cpu"), size=size)
+    hardware.measured_matrix_flops = measured
+
+
 def serve() -> dict:
     """Forks for every request; returns the request in the process that is to run it."""
     listener = socket.socket(socket.AF_UNIX)
@@ -263,6 +276,7 @@ if __name__ == "__main__":
     from support import warm_python  # what it keeps must be where others who import it look
 
     warm_python.import_everything()
+    warm_python.measure_once()
     gc.collect()
     gc.freeze()
     asked = warm_python.become(warm_python.serve())
