@@ -62,8 +62,8 @@ def _manifest_from(folder: Path, path: Path, fields: object, sha256: str) -> Man
         )
     if fields.get("version") != SHARDS_FORMAT["version"]:
         raise InputError(
-            f"{path}: format version {fields.get('version')!r}, this program reads version {SHARDS_FORMAT['version']}; "
-            "prepare the folder again with this program's prepare_data.py"
+            f"{path}: format version {fields.get('version')!r}, this program reads version "
+            f"{SHARDS_FORMAT['version']}; prepare the folder again with this program's prepare_data.py"
         )
     problems: list[str] = []
 
