@@ -412,7 +412,8 @@ class ModelSource(BaseModel):
 class RunConfig(Section):
     model: ModelSource
     """Architecture: a JSON file in model_configs/, a folder with a config.json, or a Hub id. `model.KEY` changes a key
-    of it: --model.num_hidden_layers 8; in a recipe {config: FILE, num_hidden_layers: 8}."""
+    of it: --model.num_hidden_layers 8, --model.vocab_size auto (as the data's tokenizer has it); in a recipe {config:
+    FILE, num_hidden_layers: 8}."""
     init: Literal["scratch", "pretrained"] = "scratch"
     """pretrained: continue from the weights of `model`."""
     output: Path
