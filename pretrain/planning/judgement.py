@@ -59,7 +59,8 @@ def judgement(
 
 
 def repeated_data(run: RunPlan) -> str | None:
-    epochs = {folder: count for folder, count in run.batches.epochs_at(run.total_steps).items() if count > MOST_EPOCHS}
+    counts = run.batches.epochs_at(run.total_steps)
+    epochs = {folder: count for folder, count in counts.items() if round(count, 1) > MOST_EPOCHS}
     if not epochs:
         return None
     readers = run.batches.readers
