@@ -15,7 +15,7 @@ def config_of(recipe, tmp_path):
 
     def config_of(ids, *overrides):
         folder = tmp_path / f"shards{ids}"
-        if ids is not None:
+        if ids is not None and not folder.exists():
             write_shards(folder, 2_000, vocabulary=ids)
         return read_run_config(recipe, [("data.train.0.shards", str(folder)), *overrides])
 
