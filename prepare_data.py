@@ -121,8 +121,8 @@ def print_summary(outcome: "PreparationOutcome", output: str, is_slice: bool) ->
         if not tokens:
             print(f"  No document fell into the {split} split: documents are assigned by hash. Use more documents")
             print("  (--documents paragraph or line splits plain text into documents) or a larger fraction.")
-    print(f"Next: train a model whose vocab_size is at least {manifest.vocabulary_size:,}, such as")
-    print(f"  python train.py --config RECIPE.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
+    print(f"Next: train a model; with vocab_size auto, as here, it takes over the {manifest.vocabulary_size:,} ids")
+    print(f"  python train.py --config recipes/demo.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
 
 
 def skipped_text(tally: "Tally") -> str:

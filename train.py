@@ -26,11 +26,11 @@ from pretrain.config import RunConfig
 from pretrain.data.batches import key_of
 from pretrain.hardware import peak_flops
 from pretrain.parallel.registry import make_strategy, strategy_class
-from pretrain.parallel.strategy import Strategy, device_type
+from pretrain.parallel.strategy import Strategy
+from pretrain.planning.judgement import judgement
 from pretrain.planning.smoke import smoke_test
 from pretrain.training.attempt import attempt
 from pretrain.training.build import build_training
-from pretrain.training.cautions import cautions
 from pretrain.training.housekeeping import Housekeeping
 from pretrain.training.metrics import Metrics
 from pretrain.training.prefetch import ReadAhead
@@ -138,13 +138,12 @@ def check(asked: CommandLine) -> None:
     problems = Problems()
     problems.attempt(strategy_class, asked.config)
     run = problems.attempt(derive, asked.config, ranks=int(os.environ.get("WORLD_SIZE", "1")))
-    problems.attempt(open_validation, asked.config.data)
+    validation = problems.attempt(open_validation, asked.config.data)
     problems.stop_if_any()
     if asked.verbose:
         print(explain(asked))
     print(banner(asked.config, run, {}))
-    for caution in cautions(asked.config, run, asked.overridden, torch.device(device_type())):
-        print(f"warning: {caution}")
+    print(*judgement(asked.config, run, asked.overridden, validation, sys.argv[1:]), sep="\n")
     print("No problems found.")
 
 

@@ -3,12 +3,14 @@
 A recipe is whole: no inheritance, no interpolation, so `diff` of two recipes is the experiment.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_serializer, model_validator
 
+from pretrain.errors import shortened
 from pretrain.units import parse_count
 
 
@@ -364,9 +366,54 @@ class Hub(Section):
     """Create the repository as private."""
 
 
+class ModelSource(BaseModel):
+    """A model's configuration, and what the recipe changes of it.
+
+    Keys beside `config` are the architecture's own, so that they are judged with the JSON (model/model_config.py).
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    config: str
+    """A .json file, a folder with a config.json, or a Hub id."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def path_or_mapping(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"config": value}
+        if not isinstance(value, dict):
+            raise ValueError(
+                "a model's .json file, folder or Hub id is needed, or a mapping {config: FILE, num_hidden_layers: 8} "
+                f"(got {shortened(repr(value), 60)})"
+            )
+        if not isinstance(value.get("config"), str):
+            raise ValueError(
+                "config is needed beside the keys that change it: a model's .json file, folder or Hub id (got "
+                f"{shortened(repr(value.get('config')), 60)})"
+            )
+        return value
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """{key of the model's configuration: its value in this run}."""
+        return dict(self.model_extra)
+
+    @model_serializer
+    def as_written(self) -> str | dict[str, Any]:
+        return {"config": self.config, **self.changes} if self.changes else self.config
+
+    def __str__(self) -> str:
+        changes = {key: value for key, value in self.changes.items() if value != "auto"}
+        changes = ", ".join(f"{key} {json.dumps(value)}" for key, value in changes.items())
+        return f"{self.config} with {changes}" if changes else self.config
+
+
 class RunConfig(Section):
-    model: str
-    """Architecture: a JSON file in model_configs/, a folder with a config.json, or a Hub id."""
+    model: ModelSource
+    """Architecture: a JSON file in model_configs/, a folder with a config.json, or a Hub id. `model.KEY` changes a key
+    of it: --model.num_hidden_layers 8, --model.vocab_size auto (as the data's tokenizer has it); in a recipe {config:
+    FILE, num_hidden_layers: 8}."""
     init: Literal["scratch", "pretrained"] = "scratch"
     """pretrained: continue from the weights of `model`."""
     output: Path

@@ -106,6 +106,7 @@ def read_command_line(argv: list[str], usage: str) -> CommandLine:
 def explain(command_line: CommandLine) -> str:
     """Every setting, one per line: dotted path, value, and where it comes from: command line, recipe or default."""
     in_recipe = set(leaves(parse_yaml(read_small_file(command_line.recipe))))
+    in_recipe |= {"model.config"} & {f"{path}.config" for path in in_recipe}
     rows = []
     for path, value in leaves(command_line.config.model_dump(mode="json")).items():
         origin = str(command_line.recipe) if path in in_recipe else "default"
@@ -160,6 +161,8 @@ def read_run_config(path: str | Path, overrides: list[tuple[str, str]] = ()) -> 
         raise InputError(f"{path}: a recipe is a mapping of settings (got {type(values).__name__})")
     overridden = {key for key, _ in overrides}
     drop_alternatives(values, overridden)
+    # --model FILE before --model.KEY VALUE, in whichever order they stand.
+    overrides = sorted(overrides, key=lambda override: override[0].count("."))
     problems = Problems(problem for key, text in overrides if (problem := set_dotted(values, key, text)))
     try:
         config = RunConfig.model_validate(values)
@@ -180,6 +183,8 @@ def set_dotted(values: dict, key: str, text: str) -> str | None:
         for name in parents:
             if isinstance(values, dict) and values.get(name) is None:
                 values[name] = {}
+            if key.startswith("model.") and isinstance(values.get(name), str):
+                values[name] = {"config": values[name]}
             values = values[int(name) if isinstance(values, list) else name]
         values[int(last) if isinstance(values, list) else last] = value
     except (KeyError, ValueError, IndexError, TypeError):

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from pretrain.errors import InputError
-from pretrain.recipe import as_yaml, list_fields, read_command_line, read_run_config
+from pretrain.recipe import as_yaml, explain, list_fields, read_command_line, read_run_config
 
 RECIPE = """
 model: model_configs/llama_30m.json
@@ -115,6 +115,48 @@ def test_the_command_line_replaces_the_recipes_alternative(recipe):
     config = read_run_config(recipe, [("budget.steps", "100"), ("optim.base_learning_rate", "1e-5")])
     assert (config.budget.steps, config.budget.tokens_per_parameter) == (100, None)
     assert (config.optim.base_learning_rate, config.optim.learning_rate) == (1e-5, None)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_the_models_file_and_its_changes_come_in_any_order(recipe, tmp_path, last):
+    changes = [("model.num_hidden_layers", "8"), ("model.rope_parameters.rope_theta", "5e5")]
+    file = [("model", "model_configs/llama_1b.json")]
+    config = read_run_config(recipe, [*changes, *file] if last else [*file, *changes])
+    assert config.model.config == "model_configs/llama_1b.json"
+    assert config.model.changes == {"num_hidden_layers": 8, "rope_parameters": {"rope_theta": 5e5}}
+    replay = tmp_path / "config.yaml"
+    replay.write_text(as_yaml(config))
+    assert read_run_config(replay) == config
+    other_file = read_run_config(replay, [("model", "model_configs/llama_30m.json")])
+    assert other_file.model.changes == {}, "they were of the file that is replaced"
+    more = read_run_config(replay, [("model.num_hidden_layers", "9")])
+    assert more.model.changes == config.model.changes | {"num_hidden_layers": 9}
+
+
+def test_a_model_without_changes_is_recorded_as_its_file(recipe):
+    assert as_yaml(read_run_config(recipe)).startswith("model: model_configs/llama_30m.json\n")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (("model", "5"), "--model: a model's .json file, folder or Hub id is needed, or a mapping"),
+        (("model", "{hidden_size: 8}"), "--model: config is needed beside the keys that change it: a model's .json"),
+        (("model.config", "[a]"), "model: config is needed beside the keys that change it"),
+    ],
+)
+def test_a_model_without_a_file_is_refused(recipe, override, message):
+    (problem,) = problems_of(recipe, override)
+    assert message in problem
+
+
+def test_the_origin_of_a_changed_model_is_told(recipe):
+    lines = explain(
+        read_command_line(["--config", str(recipe), "--model.num_hidden_layers", "8"], "usage")
+    ).splitlines()
+    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines}
+    assert rows["model.config"] == ['"model_configs/llama_30m.json"', str(recipe)]
+    assert rows["model.num_hidden_layers"] == ["8", "command line"]
 
 
 def test_two_budgets_are_refused(recipe):

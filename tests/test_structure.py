@@ -111,8 +111,8 @@ def test_a_setting_without_its_reader_would_be_seen(module, reader, unread):
 def test_shipped_recipes_parse_and_name_models_that_exist(path):
     config = read_run_config(path)
     assert config.output == Path("runs") / path.stem
-    if config.model.endswith(".json"):
-        model = load_model_config(str(ROOT / config.model))
+    if config.model.config.endswith(".json"):
+        model = load_model_config(str(ROOT / config.model.config))
         assert config.data.sequence_length <= model.max_position_embeddings
     else:
         assert config.init == "pretrained"

@@ -9,4 +9,5 @@ run that continues. The on-disk format is manifest and shards (docs/data.md).
     tokenizer: tokenizers, read from wherever they are
     batches: which windows a step takes
     windows: the windows of validation
+    vocabulary: its size, and the model sized by it
 """

@@ -48,6 +48,11 @@ class Sizes:
         return self.head == 0
 
     @property
+    def of_vocabulary(self) -> int:
+        """The token embedding and the head; once where they are one."""
+        return self.vocabulary * self.width * (1 if self.is_tied else 2)
+
+    @property
     def root(self) -> int:
         """What belongs to no layer."""
         return self.total - self.layers * self.layer

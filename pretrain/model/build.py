@@ -24,10 +24,8 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from pretrain.errors import InputError
 from pretrain.model.attention import implementation_of
-from pretrain.model.model_config import described, first_line, load_model_config
+from pretrain.model.model_config import described, first_line, load_model_config, padded_vocabulary
 
-# Matrix products are fastest, on GPUs above all, when the vocabulary is a multiple of this.
-VOCABULARY_MULTIPLE = 64
 NO_SUCH_ATTENTION = "the architecture's own code does not know this attention"
 
 
@@ -180,16 +178,34 @@ def set_end_of_document(config: PreTrainedConfig, end_of_document_id: int) -> No
     config.pad_token_id = None
 
 
-def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int) -> list[str]:
-    """Problems of training this model on ids 0 to vocabulary_size - 1; an empty list if there is none."""
+def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int, *, has_weights: bool = False) -> list[str]:
+    """Problems of training this model on ids 0 to vocabulary_size - 1; an empty list if there is none.
+
+    has_weights: it is a pretrained model, whose vocabulary stands.
+    """
     if vocabulary_size <= config.vocab_size:
         return []
-    roomy = -(-vocabulary_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    what = f"the data's tokenizer has {vocabulary_size:,} ids, but the model's vocab_size is {config.vocab_size:,}"
+    if has_weights:
+        return [f"{what}: prepare the data with the model's own tokenizer"]
     return [
-        f"the data's tokenizer has {vocabulary_size:,} ids, but the model's vocab_size is {config.vocab_size:,}: set "
-        f"vocab_size to {roomy} in the model's JSON, or prepare the data with a tokenizer of at most "
+        f"{what}: give --model.vocab_size auto (or leave vocab_size out of the model's JSON), which makes it "
+        f"{padded_vocabulary(vocabulary_size):,} here, or prepare the data with a tokenizer of at most "
         f"{config.vocab_size:,} ids"
     ]
+
+
+def shape_changes(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | None:
+    """Why the weights of one model do not fit another: how many have another shape or are in one of them alone."""
+    ours, theirs = (
+        {name: tuple(parameter.shape) for name, parameter in build_meta_model(of).named_parameters()}
+        for of in (config, changed)
+    )
+    different = [name for name in (ours | theirs) if ours.get(name) != theirs.get(name)]
+    if not different:
+        return None
+    first = different[0]
+    return f"{len(different)} tensors differ, first {first}: {ours.get(first, 'none')}, {theirs.get(first, 'none')}"
 
 
 def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> None:

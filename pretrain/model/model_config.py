@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.modeling_rope_utils import RopeParameters
 
 import pretrain.model.architectures
+from pretrain.config import ModelSource
 from pretrain.errors import InputError, did_you_mean, read_small_file, shortened
 from pretrain.model.model_values import value_problems
 
@@ -26,23 +28,82 @@ from pretrain.model.model_values import value_problems
 READ_BY_EVERY_CLASS = {"model_type", "auto_map", "torch_dtype", "num_labels", "name_or_path", "_name_or_path"}
 # Flat spellings that a class with rope_parameters takes over into them.
 READ_INTO_ROPE_PARAMETERS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+FLAT_IN_ROPE = ("rope_theta", "partial_rotary_factor")
 # The rest of the many known types are one typo away from these or are listed on the Hub.
 COMMON_MODEL_TYPES = ("llama", "qwen3", "gpt2", *pretrain.model.architectures.MODEL_TYPES)
 SHIPPED_CONFIGS = Path(__file__).parents[2] / "model_configs"
-COUNT_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+VOCABULARY = "vocab_size"
+LARGE_VOCABULARY = 16_384
+COUNT_FIELDS = (VOCABULARY, "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 COUNT_FIELDS += ("num_key_value_heads", "head_dim", "max_position_embeddings")
 
 
-def load_model_config(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+def load_model_config(
+    name_or_path: str,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    vocabulary_size: int | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedConfig:
     """The configuration of a model given as a .json file, as a folder with config.json, or as a Hub id.
 
     A .json file is verified key by key. Special-token ids that it does not state are None, not the class's defaults,
     which belong to another tokenizer. A folder or Hub id was written by a library, often an older one with keys of its
     own, and is read as it is. No weights are read. Raises InputError with every problem found.
+
+    Args:
+        changes: {key: value in place of the file's}, verified as a .json file's keys are; objects are merged.
+        vocabulary_size: ids in the data, for a vocabulary that follows them (`follows_the_data`): the model's is
+            `padded_vocabulary` of it. None, before there is data: the file's, else the class's default.
     """
-    path = Path(name_or_path)
+    changes = changes or {}
+    where = str(ModelSource(config=name_or_path, **changes))
     if name_or_path.endswith(".json"):
-        return _config_from_json(path)
+        in_file = _read_json(Path(name_or_path))
+        config_class = _config_class(where, in_file | changes)
+        keys = stated = _changed(config_class, in_file, changes)
+    else:
+        config = _config_of_library(name_or_path, trust_remote_code)
+        if not changes:
+            return config
+        config_class, in_file = type(config), config.to_dict()
+        keys = _changed(config_class, in_file, changes)
+        stated = {key: keys[key] for key in keys if key in changes or key == "rope_parameters"}
+    if follows_the_data(config_class, keys):
+        stated, keys = ({key: of[key] for key in of if key != VOCABULARY} for of in (stated, keys))
+        if vocabulary_size is not None:
+            keys[VOCABULARY] = padded_vocabulary(vocabulary_size)
+        elif isinstance(in_file.get(VOCABULARY), int):
+            keys[VOCABULARY] = in_file[VOCABULARY]
+    return _checked_config(where, config_class, keys, stated)
+
+
+def load_recipe_model_config(source: ModelSource, vocabulary_size: int | None) -> PreTrainedConfig:
+    """`load_model_config` of a recipe's model. Raises InputError for what cannot be pretrained on text alone."""
+    config = load_model_config(source.config, changes=source.changes, vocabulary_size=vocabulary_size)
+    refuse_composites(str(source), config)
+    return config
+
+
+def follows_the_data(config_class: type[PreTrainedConfig], keys: Mapping[str, Any]) -> bool:
+    """Whether a model's keys leave its vocabulary to the data: vocab_size is not there, or auto.
+
+    Files that transformers writes always state it, so one without it was written by hand.
+    """
+    own_name = config_class.attribute_map.get(VOCABULARY, VOCABULARY)
+    has_one = own_name in {field.name for field in dataclasses.fields(config_class)}
+    stated = keys.get(own_name, "auto")
+    return has_one and keys.get(VOCABULARY, stated) == "auto"
+
+
+def padded_vocabulary(vocabulary_size: int) -> int:
+    """Rows for that many ids: a multiple of 64, or from 16,384 on of 128, where matrix products are fastest."""
+    multiple = 64 if vocabulary_size < LARGE_VOCABULARY else 128
+    return -(-vocabulary_size // multiple) * multiple
+
+
+def _config_of_library(name_or_path: str, trust_remote_code: bool) -> PreTrainedConfig:
+    path = Path(name_or_path)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError(f"{name_or_path}: this folder has no config.json, so it is not a model folder")
@@ -56,10 +117,24 @@ def load_model_config(name_or_path: str, *, trust_remote_code: bool = False) -> 
         raise InputError(_unreadable(name_or_path, path.is_dir(), error)) from error
 
 
-def load_text_model_config(name_or_path: str) -> PreTrainedConfig:
-    """`load_model_config` of what can be pretrained on text alone. Raises InputError for the rest."""
-    refuse_composites(name_or_path, config := load_model_config(name_or_path))
-    return config
+def _changed(config_class: type[PreTrainedConfig], keys: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys with the changes in them, whichever of its names each has."""
+    names, changed = config_class.attribute_map, dict(keys)
+    for key, value in changes.items():
+        for other in [name for name in changed if names.get(name, name) == names.get(key, key) and name != key]:
+            del changed[other]
+        rope = changed.get("rope_parameters")
+        if key in FLAT_IN_ROPE and isinstance(rope, dict):  # beside which the library ignores the flat spelling
+            changed["rope_parameters"] = {**rope, key: value}
+        else:
+            changed[key] = _merged(changed.get(key), value)
+    return changed
+
+
+def _merged(value: Any, change: Any) -> Any:
+    if isinstance(value, dict) and isinstance(change, dict):
+        return value | {key: _merged(value.get(key), inner) for key, inner in change.items()}
+    return change
 
 
 def refuse_composites(name: str, config: PreTrainedConfig) -> None:
@@ -89,34 +164,35 @@ def _unreadable(name_or_path: str, is_folder: bool, error: Exception) -> str:
     )
 
 
-def _config_from_json(path: Path) -> PreTrainedConfig:
-    keys = _read_json(path)
-    config_class = _config_class(path, keys)
+def _checked_config(
+    where: str, config_class: type[PreTrainedConfig], keys: dict[str, Any], stated: dict[str, Any]
+) -> PreTrainedConfig:
+    """The configuration of these keys; those that are `stated` by people are verified one by one."""
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     problems = value_problems(
-        keys, {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in keys}
+        stated, {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in stated}
     )
     if any("are nested" in problem for problem in problems):
-        raise InputError(*[f"{path}: {problem}" for problem in problems])
+        raise InputError(*[f"{where}: {problem}" for problem in problems])
     # The library accepts a standard name for a class's own (hidden_size for GPT-2's n_embd): check under its own.
     names = {key: config_class.attribute_map.get(key, key) for key in keys}
-    problems += _unknown_keys(config_class, fields, keys)
-    wrong_types = {key: problem for key in keys if (problem := _type_problem(names[key], keys[key], fields))}
+    problems += _unknown_keys(config_class, fields, stated)
+    wrong_types = {key: problem for key in stated if (problem := _type_problem(names[key], stated[key], fields))}
     problems += [f"{key}: {problem}" for key, problem in wrong_types.items()]
-    problems += _rope_problems(fields, keys)
+    problems += _rope_problems(fields, stated)
     values = {name: field.default for name, field in fields.items()}
     wrong = {*wrong_types, *(problem.partition(":")[0] for problem in problems)}
     values |= {names[key]: keys[key] for key in keys if key not in wrong}
     problems += _shape_problems(config_class, values)
     if problems:
-        raise InputError(*[f"{path}: {problem}" for problem in dict.fromkeys(problems)])
+        raise InputError(*[f"{where}: {problem}" for problem in dict.fromkeys(problems)])
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         keys.setdefault(token, None)
     try:
         config = config_class.from_dict(keys)
     except Exception as error:  # whatever a class's own code raises at values that it did not expect
         reason = error.__cause__ or error
-        raise InputError(f"{path}: {config_class.__name__} refuses it: {described(reason)}") from error
+        raise InputError(f"{where}: {config_class.__name__} refuses it: {described(reason)}") from error
     # Some classes' models read it without the usual default.
     if "head_dim" in fields and config.head_dim is None and reads_plainly(config_class, "head_dim"):
         config.head_dim = config.hidden_size // config.num_attention_heads
@@ -151,19 +227,19 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _config_class(path: Path, keys: dict[str, Any]) -> type[PreTrainedConfig]:
+def _config_class(where: str, keys: Mapping[str, Any]) -> type[PreTrainedConfig]:
     model_type = keys.get("model_type")
     if model_type is None:
-        raise InputError(f"{path}: model_type is missing; state it, for example {', '.join(COMMON_MODEL_TYPES)}")
+        raise InputError(f"{where}: model_type is missing; state it, for example {', '.join(COMMON_MODEL_TYPES)}")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         hint = did_you_mean(str(model_type), CONFIG_MAPPING)
         if hint.startswith("; allowed"):
             hint = f"; for example {', '.join(COMMON_MODEL_TYPES)}"
-        raise InputError(f"{path}: unknown model_type {shortened(repr(model_type))}{hint}")
+        raise InputError(f"{where}: unknown model_type {shortened(repr(model_type))}{hint}")
     config_class = CONFIG_MAPPING[model_type]
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(
-            f"{path}: model_type {model_type!r} has no causal language model; for example "
+            f"{where}: model_type {model_type!r} has no causal language model; for example "
             f"{', '.join(COMMON_MODEL_TYPES)} have"
         )
     return config_class
@@ -213,6 +289,16 @@ def described(error: BaseException) -> str:
     """An error of the library in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return shortened(f"{type(error).__name__}: {' '.join(lines)}", 300)
+
+
+def config_differences(earlier: PreTrainedConfig, now: PreTrainedConfig) -> str:
+    """'num_hidden_layers 2, now 4' for every key that describes the model and differs."""
+    if type(earlier) is not type(now):
+        return f"model_type {earlier.model_type}, now {now.model_type}"
+    names = sorted(_own_fields(type(now)) - {"bos_token_id", "eos_token_id", "pad_token_id"})
+    pairs = {name: (getattr(earlier, name, None), getattr(now, name, None)) for name in names}
+    different = [f"{name} {before!r}, now {after!r}" for name, (before, after) in pairs.items() if before != after]
+    return ", ".join(different) or "other general keys"
 
 
 def _own_fields(config_class: type[PreTrainedConfig]) -> set[str]:

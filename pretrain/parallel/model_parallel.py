@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedConfig
 
 from pretrain.config import RunConfig
+from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
-from pretrain.model.model_config import load_model_config
 from pretrain.optim.gradient_norm import total_norm
 from pretrain.parallel.launcher import environment_flag, parallel_size, processes_launched
 from pretrain.parallel.layout import Layout
@@ -79,7 +79,7 @@ class ModelParallel(Strategy, ABC):
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         problems, of_size = super().problems(config, name), cls.size_problems()
         try:
-            problem = cls.model_problem(load_model_config(config.model), config, not of_size)
+            problem = cls.model_problem(planned_model_config(config), config, not of_size)
         except InputError:
             problem = None  # `derive` says what is wrong with the model
         return [*problems, *of_size, *([problem] if problem else [])]

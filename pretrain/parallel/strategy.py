@@ -17,13 +17,13 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 
 from pretrain.config import RunConfig
+from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.hardware import keep_freed_memory, missing_bf16, unusable_gpu, use_all_cores
 from pretrain.memory.parts import FP32, Memory, PlannedRun, Work, at_peak
 from pretrain.model.fp8 import fp8_problem, use_fp8
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.model.model_config import load_model_config
 from pretrain.optim.gradient_norm import total_norm
 from pretrain.optim.optimizers import OPTIMIZERS, describe_optimizer, load_optimizer_state, optimizer_state_by_name
 from pretrain.parallel.launcher import PRECISIONS, processes_launched
@@ -158,7 +158,7 @@ class Strategy:
 
     def planned_memory(self, config: RunConfig) -> Memory:
         """What a plan says of this recipe as it is launched here."""
-        run = PlannedRun(config, load_model_config(config.model), self.precision, self.device.type)
+        run = PlannedRun(config, planned_model_config(config), self.precision, self.device.type)
         return self.footprint(run, self.running_layout(), config.batch.sequences_per_micro_batch)
 
     def running_layout(self) -> Layout:

@@ -1,4 +1,4 @@
-"""Before a run: plan.py and train.py --smoke.
+"""Before a run: plan.py, train.py --check and --smoke.
 
 Predictions come from memory and step_time; calibration compares them with a few real steps (docs/planning.md).
 
@@ -6,4 +6,5 @@ Predictions come from memory and step_time; calibration compares them with a few
     step_time: time and cost
     calibration: a few real steps
     smoke: a hundred steps, pass or fail per stage
+    judgement: what --check says of a recipe that can run
 """

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from pretrain.config import RunConfig
+from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.hardware import DTYPES, peak_flops
 from pretrain.model.attention import choose_attention
 from pretrain.model.inputs import model_inputs
-from pretrain.model.model_config import load_text_model_config
 from pretrain.parallel.registry import make_strategy
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.build import build_training
@@ -75,7 +75,7 @@ class Steps:
         try:
             return derive(config, strategy.data_ranks * strategy.micro_batches_per_call), "shards"
         except InputError:
-            model_config = load_text_model_config(config.model)
+            model_config = planned_model_config(config)
             choose_attention(
                 config.attention,
                 device_type=strategy.device.type,

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pretrain.config import RunConfig
+from pretrain.data.vocabulary import assumed_vocabulary, planned_model_config
 from pretrain.errors import Problems
 from pretrain.gpus import GIB
 from pretrain.memory.parts import PlannedRun
 from pretrain.model.flops import FORMULA
-from pretrain.model.model_config import load_model_config
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.planning.calibration import Calibration, calibrate
 from pretrain.planning.candidates import (
@@ -92,7 +92,7 @@ def build_plan(
     with_calibration: bool = False,
 ) -> Plan:
     """Raises InputError with what cannot be planned."""
-    model_config = load_model_config(config.model)
+    model_config = planned_model_config(config)
     precision = planned_precision(config, hardware.gpu)
     work = work_of_run(config, model_config)
     calibration = calibrate(config, work.flops_per_token) if with_calibration else None
@@ -105,7 +105,7 @@ def build_plan(
     candidates = [consider(name, run, work, hardware, speed) for name in STRATEGIES]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
-    problems = Problems()
+    problems = Problems(assumed_vocabulary(config, model_config))
     sources = problems.attempt(sources_of, config, work) or []
     return Plan(
         config, hardware, precision, work, speed, candidates, recommended, command, storage_of(config, work), sources,

@@ -138,7 +138,7 @@ def summary_text(history: History, status: RunStatus) -> str:
     processes = f"{ranks} process{'es' if ranks != 1 else ''}" if ranks is not None else None
     machine = (settings.get("strategy.strategy"), processes, settings.get("environment.device"))
     about = {
-        "model": f"{settings.get('model', '?')}{parameters}",
+        "model": f"{settings.get('model', settings.get('model.config', '?'))}{parameters}",
         "data": f"{' + '.join(dict.fromkeys(map(str, data))) or '?'}, {length} tokens per sequence",
         "batch": _text(batch, "{:,} tokens per step") or "?",
         "optimizer": f"{optim['name']}, learning rate {optim['learning_rate']}, {optim['schedule']}, "

@@ -11,10 +11,10 @@ import torch
 
 from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.config import RunConfig
+from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import CRASHED, EXIT_BAD_INPUT, EXIT_CRASH_LOOP, EXIT_INTERRUPTED, InputError, end_now
 from pretrain.hardware import memory_bytes
 from pretrain.memory.parts import PlannedRun
-from pretrain.model.model_config import load_model_config
 from pretrain.parallel.memory_advice import ladder
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.strategy import Strategy
@@ -149,7 +149,7 @@ def is_out_of_memory(error: Exception) -> bool:
 def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
     """What to change, cheapest first, each with the memory it would need; the last one fits."""
     try:
-        run = PlannedRun(config, load_model_config(config.model), strategy.precision, strategy.device.type)
+        run = PlannedRun(config, planned_model_config(config), strategy.precision, strategy.device.type)
         rungs = ladder(run, strategy.name, strategy.ranks.count, memory_bytes(strategy.device))
     except (InputError, RuntimeError, MemoryError) as error:  # the end of a run must not hide its cause
         rungs = [f"no figures ({type(error).__name__}: {error})"]

@@ -48,7 +48,7 @@ def build_training(
     )
     weights = InitialWeights(
         seed=config.seed,
-        pretrained=open_pretrained(config.model) if from_pretrained else None,
+        pretrained=open_pretrained(config.model.config) if from_pretrained else None,
         dtype=parameter_dtype(config.optim),
     )
     build_optimizer = optimizer_builder(config.optim, causal_lm, learning_rate, seed=config.seed, device_type=kind)

@@ -4,6 +4,8 @@ import torch
 
 from pretrain.config import RunConfig
 from pretrain.hardware import emulation_of_bf16
+from pretrain.memory.parts import sizes_of
+from pretrain.model.model_config import padded_vocabulary
 from pretrain.optim.learning_rate import learning_rate_for_parameters
 from pretrain.training.run_plan import RunPlan
 from pretrain.units import count_text
@@ -12,6 +14,8 @@ FAR = 5.0
 """Factor between a stated learning rate and auto's above which a warning appears."""
 FAR_FOR_ANOTHER_OPTIMIZER = 2.0
 """The same if the command line changes the optimizer and the rate is the recipe's, chosen for its own."""
+WASTE = 0.01
+"""Share of a model's parameters in rows of ids that the data has not, above which a warning appears."""
 
 
 def cautions(config: RunConfig, run: RunPlan, overridden: frozenset[str], device: torch.device) -> list[str]:
@@ -22,7 +26,8 @@ def cautions(config: RunConfig, run: RunPlan, overridden: frozenset[str], device
     """
     emulation = emulation_of_bf16(device) if config.precision == "bf16" else None
     precision = f"precision: {emulation}; use precision: fp32 or auto" if emulation else None
-    return [caution for caution in (precision, unusual_learning_rate(config, run, overridden)) if caution]
+    found = (precision, unusual_learning_rate(config, run, overridden), unused_vocabulary(config, run))
+    return [caution for caution in found if caution]
 
 
 def unusual_learning_rate(config: RunConfig, run: RunPlan, overridden: frozenset[str]) -> str | None:
@@ -44,4 +49,21 @@ def unusual_learning_rate(config: RunConfig, run: RunPlan, overridden: frozenset
     return (
         f"{setting}: the peak of {stated:.3g} is {origin}{times} what auto gives {optim.name} at "
         f"{count_text(run.parameters)} parameters, {usual:.3g}; use --optim.learning_rate auto unless this is intended"
+    )
+
+
+def unused_vocabulary(config: RunConfig, run: RunPlan) -> str | None:
+    """Warns that the model has rows for many more ids than the data; None within padding, or for given weights."""
+    ids, rows = run.batches.vocabulary_size, run.model_config.vocab_size
+    padded = padded_vocabulary(ids)
+    if rows <= padded or config.init == "pretrained":
+        return None
+    sizes = sizes_of(run.model_config)
+    wasted = sizes.of_vocabulary // rows * (rows - padded)
+    if wasted <= WASTE * sizes.total:
+        return None
+    return (
+        f"vocabulary: the model has {rows:,} rows and the data {ids:,} ids: {count_text(wasted)} of "
+        f"{count_text(sizes.total)} parameters ({wasted / sizes.total:.0%}) stand for no text; --model.vocab_size "
+        f"auto makes it {padded:,}"
     )

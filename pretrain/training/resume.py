@@ -10,6 +10,8 @@ from pretrain.checkpoint.run_state import NumericStopError, RunState, record_rol
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
 from pretrain.files import SEAL_FILE
+from pretrain.model.build import shape_changes
+from pretrain.model.model_config import config_differences, load_model_config
 from pretrain.parallel.strategy import Strategy
 from pretrain.runs.addresses import trunk_checkpoint
 from pretrain.runs.run_folder import step_of
@@ -45,7 +47,7 @@ class Continuation:
         self.saved: SavedRun | None = load_saved(self.found) if self.found else None
         self.state = RunState()
         if self.saved:
-            if problems := identity_problems(self.saved.contents["identity"], plan.identity, overridden):
+            if problems := continuation_problems(self.found, self.saved.contents["identity"], plan, overridden):
                 raise InputError(*problems)
             if not any(path.startswith("optim.") for path in overridden):
                 self._extend()
@@ -207,3 +209,25 @@ class Continuation:
         self.load()
         change = f"skipping the data of steps {first:,} to {last:,}" if skips else "halving the learning rate"
         self.metrics.write("rollback", step=state.step, **rollback, change=change)
+
+
+def continuation_problems(
+    found: Path, saved: Mapping[str, Any], plan: RunPlan, overridden: frozenset[str]
+) -> list[str]:
+    """Why a run cannot continue from a checkpoint of that identity; the model's keys by name.
+
+    A model of another shape is refused even if the command line asks for it: fewer layers would load without a word.
+    """
+    problems = identity_problems(saved, plan.identity, overridden)
+    if saved.get("model") == plan.identity["model"]:
+        return problems
+    earlier = load_model_config(str(found))
+    changes = config_differences(earlier, plan.model_config)
+    others = [problem for problem in problems if not problem.startswith("model: ")]
+    if shape_changes(earlier, plan.model_config):
+        what_now = "the weights of the checkpoint do not fit; restore it, or choose another --output"
+    elif len(others) < len(problems):
+        what_now = "restore it, choose another --output, or accept it by naming it on the command line"
+    else:
+        return others
+    return [f"model: {found} was trained with {changes}: {what_now}", *others]

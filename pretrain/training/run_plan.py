@@ -11,17 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pretrain.config import Cadence, RunConfig, Source
+from pretrain.config import Cadence, ModelSource, RunConfig, Source
 from pretrain.data.batches import Batches, SkippedRange, open_training
+from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError, Problems
 from pretrain.hardware import DTYPES
 from pretrain.model.attention import choose_attention
-from pretrain.model.build import check_vocabulary, count_parameters, set_end_of_document
+from pretrain.model.build import check_vocabulary, count_parameters, set_end_of_document, shape_changes
 from pretrain.model.compile import checkpointing_problems
 from pretrain.model.flops import active_parameters, flops_per_token
 from pretrain.model.inputs import HostBatch, host_batch
 from pretrain.model.loss import loss_problems
-from pretrain.model.model_config import load_text_model_config
+from pretrain.model.model_config import load_model_config
 from pretrain.model.pretrained import find_weights
 from pretrain.optim.batch_ramp import BatchRamp, batch_ramp
 from pretrain.optim.learning_rate import (
@@ -197,9 +198,11 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     """Checks a run as a whole. Raises InputError with everything that cannot work."""
     problems = place_problems(config)
     data = config.data
-    model_config = problems.attempt(load_text_model_config, config.model)
+    model_config = problems.attempt(planned_model_config, config)
     if config.init == "pretrained":
-        problems.attempt(find_weights, config.model)
+        problems.attempt(find_weights, config.model.config)
+        if config.model.changes and model_config is not None:
+            problems += problems.attempt(unfitting_weights, config.model, model_config) or []
     readers = problems.attempt(open_training, data)
     device = problems.attempt(device_type)
     precision = problems.attempt(resolve_precision, config.precision) if device else None
@@ -213,7 +216,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     sequences_per_step = problems.attempt(sequences_of, config, ranks)
     if model_config is not None and readers:
         manifest = next(iter(readers.values())).manifest
-        problems += check_vocabulary(model_config, manifest.vocabulary_size)
+        problems += check_vocabulary(model_config, manifest.vocabulary_size, has_weights=config.init == "pretrained")
         set_end_of_document(model_config, manifest.end_of_document_id)
     if model_config is not None:
         problems += too_long(model_config, data.sequence_length)
@@ -242,11 +245,22 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     )
 
 
+def unfitting_weights(source: ModelSource, model_config: Any) -> list[str]:
+    """What a recipe changes of a pretrained model so that its weights do not fit; positions and dropout, say, may."""
+    changes = shape_changes(load_model_config(source.config), model_config)
+    if not changes:
+        return []
+    return [
+        f"model: {source}: init: pretrained takes the weights of {source.config}, which then do not fit ({changes}); "
+        "leave out what changes their shapes, or train from scratch with init: scratch"
+    ]
+
+
 def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLosses) -> ModelPlan:
     """Judges the model by its own loss and gradients. Raises InputError where no attention asked for trains it right.
 
     Args:
-        model_config: `config.model`, loaded.
+        model_config: of `config.model`.
     """
     found = probe(
         model_config,

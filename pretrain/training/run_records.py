@@ -12,6 +12,7 @@ from pathlib import Path
 from pretrain.config import RunConfig
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS
 from pretrain.data.shards import ShardReader
+from pretrain.data.vocabulary import vocabulary_text
 from pretrain.hardware import describe_machine, missing_bf16
 from pretrain.model.flops import FORMULA
 from pretrain.parallel.strategy import Strategy, device_type
@@ -131,6 +132,7 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
     readers, epochs = plan.batches.readers, plan.batches.epochs_at(plan.total_steps)
     rows = {
         "model": f"{config.model} ({plan.model_config.model_type}), {active}{plan.parameters:,} parameters",
+        "vocabulary": vocabulary_text(plan.model_config.vocab_size, plan.batches.vocabulary_size),
         "precision": f"{plan.precision}{reason}, weights and optimizer in {weights}",
         "attention": "; not ".join([attention, *plan.attention_passed_over]),
         "data": " + ".join(f"{folder} ({count_text(reader.tokens)} tokens)" for folder, reader in readers.items()),

@@ -219,9 +219,12 @@ def test_the_end_of_document_row_gets_a_gradient(config):
 def test_a_vocabulary_that_does_not_fit_is_named_with_the_remedy():
     assert check_vocabulary(tiny("llama"), 128) == []
     assert check_vocabulary(tiny("llama"), 50257) == [
-        "the data's tokenizer has 50,257 ids, but the model's vocab_size is 128: set vocab_size to 50304 in the "
-        "model's JSON, or prepare the data with a tokenizer of at most 128 ids"
+        "the data's tokenizer has 50,257 ids, but the model's vocab_size is 128: give --model.vocab_size auto (or "
+        "leave vocab_size out of the model's JSON), which makes it 50,304 here, or prepare the data with a tokenizer "
+        "of at most 128 ids"
     ]
+    (pretrained,) = check_vocabulary(tiny("llama"), 50257, has_weights=True)
+    assert pretrained.endswith("vocab_size is 128: prepare the data with the model's own tokenizer")
 
 
 # --- saving and loading

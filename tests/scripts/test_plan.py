@@ -145,9 +145,9 @@ def test_a_plan_where_nothing_fits(recipe):
 
 def test_disk_counts_what_is_kept(recipe):
     config = read_run_config(recipe)
-    from pretrain.model.model_config import load_model_config
+    from pretrain.model.model_config import load_recipe_model_config
 
-    work = work_of_run(config, load_model_config(config.model))
+    work = work_of_run(config, load_recipe_model_config(config.model, None))
     storage, total = storage_of(config, work), work.sizes.total
     assert storage.checkpoint == 12 * total, "fp32 weights and AdamW's two moments"
     assert storage.kept == 2 + 1 + 123 // 50

@@ -1,10 +1,14 @@
 """Every shipped recipe can run: with stand-in shards for its data it passes the check, and the plan in it holds."""
 
+import itertools
+import json
 import re
+import shlex
 
 import pytest
 
-from pretrain.model.model_config import load_model_config
+from pretrain.model.build import check_vocabulary
+from pretrain.model.model_config import load_model_config, load_recipe_model_config
 from pretrain.planning.candidates import work_of_run
 from pretrain.recipe import read_run_config
 from pretrain.training.metrics import count_text
@@ -15,6 +19,15 @@ from support.project import ROOT, run_script
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 WANTED = {"demo", "llama_125m", "llama_1b", "qwen3_0.6b", "deepone_162m", "gpt2_124m", "tiny_curriculum"}
 WANTED |= {"big_batch_adamw", "smollm_corpus", "continue_pretraining", "pile_406m", "any_text"}
+
+
+TOKENIZERS = {
+    "gpt2": 50_257,
+    "HuggingFaceTB/cosmo2-tokenizer": 49_152,
+    "HuggingFaceTB/SmolLM2-135M": 49_152,
+    "Qwen/Qwen3-0.6B-Base": 151_669,
+}
+"""{tokenizer on the Hub that recipes name: its ids}"""
 
 
 def stand_ins(name, shards, folder) -> list[tuple[str, str]]:
@@ -59,6 +72,61 @@ def test_the_check_itself_says_that_a_recipe_can_run(shards, tmp_path):
     assert "No problems found." in result.stdout
 
 
+def preparations_in(text: str) -> dict[str, tuple[str, int]]:
+    """{folder of shards: (tokenizer, its ids)} of the commands of prepare_data.py in a recipe's comment or a page."""
+    lines = text.replace("\\\n#", " ").replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line.strip("# ")) for line in lines if "python prepare_data.py" in line]
+    options = [dict(itertools.pairwise(words)) for words in commands]
+    sizes = TOKENIZERS | {o["--output"]: int(o["--train_tokenizer"]) for o in options if "--train_tokenizer" in o}
+    return {o["--output"]: (o["--tokenizer"], sizes[o["--tokenizer"]]) for o in options if "--tokenizer" in o}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_says_how_its_data_is_prepared_and_the_vocabulary_fits(name):
+    """Every folder of shards comes from a command in the comment, whose tokenizer is trained there or can be had."""
+    text = (ROOT / f"recipes/{name}.yaml").read_text()
+    commands = (ROOT / "Makefile").read_text().replace("$(BIN)/", "") if "`make demo`" in text else text
+    prepared = preparations_in(commands)
+    overrides = [("model", "model_configs/smollm_135m.json")] if name == "continue_pretraining" else []
+    config = read_run_config(ROOT / f"recipes/{name}.yaml", overrides)
+    folders = {str(source.shards) for stage in config.data.mixtures for source in stage.train}
+    assert folders <= prepared.keys()
+    (vocabulary,) = {prepared[folder] for folder in folders}
+    source = config.model.model_copy(update={"config": str(ROOT / config.model.config)})
+    assert check_vocabulary(load_recipe_model_config(source, vocabulary[1]), vocabulary[1]) == []
+
+
+def test_folders_of_one_name_are_prepared_with_one_tokenizer():
+    """Two recipes may share shards: who prepared them for the one can train the other."""
+    tokenizers: dict[str, set] = {}
+    for name in RECIPES:
+        for folder, tokenizer in preparations_in((ROOT / f"recipes/{name}.yaml").read_text()).items():
+            tokenizers.setdefault(folder, set()).add(tokenizer)
+    assert {folder: each for folder, each in tokenizers.items() if len(each) > 1} == {}
+
+
+def test_the_readmes_shards_are_those_of_its_recipe():
+    prepared = preparations_in((ROOT / "README.md").read_text())
+    (source,) = read_run_config(ROOT / "recipes/llama_125m.yaml").data.train
+    assert prepared[str(source.shards)] == ("tokenizers/fineweb_edu", 32_000)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/data.md"])
+def test_the_chain_for_your_own_text_runs_as_written(page, text_files, tmp_path):
+    """From the text to a run that can start, with the page's own options; only the places are others."""
+    text = (ROOT / page).read_text()
+    lines = [line.strip() for line in text[re.search(r"(?i)your own text(, in|\n)", text).start() :].splitlines()]
+    commands = [shlex.split(line) for line in lines if re.match(r"(python|accelerate) .*\.py ", line)][:3]
+    for words in commands:
+        words = words[next(place for place, word in enumerate(words) if word.endswith(".py")) :]
+        words = [re.sub(r"\b(?<![/.])(tokenizers/|data/|runs/)(?=mine)", rf"{tmp_path}/\1", word) for word in words]
+        words = [f"{text_files}/*.py" if word.startswith("mine/") else word for word in words]
+        result = run_script(*words, *(["--check"] if words[0] == "train.py" else []))
+    assert "No problems found." in result.stdout
+    ids = json.loads((tmp_path / "data/mine/manifest.json").read_text())["vocabulary_size"]
+    assert re.search(rf"^vocabulary +{ids:,} ids(, padded to [\d,]+)?$", result.stdout, re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_plan_in_a_recipe_is_that_of_the_recipe(name, monkeypatch):
     """Parameters, tokens and steps of the comment; `python plan.py ... --comment` writes it anew."""
@@ -71,7 +139,7 @@ def test_the_plan_in_a_recipe_is_that_of_the_recipe(name, monkeypatch):
     assert words[words.index("--config") + 1] == f"recipes/{name}.yaml"
     overrides = [("model", words[words.index("--model") + 1]), ("init", "scratch")] if "--model" in words else []
     config = read_run_config(f"recipes/{name}.yaml", overrides)
-    work = work_of_run(config, load_model_config(config.model))
+    work = work_of_run(config, load_recipe_model_config(config.model, vocabulary_size=None))
     expected = (count_text(work.sizes.total), count_text(work.tokens), f"{work.steps:,}")
     assert found.groups()[1:] == expected
 
@@ -85,6 +153,6 @@ def test_the_smollm_corpus_is_mixed_as_it_is():
 
 def test_the_pile_recipe_is_the_one_of_gpt2_at_406m():
     config = read_run_config(ROOT / "recipes/pile_406m.yaml")
-    model = load_model_config(str(ROOT / config.model))
+    model = load_model_config(str(ROOT / config.model.config))
     assert (model.hidden_size, model.num_attention_heads, model.num_hidden_layers) == (1024, 16, 24)
     assert (config.data.sampling, config.data.sequence_length) == ("random_windows", 1024)

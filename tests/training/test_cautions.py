@@ -47,8 +47,25 @@ def test_the_demo_under_adamw_says_both_rates(shards):
     )
     assert name == "optim.learning_rate"
     assert rate.startswith("the peak of 0.01 is the recipe's, while --optim.name adamw is the command line's, and 10")
-    assert "what auto gives adamw at 2.82M parameters, 0.001;" in rate
+    assert "what auto gives adamw at 2.69M parameters, 0.001;" in rate
     assert said("recipes/demo.yaml", ("data.train.0.shards", str(shards))) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (512, None),
+        (520, None),  # eight rows more than needed are less than 1 % of the parameters
+        (2048, "vocabulary: the model has 2,048 rows and the data 512 ids: 98.3k of "),
+        ("auto", None),
+    ],
+)
+def test_a_vocabulary_that_the_data_does_not_fill_is_reported(recipe, rows, message):
+    found = said(recipe, ("model.vocab_size", str(rows)))
+    assert found == [] if message is None else len(found) == 1 and found[0].startswith(message)
+    if message:
+        total = derive(read_run_config(recipe, [("model.vocab_size", str(rows))]), ranks=1).parameters
+        assert f"({1536 * 64 / total:.0%}) stand for no text; --model.vocab_size auto makes it 512" in found[0]
 
 
 def test_an_emulated_precision_is_reported_where_it_was_requested(recipe, monkeypatch):

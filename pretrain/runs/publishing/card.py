@@ -73,7 +73,7 @@ def metadata(facts: CardFacts, publication: Publication) -> str:
     """The YAML at the top, checked by huggingface_hub's own classes."""
     from huggingface_hub import ModelCardData
 
-    base = facts.setting("model")
+    base = facts.model_source
     continues = facts.setting("init") == "pretrained" and is_hub_id(base)
     datasets = dict.fromkeys(name for source in facts.sources for name in source.hub_datasets)
     results = eval_results(facts)
@@ -294,7 +294,7 @@ def lineage_text(facts: CardFacts) -> str:
         for trunk in facts.lineage
     ]
     if facts.setting("init") == "pretrained":
-        lines.append(f"- began with the weights of {public_name(facts.setting('model'))}")
+        lines.append(f"- began with the weights of {public_name(facts.model_source)}")
     elif not facts.lineage:
         lines.append(f"- began with random weights of seed {facts.config.get('seed', 'not recorded')}")
     for event in facts.history.of("resume"):

@@ -59,6 +59,11 @@ class CardFacts:
         return setting(self.config, name)
 
     @property
+    def model_source(self) -> str | None:
+        """The file, folder or Hub id of the recipe's model."""
+        return self.setting("model.config") or self.setting("model")
+
+    @property
     def tokens(self) -> int | None:
         """Training tokens seen."""
         return self.history.last("train").get("tokens")

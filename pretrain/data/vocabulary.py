@@ -1,0 +1,47 @@
+"""The ids that a recipe's shards hold, and the model that is sized by them."""
+
+from transformers import PreTrainedConfig
+
+from pretrain.config import Data, RunConfig
+from pretrain.data.shards import read_manifest
+from pretrain.errors import InputError
+from pretrain.model.model_config import load_recipe_model_config, padded_vocabulary
+
+
+def vocabulary_of(data: Data) -> int | None:
+    """Ids of the tokenizer of the first source; None where its shards cannot be read: what opens them says why."""
+    source = data.mixtures[0].train[0]
+    try:
+        return read_manifest(source.shards, source.tokenizer).vocabulary_size
+    except (InputError, OSError):
+        return None
+
+
+def planned_model_config(config: RunConfig) -> PreTrainedConfig:
+    """The configuration of a recipe's model, with the vocabulary of the recipe's shards where it is left open.
+
+    Raises InputError as `load_recipe_model_config` does.
+    """
+    return load_recipe_model_config(config.model, vocabulary_of(config.data))
+
+
+def assumed_vocabulary(config: RunConfig, model_config: PreTrainedConfig) -> list[str]:
+    """What to say of the vocabulary in a plan of shards that do not exist yet; [] where the model states it."""
+    if vocabulary_of(config.data) is not None:
+        return []
+    if len({load_recipe_model_config(config.model, size).vocab_size for size in (64, 128)}) == 1:
+        return []
+    return [
+        f"vocabulary: follows the data, which is not prepared yet; planned with {model_config.vocab_size:,} "
+        "rows; --model.vocab_size N plans with another"
+    ]
+
+
+def vocabulary_text(model_rows: int, vocabulary_size: int) -> str:
+    """'50,257 ids, padded to 50,304' for a model with that many rows."""
+    text = f"{vocabulary_size:,} ids"
+    if model_rows == vocabulary_size:
+        return text
+    if model_rows == padded_vocabulary(vocabulary_size):
+        return f"{text}, padded to {model_rows:,}"
+    return f"{text} in a model's {model_rows:,}, as stated"

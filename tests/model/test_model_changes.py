@@ -1,0 +1,109 @@
+"""What a recipe changes of a model's keys is judged as the JSON is, and its vocabulary may follow the data."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import GPT2Config
+
+from pretrain.config import ModelSource
+from pretrain.errors import InputError
+from pretrain.model.build import shape_changes
+from pretrain.model.model_config import (
+    SHIPPED_CONFIGS,
+    config_differences,
+    load_model_config,
+    load_recipe_model_config,
+    padded_vocabulary,
+)
+
+DEMO = str(SHIPPED_CONFIGS / "llama_demo.json")
+
+
+def written(folder: Path, **keys) -> str:
+    path = folder / "model.json"
+    path.write_text(json.dumps(keys))
+    return str(path)
+
+
+def test_a_key_is_changed_and_the_others_stay():
+    own, changed = load_model_config(DEMO), load_model_config(DEMO, changes={"num_hidden_layers": 8})
+    assert changed.num_hidden_layers == 8
+    assert config_differences(own, changed) == f"num_hidden_layers {own.num_hidden_layers}, now 8"
+
+
+def test_a_standard_name_replaces_the_classes_own(tmp_path):
+    path = written(tmp_path, model_type="gpt2", n_embd=36, n_head=4, n_layer=1, vocab_size=64)
+    assert load_model_config(path, changes={"hidden_size": 48}).n_embd == 48
+    path = written(tmp_path, model_type="gpt2", hidden_size=36, n_head=4, n_layer=1, vocab_size=64)
+    assert load_model_config(path, changes={"n_embd": 48}).hidden_size == 48
+
+
+@pytest.mark.parametrize("changes", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}])
+def test_the_rotary_base_arrives_where_the_model_reads_it(changes):
+    assert "rope_parameters" in json.loads(Path(DEMO).read_text()), "beside which a flat rope_theta would be ignored"
+    assert load_model_config(DEMO, changes=changes).rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hiden_layers": 8}, "num_hiden_layers is not a key of LlamaConfig; did you mean num_hidden_layers?"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers: 'many' is a str; allowed: int"),
+        ({"num_attention_heads": 5}, "num_attention_heads 5; nearest: 255 or 260"),
+        ({"num_hidden_layers": 5000}, "allowed: at most 1,024 layers"),
+        ({"model_type": "lama"}, "unknown model_type 'lama'; did you mean llama?"),
+    ],
+)
+def test_a_change_is_judged_as_the_json_is(changes, message):
+    with pytest.raises(InputError) as caught:
+        load_model_config(DEMO, changes=changes)
+    (key, value), *_ = changes.items()
+    assert any(message in problem for problem in caught.value.problems)
+    assert all(problem.startswith(f"{DEMO} with {key} {json.dumps(value)}: ") for problem in caught.value.problems)
+
+
+def test_a_folder_written_by_the_library_is_changed_and_judged_too(tmp_path):
+    GPT2Config(n_embd=48, n_head=4, n_layer=2, vocab_size=80).save_pretrained(tmp_path)
+    changed = load_model_config(
+        str(tmp_path), changes={"num_hidden_layers": 3, "vocab_size": "auto"}, vocabulary_size=70
+    )
+    assert (changed.n_layer, changed.n_embd, changed.vocab_size) == (3, 48, 128)
+    with pytest.raises(InputError, match="n_layers is not a key of GPT2Config; did you mean n_layer"):
+        load_model_config(str(tmp_path), changes={"n_layers": 3})
+    assert load_model_config(str(tmp_path), vocabulary_size=70).vocab_size == 80, "a library's file states its own"
+
+
+@pytest.mark.parametrize(("ids", "rows"), [(64, 64), (300, 320), (8000, 8000), (32_000, 32_000), (50_257, 50_304)])
+def test_a_vocabulary_that_is_left_open_is_the_datas_padded(tmp_path, ids, rows):
+    assert padded_vocabulary(ids) == rows
+    shape = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    assert load_model_config(written(tmp_path, **shape), vocabulary_size=ids).vocab_size == rows
+    assert load_model_config(written(tmp_path, **shape, vocab_size="auto"), vocabulary_size=ids).vocab_size == rows
+    assert load_model_config(written(tmp_path, **shape, vocab_size=7), vocabulary_size=ids).vocab_size == 7, "stated"
+    assert load_model_config(DEMO, changes={"vocab_size": "auto"}, vocabulary_size=ids).vocab_size == rows
+
+
+def test_without_data_an_open_vocabulary_is_the_files_else_the_classes(tmp_path):
+    assert load_model_config(DEMO, changes={"vocab_size": "auto"}).vocab_size == 1024
+    shape = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    assert load_model_config(written(tmp_path, **shape)).vocab_size == 32_000
+    assert load_model_config(written(tmp_path, **shape, vocab_size="auto")).vocab_size == 32_000
+
+
+def test_large_vocabularies_are_padded_to_128():
+    assert [padded_vocabulary(ids) for ids in (16_383, 16_384, 16_385, 49_152)] == [16_384, 16_384, 16_512, 49_152]
+
+
+def test_other_shapes_are_told_from_other_values():
+    own = load_model_config(DEMO)
+    assert shape_changes(own, load_model_config(DEMO, changes={"attention_dropout": 0.1, "rope_theta": 5e5})) is None
+    fewer = shape_changes(own, load_model_config(DEMO, changes={"num_hidden_layers": 3}))
+    assert fewer.startswith("9 tensors differ, first model.layers.3.") and fewer.endswith(", none")
+    wider = shape_changes(own, load_model_config(DEMO, changes={"intermediate_size": 640}))
+    assert "(576, 256), (640, 256)" in wider
+
+
+def test_a_model_of_text_and_images_is_refused():
+    with pytest.raises(InputError, match="is a model of text and of something else"):
+        load_recipe_model_config(ModelSource(config=DEMO, model_type="gemma3"), None)

@@ -1,0 +1,129 @@
+"""--check says with figures what runs but may not be meant, how long it takes here, and how to start it."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+
+from pretrain.planning import judgement as judgement_module
+from pretrain.planning.judgement import (
+    few_steps,
+    heavy_vocabulary,
+    judgement,
+    launch_command,
+    repeated_data,
+    small_disk,
+)
+from pretrain.recipe import read_run_config
+from pretrain.training.run_plan import derive
+from pretrain.training.validation import open_validation
+from support.project import run_script
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def read(recipe):
+    """(config, run) of the recipe with these settings."""
+
+    def read(**settings):
+        config = read_run_config(recipe, [(name.replace("__", "."), str(value)) for name, value in settings.items()])
+        return config, derive(config, ranks=1)
+
+    return read
+
+
+def test_a_text_that_is_read_again_and_again(read):
+    _, run = read(budget__tokens="20M")
+    (reader,) = run.batches.readers.values()
+    epochs = run.total_tokens / (reader.tokens // 64 * 64)
+    message = repeated_data(run)
+    assert f"{epochs:,.1f} times: the budget has 20M tokens" in message
+    assert message.endswith(f"Add text, or use --budget.tokens {4 * reader.tokens}")
+    _, remedied = read(budget__tokens=4 * reader.tokens)
+    assert repeated_data(remedied) is None
+
+
+def test_a_run_without_validation(read):
+    config, run = read()
+    assert not said(config, run, "validation: ")
+    config, run = read(data__validation="[]")
+    assert not said(config, run, "validation: "), "the recipe wants none"
+    config, run = read()
+    (line,) = [line for line in judgement(config, run, frozenset(), {}, []) if "validation: no source has" in line]
+    assert "--validation_fraction 0.05" in line
+
+
+def said(config, run, beginning):
+    lines = judgement(config, run, frozenset(), open_validation(config.data), [])
+    return [line for line in lines if line.startswith(f"warning: {beginning}")]
+
+
+def test_a_vocabulary_that_outweighs_the_layers(read):
+    assert heavy_vocabulary(read()[1]) is None
+    # 512 x 32 in the embedding, 32 x 32 and less in the one narrow layer.
+    _, run = read(
+        model__hidden_size=32, model__intermediate_size=32, model__num_hidden_layers=1, model__num_key_value_heads=1
+    )
+    message = heavy_vocabulary(run)
+    share = 512 * 32 / run.parameters
+    assert share > 0.5 and f"512 ids take 16.4k of {run.parameters / 1000:.1f}k parameters ({share:.0%})" in message
+
+
+@pytest.mark.parametrize("budget", [{"budget__tokens": "12_800"}, {"budget__steps": 50}])
+def test_a_batch_too_large_for_the_budget(read, budget):
+    config, run = read(**budget)
+    message = few_steps(config, run)
+    assert "256 tokens per step leave 50 steps, of which 2 are warmup" in message
+    if "budget__steps" in budget:
+        assert message.endswith("raise the budget")
+    else:
+        assert message.endswith("--batch.tokens_per_step 64 takes 200")
+        assert few_steps(*read(**budget, batch__tokens_per_step=64)) is None
+    assert few_steps(*read(budget__steps=100)) is None
+
+
+def test_a_disk_too_small_for_the_checkpoints(read, monkeypatch, tmp_path):
+    config, run = read()
+    need = 4 * run.parameters * 3 * (config.checkpoint.keep_last + 1) + 2 * run.parameters
+    for free, is_small in ((need, False), (need - 1, True)):
+        monkeypatch.setattr(judgement_module.shutil, "disk_usage", lambda place, free=free: Usage(0, 0, free))
+        message = small_disk(config, run)
+        assert (message is not None) == is_small
+    assert "2 kept of" in message and f"{tmp_path} has" in message
+    (tmp_path / "run/checkpoints/step-1").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step-1/model.safetensors").write_bytes(b"0")
+    assert small_disk(config, run) is None, "checkpoints that are there make room for those to come"
+
+
+def test_the_time_rests_on_the_measured_peak(read, monkeypatch):
+    monkeypatch.setattr(judgement_module, "peak_flops", lambda device, precision: (1e9, "measured"))
+    _, run = read()
+    seconds = run.flops_per_token * run.total_tokens / (0.4 * 1e9)
+    line = judgement_module.time_here(run, torch.device("cpu"))
+    assert line.startswith(
+        f"time on this machine: about {round(seconds)} s for 3.07k tokens in one process, at an MFU of 40%"
+    )
+    monkeypatch.setattr(judgement_module, "peak_flops", lambda device, precision: (None, "no peak is known for X"))
+    assert "unknown (no peak is known for X)" in judgement_module.time_here(run, torch.device("cpu"))
+
+
+def test_the_command_is_the_one_that_was_checked_without_the_check(read, monkeypatch):
+    config, _ = read()
+    words = ["--config", "a b.yaml", "--check", "--verbose", "--optim.learning_rate", "1e-3"]
+    monkeypatch.setattr(judgement_module.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    plain = "train.py --config 'a b.yaml' --optim.learning_rate 1e-3"
+    assert launch_command(config, words) == f"python {plain}"
+    for gpus, launched in ((1, False), (2, True), (3, False)):  # 256 tokens are not 3 x 64 x n
+        monkeypatch.setattr(judgement_module.torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        expected = f"accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes {gpus} {plain}"
+        assert launch_command(config, words) == (expected if launched else f"python {plain}")
+
+
+def test_the_check_says_it_through_the_script(recipe):
+    out = run_script("train.py", "--config", recipe, "--check").stdout
+    assert "warning: batch: 256 tokens per step leave 12 steps" in out
+    assert "\ntime on this machine: about " in out
+    assert f"\nstart it with: python train.py --config {recipe}\n" in out
+    assert out.endswith("No problems found.\n")

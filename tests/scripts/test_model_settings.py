@@ -1,0 +1,89 @@
+"""A recipe's changes of its model through the scripts: recorded, resumed, refused where a checkpoint has others."""
+
+import json
+import re
+
+import pytest
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from support.project import events, losses, run_script
+
+CHANGES = ("--model.num_hidden_layers", "1", "--model.vocab_size", "auto")
+
+
+def train(recipe, *overrides, **settings):
+    return run_script("train.py", "--config", recipe, *overrides, **settings)
+
+
+@pytest.fixture
+def shorter(recipe, tmp_path):
+    """The recipe on a model that leaves its vocabulary to the data, 600 ids stated too many."""
+    path = tmp_path / "tiny_llama.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 1112}))
+    return recipe
+
+
+def test_changes_are_recorded_resumed_and_exported(shorter, tmp_path):
+    run = tmp_path / "run"
+    out = train(shorter, *CHANGES, "--budget.steps", "4").stdout
+    assert "tiny_llama.json with num_hidden_layers 1 (llama), " in out
+    assert re.search(r"^vocabulary +512 ids$", out, re.MULTILINE)
+    recorded = yaml.safe_load((run / "config.yaml").read_text())["model"]
+    assert recorded == {"config": str(tmp_path / "tiny_llama.json"), "num_hidden_layers": 1, "vocab_size": "auto"}
+    for folder in (run / "checkpoints/step-00000004", run / "final"):
+        config = AutoConfig.from_pretrained(folder)
+        assert (config.num_hidden_layers, config.vocab_size) == (1, 512)
+    assert AutoModelForCausalLM.from_pretrained(run / "final").get_input_embeddings().weight.shape == (512, 64)
+
+    train(shorter, *CHANGES, "--budget.steps", "8", "--optim.schedule", "constant")
+    assert [event["step"] for event in events(run, "resume")] == [4]
+    train(run / "config.yaml", "--budget.steps", "12", "--optim.schedule", "constant")
+    assert sorted(losses(run)) == list(range(1, 13)), "the record is a recipe"
+
+    refused = train(shorter, check=False)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "was trained with num_hidden_layers 1, now 2, vocab_size 512, now 1112" in refused.stderr
+    # A model of two layers would take what it finds of one and leave the second as it was made.
+    named = train(shorter, "--model.num_hidden_layers", "2", "--model.vocab_size", "auto", check=False)
+    assert named.returncode == 2 and "Traceback" not in named.stderr
+    assert "num_hidden_layers 1, now 2: the weights of the checkpoint do not fit" in named.stderr
+
+
+def test_a_key_without_shape_may_change_when_it_is_named(recipe, tmp_path):
+    train(recipe, "--budget.steps", "4")
+    text = recipe.read_text()
+    model = str(tmp_path / "tiny_llama.json")
+    recipe.write_text(text.replace(model, f"{{config: {model}, attention_dropout: 0.1}}"))
+    refused = train(recipe, check=False)
+    assert refused.returncode == 2
+    assert "was trained with attention_dropout 0.0, now 0.1: restore it, choose another --output" in refused.stderr
+    assert train(recipe, "--model.attention_dropout", "0.1").returncode == 0
+
+
+def test_mistakes_are_told_at_once_with_the_nearest_name(recipe):
+    refused = train(recipe, "--model.num_hiden_layers", "8", "--model.hidden_size", "many", "--check", check=False)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "num_hiden_layers is not a key of LlamaConfig; did you mean num_hidden_layers?" in refused.stderr
+    assert "hidden_size: 'many' is a str; allowed: int" in refused.stderr
+
+
+def test_pretrained_weights_keep_their_shapes(recipe, tmp_path):
+    train(recipe, "--budget.steps", "2")
+    start = ("--model", tmp_path / "run/final", "--init", "pretrained", "--output", tmp_path / "more", "--check")
+    refused = train(recipe, *start, "--model.num_hidden_layers", "1", check=False)
+    assert refused.returncode == 2
+    assert "tensors differ, first model.layers.1" in refused.stderr and "init: scratch" in refused.stderr
+    assert train(recipe, *start, "--model.max_position_embeddings", "256").returncode == 0
+
+
+def test_plan_and_compare_know_them(shorter, tmp_path):
+    plan = run_script("plan.py", "--config", shorter, "--json", *CHANGES)
+    planned = json.loads(plan.stdout)
+    for name, changes in (("one", CHANGES), ("two", ())):
+        train(shorter, *changes, "--budget.steps", "3", "--output", tmp_path / name)
+    (start,) = events(tmp_path / "one", "start")
+    assert planned["parameters"] == start["parameters"]
+    compared = run_script("runs.py", "compare", tmp_path / "one", tmp_path / "two").stdout
+    rows = {line.split()[0]: line.split()[1:] for line in compared.splitlines() if line.startswith("model.")}
+    assert rows["model.num_hidden_layers"] == ["1", "2"] and rows["model.vocab_size"] == ["512", "1112"]
