@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 from pretrain.errors import InputError, Problems, did_you_mean, run_script
+from pretrain.terminal import begin
 
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 SPLITS = ("validation", "train")
@@ -144,6 +145,7 @@ def read_number(name: str, text: str) -> float:
 def main(argv: list[str]) -> None:
     arguments = read_arguments(argv)  # before torch is imported: --help and a mistyped flag answer at once
 
+    begin()
     if not sys.stderr.isatty():  # in a log file, a line now and then; tqdm reads this when it is imported
         os.environ.setdefault("TQDM_MININTERVAL", "10")
     from pretrain.evaluation.evaluate import evaluate_models, talk_to_model

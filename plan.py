@@ -11,10 +11,12 @@ Any setting of the recipe can be changed by its path, as with train.py: --batch.
 import argparse
 import re
 import sys
+from dataclasses import replace
 
 from pretrain.errors import InputError, Problems, run_script
-from pretrain.gpus import Gpu, find_gpu
-from pretrain.recipe import pair_up, read_run_config
+from pretrain.gpus import CPU, Gpu, find_gpu, gpu_called
+from pretrain.recipe import named_recipe, pair_up, read_run_config
+from pretrain.terminal import begin
 
 SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?)\s*(GB|GiB|G|TB|TiB|T|MB|MiB|M)?$", re.IGNORECASE)
 SIZE_UNITS = {"m": 2**20, "g": 2**30, "t": 2**40, None: 2**30}
@@ -27,8 +29,8 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--config", required=True, metavar="RECIPE", help="the recipe to plan")
     parser.add_argument("--gpus", type=int, default=1, help="total number of GPUs [1]")
-    parser.add_argument("--gpu", default="h100", help="GPU model: h100, a100, rtx_4090 ...; any other name with "
-                        "--gpu_memory and --peak_tflops [h100]")  # fmt: skip
+    parser.add_argument("--gpu", help="GPU model: h100, a100, rtx4090 ...; cpu: this machine's processors; any other "
+                        "name with --gpu_memory and --peak_tflops [h100; with --calibrate: what is here]")  # fmt: skip
     parser.add_argument("--machines", type=int, help="number of machines [8 GPUs each]")
     parser.add_argument("--gpu_memory", metavar="80GB", help="memory of one GPU; GB is 2^30 bytes")
     parser.add_argument("--peak_tflops", type=float, help="dense bf16 peak of one GPU in TFLOP/s")
@@ -42,17 +44,20 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main() -> None:
-    arguments, rest = parse_arguments(sys.argv[1:])
+    arguments, rest = parse_arguments(named_recipe(sys.argv[1:]))
     problems = option_problems(arguments)
     memory = problems.attempt(parse_size, arguments.gpu_memory)
-    gpu = problems.attempt(gpu_of, arguments, memory)
+    given = given_figures(arguments, memory)
+    gpu = problems.attempt(gpu_of, arguments, given)
     overrides = problems.attempt(pair_up, rest) or []
     config = problems.attempt(read_run_config, arguments.config, overrides)
     problems.stop_if_any()
+    begin()
     # Here and not above: --help and a mistyped option answer before torch is imported.
     from pretrain.planning.report import build_plan, comment_of, plan_json, print_plan
     from pretrain.planning.step_time import Hardware
 
+    gpu = gpu or own_gpu(arguments, given)
     hardware = Hardware(gpu, arguments.gpus, arguments.machines or -(-arguments.gpus // 8))
     plan = build_plan(
         config, arguments.config, overrides, hardware, mfu=arguments.mfu, with_calibration=arguments.calibrate
@@ -93,14 +98,36 @@ def parse_size(text: str | None) -> float | None:
     return float(match[1]) * SIZE_UNITS[match[2][0].lower() if match[2] else None]
 
 
-def gpu_of(arguments: argparse.Namespace, memory: float | None) -> Gpu:
-    return find_gpu(
-        arguments.gpu,
-        memory_bytes=memory,
-        bf16_flops=arguments.peak_tflops and arguments.peak_tflops * 1e12,
-        price_per_hour=arguments.price_per_gpu_hour,
-        network_bytes_per_second=arguments.network_gbits and arguments.network_gbits * 1e9 / 8,
-    )
+def given_figures(arguments: argparse.Namespace, memory: float | None) -> dict[str, float]:
+    """Fields of Gpu that the command line states."""
+    figures = {
+        "memory_bytes": memory,
+        "bf16_flops": arguments.peak_tflops and arguments.peak_tflops * 1e12,
+        "price_per_hour": arguments.price_per_gpu_hour,
+        "network_bytes_per_second": arguments.network_gbits and arguments.network_gbits * 1e9 / 8,
+    }
+    return {name: figure for name, figure in figures.items() if figure is not None}
+
+
+def gpu_of(arguments: argparse.Namespace, given: dict[str, float]) -> Gpu | None:
+    """None for this machine's own, which torch has to find."""
+    if arguments.gpu == CPU or (arguments.gpu is None and arguments.calibrate):
+        return None
+    return find_gpu(arguments.gpu or "h100", **given)
+
+
+def own_gpu(arguments: argparse.Namespace, given: dict[str, float]) -> Gpu:
+    """The GPU of this machine, or its processors where they were asked for or torch can use no GPU."""
+    import torch
+
+    from pretrain.hardware import cpu_as_gpu
+
+    if arguments.gpu == CPU or not torch.cuda.is_available():
+        return replace(cpu_as_gpu(arguments.gpus), **given)
+    name = torch.cuda.get_device_name()
+    if (known := gpu_called(name)) is not None:
+        return replace(known, **given)
+    return find_gpu(name, **{"memory_bytes": torch.cuda.get_device_properties(0).total_memory, **given})
 
 
 if __name__ == "__main__":

@@ -160,6 +160,7 @@ def steer(arguments: argparse.Namespace) -> int:
 
 def parity(arguments: argparse.Namespace) -> int:
     """Trains the recipe for a few steps under each strategy and compares; exit status 1 if one differs."""
+    from pretrain.recipe import pair_up
     from pretrain.runs.parity import measure_parity, strategy_names
 
     return measure_parity(
@@ -169,6 +170,7 @@ def parity(arguments: argparse.Namespace) -> int:
         strategies=arguments.strategies.split(",") if arguments.strategies else strategy_names(),
         processes=arguments.processes,
         precision=arguments.precision,
+        changes=pair_up(arguments.changes),
     )
 
 
@@ -237,7 +239,11 @@ def add_readers(commands: argparse._SubParsersAction) -> None:
 
 def add_parity(commands: argparse._SubParsersAction) -> None:
     """The command that trains under every strategy."""
-    command = commands.add_parser("parity", help="check that a recipe trains identically under every strategy")
+    command = commands.add_parser(
+        "parity",
+        help="check that a recipe trains identically under every strategy",
+        epilog="Any setting of the recipe can be changed by its path, as with train.py: --data.sequence_length 256",
+    )
     command.set_defaults(run=parity)
     command.add_argument("--config", type=Path, required=True, metavar="RECIPE")
     command.add_argument("--steps", type=int, default=50, help="optimizer steps of each run (default 50)")
@@ -248,7 +254,10 @@ def add_parity(commands: argparse._SubParsersAction) -> None:
 
 
 def main() -> int:
-    arguments = parser().parse_args(sys.argv[1:])
+    arguments, rest = parser().parse_known_args(sys.argv[1:])
+    arguments.changes = rest
+    if arguments.changes and arguments.run is not parity:
+        parser().error(f"unrecognized arguments: {' '.join(arguments.changes)}")
     return arguments.run(arguments)
 
 

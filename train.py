@@ -1,9 +1,10 @@
 """Pretrains a language model. The whole of a run, top to bottom.
 
+    python train.py --config recipes/demo.yaml                               # one process
+    python train.py --config recipes/demo.yaml --optim.learning_rate 1e-3    # any setting by its path
+    python train.py --config recipes/demo.yaml --check [--verbose]           # every mistake; starts nothing
+    python train.py --config recipes/demo.yaml --smoke                       # 100 steps, pass or fail per stage
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config recipes/demo.yaml
-    python train.py --config recipes/demo.yaml --optim.learning_rate 1e-3     # one process; any setting by its path
-    python train.py --config recipes/demo.yaml --check [--verbose]            # finds every mistake, starts nothing
-    python train.py --config recipes/demo.yaml --smoke                        # 100 steps, pass or fail per stage
 
 Run the same command to resume; a finished run is reported as already complete.
 """
@@ -12,11 +13,12 @@ import sys
 
 from pretrain.errors import EXIT_DONE, Problems, or_exit, run_script
 from pretrain.recipe import CommandLine, explain, read_command_line
+from pretrain.terminal import begin
 
 if __name__ == "__main__":  # before torch is imported: --help and a mistyped setting answer at once
     command_line: CommandLine = or_exit(lambda: read_command_line(sys.argv[1:], __doc__))
+    begin()
 
-import gc
 import os
 
 import torch
@@ -107,7 +109,7 @@ def main(
         state.skipped_steps += outcome.skipped_steps
         if due.logs:
             housekeeping.log(outcome.report, learning_rate)
-        housekeeping.keep_up()
+        housekeeping.keep_up(outcome.reports)
         if outcome.bad is not None:  # to a checkpoint from before it, and on with other data or a lower rate
             run, state = housekeeping.go_back(outcome.bad)
             continue
@@ -127,8 +129,7 @@ def main(
             return housekeeping.end_early()
         supervisor.answer()
         if step == first_step:
-            gc.collect()  # objects alive after the first step live as long as the run: later collections skip them
-            gc.freeze()
+            housekeeping.settle_in()
 
     return housekeeping.finish()
 

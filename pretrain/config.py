@@ -178,7 +178,7 @@ class Batch(Section):
 
 class Optim(Section):
     name: Literal["adamw", "adafactor", "muon", "adamw_8bit"] = "adamw"
-    """The optimizer; see docs/training.md and pretrain/optim/optimizers.py."""
+    """The optimizer; see docs/training.md, section Optimizers."""
     learning_rate: PositiveFloat | Literal["auto"] | None = None
     """Peak learning rate, or auto: chosen from the number of parameters and the optimizer."""
     base_learning_rate: PositiveFloat | None = None

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
+from pretrain.terminal import LIVE_LINE, colored
+
 EXIT_DONE = 0
 CRASHED = 1
 """Exit status of a crash."""
@@ -82,12 +84,18 @@ def or_exit(function: Callable[[], _Value]) -> _Value:
         return function()
     except InputError as error:
         if is_first_on_machine():
-            print("\n".join(shortened(problem, 5000) for problem in error.problems), file=sys.stderr)
+            print_problems(shortened(problem, 5000) for problem in error.problems)
     except OSError as error:
         if error.filename is None or error.errno not in UNUSABLE_PATHS:
             raise
-        print(f"{shortened(error.filename)}: {error.strerror}; {UNUSABLE_PATHS[error.errno]}", file=sys.stderr)
+        print_problems([f"{shortened(error.filename)}: {error.strerror}; {UNUSABLE_PATHS[error.errno]}"])
     leave(EXIT_BAD_INPUT)
+
+
+def print_problems(problems: Iterable[str]) -> None:
+    """To stderr, one line each, red on a terminal."""
+    for problem in problems:
+        print(colored(problem, "red", sys.stderr), file=sys.stderr)
 
 
 def run_script(main: Callable[[], int | None]) -> None:
@@ -98,6 +106,7 @@ def run_script(main: Callable[[], int | None]) -> None:
 def leave(code: int) -> NoReturn:
     """Ends the script. A process of a group ends at once: gloo's threads, destroyed with the interpreter, may abort
     it after everything was done."""
+    LIVE_LINE.clear()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         end_now(code)
@@ -106,6 +115,7 @@ def leave(code: int) -> NoReturn:
 
 def end_now(code: int) -> NoReturn:
     """Ends this process at once; others that wait for it find it dead."""
+    LIVE_LINE.clear()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pretrain.errors import InputError, did_you_mean
 
 GIB = 2**30
+CPU = "cpu"
+"""Name of this machine's processors, where a plan is for them; see hardware.cpu_as_gpu."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,22 @@ def gpu_called(device_name: str) -> Gpu | None:
     return max(known, key=lambda gpu: len(gpu.name), default=None)
 
 
+MAKERS = re.compile(r"nvidia|amd|tesla|geforce|instinct|sxm\d?|[^a-z0-9]")
+USUAL_MEMORY = re.compile(r"(?<=.{4})(?:24|32|48|80|94|141)gi?b$")
+"""At the end of a name that the table has without it."""
+
+
+def listed_name(name: str) -> str | None:
+    """The table's name for what people write: RTX4090, 4090, A100-SXM4-80GB, NVIDIA H100 PCIe; None if it has none."""
+    names = {MAKERS.sub("", known): known for known in GPUS}
+    asked = MAKERS.sub("", name.lower())
+    for spelling in (asked, USUAL_MEMORY.sub("", asked)):
+        for possible in (spelling, f"rtx{spelling}", spelling.removeprefix("rtx")):
+            if possible in names:
+                return names[possible]
+    return None
+
+
 def find_gpu(name: str, **given: float | None) -> Gpu:
     """The GPU of this name, with the fields of Gpu that were given in the place of the table's figures.
 
@@ -83,11 +101,11 @@ def find_gpu(name: str, **given: float | None) -> Gpu:
     """
     key = name.lower().replace("-", "_").replace(" ", "_")
     given = {field: value for field, value in given.items() if value is not None}
-    if key in GPUS:
-        return replace(GPUS[key], **given)
+    if (listed := listed_name(name)) is not None:
+        return replace(GPUS[listed], **given)
     if not {"memory_bytes", "bf16_flops"} <= given.keys():
         raise InputError(
-            f"--gpu: {name} is not in the table{did_you_mean(key, GPUS)}; any other can be described with "
+            f"--gpu: {name} is not in the table{did_you_mean(key, [*GPUS, CPU])}; any other can be described with "
             "--gpu_memory 80GB and --peak_tflops 989"
         )
     # What the table would say of a card in a common machine: PCIe 4, 25 Gbit/s, 350 W.

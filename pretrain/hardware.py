@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from pretrain.gpus import gpu_called
+from pretrain.gpus import CPU, Gpu, gpu_called
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Numbers of malloc's settings, from glibc's malloc.h."""
@@ -115,6 +115,19 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]
     size = 256 if precision == "bf16" and missing_bf16("cpu") else 1024  # the larger takes seconds where emulated
     flops = measured_matrix_flops(dtype, device, size=size)
     return flops, f"measured {dtype} matrix product on {torch.get_num_threads()} threads"
+
+
+def cpu_as_gpu(processes: int) -> Gpu:
+    """This machine's processors as plan.py takes them, shared by so many processes; measures their rate (0.5 s).
+
+    Without a price, and without a rated power, which nothing here knows.
+    """
+    has_bf16 = missing_bf16("cpu") is None
+    rate, _ = peak_flops(torch.device("cpu"), "bf16" if has_bf16 else "fp32")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    slow_memory, slow_link, slow_network = 2e10, 5e9, 1e8
+    figures = (memory / processes, rate / processes, None, slow_memory, slow_link, slow_network)
+    return Gpu(CPU, *figures, watts=0.0, price_per_hour=0.0, has_bf16=has_bf16)
 
 
 def measured_matrix_flops(

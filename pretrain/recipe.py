@@ -8,15 +8,18 @@ import json
 import re
 import reprlib
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from pretrain.config import RunConfig, Section
-from pretrain.errors import InputError, Problems, did_you_mean, read_small_file, shortened
+from pretrain.errors import EXIT_BAD_INPUT, InputError, Problems, did_you_mean, read_small_file, shortened
+from pretrain.foreign_flags import answer_in_ours
 from pretrain.units import table
 
 brief = reprlib.Repr()
@@ -82,25 +85,90 @@ class CommandLine:
     """The file."""
 
 
+HANGING = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
+FLAGS = ("check", "verbose", "smoke")
+TAKEN = {
+    "--config RECIPE": "the recipe; --config may be left out",
+    "--text PATTERN": "train on text files of your own, without a recipe",
+    "--minutes N": "with --text: how long to train",
+    "--check": "find every mistake, and start nothing",
+    "--check --verbose": "also every setting, with its value and where it comes from",
+    "--smoke": "train 100 steps in a folder of its own: pass or fail per stage",
+    "--help [SECTION]": "all settings, or those of one section, such as --help optim",
+    "--SECTION.NAME VALUE": "any setting, in the place of the recipe's",
+}
+"""What train.py takes."""
+FIRST_COMMANDS = """\
+Trains a language model as a recipe says; the same command resumes a run.
+
+  python train.py --text 'mine/*.txt'                   your own text files
+  python train.py --config recipes/demo.yaml            a recipe; see recipes/
+  python train.py --config recipes/demo.yaml --check    finds every mistake
+
+Change any setting, as in --optim.learning_rate 1e-3; --help lists them all."""
+
+
 def read_command_line(argv: list[str], usage: str) -> CommandLine:
-    """Reads `--config RECIPE [--check] [--section.key VALUE ...]`; prints the usage and every setting for --help."""
-    if not argv or "--help" in argv or "-h" in argv:
-        print(usage.strip(), "\nSettings; override a recipe's with --path VALUE:\n", sep="\n")
-        for path, default, text in list_fields():
-            print(f"  --{path}" + ("" if default == "required" else f"  [{default}]"))
-            if text:
-                print(f"      {text}")
-        sys.exit(0 if argv else 2)
-    flags = {flag: f"--{flag}" in argv for flag in ("check", "verbose", "smoke")}
+    """Reads `[--config] RECIPE [--check] [--section.key VALUE ...]`; prints help where it is asked for or needed."""
+    if not argv:
+        print(FIRST_COMMANDS)
+        sys.exit(EXIT_BAD_INPUT)
+    if "--help" in argv or "-h" in argv:
+        print(help_text(usage, [word for word in argv if not word.startswith("-")]))
+        sys.exit(0)
+    flags = {flag: f"--{flag}" in argv for flag in FLAGS}
     if (flags["verbose"] and not flags["check"]) or (flags["check"] and flags["smoke"]):
         raise InputError("give --check, --check --verbose, or --smoke")
-    pairs = pair_up([argument for argument in argv if argument.removeprefix("--") not in flags])
+    pairs = pair_up(named_recipe([argument for argument in argv if argument.removeprefix("--") not in FLAGS]))
     recipes = [value for key, value in pairs if key == "config"]
     if len(recipes) != 1:
         raise InputError(f"give one recipe: --config recipes/NAME.yaml (got {', '.join(recipes) or 'none'})")
     overrides = [(key, value) for key, value in pairs if key != "config"]
     config = read_run_config(recipes[0], overrides)
     return CommandLine(config, frozenset(key for key, _ in overrides), **flags, recipe=Path(recipes[0]))
+
+
+def named_recipe(arguments: list[str]) -> list[str]:
+    """['recipes/x.yaml', ...] -> ['--config', 'recipes/x.yaml', ...]; anything else stays."""
+    is_recipe = bool(arguments) and arguments[0].endswith((".yaml", ".yml")) and not arguments[0].startswith("-")
+    return ["--config", *arguments] if is_recipe else arguments
+
+
+def help_text(usage: str, asked: list[str]) -> str:
+    """The usage and all settings by section, or the settings of the sections that were asked for.
+
+    Raises InputError for a section that does not exist.
+    """
+    by_section: dict[str, list[str]] = {}
+    for path, field in fields_of_config():
+        section = path.partition(".")[0] if "." in path else "run"
+        default = "required" if field.is_required() else json.dumps(as_plain(field.default), ensure_ascii=False)
+        choices = f" {{{','.join(found)}}}" if (found := choices_in(field.annotation)) else ""
+        text = f"  --{path}{choices}  [{default}]"
+        by_section.setdefault(section, []).append(text)
+        if field.description:
+            by_section[section].append(textwrap.fill(" ".join(field.description.split()), 79, **HANGING))
+    Problems(
+        f"--help {name}: no such section{did_you_mean(name, by_section)}" for name in asked if name not in by_section
+    ).stop_if_any()
+    headings = {section: f"{section}:\n" + "\n".join(lines) for section, lines in by_section.items()}
+    if asked:
+        return "\n\n".join(headings[section] for section in asked)
+    options = table([[f"  {flag}", text] for flag, text in TAKEN.items()])
+    return "\n\n".join([usage.strip(), f"Options:\n{options}", "Settings:", *headings.values()])
+
+
+def as_plain(default: Any) -> Any:
+    """A default as JSON can hold it."""
+    return default.model_dump() if isinstance(default, Section) else default
+
+
+def choices_in(annotation: Any) -> list[str]:
+    """The words that a setting, or each entry of one, must be taken from; [] where other values are allowed too."""
+    if get_origin(annotation) is Literal:
+        return [str(choice) for choice in get_args(annotation)]
+    found = [choices_in(inner) for inner in get_args(annotation) if inner is not type(None)]
+    return found[0] if len(found) == 1 else []
 
 
 def explain(command_line: CommandLine) -> str:
@@ -126,7 +194,10 @@ def leaves(values: Any, prefix: str = "") -> dict[str, Any]:
 
 def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
     """['--a.b=1', '--c', '2'] -> [('a.b', '1'), ('c', '2')]"""
-    pairs, rest, problems = [], list(arguments), Problems()
+    settings = [path for path, _ in fields_of_config()]
+    foreign = [answer_in_ours(word, settings) for word in arguments if word.startswith("--")]
+    pairs, rest, problems = [], list(arguments), Problems(filter(None, foreign))
+    problems.stop_if_any()
     while rest:
         flag = rest.pop(0)
         key, equals, value = flag.removeprefix("--").partition("=")
@@ -230,16 +301,24 @@ def sections_in(annotation: Any) -> list[type[Section]]:
     return [section for inner in getattr(annotation, "__args__", ()) for section in sections_in(inner)]
 
 
-def list_fields(schema: type[Section] = RunConfig, prefix: str = "") -> list[tuple[str, Any, str]]:
-    """(dotted path, default, docstring) of every setting, lists as `[]`; for --help, docs and tests."""
-    rows: list[tuple[str, Any, str]] = []
+def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> list[tuple[str, FieldInfo]]:
+    """(dotted path, field) of every setting, lists as `[]`."""
+    rows: list[tuple[str, FieldInfo]] = []
     for name, field in schema.model_fields.items():
         path = f"{prefix}{field.alias or name}"
         if inner := sections_in(field.annotation):
-            rows += list_fields(inner[0], f"{path}{'[]' if 'list' in str(field.annotation) else ''}.")
+            rows += fields_of_config(inner[0], f"{path}{'[]' if 'list' in str(field.annotation) else ''}.")
         else:
-            rows.append((path, "required" if field.is_required() else field.default, field.description or ""))
+            rows.append((path, field))
     return rows
+
+
+def list_fields() -> list[tuple[str, Any, str]]:
+    """(dotted path, default, docstring) of every setting, for docs and tests."""
+    return [
+        (path, "required" if field.is_required() else field.default, field.description or "")
+        for path, field in fields_of_config()
+    ]
 
 
 def as_yaml(config: RunConfig) -> str:

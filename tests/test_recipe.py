@@ -182,7 +182,8 @@ def test_a_recipe_without_data_is_refused(recipe):
     ("argv", "message"),
     [
         (["--config"], "--config: needs a value"),
-        (["x.yaml"], "'x.yaml': expected --section.key VALUE"),
+        (["x.json"], "'x.json': expected --section.key VALUE"),
+        (["x.yaml"], "--config x.yaml: no such recipe"),
         (["--seed", "1"], "give one recipe"),
     ],
 )
@@ -203,6 +204,40 @@ def test_the_config_is_frozen_and_replays(recipe, tmp_path):
     replay = tmp_path / "config.yaml"
     replay.write_text(as_yaml(config))
     assert read_run_config(replay) == config
+
+
+def test_the_recipe_may_stand_without_config(recipe):
+    assert read_command_line([str(recipe), "--seed", "7"], "usage").recipe == recipe
+    assert read_command_line(["--check", str(recipe)], "usage").check
+
+
+def help_of(*argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        read_command_line(list(argv), "the usage")
+    return capsys.readouterr().out, stop.value.code
+
+
+def test_nothing_asked_is_answered_in_a_few_lines(capsys):
+    text, code = help_of(capsys=capsys)
+    lines = [line for line in text.splitlines() if line]
+    assert code == 2 and len(lines) <= 6 and sum("  python train.py" in line for line in lines) == 3
+    assert max(map(len, lines)) <= 80
+
+
+def test_help_has_headings_choices_and_every_option(capsys):
+    text, code = help_of("--help", capsys=capsys)
+    assert code == 0 and "the usage" in text and "\noptim:\n" in text
+    assert "--precision {auto,fp32,bf16,fp16,fp8}" in text and "--trackers {wandb,tensorboard,trackio}" in text
+    assert "--optim.learning_rate  [null]" in text, "a number is allowed too"
+    for flag in ("--check", "--verbose", "--smoke", "--text", *(f"--{path}" for path, _, _ in list_fields())):
+        assert flag in text, flag
+
+
+def test_help_of_one_section(capsys):
+    text, code = help_of("--help", "optim", capsys=capsys)
+    assert code == 0 and "--optim.name" in text and "--data." not in text and "the usage" not in text
+    with pytest.raises(InputError, match="--help optm: no such section; did you mean optim"):
+        read_command_line(["--help", "optm"], "usage")
 
 
 def test_every_setting_is_listed_once():

@@ -37,6 +37,8 @@ ALLOWED_IN_DEEPSPEED_JSON = (
     *("zero_optimization", "aio", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer", "comms_logger"),
     *("flops_profiler", "wall_clock_breakdown", "memory_breakdown", "steps_per_print", "nebula", "timers"),
 )
+LAUNCHERS = ("accelerate.commands.launch", "pretrain.launch")
+"""Modules that are run to launch processes."""
 AIO_KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds")
 
 
@@ -59,8 +61,9 @@ def launcher_command() -> tuple[list[str], Path] | None:
             words, folder = parent.cmdline(), Path(parent.cwd())
         except psutil.Error:
             continue
-        if "accelerate.commands.launch" in words:
-            return words[words.index("accelerate.commands.launch") + 1 :], folder
+        for module in LAUNCHERS:
+            if module in words:
+                return words[words.index(module) + 1 :], folder
         if "launch" in words and any(Path(word).name == "accelerate" for word in words):
             return words[words.index("launch") + 1 :], folder
     return None

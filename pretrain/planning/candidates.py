@@ -14,7 +14,7 @@ from pretrain.config import RunConfig
 from pretrain.data.batches import Batches
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.errors import InputError
-from pretrain.gpus import Gpu
+from pretrain.gpus import CPU, Gpu
 from pretrain.memory.parts import FP32, Memory, PlannedRun, optimizer_elements, sizes_of
 from pretrain.model.flops import active_parameters, flops_per_token, matrix_parameters
 from pretrain.optim.batch_ramp import BatchRamp
@@ -59,7 +59,8 @@ def planned_precision(config: RunConfig, gpu: Gpu) -> str:
     if precision == "fp8" and gpu.fp8_flops is None:
         raise InputError(f"precision: fp8 does not run on {gpu.name}; use bf16, or a GPU that has it, such as h100")
     if precision == "bf16" and not gpu.has_bf16:
-        raise InputError(f"precision: bf16 does not run on {gpu.name}; use --precision fp16, or another GPU")
+        other = "fp32" if gpu.name == CPU else "fp16"
+        raise InputError(f"precision: bf16 does not run on {gpu.name}; use --precision {other}, or another GPU")
     return precision
 
 

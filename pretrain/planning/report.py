@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import math
+import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pretrain.config import RunConfig
@@ -38,6 +41,7 @@ from pretrain.planning.step_time import (
     Speed,
     default_mfu,
 )
+from pretrain.terminal import width_of, wrapped
 from pretrain.units import bytes_text, count_text, duration_text
 
 TABLE_WIDTH = 132
@@ -99,9 +103,8 @@ def build_plan(
     if calibration:
         speed = Speed(calibration.mfu or 0.0, "measured on this machine", calibration.tokens_per_second)
     else:
-        source = "stated" if mfu else "the best published codebases at this size, on H100s"
-        speed = Speed(mfu or default_mfu(work.active), source)
-    run = PlannedRun(config, model_config, precision)
+        speed = Speed(mfu, "stated") if mfu else Speed(*default_mfu(work.active, hardware.device_type))
+    run = PlannedRun(config, model_config, precision, hardware.device_type)
     candidates = [consider(name, run, work, hardware, speed) for name in STRATEGIES]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
@@ -160,35 +163,39 @@ def candidate_values(candidate: Candidate) -> dict[str, Any]:
 
 
 def print_plan(plan: Plan) -> None:
-    """Tables with rich, which omits colours and cursor movements when the output is not a terminal."""
+    """Tables with rich, which omits colours where the output is not a terminal; a narrow one has fewer columns."""
     console = Console(soft_wrap=True, highlight=False)
-    console.width = max(console.width, TABLE_WIDTH)  # cut columns would be worse than wrapped lines
+    columns = width_of(sys.stdout)
+    console.width = columns or TABLE_WIDTH
     rows = facts(plan)
     width = max(map(len, rows))
     for name, value in rows.items():
-        console.print(f"[bold]{name:<{width}}[/]  {value}", markup=True)
+        line = wrapped(f"{name:<{width}}  {value}", columns)
+        console.print(f"[bold]{escape(line[:width])}[/]{escape(line[width:])}")
     heading = (
         f"Memory of one GPU in GB (2^30 bytes), {plan.config.batch.sequences_per_micro_batch} sequences of "
         f"{plan.config.data.sequence_length:,} tokens per micro-batch; {plan.hardware.usable_bytes / GIB:.1f} GB of "
         f"{plan.hardware.gpu.memory_bytes / GIB:.1f} can be used"
     )
-    table = Table(title=heading, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for column in ("strategy", *PARTS, "fits", "largest micro-batch", "tokens/s", "hours"):
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    parts = PARTS if console.width >= TABLE_WIDTH else ("total",)
+    for column in ("strategy", *parts, "fits", "largest micro-batch", "tokens/s", "hours"):
         table.add_column(column, justify="left" if column in ("strategy", "fits") else "right", no_wrap=True)
     for candidate in plan.candidates:
         if candidate.memory is not None:
-            table.add_row(*memory_row(candidate, plan.work), style="green" if candidate is plan.recommended else None)
-    console.print("", table, "", sep="\n")
-    for line in remarks(plan):
-        console.print(line, markup=False)
+            style = "green" if candidate is plan.recommended else None
+            table.add_row(*memory_row(candidate, plan.work, parts), style=style)
+    console.print("", wrapped(heading, columns), table, "", sep="\n", markup=False)
+    for line in remarks(plan):  # a command stays in one line, to be pasted
+        console.print(line if line.startswith("  ") else wrapped(line, columns), markup=False)
 
 
-def memory_row(candidate: Candidate, work: RunWork) -> list[str]:
+def memory_row(candidate: Candidate, work: RunWork, parts: Sequence[str]) -> list[str]:
     seconds = candidate.step_seconds
     is_timed = math.isfinite(seconds)
     return [
         candidate.name,
-        *(f"{getattr(candidate.memory, part) / GIB:.1f}" for part in PARTS),
+        *(f"{getattr(candidate.memory, part) / GIB:.1f}" for part in parts),
         "yes" if candidate.fits else "no",
         str(candidate.largest_micro_batch or "-"),
         f"{work.tokens_per_step / seconds:,.0f}" if is_timed else "-",
@@ -199,6 +206,7 @@ def memory_row(candidate: Candidate, work: RunWork) -> list[str]:
 def facts(plan: Plan) -> dict[str, str]:
     """What does not depend on the strategy."""
     work, gpu, hardware = plan.work, plan.hardware.gpu, plan.hardware
+    rate = gpu.bf16_flops / 1e12
     machines = f" in {hardware.machines} machines" if hardware.machines > 1 else ""
     active = f"{work.active:,} active of " if work.active < work.sizes.total else ""
     rows = {
@@ -208,7 +216,8 @@ def facts(plan: Plan) -> dict[str, str]:
         "budget": f"{count_text(work.tokens)} tokens, {work.steps:,} steps of {work.tokens_per_step:,}, "
         f"{work.tokens / work.active:.1f} tokens per {'active ' if active else ''}parameter",
         "work": f"{work.flops:.3g} FLOPs = tokens x ({FORMULA})",
-        "GPUs": f"{hardware.gpus} x {gpu.name}{machines}, {gpu.bf16_flops / 1e12:,.0f} TFLOP/s dense bf16, "
+        "GPUs": f"{hardware.gpus} x {gpu.name}{machines}, {rate:,.{0 if rate >= 10 else 2}f} TFLOP/s "
+        f"{'measured' if hardware.device_type == 'cpu' else 'dense bf16'}, "
         f"{gpu.memory_bytes / GIB:.0f} GB",
         "speed": speed_text(plan),
         "checkpoints": f"{bytes_text(plan.storage.checkpoint)} each, {plan.storage.kept} kept: "
@@ -246,8 +255,9 @@ def remarks(plan: Plan) -> list[str]:
             disk = f" and {memory.disk / GIB:,.1f} GB of disk (disk for each GPU)" if memory.disk else ""
             host = memory.host * plan.hardware.gpus_per_machine / GIB
             lines.append(f"{candidate.name}: needs {host:,.1f} GB additional host memory per machine{disk}")
+    context = "CUDA" if plan.hardware.device_type == "cuda" else "the system"
     lines.append(
-        f"Not counted as usable: {FRAGMENTATION:.0%} for fragmentation, {CONTEXT_BYTES / GIB:.0f} GB for CUDA"
+        f"Not counted as usable: {FRAGMENTATION:.0%} for fragmentation, {CONTEXT_BYTES / GIB:.0f} GB for {context}"
         + (f", {COMMUNICATION_BYTES / GIB:.0f} GB for NCCL." if plan.hardware.gpus > 1 else ".")
     )
     if found := plan.calibration:
@@ -257,6 +267,11 @@ def remarks(plan: Plan) -> list[str]:
             f"{bytes_text(found.measured_peak_bytes)}, predicted {bytes_text(found.predicted_peak_bytes)} "
             f"({difference:+.1%})."
         )
+        if found.device != plan.hardware.device_type:
+            lines.append(
+                f"warning: the speed is that of this machine's {found.device}, memory and price are those of "
+                f"{plan.hardware.gpu.name}; leave out --gpu to plan for this machine"
+            )
     return [*lines, "", *plan_verdict(plan)]
 
 
@@ -267,12 +282,16 @@ def plan_verdict(plan: Plan) -> list[str]:
             f"Nothing fits on {plan.hardware.gpus} x {gpu.name}: use more GPUs, --activation_checkpointing full, a "
             "shorter sequence, or a smaller model."
         ]
+    cost = ""
+    if gpu.price_per_hour:
+        cost = f"${plan.cost:,.0f} at ${gpu.price_per_hour:.2f} per GPU-hour, "
+    if gpu.watts:
+        cost += f"{plan.kilowatt_hours:,.0f} kWh at rated power; "
     change = f", with {chosen.micro_batch} sequences per micro-batch instead of {micro}"
     return [
         f"Recommended: {chosen.name}{change if chosen.micro_batch != micro else ''}: "
-        f"{duration_text(plan.hours * 3600)}, {plan.gpu_hours:,.1f} GPU-hours, ${plan.cost:,.0f} at "
-        f"${gpu.price_per_hour:.2f} per GPU-hour, {plan.kilowatt_hours:,.0f} kWh at rated power; validation and "
-        "checkpoints not included.",
+        f"{duration_text(plan.hours * 3600)}, {plan.gpu_hours:,.1f} GPU-hours, {cost}validation and checkpoints not "
+        "included.",
         f"  {plan.command}",
     ]
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from pretrain.config import RunConfig
-from pretrain.gpus import Gpu
+from pretrain.gpus import CPU, Gpu
 from pretrain.memory.parts import Sizes
 from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.registry import STRATEGIES
@@ -38,8 +38,12 @@ class Hardware:
         return self.gpus // self.machines
 
     @property
+    def device_type(self) -> str:
+        return "cpu" if self.gpu.name == CPU else "cuda"
+
+    @property
     def usable_bytes(self) -> float:
-        """Of a GPU's memory, for tensors."""
+        """Of a GPU's memory, for tensors; of a machine's, in the place of CUDA for the system and Python."""
         reserved = CONTEXT_BYTES + (COMMUNICATION_BYTES if self.gpus > 1 else 0.0)
         return self.gpu.memory_bytes * (1 - FRAGMENTATION) - reserved
 
@@ -71,8 +75,16 @@ class RunWork:
         return self.flops_per_token * self.tokens
 
 
-def default_mfu(parameters: int) -> float:
-    return next(mfu for limit, mfu in MFU_BY_PARAMETERS if parameters <= limit)
+MFU_OF_CPUS = 0.4
+"""A little less than the 42 to 51 % that docs/performance.md has of small models on two cores."""
+
+
+def default_mfu(parameters: int, device_type: str = "cuda") -> tuple[float, str]:
+    """(MFU, where it is from)."""
+    if device_type == "cpu":
+        return MFU_OF_CPUS, "small models on two cores, docs/performance.md"
+    mfu = next(mfu for limit, mfu in MFU_BY_PARAMETERS if parameters <= limit)
+    return mfu, "the best published codebases at this size, on H100s"
 
 
 @dataclass(frozen=True)

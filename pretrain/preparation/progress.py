@@ -50,7 +50,9 @@ class DocumentProgress:
 
             # No monitor thread: worker processes are forked from this one.
             tqdm.monitor_interval = 0
-            self._bar = tqdm(total=self._total_bytes, unit="B", unit_scale=True, initial=tally.input_bytes)
+            self._bar = tqdm(
+                desc="preparing", total=self._total_bytes, unit="B", unit_scale=True, initial=tally.input_bytes
+            )
         self._bar.set_postfix_str(f"{tally.tokens / 1e6:,.1f} Mtok, {rate}", refresh=False)
         self._bar.update(tally.input_bytes - self._bar.n)
 

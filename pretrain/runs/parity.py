@@ -5,7 +5,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,9 +46,19 @@ def strategy_names() -> list[str]:
 
 
 def measure_parity(
-    recipe: Path, output: Path, *, steps: int, strategies: list[str], processes: int, precision: str
+    recipe: Path,
+    output: Path,
+    *,
+    steps: int,
+    strategies: list[str],
+    processes: int,
+    precision: str,
+    changes: Sequence[tuple[str, str]] = (),
 ) -> int:
     """Trains under each strategy into output/NAME and prints the curves side by side.
+
+    Args:
+        changes: settings in the place of the recipe's.
 
     Returns 0 if all that can run the recipe agree with `single`, else 1. Raises InputError for an unknown strategy,
     for an output folder that already contains runs, and for a recipe that `single` refuses.
@@ -63,7 +73,7 @@ def measure_parity(
     ]
     if problems:
         raise InputError(*problems)
-    overrides = run_overrides(recipe, steps, precision)
+    overrides = run_overrides(recipe, changes, steps, precision)
     outcomes: dict[str, StrategyOutcome] = {}
     for number, name in enumerate(strategies, start=1):
         count = 1 if name == REFERENCE else processes
@@ -74,7 +84,7 @@ def measure_parity(
             raise InputError(
                 *(outcomes[REFERENCE].refusals or [f"{recipe} does not train; see {output / REFERENCE}.log"])
             )
-    optimizer = read_run_config(recipe, []).optim.name
+    optimizer = read_run_config(recipe, changes).optim.name
     if precision == "fp32" and updates_in_bf16(optimizer):
         print(f"{optimizer} computes its updates in bf16 here: losses are compared as those of bf16.\n")
         precision = "bf16"
@@ -90,10 +100,11 @@ def updates_in_bf16(optimizer: str) -> bool:
     return OPTIMIZERS[optimizer].updates_in_bf16 and missing_bf16(device_type()) is None
 
 
-def run_overrides(recipe: Path, steps: int, precision: str) -> list[str]:
-    """What a short run sets differently from the recipe; its batch, data, model and optimizer stay."""
-    config = read_run_config(recipe, [])
+def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, precision: str) -> list[str]:
+    """`changes`, and what a short run sets differently; batch, data, model and optimizer stay."""
+    config = read_run_config(recipe, changes)
     return [
+        *(f"--{path}={value}" for path, value in changes),
         *("--budget", f"{{steps: {steps}}}", "--precision", precision, "--trackers", "[]", "--cadence", "1"),
         *("--optim.warmup_steps", str(min(config.optim.warmup_steps, steps // 10)), "--logging.every_steps", "1"),
         *("--checkpoint", f"{{every_steps: {steps}, keep_last: 1}}", "--validation.every_steps", str(steps)),
@@ -126,8 +137,8 @@ def refusals(log: str, status: int) -> list[str]:
     if status != EXIT_BAD_INPUT and not stated:
         return []
     before_launcher = re.split(r"^(?:[EWI]\d{4} |Traceback)", log, maxsplit=1, flags=re.MULTILINE)[0]
-    # Libraries prefix their messages with a place or a time, or continue on an indented line.
-    return [line for line in before_launcher.splitlines() if not re.match(r"\s|\[|$|.*Warning: ", line)]
+    # Libraries prefix their messages with a place or a time, or continue on an indented line; stages end in dots.
+    return [line for line in before_launcher.splitlines() if not re.match(r"\s|\[|$|.*Warning: |.* \.\.\.$", line)]
 
 
 def read_curve(run: Path) -> Curve:

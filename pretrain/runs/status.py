@@ -1,7 +1,6 @@
 """How a run is doing: whether its process is alive, its progress, time left. Reads only the ends of files."""
 
 import fcntl
-import itertools
 import socket
 import statistics
 import time
@@ -11,13 +10,13 @@ from pathlib import Path
 from pretrain.processes import is_alive
 from pretrain.runs.history import Event, first_event, is_number, last_start, read_end
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, heartbeat_path, read_json
+from pretrain.terminal import sparkline
 from pretrain.units import count_text, duration_text, table
 
 STALE_HEARTBEAT_SECONDS = 60.0
 """A heartbeat older than this means a dead or hanging process; it is written every few seconds."""
 LONG_STEP_SECONDS = 60.0
 SHOWN_EVENTS = 8
-SPARKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -242,13 +241,3 @@ def _value_text(value: object) -> str:
         return f"{value:,}"
     text = " ".join(str(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def sparkline(values: list[float], *, width: int = 40) -> str:
-    """A curve of block characters: the means of `width` equal stretches of the values."""
-    width = min(width, len(values))
-    bounds = [round(n * len(values) / width) for n in range(width + 1)]
-    means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(bounds)]
-    low, high = min(means), max(means)
-    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(SPARKS[round((mean - low) * scale)] for mean in means)

@@ -154,4 +154,5 @@ def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
     except (InputError, RuntimeError, MemoryError) as error:  # the end of a run must not hide its cause
         rungs = [f"no figures ({type(error).__name__}: {error})"]
     lines = "\n".join(f"  {number}. {rung}" for number, rung in enumerate(rungs, start=1))
-    return f"Out of memory. Try in this order; results stay the same up to rounding:\n{lines}\nSee docs/failures.md."
+    page = 'docs/failures.md, section "Out of memory"; python plan.py --config RECIPE shows what each strategy needs'
+    return f"Out of memory. Try in this order; results stay the same up to rounding:\n{lines}\nSee {page}."

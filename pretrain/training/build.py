@@ -13,6 +13,7 @@ from pretrain.model.loss import LanguageModelLoss, choose_loss
 from pretrain.model.pretrained import open_pretrained
 from pretrain.optim.optimizers import optimizer_builder, parameter_dtype
 from pretrain.parallel.strategy import Strategy
+from pretrain.terminal import say_stage
 from pretrain.training.experts import Experts
 from pretrain.training.run_plan import ModelPlan
 
@@ -37,6 +38,7 @@ def build_training(
         learning_rate: the peak, to which the optimizer's groups are set.
         from_pretrained: use the weights of the recipe's model instead of those of the seed.
     """
+    say_stage("Building the model")
     kind = strategy.device.type
     causal_lm = build_meta_model(plan.model_config, attention=plan.attention)
     checkpoint_activations(causal_lm, config.activation_checkpointing)

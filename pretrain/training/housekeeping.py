@@ -1,6 +1,8 @@
 """The work between steps, and the end of a run: logs, validation, checkpoints, samples, evaluations, the export."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from pretrain.checkpoint.export import describe_model, export_final
@@ -11,9 +13,9 @@ from pretrain.errors import EXIT_DONE
 from pretrain.training.background_jobs import Evaluations, evaluate_beside, publish_beside
 from pretrain.training.build import Built
 from pretrain.training.guard import Finding, SpeedGuard
-from pretrain.training.metrics import Throughput, peak_memory_bytes
+from pretrain.training.metrics import LiveFigures, Throughput, peak_memory_bytes
 from pretrain.training.resume import Continuation
-from pretrain.training.run_plan import RunPlan
+from pretrain.training.run_plan import Cadences, RunPlan
 from pretrain.training.samples import sample_texts
 from pretrain.training.step_reports import StepReport
 from pretrain.training.supervisor import Supervisor
@@ -44,7 +46,9 @@ class Housekeeping:
         self.evaluations = Evaluations(self.config.output, self.metrics)
         batches = self.plan.batches
         self.tokenizer = batches.readers[batches.folders[0]].manifest.tokenizer_folder
-        self._tokens_at_log = self.state.tokens
+        self._tokens_at_log = self._tokens_before = self.state.tokens
+        self._live = LiveFigures(self.state.step, continuation.run.total_steps)
+        self._saves_every = Cadences.of(self.config, continuation.run).saves
 
     @property
     def state(self) -> RunState:
@@ -68,14 +72,41 @@ class Housekeeping:
             self.metrics.write("warning", step=self.state.step, message=warning)
         self.evaluations.fetch()
 
-    def keep_up(self) -> None:
-        """After every step: updates the progress bar and reports finished saves."""
+    def keep_up(self, reports: list[StepReport]) -> None:
+        """After every step: moves the live line and reports finished saves."""
         self.metrics.stands_at(self.state.step, self.state.tokens)
+        if self.metrics.is_live:
+            self._show_live(reports)
         self.continuation.report_saves()
+
+    def _show_live(self, reports: list[StepReport]) -> None:
+        """From what the host knows anyway: on a GPU the loss is that of the step before."""
+        live, step, total_steps = self._live, self.state.step, self.metrics.total_steps
+        live.step, live.total_steps = step, total_steps
+        live.losses.extend(report.loss for report in reports)
+        tokens, self._tokens_before = self.state.tokens - self._tokens_before, self.state.tokens
+        if (seconds := self.throughput.recent_step_seconds) and tokens > 0:  # else those before the pause stay
+            live.step_seconds, live.tokens_per_second = seconds, tokens / seconds
+            rate = live.tokens_per_second / self.strategy.ranks.count
+            live.mfu = self.plan.flops_per_token * rate / self.peak_flops if self.peak_flops else None
+        every = self._saves_every or total_steps
+        live.next_save = min((step // every + 1) * every, total_steps)
+        self.metrics.show(live)
+
+    @contextmanager
+    def _pausing(self, work: str) -> Iterator[None]:
+        """Around work that is not training: its time does not count, and the live line names it."""
+        with self.throughput.paused(), self.metrics.doing(work):
+            yield
+
+    def settle_in(self) -> None:
+        """After the first step: objects alive now live as long as the run, and later collections skip them."""
+        gc.collect()
+        gc.freeze()
 
     def go_back(self, finding: Finding) -> tuple[RunPlan, RunState]:
         """Rolls back to a checkpoint before the finding; returns the plan and the state from there on."""
-        with self.throughput.paused():
+        with self._pausing("rolling back"):
             self.supervisor.go_back(finding)
         self._tokens_at_log = self.state.tokens
         self.built.experts.load(self.state.expert_counts)
@@ -92,7 +123,7 @@ class Housekeeping:
 
     def _validate(self, sequences: int) -> dict[str, dict[str, float]]:
         config = self.config
-        with self.throughput.paused():
+        with self._pausing("validation"):
             return validate(
                 self.built.model,
                 self.validation_readers,
@@ -108,7 +139,7 @@ class Housekeeping:
     def save(self, *, wait: bool, required: bool = False) -> None:
         """Starts saving a checkpoint. wait: until it is written. required: wait, and raise SaveError if it fails."""
         beat = self.supervisor.watch.beat
-        with self.throughput.paused():
+        with self._pausing("saving"):
             self.supervisor.compare_copies()  # before the save: a checkpoint must not keep copies that differ
             self.state.expert_counts = self.built.experts.counts()
             self.continuation.save(self.supervisor.guard.state(), self.describe, beat)
@@ -120,14 +151,14 @@ class Housekeeping:
         """Evaluates this step's checkpoint in a separate process, if it was written."""
         if not self.continuation.is_saved:
             return
-        with self.throughput.paused(), self.supervisor.leaving("evaluation"):
+        with self._pausing("evaluation"), self.supervisor.leaving("evaluation"):
             beat = self.supervisor.listen_or_leave
             newest, ranks = self.continuation.newest, self.strategy.ranks
             evaluate_beside(self.evaluations, ranks, newest, self.config.evaluation, beat)
 
     def sample(self) -> None:
         """Logs the model's continuations of the recipe's prompts."""
-        with self.throughput.paused(), self.supervisor.leaving("samples"):
+        with self._pausing("samples"), self.supervisor.leaving("samples"):
             model_config, settings, seed = self.plan.model_config, self.config.samples, self.state.step
             beat = self.supervisor.listen_or_leave
             for prompt, text in sample_texts(self.strategy, model_config, self.tokenizer, settings, seed, beat):
@@ -150,8 +181,9 @@ class Housekeeping:
         """Exports the trained model to final/, checks it and publishes it; returns the exit status."""
         config, state = self.config, self.state
         beat = self.supervisor.watch.beat
-        final = export_final(config.output, self.strategy, config.export.dtype, self.describe, beat)
-        with self.supervisor.leaving(f"the check of {final}"):
+        with self.metrics.doing("exporting the model"):
+            final = export_final(config.output, self.strategy, config.export.dtype, self.describe, beat)
+        with self.metrics.doing("checking the export"), self.supervisor.leaving(f"the check of {final}"):
             losses = {source: result["loss"] for source, result in self._validate(sequences=1).items()}
             trained = TrainingLosses(losses, self.validation_readers, config.data.window)
             precisions = {"dtype": config.export.dtype, "precision": self.plan.precision}

@@ -8,47 +8,83 @@ import math
 import os
 import resource
 import sys
+import textwrap
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
-from tqdm import tqdm
 
 from pretrain.config import RunConfig
+from pretrain.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from pretrain.runs.history import read_end
 from pretrain.runs.run_folder import METRICS_FILE
+from pretrain.terminal import (
+    LIVE_LINE,
+    colored,
+    fitting,
+    is_terminal,
+    printable,
+    say_stage,
+    sparkline,
+    width_of,
+    wrapped,
+)
 from pretrain.training.trackers import Trackers
 from pretrain.units import bytes_text, count_text, duration_text
 
-SHOWN = {
-    "train": "step {step:,}/{total_steps:,} · loss {loss:.4f} · lr {learning_rate:.2e} · norm {grad_norm:.3f} · "
-    "{tokens_per_second:,.0f} tok/s{mfu_text} · {tokens_text} · {time_left} left",
-    "validation": "step {step:,} · validation {source} · loss {loss:.4f} · perplexity {perplexity:.2f} · "
-    "{bits_per_byte:.4f} bits/byte",
-    "checkpoint": "step {step:,} · checkpoint {path} · {bytes_text} in {seconds:.1f} s, "
-    "training paused {stall_seconds:.2f} s",
-    "resume": "resumed from {path} at step {step:,}",
-    "sample": "step {step:,} · {text!r}",
-    "branch": "branched from {path} of {run}; the learning rate decays from here",
-    "skip": "step {step:,} · skipped: non-finite gradient",
-    "spike": "step {step:,} · SPIKE: {message}",
-    "divergence": "step {step:,} · DIVERGENCE: {message}",
-    "explosion": "step {step:,} · GRADIENT: {message}",
-    "rollback": "rolling back to step {to_step:,}: {reason}; {change}",
-    "control": "step {step:,} · {command}, requested by runs.py",
-    "warning": "warning: {message}",
-    "end": "{reason}: {step:,} steps and {tokens:,} tokens; {duration} since start; exit status {code}",
-}
+ALWAYS, WIDE, WIDER = 0, 100, 120
+"""Columns that a terminal needs to show a part of a line; in a file all parts are written."""
+
+Parts = tuple[tuple[int, str], ...]
+SHOWN: dict[str, Parts] = {
+    "train": (
+        (ALWAYS, "step {step:,}/{total_steps:,}"), (ALWAYS, "loss {loss:.4f}"), (WIDE, "lr {learning_rate:.2e}"),
+        (WIDER, "norm {grad_norm:.3f}"), (ALWAYS, "{tokens_per_second:,.0f} tok/s"), (WIDE, "{mfu_text}"),
+        (WIDER, "{tokens_text}"), (ALWAYS, "{time_left} left"),
+    ),
+    "validation": (
+        (ALWAYS, "step {step:,} · validation {source} · loss {loss:.4f}"), (WIDE, "perplexity {perplexity:.2f}"),
+        (ALWAYS, "{bits_per_byte:.4f} bits/byte"),
+    ),
+    "checkpoint": (
+        (ALWAYS, "step {step:,} · checkpoint {path} · {bytes_text} in {seconds:.1f} s"),
+        (WIDE, "training paused {stall_seconds:.2f} s"),
+    ),
+    "resume": ((ALWAYS, "resumed from {path} at step {step:,}"),),
+    "sample": ((ALWAYS, "step {step:,} · sample:\n{sample_text}"),),
+    "branch": ((ALWAYS, "branched from {path} of {run}; the learning rate decays from here"),),
+    "skip": ((ALWAYS, "step {step:,} · skipped: non-finite gradient"),),
+    "spike": ((ALWAYS, "step {step:,} · SPIKE: {message}"),),
+    "divergence": ((ALWAYS, "step {step:,} · DIVERGENCE: {message}"),),
+    "explosion": ((ALWAYS, "step {step:,} · GRADIENT: {message}"),),
+    "rollback": ((ALWAYS, "rolling back to step {to_step:,}: {reason}; {change}"),),
+    "control": ((ALWAYS, "step {step:,} · {command}, requested by runs.py"),),
+    "warning": ((ALWAYS, "warning: {message}"),),
+    "end": (
+        (ALWAYS, "{reason}: {step:,} steps and {tokens:,} tokens; {duration} since start; exit status {code}"),
+    ),
+}  # fmt: skip
 """Events as printed on the console and in train.log; all others go to metrics.jsonl only."""
+
+COLORS_OF = dict.fromkeys(("skip", "spike", "divergence", "explosion", "rollback", "warning"), "yellow")
+STEPS_OF_SPEED, STEPS_OF_TREND, COLUMNS_OF_TREND = 32, 96, 8
+"""The last steps that the live line's speed, and its trend of the loss, are taken from."""
+SECONDS_BETWEEN_DRAWINGS = 0.1
 
 
 class Throughput:
     """Speed between two log steps. Time spent paused (validation, checkpoints) does not count."""
 
     def __init__(self):
+        self._ends: deque[float] = deque(maxlen=STEPS_OF_SPEED)
+        self._begin()
+
+    def _begin(self) -> None:
         self._start = time.perf_counter()
         self._paused = self._data = 0.0
         self._steps = 0
@@ -59,6 +95,7 @@ class Throughput:
         start = time.perf_counter()
         yield
         self._paused += time.perf_counter() - start
+        self._ends.clear()
 
     @contextmanager
     def loading_data(self) -> Iterator[None]:
@@ -68,6 +105,13 @@ class Throughput:
 
     def step_done(self) -> None:
         self._steps += 1
+        self._ends.append(time.perf_counter())
+
+    @property
+    def recent_step_seconds(self) -> float | None:
+        """Mean of the last steps since a pause, without the first, which may compile; None before the second."""
+        steps = len(self._ends) - 1
+        return (self._ends[-1] - self._ends[0]) / steps if steps > 0 else None
 
     def read(
         self, tokens: int, flops_per_token: float, peak_flops: float | None, ranks: int
@@ -81,8 +125,38 @@ class Throughput:
             "step_seconds": seconds / steps,
             "data_seconds": self._data / steps,
         }
-        self.__init__()
+        self._begin()
         return figures
+
+
+@dataclass
+class LiveFigures:
+    """What the live line of a run shows: figures that the host has anyway, none of which waits for the device."""
+
+    step: int
+    total_steps: int
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_OF_TREND))
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    next_save: int | None = None
+    """The step after which the next checkpoint is due."""
+
+    def in_words(self, width: int) -> str:
+        """At most as long as an ordinary run's figures allow in `width` columns."""
+        seconds = self.step_seconds
+        losses = [loss for loss in self.losses if math.isfinite(loss)]
+        parts = [(ALWAYS, f"step {self.step:,}/{self.total_steps:,}")]
+        if losses:
+            trend = f" {sparkline(losses, width=COLUMNS_OF_TREND)}" if len(losses) >= COLUMNS_OF_TREND else ""
+            parts.append((ALWAYS, f"loss {losses[-1]:.4f}{trend}"))
+        if seconds is not None and self.tokens_per_second is not None:
+            parts.append((ALWAYS, f"{self.tokens_per_second:,.0f} tok/s"))
+            parts.append((90, f"MFU {self.mfu:.1%}" if self.mfu else ""))
+            parts.append((ALWAYS, f"{duration_text((self.total_steps - self.step) * seconds)} left"))
+            if self.next_save is not None:
+                parts.append((WIDE + 20, f"checkpoint in {duration_text((self.next_save - self.step) * seconds)}"))
+        return fitting(parts, width)
 
 
 class LineFile:
@@ -124,21 +198,52 @@ class Metrics:
         if is_main:
             run.mkdir(parents=True, exist_ok=True)
             self._lines, self._log = LineFile(run / METRICS_FILE), LineFile(run / "train.log")
-            self._bar = tqdm(unit="step", dynamic_ncols=True, disable=True)
+            self._live, self._shown, self._drawn = False, "", 0.0
 
-    def begin(self, config: RunConfig, *, total_steps: int, first_step: int) -> None:
-        """Called before training: starts the progress bar, and the trackers with the whole config."""
+    def begin(self, config: RunConfig, *, total_steps: int) -> None:
+        """Called before training: starts the live line, and the trackers with the whole config."""
         self.began = True
         if not self.is_main:
             return
-        self.total_steps, hidden = total_steps, not sys.stderr.isatty()
-        self._bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=hidden)
+        self.total_steps, self._live = total_steps, is_terminal(sys.stderr)
         self._trackers = Trackers(config.output, config, lambda text: self.write("warning", message=text))
+
+    @property
+    def is_live(self) -> bool:
+        """Whether somebody watches: this process writes, and to a terminal."""
+        return self.is_main and self._live
 
     def change_total(self, total_steps: int) -> None:
         """The run has become shorter or longer."""
+        self.total_steps = total_steps
+
+    def expect(self, what: str) -> None:
+        """Says what the run waits for, which may take long, until the live line moves."""
         if self.is_main:
-            self.total_steps = self._bar.total = total_steps
+            self._shown = f"{what} ..."
+            say_stage(what)
+
+    def show(self, figures: LiveFigures) -> None:
+        """Moves the live line, a few times per second at most."""
+        now = time.perf_counter()
+        if self.is_live and now - self._drawn >= SECONDS_BETWEEN_DRAWINGS:
+            self._drawn = now
+            self._shown = figures.in_words(width_of(sys.stderr))
+            LIVE_LINE.show(self._shown)
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Around work between steps: the live line says what the run is busy with."""
+        if not self.is_live:
+            yield
+            return
+        before, self._shown = self._shown, f"step {self._where()['step']:,} · {what} ..."
+        LIVE_LINE.show(self._shown)
+        try:
+            yield
+        finally:
+            self._shown = before
+            LIVE_LINE.show(before)
 
     def write(self, event: str, **values: Any) -> None:
         """Writes an event to metrics.jsonl, and as text to train.log and the console."""
@@ -147,7 +252,12 @@ class Metrics:
         line = {"event": event, **values, "time": round(time.time(), 3)}
         self._lines.write(json.dumps(finite(line), allow_nan=False))
         if event in SHOWN:
-            self.say(self._in_words(event, values), is_error=bool(values.get("code")))
+            is_error = bool(values.get("code"))
+            failed = values.get("code") not in (None, EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED)
+            color = "red" if failed else COLORS_OF.get(event)
+            stream = sys.stderr if is_error else sys.stdout
+            self._log_line(self._in_words(event, values, None))
+            self._print(self._in_words(event, values, width_of(stream)), stream, color)
         numbers = {
             f"{event}/{name}" + (f"/{values['source']}" if "source" in values else ""): value
             for name, value in values.items()
@@ -161,22 +271,25 @@ class Metrics:
         if self._trackers is not None:
             self._trackers.log(numbers, step=self._where()["step"])
 
-    def say(self, text: str, is_error: bool = False) -> None:
-        """Text for the console, above the progress bar, and for train.log."""
-        if not self.is_main:
-            return
+    def say(self, text: str) -> None:
+        """Text for the console and for train.log."""
+        if self.is_main:
+            self._log_line(text)
+            self._print(text, sys.stdout)
+
+    def _log_line(self, text: str) -> None:
         self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
-        if self._bar.disable:
-            print(text, file=sys.stderr if is_error else sys.stdout, flush=True)
-        else:
-            self._bar.write(text)
+
+    def _print(self, text: str, stream: TextIO, color: str | None = None) -> None:
+        text = wrapped(text, width_of(stream))
+        print(colored(text, color, stream) if color else text, file=stream, flush=True)
+        if self._live:
+            LIVE_LINE.show(self._shown)
 
     def stands_at(self, step: int, tokens: int) -> None:
-        """Sets steps and tokens so far, for the progress bar and the end event."""
+        """Sets steps and tokens so far, for the end event."""
         if self.is_main:
             self._stand = {"step": step, "tokens": tokens}
-            if not self._bar.disable:
-                self._bar.update(step - self._bar.n)
 
     def _where(self) -> dict[str, int]:
         """Steps and tokens so far; if this attempt ends before they are known, those of the previous attempt."""
@@ -191,24 +304,26 @@ class Metrics:
             return
         self._ended = True
         seconds = time.perf_counter() - self._started
+        self._live = False  # the end is the last line
         self.write("end", reason=reason, code=code, **{**self._where(), **values}, seconds=seconds)
-        self._bar.close()
         if self._trackers is not None:
             self._trackers.finish()
         self._lines.close()
         self._log.close()
 
-    def _in_words(self, event: str, values: dict[str, Any]) -> str:
+    def _in_words(self, event: str, values: dict[str, Any], width: int | None) -> str:
         extra: dict[str, Any] = {"total_steps": self.total_steps}
         if event == "train":
             extra["time_left"] = duration_text((self.total_steps - values["step"]) * values["step_seconds"])
-            extra["mfu_text"] = f" · MFU {values['mfu']:.1%}" if values.get("mfu") else ""
+            extra["mfu_text"] = f"MFU {values['mfu']:.1%}" if values.get("mfu") else ""
             extra["tokens_text"] = f"{count_text(values['tokens'])} tokens"
         if event == "checkpoint":
             extra["bytes_text"] = bytes_text(values["bytes"])
+        if event == "sample":
+            extra["sample_text"] = textwrap.indent(printable(values["text"]), "  ")
         if event == "end":
             extra["duration"] = duration_text(values["seconds"])
-        return SHOWN[event].format(**{**extra, **values})
+        return fitting(((least, part.format(**{**extra, **values})) for least, part in SHOWN[event]), width)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -37,6 +37,7 @@ from pretrain.parallel.strategy import Strategy, device_type, resolve_precision
 from pretrain.runs.addresses import trunk_checkpoint
 from pretrain.runs.publishing.hub_upload import login_problems, offer_problems
 from pretrain.runs.run_folder import checkpoint_folders, output_problem
+from pretrain.terminal import say_stage
 from pretrain.training.experts import RouterLosses, router_losses
 from pretrain.training.probe import probe
 from pretrain.training.task_names import task_problems
@@ -262,6 +263,7 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
     Args:
         model_config: of `config.model`.
     """
+    say_stage("Testing the architecture")
     found = probe(
         model_config,
         attention=config.attention,
@@ -391,12 +393,20 @@ def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[
 
 
 def identity_problems(saved: dict[str, Any], now: dict[str, Any], overridden: frozenset[str]) -> list[str]:
-    """What differs from the checkpoint and is not named on the command line."""
-    return [
-        f"{path}: the run was started with {json.dumps(saved.get(path))}, the recipe now says "
-        f"{json.dumps(now.get(path))}; restore it, choose another --output, or accept it with --{path} on the "
-        "command line"
-        for path in sorted(saved.keys() | now.keys())
-        if saved.get(path) != now.get(path)
-        and not any(name == path or name.startswith(f"{path}.") for name in overridden)
-    ]
+    """What differs from the checkpoint and is not named on the command line, or cannot differ."""
+    problems = []
+    for path in sorted(saved.keys() | now.keys()):
+        if saved.get(path) == now.get(path):
+            continue
+        found = f"{path}: the run was started with {json.dumps(saved.get(path))}, "
+        if path == "optim.name":  # whose state is another: named or not, it could not be loaded
+            problems.append(
+                f"{found}whose state {json.dumps(now.get(path))} cannot use; restore it, or choose another --output "
+                "(with --init pretrained --model RUN/final it begins with this run's weights)"
+            )
+        elif not any(name == path or name.startswith(f"{path}.") for name in overridden):
+            problems.append(
+                f"{found}the recipe now says {json.dumps(now.get(path))}; restore it, choose another --output, or "
+                f"accept it with --{path} on the command line"
+            )
+    return problems

@@ -40,7 +40,7 @@ def announce(continuation: Continuation, peak: tuple[float | None, str]) -> str:
     strategy, metrics, found = continuation.strategy, continuation.metrics, continuation.found
     if strategy.ranks.is_main and (continuation.is_new or not (config.output / "config.yaml").exists()):
         write_record(config, run, strategy)
-    metrics.begin(config, total_steps=run.total_steps, first_step=state.step)
+    metrics.begin(config, total_steps=run.total_steps)
     peak_flops, peak_source = peak
     built = {
         "strategy": f"{strategy.name}, {strategy.ranks.count} processes on {strategy.device.type}",
@@ -58,6 +58,8 @@ def announce(continuation: Continuation, peak: tuple[float | None, str]) -> str:
     if found:
         event = "branch" if continuation.is_new else "resume"
         metrics.write(event, step=state.step, path=found.name, run=str(found.parents[1]))
+    if state.step < run.total_steps:
+        metrics.expect("First step" if config.compile == "none" else "First step, which compiles the model")
     return start_id
 
 

@@ -21,6 +21,7 @@ from pretrain.checkpoint.run_state import Request
 from pretrain.errors import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from pretrain.processes import is_alive, process_state
 from pretrain.runs.run_folder import heartbeat_path
+from pretrain.terminal import CLEAR_LINE, is_terminal
 
 SIGNALS = {
     signal.SIGTERM: Request.PREEMPT,
@@ -168,8 +169,11 @@ class Watch:
     def _look_at_launcher(self) -> None:
         if self._launcher is not None and os.getppid() != self._launcher:
             self._launcher = None
+            hint = ""
+            if self.request == Request.INTERRUPT:  # accelerate launch with one process does not wait for it
+                hint = "; python -m pretrain.launch waits for the run"
             self.request = max(self.request, Request.PREEMPT)
-            self._say("launcher exited; saving and stopping")
+            self._say(f"launcher exited; saving and stopping{hint}")
 
     def _look_at_neighbours(self) -> None:
         now = time.monotonic()
@@ -221,4 +225,6 @@ class Watch:
 
     def _say(self, text: str) -> None:
         with suppress(OSError, ValueError):  # nobody may be left to read it, and the watch goes on
-            print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
+            # Another process may have drawn its live line there.
+            start = CLEAR_LINE if is_terminal(sys.stderr) else ""
+            print(f"{start}rank {self.rank}: {text}", file=sys.stderr, flush=True)

@@ -28,7 +28,8 @@ from support.project import ROOT, run_script
 REFERENCE = Curve({1: 6.0, 2: 5.0}, {1: 2.0, 2: 1.0})
 EQUAL = StrategyOutcome(REFERENCE)
 BOUNDS = (1e-5, 1e-4)
-LOG = """[2026-11-21 04:10:12,178] [WARNING] [real_accelerator.py:213:get_accelerator] Setting accelerator to CPU.
+LOG = """Testing the architecture ...
+[2026-11-21 04:10:12,178] [WARNING] [real_accelerator.py:213:get_accelerator] Setting accelerator to CPU.
 /x/y.py:3: FutureWarning: is deprecated
 optim.name: muon does not run under zero1; choose adamw, or a strategy that runs it, as ddp does
 batch.sequences_per_micro_batch: 3 is not a multiple of 2
@@ -52,7 +53,7 @@ def test_the_largest_is_over_all_steps_and_a_missing_step_is_infinitely_far():
 
 
 def test_refusals_are_read_from_the_log_of_the_launch():
-    assert refusals(LOG, 1) == LOG.splitlines()[2:4]
+    assert refusals(LOG, 1) == LOG.splitlines()[3:5]
     assert refusals(LOG.replace("exitcode  : 2", "exitcode  : 1").replace("exitcode: 2", "exitcode: 1"), 1) == []
     assert refusals("model: nothing of the kind\n", 2) == ["model: nothing of the kind"], "one process, no torchrun"
 
@@ -124,9 +125,24 @@ def test_a_recipe_that_cannot_run_at_all_is_refused_with_the_reason(recipe, tmp_
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_can_be_cut_short(recipe):
-    overrides = run_overrides(recipe, 20, "fp32")
+    overrides = run_overrides(recipe, [], 20, "fp32")
     assert overrides[overrides.index("--budget") + 1] == "{steps: 20}"
     assert int(overrides[overrides.index("--optim.warmup_steps") + 1]) <= 2
+
+
+def test_settings_can_be_changed_on_the_command_line():
+    overrides = run_overrides(
+        ROOT / "recipes/demo.yaml", [("optim.name", "adamw"), ("budget.tokens", "9M")], 20, "fp32"
+    )
+    assert overrides[:2] == ["--optim.name=adamw", "--budget.tokens=9M"]
+    assert overrides.index("--budget") > 1, "the short budget comes later, and counts"
+
+
+def test_the_script_refuses_a_setting_that_does_not_exist(recipe, tmp_path):
+    refused = run_script(
+        "runs.py", "parity", "--config", recipe, "--optim.nam", "adamw", "--output", tmp_path / "out", check=False
+    )
+    assert refused.returncode == 2 and "optim.nam: unknown key; did you mean name?" in refused.stderr
 
 
 def test_strategies_are_the_files_there_are():

@@ -2,18 +2,21 @@
 
 import json
 import math
+import os
+import re
 from dataclasses import replace
 
 import pytest
 import yaml
 
 from pretrain.errors import InputError
-from pretrain.gpus import GPUS, find_gpu, gpu_called
+from pretrain.gpus import GIB, GPUS, find_gpu, gpu_called
 from pretrain.planning.candidates import command_of, largest_that_fits, micro_batches, storage_of, work_of_run
-from pretrain.planning.report import build_plan, comment_of, plan_json, remarks
+from pretrain.planning.report import PARTS, build_plan, comment_of, plan_json, remarks
 from pretrain.planning.step_time import Hardware
 from pretrain.recipe import read_run_config
 from support.project import ROOT, run_script
+from support.terminals import InTerminal
 from support.tiny_models import TINY_LLAMA
 
 
@@ -234,7 +237,47 @@ def test_runs_that_cannot_be_planned_are_refused(recipe, overrides, gpu, message
 def test_a_gpu_that_nobody_knows_can_be_described():
     gpu = find_gpu("mine", memory_bytes=48e9, bf16_flops=2e14, price_per_hour=0.5)
     assert (gpu.memory_bytes, gpu.bf16_flops, gpu.price_per_hour) == (48e9, 2e14, 0.5)
-    assert find_gpu("RTX 4090").name == "rtx_4090"
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("RTX 4090", "rtx_4090"),
+        ("rtx4090", "rtx_4090"),
+        ("4090", "rtx_4090"),
+        ("GeForce RTX 4090", "rtx_4090"),
+        ("A100-SXM4-80GB", "a100"),
+        ("a100-40gb", "a100_40gb"),
+        ("NVIDIA H100 PCIe", "h100_pcie"),
+        ("h100-sxm5", "h100"),
+        ("RTX A6000", "a6000"),
+    ],
+)
+def test_gpus_are_known_in_the_spellings_people_use(spelling, name):
+    assert find_gpu(spelling) == GPUS[name]
+
+
+def test_a_gpu_that_is_not_listed_stays_unknown():
+    with pytest.raises(InputError, match="--gpu: h100nvl is not in the table; did you mean h100"):
+        find_gpu("h100nvl")
+
+
+def test_a_plan_for_the_processors_of_this_machine(recipe):
+    found = run_script("plan.py", recipe, "--gpu", "cpu", "--gpus", "2", "--precision", "auto", "--json")
+    plan = json.loads(found.stdout)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert plan["gpu"]["name"] == "cpu" and plan["gpu"]["memory_bytes"] == memory / 2 and plan["cost"] == 0
+    assert 1e8 < plan["gpu"]["bf16_flops"] < 1e14
+    assert plan["hours"] > 0 and "docs/performance.md" in plan["mfu_source"]
+
+
+def test_a_plan_fits_eighty_columns(recipe):
+    with InTerminal("plan.py", recipe, "--gpus", "8", "--gpu", "a100", columns=80) as typed:
+        assert typed.finish() == 0, typed.output
+    lines = [line for line in typed.screen if not line.startswith("  accelerate launch")]
+    assert max(map(len, lines)) <= 80
+    (heading,) = [line for line in lines if line.startswith("strategy")]
+    assert heading.split() == ["strategy", "total", "fits", "largest", "micro-batch", "tokens/s", "hours"]
 
 
 def test_a_calibrated_plan_follows_from_real_steps(recipe):
@@ -245,9 +288,22 @@ def test_a_calibrated_plan_follows_from_real_steps(recipe):
     )  # fmt: skip
     plan = json.loads(result.stdout[result.stdout.index("{\n") :])
     found = plan["calibration"]
+    assert plan["gpu"]["name"] == "cpu" or found["device"] == "cuda", "memory and price are this machine's too"
     assert found["tokens_per_second"] == pytest.approx(8192 / found["step_seconds"])
     assert plan["hours"] == pytest.approx(123 * found["step_seconds"] / 3600, rel=0.01)
     assert found["predicted_peak_bytes"] == pytest.approx(found["measured_peak_bytes"], rel=0.15)
+
+
+def test_the_example_on_the_page_and_in_the_recipe_is_what_is_printed(monkeypatch):
+    """docs/planning.md, 1.1B on 8 GPUs; `python plan.py ... --comment` writes the recipe's anew."""
+    monkeypatch.chdir(ROOT)
+    plan = plan_of("recipes/llama_1b.yaml", gpu="h100", gpus=8)
+    page = (ROOT / "docs/planning.md").read_text().partition("### 1.1B on 8 GPUs")[2].partition("###")[0]
+    rows = re.findall(r"^\| (\S+) \|((?: [\d.]+ \|){6})", page.replace("**", ""), re.MULTILINE)
+    memory = {c.name: [f"{getattr(c.memory, part) / GIB:.1f}" for part in PARTS] for c in plan.candidates if c.memory}
+    assert {name: cells.replace("|", "").split() for name, cells in rows} == memory
+    command = "plan.py --config recipes/llama_1b.yaml --gpus 8 --gpu h100"
+    assert comment_of(plan, command) in (ROOT / "recipes/llama_1b.yaml").read_text()
 
 
 def test_the_page_is_readable_when_piped(recipe):

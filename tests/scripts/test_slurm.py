@@ -67,3 +67,10 @@ def test_a_time_limit_in_the_first_moment_requeues(slurm, tmp_path, script):
 def test_an_end_of_its_own_is_not_requeued(slurm, tmp_path, script):
     result = subprocess.run(["bash", f"slurm/{script}.sbatch", "ddp", "recipes/demo.yaml"], cwd=ROOT, env=slurm)
     assert result.returncode == 3 and not (tmp_path / "scontrol.log").exists()
+
+
+@pytest.mark.parametrize("script", ["one_node", "many_nodes", "prepare"])
+def test_without_arguments_a_script_explains_itself(slurm, script):
+    found = subprocess.run(["bash", f"slurm/{script}.sbatch"], cwd=ROOT, env=slurm, capture_output=True, text=True)
+    assert found.returncode == 2 and found.stderr.startswith("usage: sbatch ")
+    assert script == "prepare" or (" fsdp2 " in found.stderr and " recipes/demo.yaml " in found.stderr)

@@ -1,12 +1,14 @@
 """What is said of a run: speeds that are differences of times, lines that any JSON reader takes, words."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from pretrain.training.metrics import Metrics, Throughput, finite
+from pretrain.training.metrics import LiveFigures, Metrics, Throughput, finite
 from pretrain.training.trackers import flatten_for_trackers, tracker_problems
 from pretrain.units import count_text, duration_text
+from support.terminals import watched
 
 
 def test_speed_is_tokens_over_the_time_that_was_not_paused(monkeypatch):
@@ -61,3 +63,104 @@ def test_the_end_always_says_where_the_run_stands(tmp_path, known):
     metrics.end(18, "preempted")
     end = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert (end["event"], end["step"], end["tokens"]) == ("end", *((0, 0) if known == "nothing" else (7, 70)))
+
+
+TRAIN = {
+    "step": 500, "loss": 2.813, "learning_rate": 1.5e-3, "grad_norm": 0.502, "tokens_per_second": 8224.0, "mfu": 0.396,
+    "tokens": 1_020_000, "step_seconds": 0.25,
+}  # fmt: skip
+FULL = (
+    "step 500/586 · loss 2.8130 · lr 1.50e-03 · norm 0.502 · 8,224 tok/s · MFU 39.6% · 1.02M tokens · 22 s left"
+)  # fmt: skip
+ESSENTIAL = "step 500/586 · loss 2.8130 · 8,224 tok/s · 22 s left"
+
+
+@pytest.fixture
+def metrics(tmp_path):
+    metrics = Metrics(tmp_path, is_main=True)
+    metrics.change_total(586)
+    return metrics
+
+
+def test_step_lines_fit_the_terminal_and_the_log_has_everything(metrics, tmp_path, monkeypatch):
+    screen = watched(monkeypatch, 80)
+    metrics.write("train", **TRAIN)
+    monkeypatch.setenv("COLUMNS", "160")
+    metrics.write("train", **TRAIN)
+    assert screen.getvalue().splitlines() == [ESSENTIAL, FULL]
+    assert [line[20:] for line in (tmp_path / "train.log").read_text().splitlines()] == [FULL, FULL]
+
+
+def test_piped_step_lines_have_everything(metrics, capsys):
+    metrics.write("train", **TRAIN)
+    metrics.write("warning", message="w")
+    assert capsys.readouterr().out == f"{FULL}\nwarning: w\n"
+
+
+def test_warnings_and_a_bad_end_have_colours_on_a_terminal_alone(metrics, tmp_path, monkeypatch):
+    screen = watched(monkeypatch, 80)
+    metrics.write("warning", message="w")
+    metrics.write("end", reason="r", code=16, step=1, tokens=2, seconds=3.0)
+    assert screen.getvalue().startswith("\x1b[33mwarning: w\x1b[0m\n\x1b[31mr: 1 steps")
+    assert "\x1b" not in (tmp_path / "train.log").read_text()
+
+
+def test_samples_are_text(metrics, capsys):
+    metrics.write("sample", step=3, prompt="def", text="def f():\n    return 'é'\x1b[2J")
+    assert capsys.readouterr().out == "step 3 · sample:\n  def f():\n      return 'é'\\x1b[2J\n"
+
+
+def begin(metrics, monkeypatch):
+    monkeypatch.setattr("pretrain.training.metrics.Trackers", lambda *_: None)
+    metrics.begin(SimpleNamespace(output=None), total_steps=586)
+
+
+def test_the_live_line_moves_between_log_lines_and_stands_below_them(metrics, monkeypatch):
+    screen = watched(monkeypatch, 80)
+    now = [0.0]
+    monkeypatch.setattr("pretrain.training.metrics.time.perf_counter", lambda: now[0])
+    begin(metrics, monkeypatch)
+    metrics.expect("First step")
+    figures = LiveFigures(0, 586, step_seconds=0.25, tokens_per_second=8224.0, next_save=200)
+    for step in range(1, 11):
+        now[0] += 0.06  # shown every other time: at most ten times per second
+        figures.step = step
+        figures.losses.append(4.0 - step / 10)
+        metrics.show(figures)
+    drawn = screen.getvalue().split("\r\x1b[K")
+    assert drawn[1] == "First step ..." and len(drawn) == 1 + 1 + 5
+    assert drawn[-1] == "step 10/586 · loss 3.0000 █▇▆▅▄▃▂▁ · 8,224 tok/s · 2 min 24 s left"
+    metrics.write("warning", message="w")
+    assert screen.getvalue().endswith(f"\r\x1b[K\x1b[33mwarning: w\x1b[0m\n\r\x1b[K{drawn[-1]}")
+    with metrics.doing("validation"):
+        assert screen.getvalue().endswith("step 0 · validation ...")
+    assert screen.getvalue().endswith(drawn[-1]), "and what it said before"
+    metrics.end(0, "done")
+    assert screen.getvalue().endswith("exit status 0\n"), "the end is the last line"
+
+
+def test_a_wide_live_line_has_mfu_and_the_next_checkpoint():
+    figures = LiveFigures(100, 586, step_seconds=0.5, tokens_per_second=8224.0, mfu=0.396, next_save=200)
+    assert figures.in_words(160) == ("step 100/586 · 8,224 tok/s · MFU 39.6% · 4 min 03 s left · checkpoint in 50 s")
+    assert LiveFigures(0, 586).in_words(80) == "step 0/586"
+
+
+def test_a_file_gets_no_live_line(metrics, capsys, monkeypatch):
+    begin(metrics, monkeypatch)
+    metrics.show(LiveFigures(1, 586))
+    with metrics.doing("validation"):
+        pass
+    assert not metrics.is_live and capsys.readouterr() == ("", "")
+
+
+def test_the_live_speed_leaves_out_pauses_and_the_first_step(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("pretrain.training.metrics.time.perf_counter", lambda: now[0])
+    throughput = Throughput()
+    for seconds in (60.0, 2.0, 2.0):  # the first compiles
+        now[0] += seconds
+        throughput.step_done()
+    assert throughput.recent_step_seconds == 2.0
+    with throughput.paused():
+        now[0] += 100
+    assert throughput.recent_step_seconds is None

@@ -27,7 +27,6 @@ SAVED = {
         ("data.train", [{"until": None, "train": [["shards", "ef01", 1.0, None]]}]),
         ("data.sequence_length", 32),
         ("batch.tokens_per_step", 512),
-        ("optim.name", "muon"),
     ],
 )
 def test_another_setting_is_refused_with_the_difference_unless_it_is_named(path, other):
@@ -38,6 +37,14 @@ def test_another_setting_is_refused_with_the_difference_unless_it_is_named(path,
     assert identity_problems(SAVED, now, frozenset({path})) == []
     assert identity_problems(SAVED, now, frozenset({f"{path}.0.weight"})) == [], "a part of it is named"
     assert identity_problems(SAVED, now, frozenset({"output"})) == [problem]
+
+
+def test_another_optimizer_is_refused_even_if_it_is_named():
+    """Its state could not be loaded."""
+    now = SAVED | {"optim.name": "muon"}
+    (problem,) = identity_problems(SAVED, now, frozenset({"optim.name"}))
+    assert problem.startswith('optim.name: the run was started with "adamw"') and "another --output" in problem
+    assert "accept it" not in problem
 
 
 def test_all_differences_are_reported_at_once():

@@ -1,0 +1,112 @@
+"""A terminal with somebody in front of it: a script runs in a session of its own, which Ctrl-C reaches from here."""
+
+import fcntl
+import io
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+from support.project import ROOT
+
+CONTROL_C = b"\x03"
+SOON = 300
+"""Seconds that no machine, however busy, needs for what takes ten."""
+
+
+class Screen(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def watched(monkeypatch, columns: int) -> Screen:
+    """From now on stdout and stderr of this process are one terminal. Called by the test itself: what pytest captures
+    replaces both after the fixtures are made."""
+    screen = Screen()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr("sys.stderr", screen)
+    return screen
+
+
+class InTerminal:
+    """A script under this Python with a terminal as its standard streams, and what it wrote there so far."""
+
+    def __init__(self, *arguments, columns=80, **environment):
+        self.output = ""
+        self._terminal, inside = pty.openpty()
+        fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        own = {"TERM": "xterm", "HF_HUB_OFFLINE": "1", **environment}
+        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+        self.process = subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            cwd=ROOT,
+            env={**inherited, **own},
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            start_new_session=True,
+            preexec_fn=self._take_terminal,
+        )
+        os.close(inside)
+
+    @staticmethod
+    def _take_terminal():
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        os.close(self._terminal)
+
+    def read_until(self, text: str) -> None:
+        """Returns once the text stands in what was written since the last call."""
+        begin, deadline = len(self.output), time.monotonic() + SOON
+        while text not in self.output[begin:]:
+            assert time.monotonic() < deadline and self._read(), f"never wrote {text!r}:\n{self.output}"
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._terminal, keys)
+
+    def finish(self) -> int:
+        """The exit status of the script; what it wrote, to the moment when its shell would prompt, is in `output`."""
+        while self.process.poll() is None:
+            self._read(seconds=0.1)
+        while select.select([self._terminal], [], [], 0)[0] and self._read():
+            pass
+        return self.process.returncode
+
+    def _read(self, seconds: float = 10.0) -> bool:
+        """Whether there may be more to come."""
+        if not select.select([self._terminal], [], [], seconds)[0]:
+            return True
+        try:
+            found = os.read(self._terminal, 65536)
+        except OSError:  # nobody has it open any more
+            return False
+        self.output += found.decode(errors="replace")
+        return bool(found)
+
+    @property
+    def screen(self) -> list[str]:
+        """The lines that remain, as somebody reads them: without what was cleared, and without colours."""
+        lines = []
+        for line in self.output.replace("\r\n", "\n").split("\n"):
+            shown = line.split("\x1b[K")[-1].split("\r")[-1]
+            for code in ("\x1b[0m", "\x1b[31m", "\x1b[32m", "\x1b[33m", "\x1b[1m"):
+                shown = shown.replace(code, "")
+            lines.append(shown)
+        return lines

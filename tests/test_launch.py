@@ -1,0 +1,41 @@
+"""Ctrl-C at a terminal: whoever launched, the prompt comes back last, after the last words of the run."""
+
+import pytest
+
+from pretrain.launch import status_of
+from support.project import events, free_port
+from support.terminals import CONTROL_C, InTerminal
+
+LONG = ("--budget.steps", "1000000", "--checkpoint.every_steps", "1000000", "--validation.every_steps", "1000000")
+
+
+def launched(strategy, processes, recipe):
+    file = f"accelerate_configs/{strategy}.yaml"
+    port = ("--main_process_port", free_port())
+    return ["-m", "pretrain.launch", "--config_file", file, "--num_processes", processes, *port, "train.py", recipe]
+
+
+@pytest.mark.parametrize(("strategy", "processes"), [(None, 1), ("single", 1), ("ddp", 2)])
+def test_control_c_ends_with_the_last_words_of_the_run(strategy, processes, recipe, tmp_path):
+    command = launched(strategy, processes, recipe) if strategy else ["train.py", recipe]
+    with InTerminal(*command, *LONG) as typed:
+        typed.read_until("step 3/")
+        typed.press(CONTROL_C)
+        assert typed.finish() == 130, typed.output
+    (end,) = events(tmp_path / "run", "end")
+    assert end["code"] == 130 and events(tmp_path / "run", "checkpoint")[-1]["step"] == end["step"]
+    assert "Traceback" not in typed.output and "[W" not in typed.output
+    last = " ".join(line.strip() for line in typed.screen[-4:])
+    assert f"saved at step {end['step']:,}; run the same command to resume" in last, typed.output
+
+
+@pytest.mark.parametrize(("strategy", "processes"), [("single", 1), ("ddp", 2)])
+def test_the_exit_status_is_that_of_the_run(strategy, processes, recipe):
+    with InTerminal(*launched(strategy, processes, recipe), "--batch.tokens_per_step", "250") as typed:
+        assert typed.finish() == 2, "and not 1"
+    assert "batch.tokens_per_step" in typed.output and "Traceback" not in typed.output
+
+
+def test_a_process_that_was_killed_has_crashed(capsys):
+    assert [status_of(code) for code in (0, 16, -9)] == [0, 16, 1]
+    assert "SIGKILL" in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""What is said to a terminal and what to a file."""
+
+import io
+
+import pytest
+
+from pretrain import terminal
+from pretrain.terminal import LiveLine, colored, fitting, printable, width_of, wrapped
+from support.project import run_script
+from support.terminals import watched
+
+
+def test_colours_are_for_terminals_whose_user_wants_them(monkeypatch):
+    screen = watched(monkeypatch, 100)
+    assert colored("bad", "red", screen) == "\x1b[31mbad\x1b[0m"
+    assert colored("bad", "red", io.StringIO()) == "bad", "a file"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert colored("bad", "red", screen) == "bad"
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert colored("bad", "red", screen) == "bad"
+
+
+def test_only_a_terminal_has_a_width(monkeypatch):
+    screen = watched(monkeypatch, 100)
+    assert width_of(screen) == 100 and width_of(io.StringIO()) is None
+    monkeypatch.delenv("COLUMNS")
+    assert width_of(screen) == 80, "nothing says how wide it is"
+
+
+def test_a_wrapped_line_keeps_its_columns():
+    line = "tokens per step  256 = 1 sequences x 64 tokens"
+    assert wrapped(line, 36).splitlines() == ["tokens per step  256 = 1 sequences x", " " * 17 + "64 tokens"]
+    assert wrapped(line, None) == wrapped(line, 46) == line
+    assert wrapped("warning: the peak is high", 18).splitlines() == ["warning: the peak", "  is high"]
+
+
+def test_a_narrow_terminal_gets_the_essential():
+    parts = [(0, "step 1"), (100, "norm 2"), (0, "")]
+    assert [fitting(parts, width) for width in (80, 100, None)] == ["step 1", "step 1 · norm 2", "step 1 · norm 2"]
+
+
+def test_text_of_a_model_does_not_steer_the_terminal():
+    assert printable("a\x1b[2J\tb\nc\r\x07é") == "a\\x1b[2J\tb\nc\\r\\x07é"
+
+
+def test_the_live_line_is_cleared_before_anything_is_printed(monkeypatch):
+    screen = watched(monkeypatch, 100)
+    line = LiveLine()
+    line.show("step 1")
+    line.show("step 2" + "." * 200)
+    print("a log line")
+    print("unfinished ", end="")
+    line.show("step 3")
+    assert screen.getvalue() == f"\r\x1b[Kstep 1\r\x1b[Kstep 2{'.' * 93}\r\x1b[Ka log line\nunfinished "
+    print("done")
+    line.show("step 4")
+    line.clear()
+    assert screen.getvalue().endswith("unfinished done\n\r\x1b[Kstep 4\r\x1b[K")
+
+
+def test_a_file_has_no_live_line(capsys):
+    LiveLine().show("step 1")
+    terminal.say_stage("Loading")
+    assert capsys.readouterr().err == "Loading ...\n"
+
+
+def test_the_other_processes_are_silent(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    terminal.say_stage("Loading")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train.py", "recipes/demo.yaml", "--data.train.0.shards", "/no/such"],
+        ["evaluate.py", "--model", "/no/such"],
+        ["plan.py", "--config", "/no/such", "--gpus", "1", "--model", "/no/such"],
+    ],
+)
+def test_a_script_says_that_it_loads_before_it_imports_torch(arguments, tmp_path):
+    """In a process whose torch cannot be imported, the line stands there all the same."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    if arguments[0] == "plan.py":
+        arguments = ["plan.py", "--config", "recipes/demo.yaml"]
+    found = run_script(*arguments, check=False, fresh=True, PYTHONPATH=str(tmp_path))
+    assert found.stderr == "Loading ...\ninterrupted\n" and found.returncode == -2, "and Ctrl-C leaves no traceback"
