@@ -84,10 +84,8 @@ class Files:
 
     def texts(self, reading: Reading) -> Iterator[bytes]:
         """Those of all files, whatever the slice, without records that cannot be used."""
-        records = (
-            record for part in parts_of(self.sources, reading, BEGINNING) for _, record in part.records(reading)
-        )
-        return (record.text for record in records if record.text)
+        parts = parts_of(self.sources, reading, BEGINNING)
+        return (record.text for part in parts for _, record in part.records(reading) if record.text)
 
 
 @dataclass(frozen=True)
