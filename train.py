@@ -2,6 +2,7 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config recipes/demo.yaml
     python train.py --config recipes/demo.yaml --optim.learning_rate 1e-3     # one process; any setting by its path
+    python train.py --text 'mine/*.txt' --minutes 10 [--output runs/mine]     # your own text: chooses all the rest
     python train.py --config recipes/demo.yaml --check [--verbose]            # finds every mistake, starts nothing
     python train.py --config recipes/demo.yaml --smoke                        # 100 steps, pass or fail per stage
 
@@ -14,7 +15,9 @@ from pretrain.errors import EXIT_DONE, Problems, or_exit, run_script
 from pretrain.recipe import CommandLine, explain, read_command_line
 
 if __name__ == "__main__":  # before torch is imported: --help and a mistyped setting answer at once
-    command_line: CommandLine = or_exit(lambda: read_command_line(sys.argv[1:], __doc__))
+    from pretrain.planning.own_text import with_own_text
+
+    command_line: CommandLine = or_exit(lambda: read_command_line(with_own_text(sys.argv[1:]), __doc__))
 
 import gc
 import os

@@ -100,7 +100,7 @@ def test_a_single_text_that_its_hash_puts_into_validation_is_divided_too():
 )
 def test_the_cut_is_at_the_best_place_near(text, end):
     content = text.encode()
-    head, tail = split_with_tail([content], 11 / len(content)).pieces(content)
+    head, tail = split_with_tail([content], 10 / len(content)).pieces(content)
     assert head.text.decode().endswith(end) and tail.text.decode()
     assert 8 <= len(tail.text) <= 17
 
