@@ -90,12 +90,13 @@ def prepare_shards(request: "PreparationRequest") -> int:
             return EXIT_INTERRUPTED if stop.args[0] == signal.SIGINT else EXIT_PREEMPTED
     how = "already complete" if outcome.already_done else f"prepared in {time.monotonic() - started:.1f} s"
     print(f"{output}: {how}")
-    print_summary(outcome, str(output), is_slice=request.slice is not None)
+    fraction = request.options.validation_fraction
+    print_summary(outcome, str(output), is_slice=request.slice is not None, fraction=fraction)
     return 0
 
 
-def print_summary(outcome: "PreparationOutcome", output: str, is_slice: bool) -> None:
-    """What was made, in figures, and what to do with it."""
+def print_summary(outcome: "PreparationOutcome", output: str, is_slice: bool, fraction: float) -> None:
+    """What was made, in figures, and what to do with it. fraction: of validation, as asked."""
     tally, manifest = outcome.tally, outcome.manifest
     ids_bytes = tally.tokens * manifest.bytes_per_id
     rows = {
@@ -117,12 +118,21 @@ def print_summary(outcome: "PreparationOutcome", output: str, is_slice: bool) ->
     if is_slice:
         print("Next: once all slices are prepared, run the same command with --merge_slices N instead of --slice")
         return
-    for split, tokens in (("train", tally.tokens - tally.validation_tokens), ("validation", tally.validation_tokens)):
-        if not tokens:
-            print(f"  No document fell into the {split} split: documents are assigned by hash. Use more documents")
-            print("  (--documents paragraph or line splits plain text into documents) or a larger fraction.")
+    warn_of_empty_splits(tally, fraction)
     print(f"Next: train a model; with vocab_size auto, as here, it takes over the {manifest.vocabulary_size:,} ids")
     print(f"  python train.py --config recipes/demo.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
+
+
+def warn_of_empty_splits(tally: "Tally", fraction: float) -> None:
+    """Says which split was asked for and has nothing, and what to do."""
+    for split, tokens in (("train", tally.tokens - tally.validation_tokens), ("validation", tally.validation_tokens)):
+        if not tokens and (fraction or split == "train"):
+            print(
+                f"warning: no document of {tally.documents:,} fell into the {split} split, which should have "
+                f"{fraction if split == 'validation' else 1 - fraction:.2%} of them: the hash of a document decides. "
+                "Use more documents (--documents paragraph or line splits plain text) or another "
+                "--validation_fraction, with another --output"
+            )
 
 
 def skipped_text(tally: "Tally") -> str:

@@ -5,6 +5,10 @@
     python train.py --config recipes/demo.yaml --check [--verbose]           # every mistake; starts nothing
     python train.py --config recipes/demo.yaml --smoke                       # 100 steps, pass or fail per stage
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config recipes/demo.yaml
+    from pretrain.planning.own_text import with_own_text
+
+    command_line: CommandLine = or_exit(lambda: read_command_line(with_own_text(sys.argv[1:]), __doc__))
+    begin()
 
 Run the same command to resume; a finished run is reported as already complete.
 """
@@ -16,7 +20,9 @@ from pretrain.recipe import CommandLine, explain, read_command_line
 from pretrain.terminal import begin
 
 if __name__ == "__main__":  # before torch is imported: --help and a mistyped setting answer at once
-    command_line: CommandLine = or_exit(lambda: read_command_line(sys.argv[1:], __doc__))
+    from pretrain.planning.own_text import with_own_text
+
+    command_line: CommandLine = or_exit(lambda: read_command_line(with_own_text(sys.argv[1:]), __doc__))
     begin()
 
 import os

@@ -5,6 +5,7 @@ Predictions come from memory and step_time; calibration compares them with a few
     candidates, report: which strategies fit, ranked; the report
     step_time: time and cost
     calibration: a few real steps
+    own_text, sized_recipe, sizing: train.py --text; what it writes; how it chooses
     smoke: a hundred steps, pass or fail per stage
     judgement: what --check says of a recipe that can run
 """

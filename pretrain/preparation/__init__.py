@@ -5,6 +5,7 @@ The same input gives the same bytes, whatever the workers and interruptions; pla
     arguments, request: the command line, and what it asks for
     plan: the request, and how it differs from what a folder was made from
     prepare, progress: the resumable preparation
+    validation_split: documents held out, or the tail of one
     encode, long_text: texts to ids
     worker, ray_workers: a worker's part of the input; workers on other machines
     collector, deduplicate, shard_writer: encoded parts to shards

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,9 +10,18 @@ from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
 from pretrain.preparation.documents.records import Reading
-from pretrain.preparation.documents.sources import InputFile, Part, Position, expected_bytes, parts_of, slice_range
+from pretrain.preparation.documents.sources import (
+    BEGINNING,
+    InputFile,
+    Part,
+    Position,
+    expected_bytes,
+    parts_of,
+    slice_range,
+)
 from pretrain.preparation.documents.urls import fingerprint, size_of
 from pretrain.preparation.upload import Destination
+from pretrain.preparation.validation_split import ValidationSplit, split_with_tail
 
 SHOWN_DIFFERENCES = 8
 
@@ -68,6 +78,15 @@ class Files:
         """Slice `number` of `count`: the parts that begin in that share of the bytes."""
         return replace(self, slice=(number, count))
 
+    def are_whole_documents(self, reading: Reading) -> bool:
+        """Whether each file is one document of plain text."""
+        return reading.documents == "file" and all(source.format == "txt" for source in self.sources)
+
+    def texts(self, reading: Reading) -> Iterator[bytes]:
+        """Those of all files, whatever the slice, without records that cannot be used."""
+        parts = parts_of(self.sources, reading, BEGINNING)
+        return (record.text for part in parts for _, record in part.records(reading) if record.text)
+
 
 @dataclass(frozen=True)
 class PreparationOptions:
@@ -123,6 +142,14 @@ class PreparationRequest:
     sample_bytes: int | None = None
     destination: Destination | None = None
 
+    @cached_property
+    def split(self) -> ValidationSplit:
+        """What is held out for validation. Plain-text files may be few and long: then it is the tail of one."""
+        fraction, reading = self.options.validation_fraction, self.options.reading
+        if fraction and isinstance(self.documents, Files) and self.documents.are_whole_documents(reading):
+            return split_with_tail(self.documents.texts(reading), fraction)
+        return ValidationSplit(fraction)
+
     def plan(self) -> dict[str, Any]:
         """Everything that decides the bytes of the folder, as the manifest records it."""
         return {
@@ -132,6 +159,7 @@ class PreparationRequest:
             "dtype": dtype_for(self.tokenizer.vocabulary_size),
             "options": self.options.as_plan(),
             "sources": self.documents.description(),
+            **self.split.as_plan(),
         }
 
 

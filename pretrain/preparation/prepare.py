@@ -251,7 +251,7 @@ class _Run:
             request.tokenizer,
             encoder,
             options.reading,
-            options.validation_fraction,
+            request.split,
             stop_at_problem=options.on_error == "stop",
             deduplicate=options.deduplicate,
         )

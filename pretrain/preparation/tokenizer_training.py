@@ -17,7 +17,6 @@ from pretrain.files import as_json
 from pretrain.preparation.documents.sources import BEGINNING
 from pretrain.preparation.encode import ReferenceEncoder
 from pretrain.preparation.plan import PreparationRequest, refuse_differences, refuse_other_files
-from pretrain.preparation.worker import is_validation_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -66,6 +65,7 @@ def train_tokenizer(request: PreparationRequest) -> None:
         )
     asked = {"vocabulary_size": size, "sample_bytes": limit}
     record = {**asked, "options": request.options.as_plan(), "sources": request.documents.description()}
+    record |= request.split.as_plan()
     refuse_other_files(output, RECORD_FILE)
     if (output / RECORD_FILE).is_file():
         refuse_differences(output, json.loads((output / RECORD_FILE).read_bytes()), record, "was trained")
@@ -93,11 +93,11 @@ def train_tokenizer(request: PreparationRequest) -> None:
 
 
 def _texts(request: PreparationRequest, sample: Sample) -> Iterator[str]:
-    validation_fraction = request.options.validation_fraction
     held_out: list[bytes] = []
     held_out_bytes = 0
-    for text in _usable_texts(request, sample):
-        if is_validation_text(text, validation_fraction):
+    pieces = (piece for text in _usable_texts(request, sample) for piece in request.split.pieces(text))
+    for text, is_validation, _ in pieces:
+        if is_validation:
             if held_out_bytes < HELD_OUT_BYTES:
                 held_out.append(text)
                 held_out_bytes += len(text)
@@ -107,7 +107,7 @@ def _texts(request: PreparationRequest, sample: Sample) -> Iterator[str]:
             characters = text.decode()
             for start in range(0, len(characters), LONGEST_PIECE_CHARACTERS):
                 yield characters[start : start + LONGEST_PIECE_CHARACTERS]
-        if sample.is_full and (held_out_bytes >= HELD_OUT_BYTES or not validation_fraction):
+        if sample.is_full and (held_out_bytes >= HELD_OUT_BYTES or not request.options.validation_fraction):
             break
     sample.held_out = tuple(held_out)
 

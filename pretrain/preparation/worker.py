@@ -1,7 +1,6 @@
 """A worker turns a part's records into ids, each marked as training or validation; and the pool of workers."""
 
 import collections
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -24,6 +23,7 @@ from pretrain.preparation.deduplicate import document_hashes
 from pretrain.preparation.documents.records import Reading
 from pretrain.preparation.documents.sources import Part, Position
 from pretrain.preparation.encode import Encoder, FastEncoder
+from pretrain.preparation.validation_split import ValidationSplit
 
 PARTS_AHEAD_PER_WORKER = 2
 SAMPLE_BYTES = 4096
@@ -38,7 +38,7 @@ class EncodingSettings:
     tokenizer: LoadedTokenizer
     encoder: Encoder
     reading: Reading
-    validation_fraction: float
+    split: ValidationSplit
     stop_at_problem: bool
     deduplicate: bool = False
 
@@ -95,20 +95,16 @@ class EncodedPart:
 
 @dataclass
 class _Texts:
-    """What was read from a part; texts, sources (by number in `names`) and places have one element per document."""
+    """What was read from a part; the first four have an element per document, sources by number in `names`."""
 
     texts: list[bytes] = field(default_factory=list)
+    is_validation: list[bool] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     names: dict[str, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     empty: int = 0
     filtered: int = 0
-
-
-def is_validation_text(text: bytes, fraction: float) -> bool:
-    """Whether a document belongs to the validation split, which the first 8 bytes of its text's SHA-256 decide."""
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fraction * 2.0**64
 
 
 class PartEncoder:
@@ -138,14 +134,13 @@ class PartEncoder:
             first += len(array) + 1
         documents = document_table(tokens, [len(text) for text in read.texts], read.sources, read.places)
         hashes = document_hashes(ids, np.cumsum(tokens)) if settings.deduplicate else None
-        is_validation = [is_validation_text(text, settings.validation_fraction) for text in read.texts]
         disagreement = self._disagreement(read.texts)
         ended = time.perf_counter()
         return EncodedPart(
             ids=ids,
             documents=documents,
             source_names=tuple(read.names),
-            is_validation=np.array(is_validation, dtype=bool),
+            is_validation=np.array(read.is_validation, dtype=bool),
             hashes=hashes,
             empty_documents=read.empty,
             filtered_documents=read.filtered,
@@ -160,9 +155,11 @@ class PartEncoder:
         read = _Texts()
         for source, record in part.records(self._settings.reading):
             if record.text:
-                read.texts.append(record.text)
-                read.sources.append(read.names.setdefault(source.name, len(read.names)))
-                read.places.append(record.place)
+                for piece in self._settings.split.pieces(record.text):
+                    read.texts.append(piece.text)
+                    read.is_validation.append(piece.is_validation)
+                    read.sources.append(read.names.setdefault(source.name, len(read.names)))
+                    read.places.append(record.place + piece.lines_before)
             elif record.problem is not None:
                 where = source.place(record.place), source.recorded_place(record.place)
                 read.problems.append(Problem(len(read.texts), *where, record.problem))

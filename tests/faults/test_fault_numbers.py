@@ -50,7 +50,7 @@ def test_bad_steps_and_a_copy_that_differs(recipe, tmp_path):
     again = [line for line in trained if line["step"] == 9]
     assert len(again) == 2 and again[0] == again[1], "step 9 before the restart and after it, to the last bit"
     if EVERYTHING:
-        names = ("train", "skip", "rollback", "resume")  # when a save behind the training is logged is a matter of time
+        names = ("train", "skip", "rollback", "resume")  # a save in the background is logged when it is done
         first, second = (without_times(tmp_path / name, *names) for name in runs)
         assert first == second, "the same faults have the same outcome, to the last bit"
     tell("19", "NaN on one rank, for one step and for three", "skipped on all; rolled back; the same again")

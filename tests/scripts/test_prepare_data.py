@@ -14,7 +14,7 @@ from pretrain.preparation.documents.hub_dataset import open_dataset
 from pretrain.preparation.documents.records import Reading
 from pretrain.preparation.documents.sources import BEGINNING, Position
 from pretrain.preparation.encode import FastEncoder, ReferenceEncoder
-from pretrain.preparation.worker import is_validation_text
+from pretrain.preparation.validation_split import is_validation_text
 from support.prepared import END, content_of, stream_of, texts, write_jsonl
 from support.project import ROOT, cpu_seconds, run_script
 

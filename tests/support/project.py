@@ -21,16 +21,22 @@ PORTS = (FIRST_PORT + number % 1000 for number in itertools.count(os.getpid()))
 
 
 def start_script(*arguments, fresh=False, **settings) -> subprocess.Popen:
-    """Starts a script of the project from its root. fresh: in a new interpreter, not a fork of a warm one."""
+    """Starts a script of the project, from its root or from `cwd`.
+
+    fresh: in a new interpreter, not a fork of a warm one.
+    """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **settings.pop("env", {})}
     start = subprocess.Popen if fresh else WarmPopen
-    return start([sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, text=True, **settings)
+    settings = {"cwd": ROOT, "text": True, **settings}
+    return start([sys.executable, *map(str, arguments)], env=environment, **settings)
 
 
-def run_script(*arguments, check=True, timeout=600, fresh=False, **environment) -> subprocess.CompletedProcess:
-    """Runs a script of the project from its root; fails with its output unless it may fail."""
+def run_script(
+    *arguments, check=True, timeout=600, fresh=False, cwd=ROOT, **environment
+) -> subprocess.CompletedProcess:
+    """Runs a script of the project, from its root or from `cwd`; fails with its output unless it may fail."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with start_script(*arguments, fresh=fresh, env=environment, **pipes) as process:
+    with start_script(*arguments, fresh=fresh, cwd=cwd, env=environment, **pipes) as process:
         try:
             output, errors = process.communicate(timeout=timeout)
         except BaseException:

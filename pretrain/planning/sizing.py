@@ -1,0 +1,161 @@
+"""What to train on a text of some size with some amount of computation: vocabulary, shape, tokens, batch.
+
+Pure functions; own_text measures the machine and writes the recipe.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+LADDER = (
+    (2, 128), (4, 128), (4, 192), (4, 256), (6, 320), (6, 384),
+    (8, 512), (12, 768), (16, 1024), (24, 1536), (24, 2048),
+)  # fmt: skip
+"""(layers, width) of the models to choose from, smallest first."""
+ATTENTION_HEAD_WIDTH = 64
+SMALLEST_VOCABULARY_CHOSEN, LARGEST_VOCABULARY_CHOSEN = 512, 32_768
+MOST_HEAD_SHARE = 0.5
+"""Of the head to the layers, in parameters."""
+
+LOSS_FLOOR, LOSS_BY_PARAMETERS, LOSS_BY_TOKENS, LOSS_EXPONENT = 1.869, 520.9, 1487.6, 0.35266
+"""E, A, B and alpha = beta of loss = E + A / N^alpha + B / D^beta: Hoffmann et al.'s law (arXiv 2203.15556) as fitted
+by Muennighoff et al. (arXiv 2305.16264, appendix A). Their models begin at 7M parameters: below, an extrapolation."""
+REPEATED_TOKENS, EXCESS_PARAMETERS = 15.39, 5.31
+"""R_D* and R_N* of the latter: the scales, in epochs and in models, on which repeating and enlarging stop to help."""
+MOST_EPOCHS = 40.0
+"""Beyond, they found, repeating is worthless."""
+WORTHWHILE = 0.01
+"""Relative gain of the expected loss that a larger model must bring."""
+
+BATCH_OF_THE_DEMO, TOKENS_OF_THE_DEMO = 2048, 1.2e6
+"""From there the batch grows with the square root of the tokens, in powers of two: hundreds of steps in a run of
+minutes, tens of thousands in one of days."""
+SMALLEST_BATCH, LARGEST_BATCH = 512, 2**19
+"""Tokens."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama: layers, width, and the ids of its head, which is tied to the embedding."""
+
+    layers: int
+    width: int
+    vocabulary: int
+
+    @property
+    def heads(self) -> int:
+        return self.width // ATTENTION_HEAD_WIDTH
+
+    @property
+    def intermediate(self) -> int:
+        """Width of the feed-forward network: 8/3 of the model's, to a multiple of 64."""
+        return math.ceil(self.width * 8 / 3 / 64) * 64
+
+    @property
+    def layer_parameters(self) -> int:
+        """Matrices of all layers."""
+        return self.layers * (4 * self.width**2 + 3 * self.width * self.intermediate)
+
+    @property
+    def parameters(self) -> int:
+        """With the head; norms are left out."""
+        return self.layer_parameters + self.vocabulary * self.width
+
+    @property
+    def sequence_length(self) -> int:
+        """Windows grow with the model, from the demo's 256 tokens on."""
+        return 256 if self.layer_parameters < 2e7 else 512 if self.layer_parameters < 1e8 else 1024
+
+    @property
+    def flops_per_token(self) -> float:
+        """As train.py counts them: 6N + 12 x layers x width x sequence length."""
+        return 6 * self.parameters + 12 * self.layers * self.width * self.sequence_length
+
+
+OF_THE_DEMO = Shape(4, 256, 1024)
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """What to train."""
+
+    shape: Shape
+    unique_tokens: int
+    tokens_per_step: int
+    steps: int
+    """A multiple of four: validation and samples come with each quarter, the last at the end."""
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.tokens_per_step
+
+    @property
+    def epochs(self) -> float:
+        return self.tokens / self.unique_tokens
+
+    @property
+    def flops(self) -> float:
+        return self.tokens * self.shape.flops_per_token
+
+
+def vocabulary_for(text_bytes: int, flops: float) -> int:
+    """A power of two: 1,024 for 1 MB of text, 8 times as many for 100 times the text; fewer if the head would waste
+    the computation of the model that these FLOPs allow."""
+    size = 2 ** round(10 + 1.5 * math.log10(text_bytes / 1e6))
+    size = min(max(size, SMALLEST_VOCABULARY_CHOSEN), LARGEST_VOCABULARY_CHOSEN)
+    affordable = optimal_parameters(flops)
+    shapes = [Shape(*rung, size) for rung in LADDER]
+    nearest = min(shapes, key=lambda shape: abs(math.log(shape.layer_parameters / affordable)))
+    while size > SMALLEST_VOCABULARY_CHOSEN and size * nearest.width > MOST_HEAD_SHARE * nearest.layer_parameters:
+        size //= 2
+    return size
+
+
+def padded(vocabulary: int) -> int:
+    """To a multiple of 64, for the kernels."""
+    return math.ceil(vocabulary / 64) * 64
+
+
+def optimal_parameters(flops: float) -> float:
+    """Of a model trained on text without repetition: G x sqrt(C / 6)."""
+    return math.sqrt(parameters_per_token() * flops / 6)
+
+
+def parameters_per_token() -> float:
+    """At the optimum, 1 / 19.6 for any amount of computation, since both exponents are equal."""
+    return (LOSS_BY_PARAMETERS / LOSS_BY_TOKENS) ** (1 / LOSS_EXPONENT)
+
+
+def expected_loss(parameters: float, tokens: float, unique_tokens: float) -> float:
+    """Nats per token, by the law for repeated data; only to compare models with."""
+    unique_parameters = min(parameters, unique_tokens * parameters_per_token())
+    effective_parameters = with_repetition(parameters, unique_parameters, EXCESS_PARAMETERS)
+    effective_tokens = with_repetition(tokens, min(tokens, unique_tokens), REPEATED_TOKENS)
+    by_parameters = LOSS_BY_PARAMETERS / effective_parameters**LOSS_EXPONENT
+    return LOSS_FLOOR + by_parameters + LOSS_BY_TOKENS / effective_tokens**LOSS_EXPONENT
+
+
+def with_repetition(amount: float, unique: float, scale: float) -> float:
+    """What `amount` is worth if only `unique` of it is new: U + U R* (1 - exp(-(amount / U - 1) / R*))."""
+    return unique * (1 + scale * -math.expm1(-(amount / unique - 1) / scale))
+
+
+def choose_sizing(
+    flops: Callable[[Shape], float], unique_tokens: int, vocabulary: int, most_parameters: float = math.inf
+) -> Sizing:
+    """The smallest model whose expected loss no other beats by more than WORTHWHILE, and what to train it on.
+
+    Args:
+        flops: what can be spent on a model; less is where the text would be repeated more than MOST_EPOCHS times.
+        unique_tokens: of the training split.
+        most_parameters: that the machine's memory holds.
+    """
+    shapes = [Shape(*rung, vocabulary) for rung in LADDER]
+    shapes = [shape for shape in shapes if shape.parameters <= most_parameters] or shapes[:1]
+    tokens = {shape: min(flops(shape) / shape.flops_per_token, MOST_EPOCHS * unique_tokens) for shape in shapes}
+    losses = {shape: expected_loss(shape.parameters, tokens[shape], unique_tokens) for shape in shapes}
+    best = min(losses.values())
+    shape = next(shape for shape in shapes if losses[shape] <= (1 + WORTHWHILE) * best)
+    wanted = BATCH_OF_THE_DEMO * math.sqrt(tokens[shape] / TOKENS_OF_THE_DEMO)
+    batch = 2 ** round(math.log2(min(max(wanted, SMALLEST_BATCH, shape.sequence_length), LARGEST_BATCH)))
+    return Sizing(shape, unique_tokens, batch, 4 * max(1, round(tokens[shape] / batch / 4)))

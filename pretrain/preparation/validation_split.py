@@ -1,0 +1,76 @@
+"""Which text is for validation: documents, by the hash of their text; where these are too few, the tail of one."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+DIVIDERS = (b"\n\n", b"\r\n\r\n", b"\n", b" ")
+"""Where a text is cut, if one is near: between paragraphs, else lines, else words."""
+
+
+class Piece(NamedTuple):
+    """A document, or a part of one that is a document of its own."""
+
+    text: bytes
+    is_validation: bool
+    lines_before: int = 0
+    """In the document that it is a part of."""
+
+
+@dataclass(frozen=True)
+class ValidationSplit:
+    """Assigns every document by its text alone, so that workers, order and other documents make no difference."""
+
+    fraction: float
+    divided_sha256: str | None = None
+    """Of the text whose tail is held out; None: no text is divided."""
+    tail_from: int = 0
+    """First byte of the tail."""
+
+    def pieces(self, text: bytes) -> list[Piece]:
+        """The document as it is, or its head for training and its tail for validation."""
+        if self.divided_sha256 is None or hashlib.sha256(text).hexdigest() != self.divided_sha256:
+            return [Piece(text, is_validation_text(text, self.fraction))]
+        head, tail = text[: self.tail_from], text[self.tail_from :]
+        return [Piece(head, is_validation=False), Piece(tail, is_validation=True, lines_before=head.count(b"\n"))]
+
+    def as_plan(self) -> dict:
+        """What a manifest records beyond the fraction; {} where no text is divided, as before there were tails."""
+        tail = {"document_sha256": self.divided_sha256, "first_byte": self.tail_from}
+        return {"held_out_tail": tail} if self.divided_sha256 else {}
+
+
+def is_validation_text(text: bytes, fraction: float) -> bool:
+    """Whether a document belongs to the validation split, which the first 8 bytes of its text's SHA-256 decide."""
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fraction * 2.0**64
+
+
+def split_with_tail(texts: Iterable[bytes], fraction: float) -> ValidationSplit:
+    """By hash if that leaves documents to both splits; else the largest gives its tail to validation.
+
+    The tail has that fraction of all bytes, at most about half of its document. Reads until both splits have a
+    document: 1 / fraction of them on average.
+    """
+    largest, total, splits = b"", 0, set()
+    for text in texts:
+        splits.add(is_validation_text(text, fraction))
+        if len(splits) == 2:
+            return ValidationSplit(fraction)
+        largest, total = max(largest, text, key=len), total + len(text)
+    wanted = min(round(fraction * total), len(largest) // 2)
+    if not wanted:
+        return ValidationSplit(fraction)
+    return ValidationSplit(fraction, hashlib.sha256(largest).hexdigest(), cut_before(largest, len(largest) - wanted))
+
+
+def cut_before(text: bytes, end: int) -> int:
+    """Where to divide a UTF-8 text: after the last divider before `end`, else at the character that `end` is in."""
+    first = end - (len(text) - end) // 2
+    for divider in DIVIDERS:
+        found = text.rfind(divider, first, end)
+        if found >= 0:
+            return found + len(divider)
+    while text[end] & 0xC0 == 0x80:  # within a character
+        end -= 1
+    return end

@@ -1,0 +1,244 @@
+"""train.py --text: from a text file to a trained model in one command; refusals, interruption and continuation."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pretrain.data.shards import read_manifest
+from pretrain.errors import InputError
+from pretrain.planning.own_text import (
+    MADE_BY,
+    find_text,
+    name_of,
+    preparation_commands,
+    read_own_text,
+    with_own_text,
+)
+from pretrain.recipe import read_run_config
+from support.project import ROOT, events, losses, run_script, start_script
+
+MINUTES = "0.05"
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    """Sixty kilobytes of source."""
+    return "".join(Path(ROOT, "pretrain", name).read_text() for name in ("config.py", "recipe.py", "hardware.py"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, text):
+    """(folder, what was printed) of one run of the command on a single file."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "novel.txt").write_text(text)
+    result = run_script(ROOT / "train.py", "--text", "novel.txt", "--minutes", MINUTES, cwd=folder)
+    return folder, result.stdout
+
+
+def refused(folder, *arguments):
+    result = run_script(ROOT / "train.py", "--text", *arguments, check=False, cwd=folder)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_one_command_trains_on_a_text(trained, text):
+    folder, printed = trained
+    written = {str(path.relative_to(folder)) for path in folder.glob("*/*")}
+    assert written == {
+        "tokenizers/novel", "data/novel", "model_configs/novel.json", "recipes/novel.yaml", "runs/novel",
+    }  # fmt: skip
+    manifest = read_manifest(folder / "data/novel")
+    assert manifest.totals("validation")[1] == 1, "the tail of the only document"
+    validated = events(folder / "runs/novel", "validation")
+    assert validated[-1]["loss"] < validated[0]["loss"] - 0.5, "it learns"
+    assert (folder / "runs/novel/final/config.json").exists()
+    for name in ("text", "vocabulary", "model", "tokens", "steps", "written"):
+        assert f"\n{name:<11} " in f"\n{printed}", name
+
+
+def test_it_prints_the_everyday_commands_and_they_are_those_that_ran(trained):
+    folder, printed = trained
+    shown = printed.partition("The same by hand")[2].splitlines()
+    commands = [line.strip() for line in shown if line.startswith("  python ")]
+    assert [command.split()[1] for command in commands] == [
+        "prepare_data.py", "prepare_data.py", "train.py", "runs.py", "evaluate.py",
+    ]  # fmt: skip
+    for command in commands[:3]:
+        script, *arguments = command.replace("'", "").split()[1:]
+        again = run_script(ROOT / script, *arguments, cwd=folder).stdout
+        assert "already complete" in again, command
+
+
+def test_a_sample_at_the_end_continues_held_out_text(trained, text):
+    folder, _ = trained
+    samples = events(folder / "runs/novel", "sample")
+    assert samples[-1]["step"] == events(folder / "runs/novel", "end")[-1]["step"]
+    prompt = samples[-1]["prompt"]
+    assert prompt and prompt in text[-len(text) // 5 :]
+    assert prompt not in text[: len(text) // 2] or len(prompt) < 20
+    assert samples[-1]["text"].startswith(prompt) and len(samples[-1]["text"]) > len(prompt)
+
+
+def test_the_recipe_is_commented_and_reads_back(trained, monkeypatch):
+    folder, _ = trained
+    monkeypatch.chdir(folder)
+    lines = Path("recipes/novel.yaml").read_text().splitlines()
+    assert lines[0] == f"{MADE_BY}python train.py --text novel.txt --minutes {MINUTES} --output runs/novel"
+    assert sum(line.startswith("#") for line in lines) >= 6
+    config = read_run_config("recipes/novel.yaml")
+    assert config.budget.steps % config.validation.every_steps == 0 == config.budget.steps % config.samples.every_steps
+    model = json.loads(Path("model_configs/novel.json").read_text())
+    assert model["vocab_size"] % 64 == 0 and model["vocab_size"] >= read_manifest("data/novel").vocabulary_size
+
+
+def test_the_same_command_finds_everything_done(trained):
+    folder, _ = trained
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")}
+    result = run_script(ROOT / "train.py", "--text", "novel.txt", "--minutes", MINUTES, cwd=folder)
+    assert "recipes/novel.yaml: was made by this command" in result.stdout
+    assert "already complete" in result.stdout
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")} == before
+
+
+def test_another_command_of_the_same_name_is_refused(trained):
+    folder, _ = trained
+    told = refused(folder, "novel.txt", "--minutes", "3")
+    assert "recipes/novel.yaml: was made by another command: python train.py --text novel.txt --minutes 0.05" in told
+    assert "--output runs/novel_2" in told and "--budget.steps" in told
+    (folder / "more.txt").write_text("more text\n" * 3000)
+    assert "was made by another command" in refused(folder, "*.txt", "--minutes", MINUTES, "--output", "runs/novel")
+
+
+def test_a_changed_text_is_refused(tmp_path, trained):
+    folder, _ = trained
+    copied = tmp_path / "copy"
+    subprocess.run(["cp", "-r", folder, copied], check=True)
+    with (copied / "novel.txt").open("a") as file:
+        file.write("One line more.\n")
+    told = refused(copied, "novel.txt", "--minutes", MINUTES)
+    assert "data/novel: the text is no longer what it was made from: source novel.txt has changed" in told
+    assert "--output runs/novel_2" in told and "python train.py --config recipes/novel.yaml" in told
+
+
+@pytest.mark.parametrize(
+    "place", ["recipes/novel.yaml", "model_configs/novel.json", "runs/novel/notes", "data/novel/notes"]
+)
+def test_files_of_others_are_left_alone(tmp_path, text, place):
+    (tmp_path / "novel.txt").write_text(text)
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).write_text("mine: 1\n")
+    told = refused(tmp_path, "novel.txt", "--minutes", MINUTES)
+    assert place.removesuffix("/notes") in told and "--output" in told
+    assert (tmp_path / place).read_text() == "mine: 1\n"
+    assert not (tmp_path / "recipes/novel.yaml").exists() or place == "recipes/novel.yaml"
+
+
+def test_interrupted_anywhere_the_same_command_continues(tmp_path, text):
+    """After the tokenizer, and then in training."""
+    (tmp_path / "novel.txt").write_text(text)
+    command = ("--text", "novel.txt", "--minutes", "0.1")
+    asked = read_own_text(command)
+    os.chdir(tmp_path)
+    try:
+        tokenizer, _ = preparation_commands(asked, find_text(asked.patterns), vocabulary=600, fraction=0.1)
+    finally:
+        os.chdir(ROOT)
+    run_script(ROOT / tokenizer[0], *tokenizer[1:], cwd=tmp_path)
+    with start_script(
+        ROOT / "train.py", *command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        printed = ""
+        for line in process.stdout:
+            printed += line
+            if line.startswith("step 10/"):
+                process.send_signal(signal.SIGINT)
+        assert process.wait(300) == 130, printed
+    assert "vocabulary  600 tokens" in printed, "what the interrupted start had chosen"
+    assert "tokenizers/novel: already complete" in printed
+    recipe = (tmp_path / "recipes/novel.yaml").read_text()
+    result = run_script(ROOT / "train.py", *command, cwd=tmp_path)
+    assert (tmp_path / "recipes/novel.yaml").read_text() == recipe
+    assert "continuing with it" in result.stdout and (tmp_path / "runs/novel/final").is_dir()
+    config_steps = events(tmp_path / "runs/novel", "end")[-1]["step"]
+    assert max(losses(tmp_path / "runs/novel")) == config_steps
+    assert len(events(tmp_path / "runs/novel", "resume")) == 1
+
+
+def test_settings_by_their_path_and_the_check_go_with_it(tmp_path, text):
+    (tmp_path / "novel.txt").write_text(text)
+    result = run_script(
+        ROOT / "train.py", "--text", "novel.txt", "--minutes", MINUTES, "--output", "runs/other", "--check",
+        "--optim.learning_rate", "4e-3", cwd=tmp_path,
+    )  # fmt: skip
+    assert "No problems found." in result.stdout and "0.004 at the peak" in result.stdout
+    assert (tmp_path / "recipes/other.yaml").exists() and not (tmp_path / "runs").exists()
+
+
+def test_text_that_cannot_be_trained_on_is_refused_with_figures(tmp_path):
+    (tmp_path / "small.txt").write_text("Too small.\n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 5000)
+    (tmp_path / "image.txt").write_bytes(b"\0\1\2" * 9000)
+    (tmp_path / "book.log").write_text("text " * 9000)
+    told = refused(tmp_path, "small.txt", "--minutes", MINUTES)
+    assert "--text small.txt: 11 bytes in 1 file are too few to learn from; give at least 20,000" in told
+    assert "--text none*.txt: no such file" in refused(tmp_path, "none*.txt")
+    told = refused(tmp_path, "latin.txt", "image.txt")
+    assert "latin.txt: is not text in UTF-8 (byte 0xe9 at 4)" in told and "iconv" in told
+    assert "image.txt: is not text (it has NUL bytes)" in told, "all problems at once"
+    assert "unknown format .log" in refused(tmp_path, "book.log") and "rename" in refused(tmp_path, "book.log")
+    assert "must be a number of minutes above 0 (got 'ten')" in refused(tmp_path, "small.txt", "--minutes", "ten")
+    assert "--output a b: its last part names recipe, shards and model" in refused(
+        tmp_path, "small.txt", "--output", "a b"
+    )
+    told = refused(tmp_path, "small.txt", "--optim.lerning_rate", "1e-3", "--seed", "x")
+    assert "too few" in told and "did you mean learning_rate?" in told and "--seed" in told, "all problems at once"
+    assert "--config recipes/demo.yaml names one" in refused(tmp_path, "a.txt", "--config", "recipes/demo.yaml")
+    assert [path.suffix for path in tmp_path.iterdir() if path.is_dir()] == [], "nothing was written"
+
+
+def test_several_processes_take_only_what_is_prepared(trained, monkeypatch):
+    folder, _ = trained
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    command = ["--text", "novel.txt", "--minutes", MINUTES, "--seed", "1"]
+    assert with_own_text(command) == ["--config", "recipes/novel.yaml", "--seed", "1"]
+    with pytest.raises(InputError, match=r"one of several; first run python train.py --text novel.txt .* --check"):
+        with_own_text([*command, "--output", "runs/unprepared"])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("mine/*.txt", "mine"), ("books/alice.txt", "alice"), ("my novel.txt.gz", "my_novel"),
+        ("~/texts/**/*.md", "texts"), ("s3://bucket/poems/*.txt", "poems"),
+    ],
+)  # fmt: skip
+def test_the_name_is_that_of_the_text(pattern, name):
+    assert name_of(pattern) == name
+
+
+def test_other_command_lines_pass_unchanged():
+    for arguments in ([], ["--help", "--text", "a"], ["--config", "a.yaml", "--texture", "b"]):
+        assert with_own_text(arguments) == arguments
+    assert read_own_text(["--text", "a.txt", "b.txt", "--minutes=2"]).patterns == ("a.txt", "b.txt")
+
+
+def test_an_interrupted_preparation_ends_the_command(tmp_path, text):
+    (tmp_path / "novel.txt").write_text(text * 40)
+    with start_script(
+        ROOT / "train.py", "--text", "novel.txt", "--minutes", MINUTES, cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    ) as process:  # fmt: skip
+        printed = ""
+        for line in process.stdout:
+            printed += line
+            if line.startswith("$ python prepare_data.py"):
+                os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(300) == 130, printed
+    assert "run the same command again to continue" in printed
+    assert not (tmp_path / "recipes").exists()
