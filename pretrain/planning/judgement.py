@@ -22,7 +22,7 @@ from pretrain.training.cautions import cautions
 from pretrain.training.run_plan import RunPlan, sequences_of
 from pretrain.units import bytes_text, count_text, duration_text
 
-MOST_EPOCHS = 4
+USEFUL_EPOCHS = 4
 """Beyond which repeated tokens are worth less and less than new ones (arXiv 2305.16264)."""
 FEWEST_STEPS = 100
 GOOD_STEPS = 500
@@ -60,16 +60,16 @@ def judgement(
 
 def repeated_data(run: RunPlan) -> str | None:
     counts = run.batches.epochs_at(run.total_steps)
-    epochs = {folder: count for folder, count in counts.items() if round(count, 1) > MOST_EPOCHS}
+    epochs = {folder: count for folder, count in counts.items() if round(count, 1) > USEFUL_EPOCHS}
     if not epochs:
         return None
     readers = run.batches.readers
     each = ", ".join(f"{folder} {count:,.1f} times" for folder, count in epochs.items())
     new = sum(reader.tokens for reader in readers.values())
-    smaller = f"--budget.tokens {MOST_EPOCHS * new}" if len(readers) == 1 else "a smaller budget"
+    smaller = f"--budget.tokens {USEFUL_EPOCHS * new}" if len(readers) == 1 else "a smaller budget"
     return (
         f"data: {each}: the budget has {count_text(run.total_tokens)} tokens, the text {count_text(new)}; beyond "
-        f"{MOST_EPOCHS} epochs repetition teaches little (arXiv 2305.16264). Add text, or use {smaller}"
+        f"{USEFUL_EPOCHS} epochs repetition teaches little (arXiv 2305.16264). Add text, or use {smaller}"
     )
 
 

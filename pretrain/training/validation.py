@@ -36,12 +36,12 @@ def open_validation(data: Data) -> dict[str, ShardReader]:
                 f"{data.sequence_length:,} + 1; prepare it with a larger --validation_fraction or shorten the "
                 "sequences"
             )
-        readers[name_of(folder, readers)] = reader
+        readers[source_name(folder, readers)] = reader
     problems.stop_if_any()
     return readers
 
 
-def name_of(folder: Path, taken: dict) -> str:
+def source_name(folder: Path, taken: dict) -> str:
     """The folder's own name, or its whole path where two folders share one."""
     return folder.name if folder.name not in taken else str(folder)
 

@@ -13,9 +13,9 @@ from pretrain.errors import InputError
 from pretrain.planning.own_text import (
     MADE_BY,
     find_text,
-    name_of,
     preparation_commands,
     read_own_text,
+    run_name_of,
     with_own_text,
 )
 from pretrain.recipe import read_run_config
@@ -219,7 +219,7 @@ def test_several_processes_take_only_what_is_prepared(trained, monkeypatch):
     ],
 )  # fmt: skip
 def test_the_name_is_that_of_the_text(pattern, name):
-    assert name_of(pattern) == name
+    assert run_name_of(pattern) == name
 
 
 def test_other_command_lines_pass_unchanged():
