@@ -25,7 +25,7 @@ from pretrain.parallel.strategy import Strategy, device_type, resolve_precision
 from pretrain.recipe import read_run_config
 from pretrain.runs.addresses import ModelAddress
 from pretrain.training.probe import probe
-from pretrain.training.validation import name_of, validate
+from pretrain.training.validation import source_name, validate
 
 LONGEST_DEFAULT_SEQUENCE = 2048
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -146,7 +146,7 @@ def open_evaluation_shards(
                 f"--data {folder}: {reader.tokens:,} {split} tokens are fewer than one sequence of "
                 f"{window.sequence_length:,} + 1; at most --sequence_length {reader.tokens - 1}"
             )
-        readers[name_of(Path(folder), readers)] = reader
+        readers[source_name(Path(folder), readers)] = reader
     problems.stop_if_any()
     return readers
 
