@@ -32,9 +32,9 @@ FLAT_IN_ROPE = ("rope_theta", "partial_rotary_factor")
 # The rest of the many known types are one typo away from these or are listed on the Hub.
 COMMON_MODEL_TYPES = ("llama", "qwen3", "gpt2", *pretrain.model.architectures.MODEL_TYPES)
 SHIPPED_CONFIGS = Path(__file__).parents[2] / "model_configs"
-VOCABULARY = "vocab_size"
+VOCABULARY_KEY = "vocab_size"
 LARGE_VOCABULARY = 16_384
-COUNT_FIELDS = (VOCABULARY, "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+COUNT_FIELDS = (VOCABULARY_KEY, "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 COUNT_FIELDS += ("num_key_value_heads", "head_dim", "max_position_embeddings")
 
 
@@ -70,11 +70,11 @@ def load_model_config(
         keys = _changed(config_class, in_file, changes)
         stated = {key: keys[key] for key in keys if key in changes or key == "rope_parameters"}
     if follows_the_data(config_class, keys):
-        stated, keys = ({key: of[key] for key in of if key != VOCABULARY} for of in (stated, keys))
+        stated, keys = ({key: of[key] for key in of if key != VOCABULARY_KEY} for of in (stated, keys))
         if vocabulary_size is not None:
-            keys[VOCABULARY] = padded_vocabulary(vocabulary_size)
-        elif isinstance(in_file.get(VOCABULARY), int):
-            keys[VOCABULARY] = in_file[VOCABULARY]
+            keys[VOCABULARY_KEY] = padded_vocabulary(vocabulary_size)
+        elif isinstance(in_file.get(VOCABULARY_KEY), int):
+            keys[VOCABULARY_KEY] = in_file[VOCABULARY_KEY]
     return _checked_config(where, config_class, keys, stated)
 
 
@@ -90,10 +90,10 @@ def follows_the_data(config_class: type[PreTrainedConfig], keys: Mapping[str, An
 
     Files that transformers writes always state it, so one without it was written by hand.
     """
-    own_name = config_class.attribute_map.get(VOCABULARY, VOCABULARY)
+    own_name = config_class.attribute_map.get(VOCABULARY_KEY, VOCABULARY_KEY)
     has_one = own_name in {field.name for field in dataclasses.fields(config_class)}
     stated = keys.get(own_name, "auto")
-    return has_one and keys.get(VOCABULARY, stated) == "auto"
+    return has_one and keys.get(VOCABULARY_KEY, stated) == "auto"
 
 
 def padded_vocabulary(vocabulary_size: int) -> int:
