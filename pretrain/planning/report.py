@@ -172,10 +172,11 @@ def print_plan(plan: Plan) -> None:
     for name, value in rows.items():
         line = wrapped(f"{name:<{width}}  {value}", columns)
         console.print(f"[bold]{escape(line[:width])}[/]{escape(line[width:])}")
+    hardware, config = plan.hardware, plan.config
     heading = (
-        f"Memory of one {plan.hardware.unit} in GB (2^30 bytes), "
-        f"{plan.config.batch.sequences_per_micro_batch} sequences of {plan.config.data.sequence_length:,} tokens per micro-batch; {plan.hardware.usable_bytes / GIB:.1f} GB of "
-        f"{plan.hardware.gpu.memory_bytes / GIB:.1f} can be used"
+        f"Memory of one {hardware.unit} in GB (2^30 bytes), {config.batch.sequences_per_micro_batch} sequences of "
+        f"{config.data.sequence_length:,} tokens per micro-batch; {hardware.usable_bytes / GIB:.1f} GB of "
+        f"{hardware.gpu.memory_bytes / GIB:.1f} can be used"
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
     parts = PARTS if console.width >= TABLE_WIDTH else ("total",)
