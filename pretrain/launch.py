@@ -21,12 +21,15 @@ own 30 s are too short for the checkpoint of a large model."""
 
 def launch(arguments: list[str]) -> int:
     """Runs `accelerate launch` with these arguments; returns the exit status of the script it started."""
+    import torch.distributed.run  # noqa: F401  loads all of torchrun, with its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks speak for themselves
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):  # each has a level; the ranks speak for themselves
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         launch_command(launch_command_parser().parse_args(arguments))
     except subprocess.CalledProcessError as ended:  # one process

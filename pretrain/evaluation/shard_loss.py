@@ -219,7 +219,7 @@ def _progress(
 ) -> Iterator[None]:
     """A bar in tokens, moved by the model's own forward passes."""
     tokens_per_pass = settings.sequences_per_micro_batch * strategy.ranks.count * settings.window.sequence_length
-    look = {"desc": name, "unit": "tok", "unit_scale": True, "dynamic_ncols": True}
+    look = {"desc": f"loss on {name}", "unit": "tok", "unit_scale": True, "dynamic_ncols": True}
     bar = tqdm(total=sequences * settings.window.sequence_length, disable=not strategy.ranks.is_main, **look)
 
     def advance(*_: Any) -> None:  # a hook that returned something would replace the model's output

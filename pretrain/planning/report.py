@@ -172,10 +172,11 @@ def print_plan(plan: Plan) -> None:
     for name, value in rows.items():
         line = wrapped(f"{name:<{width}}  {value}", columns)
         console.print(f"[bold]{escape(line[:width])}[/]{escape(line[width:])}")
+    hardware, config = plan.hardware, plan.config
     heading = (
-        f"Memory of one GPU in GB (2^30 bytes), {plan.config.batch.sequences_per_micro_batch} sequences of "
-        f"{plan.config.data.sequence_length:,} tokens per micro-batch; {plan.hardware.usable_bytes / GIB:.1f} GB of "
-        f"{plan.hardware.gpu.memory_bytes / GIB:.1f} can be used"
+        f"Memory of one {hardware.unit} in GB (2^30 bytes), {config.batch.sequences_per_micro_batch} sequences of "
+        f"{config.data.sequence_length:,} tokens per micro-batch; {hardware.usable_bytes / GIB:.1f} GB of "
+        f"{hardware.gpu.memory_bytes / GIB:.1f} can be used"
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
     parts = PARTS if console.width >= TABLE_WIDTH else ("total",)
@@ -284,14 +285,14 @@ def plan_verdict(plan: Plan) -> list[str]:
         ]
     cost = ""
     if gpu.price_per_hour:
-        cost = f"${plan.cost:,.0f} at ${gpu.price_per_hour:.2f} per GPU-hour, "
+        cost = f", ${plan.cost:,.0f} at ${gpu.price_per_hour:.2f} per {plan.hardware.unit}-hour"
     if gpu.watts:
-        cost += f"{plan.kilowatt_hours:,.0f} kWh at rated power; "
+        cost += f", {plan.kilowatt_hours:,.0f} kWh at rated power"
     change = f", with {chosen.micro_batch} sequences per micro-batch instead of {micro}"
     return [
         f"Recommended: {chosen.name}{change if chosen.micro_batch != micro else ''}: "
-        f"{duration_text(plan.hours * 3600)}, {plan.gpu_hours:,.1f} GPU-hours, {cost}validation and checkpoints not "
-        "included.",
+        f"{duration_text(plan.hours * 3600)}, {plan.gpu_hours:,.1f} {plan.hardware.unit}-hours{cost}; validation "
+        "and checkpoints not included.",
         f"  {plan.command}",
     ]
 

@@ -42,6 +42,11 @@ class Hardware:
         return "cpu" if self.gpu.name == CPU else "cuda"
 
     @property
+    def unit(self) -> str:
+        """What `gpus` of them are."""
+        return "process" if self.device_type == "cpu" else "GPU"
+
+    @property
     def usable_bytes(self) -> float:
         """Of a GPU's memory, for tensors; of a machine's, in the place of CUDA for the system and Python."""
         reserved = CONTEXT_BYTES + (COMMUNICATION_BYTES if self.gpus > 1 else 0.0)
