@@ -130,7 +130,7 @@ def read_own_text(arguments: Sequence[str]) -> OwnText:
     given, rest = parser.parse_known_args(arguments)
     if given.config:
         raise InputError(f"--text makes the recipe, and --config {given.config} names one; give one of them")
-    output = given.output or Path("runs", name_of(given.text[0]))
+    output = given.output or Path("runs", run_name_of(given.text[0]))
     if not re.fullmatch(r"\w[\w.-]*", output.name):
         raise InputError(
             f"--output {output}: its last part names recipe, shards and model; give one such as runs/mine"
@@ -158,7 +158,7 @@ def minutes_from(text: str) -> float:
     return minutes
 
 
-def name_of(pattern: str) -> str:
+def run_name_of(pattern: str) -> str:
     """'mine/*.txt' -> 'mine', 'books/alice.txt' -> 'alice'; 'own_text' where nothing in it is a name."""
     parts = Path(pattern).parts
     fixed = [part for part in parts if not any(sign in part for sign in "*?[")]

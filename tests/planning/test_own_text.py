@@ -13,9 +13,9 @@ from pretrain.errors import InputError
 from pretrain.planning.own_text import (
     MADE_BY,
     find_text,
-    name_of,
     preparation_commands,
     read_own_text,
+    run_name_of,
     with_own_text,
 )
 from pretrain.recipe import read_run_config
@@ -192,7 +192,9 @@ def test_text_that_cannot_be_trained_on_is_refused_with_figures(tmp_path):
     assert "image.txt: is not text (it has NUL bytes)" in told, "all problems at once"
     assert "unknown format .log" in refused(tmp_path, "book.log") and "rename" in refused(tmp_path, "book.log")
     assert "must be a number of minutes above 0 (got 'ten')" in refused(tmp_path, "small.txt", "--minutes", "ten")
-    assert "--output a b: its last part names recipe, shards and model" in refused(tmp_path, "small.txt", "--output", "a b")
+    assert "--output a b: its last part names recipe, shards and model" in refused(
+        tmp_path, "small.txt", "--output", "a b"
+    )
     told = refused(tmp_path, "small.txt", "--optim.lerning_rate", "1e-3", "--seed", "x")
     assert "too few" in told and "did you mean learning_rate?" in told and "--seed" in told, "all problems at once"
     assert "--config recipes/demo.yaml names one" in refused(tmp_path, "a.txt", "--config", "recipes/demo.yaml")
@@ -217,7 +219,7 @@ def test_several_processes_take_only_what_is_prepared(trained, monkeypatch):
     ],
 )  # fmt: skip
 def test_the_name_is_that_of_the_text(pattern, name):
-    assert name_of(pattern) == name
+    assert run_name_of(pattern) == name
 
 
 def test_other_command_lines_pass_unchanged():
