@@ -291,7 +291,7 @@ def make_recipe(asked: OwnText, sources: list["InputFile"]) -> None:
     machine = Machine.measured(asked.minutes)
     row("", machine.in_words())
     vocabulary = trained_vocabulary(asked.tokenizer) or vocabulary_for(text_bytes, machine.flops(OF_THE_DEMO))
-    row("vocabulary", f"{vocabulary:,} tokens: more text is worth more, a small model less")
+    row("vocabulary", f"{vocabulary:,} ids, by the size of the text and of the model that the time allows")
     commands = preparation_commands(asked, sources, vocabulary, fraction)
     for command in commands:
         run_to_its_end(command)

@@ -15,10 +15,11 @@ from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.planning.sizing import MOST_EPOCHS, Shape, Sizing
 from pretrain.units import count_text, duration_text
 
-CPU_MFU = 0.3
-"""Of small models on a CPU: 0.25 to 0.4 were measured (docs/performance.md)."""
-GPU_MFU, PARAMETERS_OF_GPU_MFU, GPU_MFU_EXPONENT = 0.35, 1e8, 0.4
-"""On a GPU, assumed: small models do not fill it."""
+MFU = {"cpu": (0.3, 2e6), "cuda": (0.35, 1e8)}
+"""(MFU, parameters from which a model reaches it). Assumed, from what small models reached on two cores: 0.14 at 0.6M
+parameters, 0.34 to 0.4 at 2M to 3M."""
+MFU_EXPONENT = 0.4
+"""Below, it falls with that power of the parameters: small products do not fill the device."""
 SHARE_OF_TIME, START_SECONDS, LEAST_SHARE_OF_TIME = 0.85, 5.0, 0.4
 """Of the minutes, for steps: the rest is validation, samples, saving and export; and the start takes seconds."""
 BYTES_PER_PARAMETER, MEMORY_SHARE = 24, 0.5
@@ -26,6 +27,7 @@ BYTES_PER_PARAMETER, MEMORY_SHARE = 24, 0.5
 RATE_OF_SHORT_RUNS = 10 / 3
 """Times `auto`: what was measured best for the demo (docs/training.md)."""
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}
+VALIDATION_SHARE = 0.05
 PROMPT_TOKENS = 12
 COMPILED_FROM_MINUTES = 5.0
 """On a GPU; compiling takes most of a minute."""
@@ -73,9 +75,8 @@ class Machine:
 
     def mfu(self, shape: Shape) -> float:
         """Assumed."""
-        if self.device_type == "cpu":
-            return CPU_MFU
-        return GPU_MFU * min(1.0, shape.parameters / PARAMETERS_OF_GPU_MFU) ** GPU_MFU_EXPONENT
+        most, parameters = MFU[self.device_type]
+        return most * min(1.0, shape.parameters / parameters) ** MFU_EXPONENT
 
     def flops(self, shape: Shape) -> float:
         """Of all steps, of a model of that shape."""
@@ -134,6 +135,12 @@ class SizedRecipe:
     def quarter(self) -> int:
         """Steps between two validations, checkpoints and samples; the last are at the end."""
         return self.sizing.steps // 4
+
+    @property
+    def validation_sequences(self) -> int:
+        """So many that five validations of them, forward passes alone, take a twentieth of the training."""
+        tokens = VALIDATION_SHARE * self.sizing.tokens * 3 / 5
+        return int(min(max(tokens / self.sizing.shape.sequence_length, 4), 128))
 
     @property
     def has_validation(self) -> bool:
@@ -213,7 +220,7 @@ optim:
   weight_decay: 0.1
   max_grad_norm: 1.0
 compile: {"regional" if compiled else "none"}
-validation: {{every_steps: {self.quarter}, sequences: 128}}
+validation: {{every_steps: {self.quarter}, sequences: {self.validation_sequences}}}
 checkpoint: {{every_steps: {self.quarter}, keep_last: 2, keep_best: 1}}
 samples:                            # how the held-out text begins, continued
   every_steps: {self.quarter}

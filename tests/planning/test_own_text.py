@@ -92,6 +92,10 @@ def test_the_recipe_is_commented_and_reads_back(trained, monkeypatch):
     assert sum(line.startswith("#") for line in lines) >= 6
     config = read_run_config("recipes/novel.yaml")
     assert config.budget.steps % config.validation.every_steps == 0 == config.budget.steps % config.samples.every_steps
+    validated = 5 * config.validation.sequences * config.data.sequence_length
+    assert (
+        config.validation.sequences == 4 or validated / 3 <= 0.05 * config.budget.steps * config.batch.tokens_per_step
+    )
     model = json.loads(Path("model_configs/novel.json").read_text())
     assert model["vocab_size"] % 64 == 0 and model["vocab_size"] >= read_manifest("data/novel").vocabulary_size
 
@@ -158,7 +162,7 @@ def test_interrupted_anywhere_the_same_command_continues(tmp_path, text):
             if line.startswith("step 10/"):
                 process.send_signal(signal.SIGINT)
         assert process.wait(300) == 130, printed
-    assert "vocabulary  600 tokens" in printed, "what the interrupted start had chosen"
+    assert "vocabulary  600 ids" in printed, "what the interrupted start had chosen"
     assert "tokenizers/novel: already complete" in printed
     recipe = (tmp_path / "recipes/novel.yaml").read_text()
     result = run_script(ROOT / "train.py", *command, cwd=tmp_path)
