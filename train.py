@@ -5,10 +5,6 @@
     python train.py --config recipes/demo.yaml --check [--verbose]           # every mistake; starts nothing
     python train.py --config recipes/demo.yaml --smoke                       # 100 steps, pass or fail per stage
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config recipes/demo.yaml
-    from pretrain.planning.own_text import with_own_text
-
-    command_line: CommandLine = or_exit(lambda: read_command_line(with_own_text(sys.argv[1:]), __doc__))
-    begin()
 
 Run the same command to resume; a finished run is reported as already complete.
 """

@@ -3,7 +3,7 @@
 MICRO_BATCH = "--batch.sequences_per_micro_batch, sequences per process; the global batch is --batch.tokens_per_step"
 GLOBAL_BATCH = "--batch.tokens_per_step, in tokens: sequences x --data.sequence_length"
 LAUNCHED = "accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes N train.py ..."
-MODEL_JSON = "in the model's JSON, see model_configs/; --model names the file"
+MODEL_JSON = "in the model's JSON, which --model names; change one value of it with --model.NAME VALUE"
 PREPARED = "prepare_data.py, whose folder is then named in data.train; for your own text also --text PATTERN"
 NOT_NEEDED = "not needed here; leave it out"
 RESUMES = "not needed here; the same command resumes"
@@ -32,9 +32,9 @@ OURS = {
     "dataset": PREPARED,
     "dtype": "--precision",
     "device": "CUDA_VISIBLE_DEVICES=0 before the command, or nothing after the = sign for the CPU",
-    "n_layer": MODEL_JSON,
-    "n_head": MODEL_JSON,
-    "n_embd": MODEL_JSON,
+    "n_layer": "--model.num_hidden_layers, in a model's JSON of Llama's names",
+    "n_head": "--model.num_attention_heads, in a model's JSON of Llama's names",
+    "n_embd": "--model.hidden_size, in a model's JSON of Llama's names",
     "dropout": MODEL_JSON,
     "wandb_log": "--trackers '[wandb]'",
     "wandb_project": "--trackers '[wandb]' with --group NAME",

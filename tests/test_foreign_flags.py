@@ -49,6 +49,7 @@ def test_every_answer_names_settings_flags_and_files_that_exist():
     scripts = {"tokenizer", "dataset", "data", "config_file", "num_processes", "num_machines"}
     for name, answer in OURS.items():
         for flag in re.findall(r"--([\w.]+)", answer):
+            flag = flag.split(".")[0] if flag.startswith("model.") else flag  # any key of a model's JSON
             assert flag in {*SETTINGS, *sections, *OWN_FLAGS, *scripts}, f"{name}: --{flag}"
         for path in re.findall(r"[\w/]+\.(?:py|yaml|sbatch)", answer):
             assert (ROOT / path).exists(), f"{name}: {path}"
