@@ -25,6 +25,11 @@ def count_text(count: float) -> str:
     return f"{count / UNITS[unit]:.3g}{unit}" if unit else f"{count:.0f}"
 
 
+def counted(count: int, noun: str) -> str:
+    """'1 process', '2 processes'."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 def duration_text(seconds: float) -> str:
     """3725 -> '1 h 02 min'"""
     minutes, seconds = divmod(round(seconds), 60)

@@ -22,7 +22,7 @@ from pretrain.runs.run_folder import read_json
 from pretrain.training.cautions import cautions
 from pretrain.training.resume import Continuation
 from pretrain.training.run_plan import RunPlan
-from pretrain.units import count_text
+from pretrain.units import count_text, counted
 
 SPLIT_TOTALS = ("tokens", "documents", "text_bytes")
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
@@ -43,7 +43,7 @@ def announce(continuation: Continuation, peak: tuple[float | None, str]) -> str:
     metrics.begin(config, total_steps=run.total_steps)
     peak_flops, peak_source = peak
     built = {
-        "strategy": f"{strategy.name}, {strategy.ranks.count} processes on {strategy.device.type}",
+        "strategy": f"{strategy.name}, {counted(strategy.ranks.count, 'process')} on {strategy.device.type}",
         "optimizer": strategy.optimizer_built,
         "peak for MFU": f"{peak_flops / 1e12:.3g} TFLOP/s per process ({peak_source})" if peak_flops else peak_source,
     }
@@ -139,7 +139,7 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
         "attention": "; not ".join([attention, *plan.attention_passed_over]),
         "data": " + ".join(f"{folder} ({count_text(reader.tokens)} tokens)" for folder, reader in readers.items()),
         "epochs in total": ", ".join(f"{folder} {count:.2f}" for folder, count in epochs.items()),
-        "tokens per step": f"{levels} = {micro} sequences x {length:,} tokens x {plan.ranks} processes x "
+        "tokens per step": f"{levels} = {counted(micro, 'sequence')} x {length:,} tokens x {counted(plan.ranks, 'process')} x "
         f"{full_micro_steps} micro-steps",
         "budget": f"{plan.total_steps:,} steps, {plan.total_tokens:,} tokens, {per_parameter}",
         "learning rate": f"{plan.peak_learning_rate:.3g} at the peak, {plan.schedule.name}, "

@@ -54,7 +54,7 @@ def test_a_run_from_start_to_finish(recipe, tmp_path):
     ]
     (end,) = events(run, "end")
     assert (end["code"], end["reason"], end["tokens"]) == (0, "done", 12 * 256)
-    for line in ("tokens per step", "256 = 1 sequences x 64 tokens x 1 processes x 4 micro-steps", "attention"):
+    for line in ("tokens per step", "256 = 1 sequence x 64 tokens x 1 process x 4 micro-steps", "attention"):
         assert line in out
     for name in ("config.yaml", "model.json", "data.json", "strategy.json", "environment.json", "train.log"):
         assert (run / name).stat().st_size > 0
