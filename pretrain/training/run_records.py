@@ -139,8 +139,8 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
         "attention": "; not ".join([attention, *plan.attention_passed_over]),
         "data": " + ".join(f"{folder} ({count_text(reader.tokens)} tokens)" for folder, reader in readers.items()),
         "epochs in total": ", ".join(f"{folder} {count:.2f}" for folder, count in epochs.items()),
-        "tokens per step": f"{levels} = {counted(micro, 'sequence')} x {length:,} tokens x {counted(plan.ranks, 'process')} x "
-        f"{full_micro_steps} micro-steps",
+        "tokens per step": f"{levels} = {counted(micro, 'sequence')} x {length:,} tokens x "
+        f"{counted(plan.ranks, 'process')} x {full_micro_steps} micro-steps",
         "budget": f"{plan.total_steps:,} steps, {plan.total_tokens:,} tokens, {per_parameter}",
         "learning rate": f"{plan.peak_learning_rate:.3g} at the peak, {plan.schedule.name}, "
         f"{plan.schedule.warmup_steps:,} warmup steps",
