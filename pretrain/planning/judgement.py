@@ -138,7 +138,7 @@ def time_here(run: RunPlan, device: torch.device) -> str:
     peak, source = peak_flops(device, run.precision)
     if peak is None:
         return f"time on this machine: unknown ({source}); plan.py --calibrate measures it"
-    mfu = default_mfu(run.active_parameters)
+    mfu, _ = default_mfu(run.active_parameters, device.type)
     seconds = run.flops_per_token * run.total_tokens / (peak * run.ranks * mfu)
     processes = f"{run.ranks} processes" if run.ranks > 1 else "one process"
     return (

@@ -36,7 +36,7 @@ def test_evaluations_and_samples_beside_a_sharded_run(recipe, task, tmp_path):
     samples = events(run, "sample")
     assert [event["step"] for event in samples] == [6, 12]
     assert all(event["text"].startswith("def ") and event["text"] != "def " for event in samples)
-    assert "step 12 · 'def " in out
+    assert "step 12 · sample:\n  def " in out
 
 
 def test_a_failing_evaluation_never_touches_the_run(recipe, task, tmp_path):
