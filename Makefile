@@ -27,7 +27,8 @@ demo: .venv/requirements
 	$(BIN)/python evaluate.py --model runs/demo/final --prompt '    def read(self' --max_new_tokens 80 --temperature 0.7 --top_k 50
 	@echo
 	@echo 'The model is in runs/demo/final: a Hugging Face folder that from_pretrained and pipeline load.'
-	@echo 'Next, your own text:  .venv/bin/python prepare_data.py --help      and the README, section "Your own text".'
+	@echo 'Talk to it:           .venv/bin/python evaluate.py --model runs/demo --interactive'
+	@echo "Next, your own text:  .venv/bin/python train.py --text 'mine/*.txt' --minutes 10"
 	@echo 'The loop itself:      train.py        The run as it went:  runs/demo/train.log, runs/demo/metrics.jsonl'
 
 test: .venv/requirements-dev
