@@ -1,6 +1,7 @@
 """Which parameters decay, the optimizers, what each needs, and their state by parameter name."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ def is_output_head(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class OptimizerSpec:
+class OptimizerSpec(ABC):
     """An optimizer as the rest of the project knows it; each is a subclass and a line in OPTIMIZERS.
 
     It says without being built what it refuses, what it keeps and what an update takes.
@@ -65,15 +66,15 @@ class OptimizerSpec:
         """Why it cannot train this model, or run on this device; [] if it can."""
         return []
 
+    @abstractmethod
     def make(
         self, parameters: NamedParameters, settings: Optim, learning_rate: float, seed: int, device_type: str
     ) -> torch.optim.Optimizer:
         """The optimizer of these parameters, in the `groups` that say what decays; `seed` is of what it draws."""
-        raise NotImplementedError
 
+    @abstractmethod
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """{name: shape} of what it keeps for a parameter once it has stepped; () for what is one number."""
-        raise NotImplementedError
 
     def state_elements(self) -> float:
         """Size of the state in fp32 elements."""

@@ -312,7 +312,7 @@ class Strategy:
             )
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Weights of which several ranks hold a copy, equal bit by bit: see `replicas.differences`."""
+        """Weights of which several ranks hold a copy, equal bit by bit: see `replica_differences`."""
         return [(None, {n: p.detach() for p, n in self.name_of.items()})] if self.ranks.count > 1 else []
 
 

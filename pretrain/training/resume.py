@@ -216,7 +216,7 @@ def continuation_problems(
 ) -> list[str]:
     """Why a run cannot continue from a checkpoint of that identity; the model's keys by name.
 
-    A model of another shape is refused even if the command line asks for it: fewer layers would load without a word.
+    A model of another shape is refused even if the command line asks for it: fewer layers would load silently.
     """
     problems = identity_problems(saved, plan.identity, overridden)
     if saved.get("model") == plan.identity["model"]:

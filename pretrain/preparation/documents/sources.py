@@ -11,6 +11,7 @@ import itertools
 import os
 import posixpath
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -200,7 +201,7 @@ def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(ABC):
     """What a worker takes at a time."""
 
     after: Position
@@ -217,8 +218,9 @@ class Part:
             for source, record in found
         )
 
+    @abstractmethod
     def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-        raise NotImplementedError
+        """Every record, of any length."""
 
 
 @dataclass(frozen=True)
