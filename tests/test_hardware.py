@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -163,3 +164,22 @@ def test_devices_that_are_not_there_are_named(machine, monkeypatch):
 def test_a_machine_without_a_gpu_takes_its_cpu(machine):
     (machine / "version").unlink()
     assert device_type() == "cpu"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_processes_share_the_cores_beside_a_gpu_too(monkeypatch, device):
+    """accelerate sets OMP_NUM_THREADS=1, and an offloaded AdamW would run on one thread."""
+    environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
+    monkeypatch.setattr(strategy, "keep_freed_memory", lambda: None)
+    accelerator = SimpleNamespace(device=torch.device(device))
+    monkeypatch.setattr(strategy.Strategy, "make_accelerator", lambda self: accelerator)
+    strategy.Strategy("fp32")
+    assert threads == [8]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's
+    strategy.Strategy("fp32")
+    assert threads == [8]

@@ -91,8 +91,8 @@ class Strategy:
         """How many times batch.sequences_per_micro_batch one call of the model takes."""
         self.optimizer_built = ""
         """A description, once prepared."""
+        use_all_cores()  # beside a GPU too: an offloaded AdamW, initialisation and export checks compute on the host
         if self.device.type == "cpu":
-            use_all_cores()
             keep_freed_memory()
 
     @classmethod
