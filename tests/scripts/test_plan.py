@@ -191,6 +191,15 @@ def test_the_comment_fits_a_recipe(plan):
         ("Tesla V100-SXM2-32GB", "v100"),
         ("Tesla T4", "t4"),
         ("NVIDIA RTX A4000", None),
+        ("NVIDIA H100 NVL", "h100_nvl"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA GeForce RTX 5090", "rtx_5090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
     ],
 )
 def test_a_gpu_is_found_by_the_name_that_torch_gives_it(device_name, gpu):
