@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from pretrain.gpus import CPU, Gpu, gpu_called
+from pretrain.units import bytes_text, counted
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Numbers of malloc's settings, from glibc's malloc.h."""
@@ -168,6 +169,19 @@ def describe_machine(device: torch.device) -> dict[str, str | int]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
+
+
+def device_in_words(device: torch.device) -> str:
+    """What a run is on: the device, its memory, and of a GPU the driver and torch's CUDA."""
+    memory = bytes_text(memory_bytes(device))
+    if device.type != "cuda":
+        return f"CPU ({platform.machine()}), {counted(torch.get_num_threads(), 'thread')}, {memory} of memory"
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return (
+        f"{torch.cuda.get_device_name(device)} (compute capability {capability}), {memory} of memory, "
+        f"{counted(torch.cuda.device_count(), 'GPU')} here; driver {driver_version() or 'unknown'}, "
+        f"torch {torch.__version__} for CUDA {torch.version.cuda}"
+    )
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -1,6 +1,7 @@
 """What the device has, as the variables that limit it say; GPUs that torch cannot use are never passed over."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -231,3 +232,15 @@ def test_processes_share_the_cores_beside_a_gpu_too(monkeypatch, device):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's
     strategy.Strategy("fp32")
     assert threads == [8]
+
+
+def test_the_device_is_told_with_its_driver_and_memory(machine, monkeypatch):
+    answers = {"get_device_name": "NVIDIA H100 80GB HBM3", "get_device_capability": (9, 0), "device_count": 8}
+    answers["get_device_properties"] = SimpleNamespace(total_memory=85_045_149_696)
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, answer=answer: answer)
+    assert hardware.device_in_words(torch.device("cuda")) == (
+        "NVIDIA H100 80GB HBM3 (compute capability 9.0), 85.0 GB of memory, 8 GPUs here; driver 470.57.02, "
+        f"torch {torch.__version__} for CUDA 13.0"
+    )
+    assert re.fullmatch(r"CPU \(\w+\), \d+ threads?, [\d.,]+ GB of memory", hardware.device_in_words(CPU))

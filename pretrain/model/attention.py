@@ -122,7 +122,11 @@ FLASH_CAPABILITY = (8, 0)
 """CUDA compute capability from which flash attention's kernels run: A100, RTX 3090 and newer."""
 NEWEST_OF_FLASH_3 = (9, 0)
 """FlashAttention 3 is made for Hopper; newer GPUs do not run its kernels."""
-FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+FLASH_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "see requirements-flash-attn.txt"),
+    "flash_attention_3": ("flash_attn_interface", "pip install flash-attn-3, see requirements-flash-attn.txt"),
+}
+"""{attention: (module, where it is from)}."""
 ATTENTION_NAMES = dict.fromkeys(("auto", "sdpa", "varlen"), "groundwork_sdpa") | {"eager": "groundwork_eager"}
 ATTENTION_NAMES |= {name: name for name in ("flex_attention", *FLASH_PACKAGES)}
 
@@ -144,8 +148,10 @@ def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: Win
         return (
             None if window is None or window.document_mask else "has no documents to keep apart without document_mask"
         )
-    package = FLASH_PACKAGES[requested]
-    return None if importlib.util.find_spec(package) else f"needs the package {package}, which is not installed"
+    package, source = FLASH_PACKAGES[requested]
+    if importlib.util.find_spec(package):
+        return None
+    return f"needs the package {package}, which is not installed: {source}"
 
 
 @torch.compiler.assume_constant_result
