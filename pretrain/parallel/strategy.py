@@ -231,9 +231,9 @@ class Strategy:
         if max_grad_norm is not None:
             divisor = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0)
         inner, scaler = self.inner_optimizer, self.accelerator.scaler
-        if inner.defaults.get("fused") or hasattr(inner, "found_inf"):
-            # These read both on the device: they divide as they go, a pass over the gradients less, and leave
-            # everything as it is where found_inf is 1.
+        if getattr(inner, "_step_supports_amp_scaling", False):
+            # These, the fused kernels among them, read both on the device: they divide as they go, a pass over the
+            # gradients less, and leave everything as it is where found_inf is 1.
             inner.grad_scale, inner.found_inf = divisor, skipped
             inner.step()
         else:
@@ -241,7 +241,9 @@ class Strategy:
                 torch._foreach_div_(gradients, divisor.to(gradients[0].device))
             if not skipped.item():
                 inner.step()
-        if scaler is not None:  # fp16: not by scaler.step, which waits for the device, or says nothing of a skipped step
+        if (
+            scaler is not None
+        ):  # fp16: not by scaler.step, which waits for the device, or says nothing of a skipped step
             scaler.update()
         self.optimizer.zero_grad()
         return grad_norm, skipped
