@@ -236,20 +236,21 @@ class Strategy:
         divisor = None  # such that torch.nn.utils.clip_grad_norm_ would multiply by its inverse
         if max_grad_norm is not None:
             divisor = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0)
-        inner = self.inner_optimizer
-        if self.accelerator.scaler is None and inner.defaults.get("fused"):
-            # The fused kernels read both on the device: they divide as they go, a pass over the gradients less, and
-            # leave everything as it is where found_inf is 1.
+        inner, scaler = self.inner_optimizer, self.accelerator.scaler
+        if getattr(inner, "_step_supports_amp_scaling", False):
+            # These, the fused kernels among them, read both on the device: they divide as they go, a pass over the
+            # gradients less, and leave everything as it is where found_inf is 1.
             inner.grad_scale, inner.found_inf = divisor, skipped
-            self.optimizer.step()
+            inner.step()
         else:
             if divisor is not None and (gradients := self.gradients()):
                 torch._foreach_div_(gradients, divisor.to(gradients[0].device))
-            if self.accelerator.scaler is not None:  # fp16: the scaler skips, and lowers its scale
-                self.optimizer.step()
-                skipped = torch.tensor(float(self.optimizer.step_was_skipped), device=self.device)
-            elif not skipped.item():
-                self.optimizer.step()
+            if not skipped.item():
+                inner.step()
+        if (
+            scaler is not None
+        ):  # fp16: not by scaler.step, which waits for the device, or says nothing of a skipped step
+            scaler.update()
         self.optimizer.zero_grad()
         return grad_norm, skipped
 
