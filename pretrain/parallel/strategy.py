@@ -51,7 +51,7 @@ def device_type() -> str:
 def resolve_precision(requested: str) -> str:
     """auto becomes bf16 where the device multiplies in bf16, else fp32. Raises InputError for what does not run."""
     device = device_type()
-    if requested == "fp8" and (problem := fp8_problem()):
+    if requested == "fp8" and (problem := fp8_problem(device)):
         raise InputError(problem)
     if requested == "fp16" and device == "cpu":
         raise InputError("precision: fp16 needs a GPU; use bf16, fp32, or auto, which takes what the device has")
