@@ -124,7 +124,9 @@ class FullySharded(Strategy):
             if module in layers:
                 fully_shard(module, reshard_after_forward=self.reshards, **settings)
         causal_lm.tie_weights()
-        self.model: FSDPModule = fully_shard(model, reshard_after_forward=self.reshards, **settings)
+        # What is beside the layers is needed last in the forward pass and first in the backward pass: it stays.
+        self.model: FSDPModule = fully_shard(model, reshard_after_forward=False, **settings)
+        self.model.register_forward_hook(reshard_without_backward)
         self.offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         self.optimizer = self.optimizer_of_parameters(build_optimizer)
         return self.model
@@ -159,6 +161,12 @@ class FullySharded(Strategy):
     def describe(self) -> dict:
         shape = dict(zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True))
         return {**super().describe(), "mesh": shape, "reshard_after_forward": self.reshards, "offload": self.offloads}
+
+
+def reshard_without_backward(model: FSDPModule, *_) -> None:
+    """A forward hook. Weights that stayed for a backward pass which does not come would outlive the next update."""
+    if not torch.is_grad_enabled():
+        model.reshard()
 
 
 def device_mesh(device: str, replicas: int, processes: int) -> DeviceMesh:
