@@ -142,6 +142,7 @@ class FullySharded(Strategy):
         # Gradients that are not reduced stay whole on every process. Where even the weights may not, they are
         # reduced in every micro-step.
         self.model.set_requires_gradient_sync(is_last or self.reshards)
+        self.model.set_requires_all_reduce(is_last)  # between the replicas of HSDP
         self.model.set_is_last_backward(is_last)
         yield
 
