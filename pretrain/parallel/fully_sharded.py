@@ -112,30 +112,25 @@ class FullySharded(Strategy):
         plugin = self.accelerator.state.fsdp_plugin
         self.reshards = bool(plugin.reshard_after_forward)
         self.mesh = device_mesh(self.device.type, self.replica_count, self.ranks.count)
-        settings = {
-            "mesh": self.mesh,
-            "mp_policy": self._mixed_precision(),
-            "offload_policy": plugin.cpu_offload or OffloadPolicy(),
-        }
+        settings = {"mesh": self.mesh, "offload_policy": plugin.cpu_offload or OffloadPolicy()}
+        inside = MixedPrecisionPolicy()
+        if self.precision == "bf16":
+            # Compute in bf16 on copies of fp32 weights; reduce gradients in fp32 (accelerate's policy would in bf16).
+            inside = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         layers = set(layers_of(causal_lm))
         for unit in units_of(causal_lm):
             weights.fill(causal_lm, unit)
             module = causal_lm.get_submodule(unit)
             if module in layers:
-                fully_shard(module, reshard_after_forward=self.reshards, **settings)
+                fully_shard(module, reshard_after_forward=self.reshards, mp_policy=inside, **settings)
         causal_lm.tie_weights()
         # What is beside the layers is needed last in the forward pass and first in the backward pass: it stays.
-        self.model: FSDPModule = fully_shard(model, reshard_after_forward=False, **settings)
+        outside = replace(inside, output_dtype=torch.float32)
+        self.model: FSDPModule = fully_shard(model, reshard_after_forward=False, mp_policy=outside, **settings)
         self.model.register_forward_hook(reshard_without_backward)
         self.offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         self.optimizer = self.optimizer_of_parameters(build_optimizer)
         return self.model
-
-    def _mixed_precision(self) -> MixedPrecisionPolicy:
-        """Compute in bf16 on copies of fp32 weights; reduce gradients in fp32 (accelerate's policy would in bf16)."""
-        if self.precision == "fp32":
-            return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
