@@ -18,7 +18,6 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak
 from pretrain.model.compile import layers_of
@@ -145,8 +144,10 @@ class FullySharded(Strategy):
         loss.backward()
 
     def gradient_norm(self) -> torch.Tensor:
-        grad_norm = total_norm(self.gradients())
-        return (grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm).to(self.device)
+        # One sum, where DTensors make one of each gradient if those are on the host.
+        square = total_norm(gradient.to_local() for gradient in self.gradients()).square().to(self.device)
+        dist.all_reduce(square, group=self.mesh.get_group("dp_shard"))
+        return square.sqrt()
 
     def replicas(self) -> list[ReplicaGroup]:
         """HSDP: the shards, over the groups that each hold a whole model."""
