@@ -24,7 +24,7 @@ from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.parallel.launcher import parallel_size
 from pretrain.parallel.layout import Layout, StepTraffic
-from pretrain.parallel.model_parallel import ModelParallel
+from pretrain.parallel.model_parallel import ModelParallel, sum_in_place
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import OptimizerBuilder, replicated
 
@@ -121,15 +121,15 @@ class TensorParallel(ModelParallel):
         return self.model
 
     def combine_gradients(self) -> None:
-        for parameter in self.name_of:
-            gradient = parameter.grad
-            if gradient is None or (isinstance(gradient, DTensor) and is_split(gradient)):
-                continue
-            whole = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            dist.all_reduce(whole, group=self.model_group)
-            if parameter not in self.summed:
-                # Equal already, but for kernels of a GPU that add in any order: copies must not drift apart.
-                whole /= self.model_ranks
+        gradients = {p: p.grad for p in self.name_of if p.grad is not None}
+        whole = {
+            parameter: gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            for parameter, gradient in gradients.items()
+            if not (isinstance(gradient, DTensor) and is_split(gradient))
+        }
+        sum_in_place(list(whole.values()), self.model_group)
+        # Those are equal already, but for kernels of a GPU that add in any order: copies must not drift apart.
+        torch._foreach_div_([whole[parameter] for parameter in whole.keys() - self.summed], self.model_ranks)
         self.average_over_data([gradient for gradient, _ in self.local_gradients()])
 
     def local_gradients(self) -> list[tuple[Tensor, bool]]:
