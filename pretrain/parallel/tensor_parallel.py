@@ -9,12 +9,13 @@ import copy
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -128,7 +129,7 @@ class TensorParallel(ModelParallel):
             if not (isinstance(gradient, DTensor) and is_split(gradient))
         }
         sum_in_place(list(whole.values()), self.model_group)
-        # Those are equal already, but for kernels of a GPU that add in any order: copies must not drift apart.
+        # The others are equal already, but for kernels of a GPU that add in any order: copies must not drift apart.
         torch._foreach_div_([whole[parameter] for parameter in whole.keys() - self.summed], self.model_ranks)
         self.average_over_data([gradient for gradient, _ in self.local_gradients()])
 
@@ -180,10 +181,29 @@ def split(causal_lm: PreTrainedModel, unit: str, plan: Mapping[str, str], mesh: 
     module.to(device)
     inside = unit.removeprefix(f"{causal_lm.base_model_prefix}.")
     styles = {name: style_of(f"{inside}.{name}", plan) for name, _ in module.named_modules() if name}
+    for parent in {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"}:
+        module.get_submodule(parent).register_forward_pre_hook(partial(as_one_input, mesh), with_kwargs=True)
     styles = {name: STYLES[style]() for name, style in styles.items() if style in STYLES}
     if styles:
         # Every process has made the same whole matrices: none has to be sent.
         parallelize_module(module, mesh, styles, src_data_rank=None)
+
+
+def as_one_input(mesh: DeviceMesh, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """A pre-hook of a module whose matrices are split by columns: its hidden states as one DTensor for all of them.
+
+    Each matrix would make a DTensor of its own, and sum its part of the gradient over the processes by itself. In the
+    dtype of autocast, so that they travel in it.
+    """
+
+    def shared(x: Tensor) -> DTensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+
+    if args:
+        return (shared(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": shared(kwargs["hidden_states"])}
 
 
 def is_split(tensor: DTensor) -> bool:
