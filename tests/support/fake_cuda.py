@@ -111,7 +111,7 @@ def fake_cuda(devices: int = 1, *, may_wait: bool = False) -> Iterator[Any]:
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         if not may_wait:
-            stack.enter_context(_waits())
+            stack.enter_context(refuse_waits())
         yield mode
 
 
@@ -134,6 +134,7 @@ class Waits(Exception):
 @functools.cache
 def _mode_that_refuses_waits() -> type:
     import torch
+    from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
     aten = torch.ops.aten
@@ -143,6 +144,8 @@ def _mode_that_refuses_waits() -> type:
 
     class RefusesWaits(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if DTensor in types:
+                return NotImplemented  # its parts come by
             kwargs = kwargs or {}
             device = args[0].device.type if args and isinstance(args[0], torch.Tensor) else None
             if func in reads and device == "cuda":
@@ -160,7 +163,8 @@ def _mode_that_refuses_waits() -> type:
     return RefusesWaits
 
 
-def _waits():
+def refuse_waits():
+    """A context in which the host may not wait for the device."""
     return _mode_that_refuses_waits()()
 
 
@@ -236,7 +240,9 @@ def _support() -> str | None:
 
 def _where(error: Exception) -> str:
     """The error and the lines that led to it, without torch's own."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename or os.environ.get("TBALL")
+    ]
     lines = [f"  {f.filename.rpartition('site-packages/')[2]}:{f.lineno} {f.line}" for f in frames[-6:]]
     return "\n".join([f"{type(error).__name__}: {str(error)[:2000]}", *lines])
 
