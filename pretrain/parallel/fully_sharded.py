@@ -81,7 +81,9 @@ class FullySharded(Strategy):
 
     @classmethod
     def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
-        total, gathered = step.sizes.total, (2 * 2 + FP32) * step.micro_steps * step.sizes.total
+        # Weights in bf16 forward and again backward, but for what is beside the layers; gradients in fp32.
+        total = step.sizes.total
+        gathered = (2 * (2 * total - step.sizes.root) + FP32 * total) * step.micro_steps
         if layout.groups == 1:
             return gathered * layout.ring / step.across, 0.9
         sums = 2 * FP32 * total / layout.per_group / step.across
