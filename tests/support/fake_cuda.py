@@ -240,9 +240,7 @@ def _support() -> str | None:
 
 def _where(error: Exception) -> str:
     """The error and the lines that led to it, without torch's own."""
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename or os.environ.get("TBALL")
-    ]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
     lines = [f"  {f.filename.rpartition('site-packages/')[2]}:{f.lineno} {f.line}" for f in frames[-6:]]
     return "\n".join([f"{type(error).__name__}: {str(error)[:2000]}", *lines])
 
