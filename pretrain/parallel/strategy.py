@@ -239,8 +239,10 @@ class Strategy:
         inner, scaler = self.inner_optimizer, self.accelerator.scaler
         if getattr(inner, "_step_supports_amp_scaling", False):
             # These, the fused kernels among them, read both on the device: they divide as they go, a pass over the
-            # gradients less, and leave everything as it is where found_inf is 1.
-            inner.grad_scale, inner.found_inf = divisor, skipped
+            # gradients less, and leave everything as it is where found_inf is 1. Offloaded parameters are on the host:
+            # torch would copy both there without waiting for the copies.
+            device = next(iter(self.name_of)).device
+            inner.grad_scale, inner.found_inf = divisor if divisor is None else divisor.to(device), skipped.to(device)
             inner.step()
         else:
             if divisor is not None and (gradients := self.gradients()):
