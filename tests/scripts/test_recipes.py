@@ -116,7 +116,8 @@ def test_the_chain_for_your_own_text_runs_as_written(page, text_files, tmp_path)
     """From the text to a run that can start, with the page's own options; only the places are others."""
     text = (ROOT / page).read_text()
     lines = [line.strip() for line in text[re.search(r"(?i)your own text(, in|\n)", text).start() :].splitlines()]
-    commands = [shlex.split(line) for line in lines if re.match(r"(python|accelerate) (?!.*--text).*\.py ", line)][:3]
+    by_hand = re.compile(r"(python|accelerate) (?!.*(--text|--interactive)).*\.py ")
+    commands = [shlex.split(line) for line in lines if by_hand.match(line)][:3]
     for words in commands:
         words = words[next(place for place, word in enumerate(words) if word.endswith(".py")) :]
         words = [re.sub(r"\b(?<![/.])(tokenizers/|data/|runs/)(?=mine)", rf"{tmp_path}/\1", word) for word in words]
