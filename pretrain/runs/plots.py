@@ -63,7 +63,7 @@ def picture_panels(runs: list[RunCurves]) -> list[tuple[str, str, Any]]:
     def measure(title: str, name: str, **options: bool) -> tuple[str, str, Any]:
         return title, "step", lambda axis, at: _draw_measure(axis, runs, at, name, **options)
 
-    loss = measure("Training loss (bold: smoothed; from 2% of the run on)", "loss", marks=True)
+    loss = measure("Training loss (bold: smoothed)", "loss", marks=True)
     # By tokens or FLOPs a single curve only has other numbers below it.
     positions = ("tokens", "hours", "flops") if len(runs) > 1 else ("hours",)
     losses = [
