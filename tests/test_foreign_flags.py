@@ -80,6 +80,6 @@ def test_the_page_names_settings_and_files_that_exist():
         assert path in SETTINGS or path.startswith(("model.", "data.train")), path
     for words in re.findall(r"train\.py (--config.*)", PAGE):
         flags = {flag.partition(".")[0] for flag in re.findall(r"--([\w.]+)", words)}
-        assert flags <= {*SETTINGS, *sections, *OWN_FLAGS, *OURS}, words
+        assert flags <= {*SETTINGS, *sections, *OWN_FLAGS, *OURS, "check"}, words
     for path in re.findall(r"(?<![\w./])\w[\w/]*\.(?:py|yaml|sbatch)\b", PAGE):
         assert (ROOT / path).exists() or path == "sample.py", path  # nanoGPT's
