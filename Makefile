@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-strategies test-faults parity bench lint format clean
+.PHONY: install demo test test-strategies test-faults parity bench lint format clean
 
 .venv/requirements: requirements.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -12,6 +12,8 @@ BIN := .venv/bin
 .venv/requirements-dev: requirements-dev.txt .venv/requirements
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
+
+install: .venv/requirements
 
 # The demo's text: the source of Python's standard library, which every machine with Python has.
 STDLIB = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')

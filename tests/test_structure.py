@@ -285,3 +285,23 @@ def test_no_public_name_means_two_things():
                 homes.setdefault(name, set()).add(str(path.relative_to(ROOT)))
     several = {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1 and not name.startswith("_")}
     assert several == {}
+
+
+def anchors_of(page: Path) -> set[str]:
+    """What a link may have after #, as GitHub makes it of a heading."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda page: page.stem)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if not path.startswith("http"):
+            there = page.parent / path if path else page
+            assert there.exists(), target
+            assert not anchor or anchor in anchors_of(there), target
+
+
+def test_there_are_ten_pages_at_most():
+    assert len(list((ROOT / "docs").glob("*.md"))) <= 10

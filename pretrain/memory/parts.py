@@ -2,7 +2,7 @@
 
 Weights, gradients and optimizer state follow from the number of parameters and how they are divided (ZeRO, Rajbhandari
 et al., arXiv 1910.02054); activations from a trace of the model's code (pretrain/memory/activations.py); what the
-loss adds from this project's code. docs/planning.md compares all of it with measurements (bench/memory.py).
+loss adds from this project's code. docs/performance.md compares all of it with measurements (bench/memory.py).
 
 All sizes are bytes of tensors in one process.
 """
