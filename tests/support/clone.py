@@ -1,0 +1,117 @@
+"""A clone of the project as a newcomer has it, where commands are typed into a shell and end within seconds.
+
+Its .venv/bin holds a `python` and an `accelerate` that hand each script to the warm interpreter, with its budget cut:
+two tiny layers, four steps, two processes. Imports nothing heavy: a shell starts it for every command.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from support.project import ROOT, free_port
+from support.warm_python import WarmPopen, server
+
+LINKED = ("pretrain", "accelerate_configs", "ds_configs", "slurm", "bench", "Makefile", "requirements.txt")
+LINKED += tuple(path.name for path in ROOT.glob("*.py"))
+COPIED = ("recipes", "model_configs")  # train.py --text adds to them
+SET_BY_SHELLS = ("PATH", "MPLBACKEND", "TERM", "COLUMNS")
+"""Variables that a shell or a notebook changes and that no test is about; imports would read them."""
+TINY = {
+    "model.num_hidden_layers": 2, "model.hidden_size": 32, "model.intermediate_size": 64,
+    "model.num_attention_heads": 2, "model.num_key_value_heads": 2, "data.sequence_length": 64,
+    "batch.tokens_per_step": 512, "batch.sequences_per_micro_batch": 1, "budget.steps": 4, "optim.warmup_steps": 1,
+    "compile": "none", "validation.every_steps": 2, "validation.sequences": 4, "checkpoint.every_steps": 2,
+    "checkpoint.milestones_every": 2, "logging.every_steps": 1,
+}  # fmt: skip
+MINUTES = "0.03"
+
+
+def make_clone(folder: Path) -> Path:
+    """The project in an empty folder, with an environment, before anything was prepared."""
+    (folder / ".venv/bin").mkdir(parents=True)
+    for name in LINKED:
+        (folder / name).symlink_to(ROOT / name)
+    for name in COPIED:
+        shutil.copytree(ROOT / name, folder / name)
+    for name in ("python", "accelerate"):
+        script = folder / ".venv/bin" / name
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).resolve()} {name} "$@"\n')
+        script.chmod(0o755)
+    (folder / ".venv/requirements").touch()  # as make leaves it
+    return folder
+
+
+def copy_clone(clone: Path, folder: Path) -> Path:
+    """Another clone with all that was made in the first."""
+    shutil.copytree(clone, folder, symlinks=True)
+    return folder
+
+
+def type_in(clone: Path, command: str, timeout: float = 120) -> subprocess.CompletedProcess:
+    """Types a command into a shell whose folder is the clone and whose environment is active."""
+    own = {f"OWN_{name}": os.environ[name] for name in SET_BY_SHELLS if name in os.environ}
+    server()
+    environment = {**os.environ, **own, "HF_HUB_OFFLINE": "1", "PATH": f"{clone}/.venv/bin:{os.environ['PATH']}"}
+    environment["MAKEFLAGS"] = f"-- STDLIB={clone}/text"  # of the demo
+    return subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", command], cwd=clone, env=environment, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
+
+
+def shortened(words: list[str]) -> list[str]:
+    """A script and its arguments, cut to what a test has time for; what is asked of the machine's disk stays."""
+    script, *arguments = words
+    if script == "train.py" and any(word in ("--check", "--help") for word in arguments):
+        return words
+    if script == "train.py" and "--text" in arguments:
+        return [*words, "--minutes", MINUTES]
+    if script == "train.py":
+        return [*words, *(word for key, value in TINY.items() for word in (f"--{key}", str(value)))]
+    if script == "evaluate.py" and "--tasks" in arguments:
+        mine = [] if "--include_path" in arguments else ["--include_path", "stand_in_tasks"]
+        return [*words, *mine, "--limit", "2"]
+    if script == "publish.py" and "--dry_run" not in arguments:
+        return [*words, "--dry_run", "--output", "published"]
+    if script == "plan.py":
+        return [*words, "--compile", "none"]  # tracing what the compiler keeps takes seconds
+    if script == "prepare_data.py":
+        return replaced(words, "--slice", "0/1", "--merge_slices", "1")
+    return replaced(words, "--step", "1") if script == "runs.py" else words
+
+
+def replaced(words: list[str], *pairs: str) -> list[str]:
+    """The words with other values of some options, where they are given."""
+    values = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    return [values.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+
+
+def launched(words: list[str]) -> list[str]:
+    """The arguments of `accelerate launch`, for at most two processes."""
+    place = next(number for number, word in enumerate(words) if word.endswith(".py"))
+    options, asked = words[:place], words[place:]
+    if "--num_processes" in options and options[options.index("--num_processes") + 1] != "1":
+        options = replaced(options, "--num_processes", "2")
+    return [*options, "--main_process_port", str(free_port()), *shortened(asked)]
+
+
+def main(name: str, words: list[str]) -> int:
+    """What `python` and `accelerate` of a clone do."""
+    environment = {key: value for key, value in os.environ.items() if key not in SET_BY_SHELLS}
+    environment |= {key: os.environ[f"OWN_{key}"] for key in SET_BY_SHELLS if f"OWN_{key}" in os.environ}
+    if name == "accelerate":
+        words = ["-m", "accelerate.commands.launch", *launched(words[1:])]
+    elif words[0].endswith(".py"):
+        words = shortened(words)
+    elif words[:2] == ["-m", "pretrain.launch"]:
+        words = [*words[:2], *launched(words[2:])]
+    return WarmPopen([sys.executable, *words], env=environment).wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
