@@ -192,7 +192,8 @@ def test_the_commands_of_a_page_work_in_their_order(page, demo, tmp_path, monkey
 
 def test_commands_are_told_from_what_they_print():
     text = "# Page\n\n    python a.py \\\n        --b 1   # why\n    step 0 · loss 7\n\npython c.py\n\n"
-    text += "```yaml\npython: 1\n```\n## Next\n```bash\n# first\nX=1 anything at all\n```\n```\ngit clone URL\nCloning\n```\n"
+    text += "```yaml\npython: 1\n```\n## Next\n```bash\n# first\nX=1 anything at all\n```\n"
+    text += "```\ngit clone URL\nCloning\n```\n"
     found = [(command.line, command.section, command.text) for command in commands_in("page.md", text)]
     assert found == [
         (3, "Page", "python a.py --b 1"), (15, "Next", "X=1 anything at all"), (18, "Next", "git clone URL"),
@@ -209,7 +210,7 @@ def test_commands_are_told_from_what_they_print():
             "accelerate launch --config_file accelerate_configs/fsdp3.yaml train.py --config fsdp2.yaml",
             "AssertionError",
         ),
-        ("python runs.py parity --config recipes/demo.yaml --stops 10", "steps"),
+        ("python runs.py parity --config recipes/demo.yaml --stops 10", "--stops: unknown"),
         ("python train.py --config recipes/demo.yaml --smoke --optim.learning_rat 1", "learning_rate"),
         ("python plan.py --config recipes/demo.yaml --calibrate --gpus 0", "--gpus"),
     ],
