@@ -52,15 +52,19 @@ def copy_clone(clone: Path, folder: Path) -> Path:
     return folder
 
 
-def type_in(clone: Path, command: str, timeout: float = 120) -> subprocess.CompletedProcess:
-    """Types a command into a shell whose folder is the clone and whose environment is active."""
-    own = {f"OWN_{name}": os.environ[name] for name in SET_BY_SHELLS if name in os.environ}
+def environment_in(clone: Path) -> dict[str, str]:
+    """The variables of a shell in which the environment of the clone is active."""
     server()
-    environment = {**os.environ, **own, "HF_HUB_OFFLINE": "1", "PATH": f"{clone}/.venv/bin:{os.environ['PATH']}"}
-    environment["MAKEFLAGS"] = f"-- STDLIB={clone}/text"  # of the demo
+    own = {f"OWN_{name}": os.environ[name] for name in SET_BY_SHELLS if name in os.environ}
+    path = f"{clone}/.venv/bin{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, **own, "HF_HUB_OFFLINE": "1", "PATH": path, "MAKEFLAGS": f"-- STDLIB={clone}/text"}
+
+
+def type_in(clone: Path, command: str, timeout: float = 120) -> subprocess.CompletedProcess:
+    """Types a command into a shell whose folder is the clone; the demo's text is the clone's text/."""
     return subprocess.run(
-        ["bash", "-e", "-o", "pipefail", "-c", command], cwd=clone, env=environment, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=timeout,
+        ["bash", "-e", "-o", "pipefail", "-c", command], cwd=clone, env=environment_in(clone),
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
 
 
