@@ -6,6 +6,7 @@ machine for is read by the script's own parser, and the files that it names are 
 
 import json
 import re
+import runpy
 import shlex
 import shutil
 
@@ -14,7 +15,6 @@ import yaml
 import zstandard
 from accelerate.commands.launch import launch_command_parser
 
-import evaluate
 import plan
 import publish
 import runs
@@ -58,6 +58,7 @@ DEMOS = {
     "runs": "runs/demo", "data": "data/demo", "recipes": "recipes/demo.yaml",
     "model_configs": "model_configs/llama_demo.json",
 }  # fmt: skip
+UNTRACKED = {"runs", "data", "tokenizers", "wandb", "tests"}
 WORDS = {"RANK": "0", "ADDRESS": "127.0.0.1"}
 
 
@@ -122,7 +123,7 @@ def read(words: list[str]) -> None:
     elif script == "prepare_data.py":
         parse_arguments("", arguments)
     elif script == "evaluate.py":
-        evaluate.read_arguments(arguments)
+        runpy.run_path(str(ROOT / script))["read_arguments"](arguments)  # `evaluate` is a library's name as well
     elif script == "publish.py":
         problems = publish.read_arguments(arguments)[1]
     elif script == "plan.py":
@@ -225,3 +226,31 @@ def test_a_run_that_is_refused_is_seen(demo):
     wrong = check(Command("page.md", 1, "Page", "python evaluate.py --model runs/demo --data data/none"), demo)
     assert "exit status 2" in wrong and "data/none" in wrong
     assert (demo / "runs/demo/final/model.safetensors").exists() and (demo / "runs/demo/evaluation.json").exists()
+
+
+def headings(page) -> dict[str, str]:
+    """{anchor: heading} of a page, as GitHub makes anchors."""
+    found = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"): heading for heading in found}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.stem)
+def test_links_of_a_page_lead_somewhere(page):
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in headings(target), link
+
+
+def test_pages_and_sections_that_messages_name_exist():
+    """In code, recipes, scripts and other pages."""
+    files = [path for ending in ("py", "yaml", "sbatch", "md", "ipynb") for path in ROOT.glob(f"[!.]*/**/*.{ending}")]
+    named = set()
+    for path in [*ROOT.glob("*.*"), ROOT / "Makefile", *files]:
+        text = path.read_text() if path.is_file() and path.parts[len(ROOT.parts)] not in UNTRACKED else ""
+        named |= set(re.findall(r"\b(docs/\w+\.(?:md|ipynb))(?:, section \"([^\"]+)\")?", text))
+    assert ("docs/failures.md", "Out of memory") in named
+    for page, section in named - {("docs/x.md", "")}:
+        assert (ROOT / page).is_file(), page
+        assert not section or section in headings(ROOT / page).values(), f"{page}, section {section}"
