@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="TASK",
-        help="names, groups, patterns, .yaml files; base: the usual ones",
+        help="names, groups, patterns, .yaml files; base: a set",
     )
     add("--include_path", type=Path, metavar="FOLDER", help="folder of your own task .yaml files")
     add("--num_fewshot", metavar="N", help="examples in the prompt [the task's own]")
@@ -99,8 +99,8 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
         problems += interactive_problems(arguments)
     elif not arguments.tasks and not arguments.data and arguments.prompt is None:
         problems.append(
-            "nothing to do: give --data FOLDER (loss), --tasks NAMES (benchmarks; base: the usual ones), --prompt TEXT or "
-            "--interactive"
+            "nothing to do: give --data FOLDER (loss), --tasks NAMES (benchmarks; base: the usual ones), "
+            "--prompt TEXT or --interactive"
         )
     if problems:
         raise InputError(*problems)

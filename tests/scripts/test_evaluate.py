@@ -173,7 +173,7 @@ def test_without_anything_to_do_the_choices_are_named():
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     read_arguments = script.read_arguments
-    with pytest.raises(InputError, match="nothing to do: give --data FOLDER .*, --prompt TEXT or --interactive"):
+    with pytest.raises(InputError, match=r"nothing to do: give --data FOLDER .*, --prompt TEXT or --interactive"):
         read_arguments(["--model", "runs/x"])
     assert read_arguments(["--model", "runs/x", "--prompt", ""]).tasks == []
     assert read_arguments(["--model", "runs/x", "--tasks", "a,b", "c"]).tasks == ["a", "b", "c"]

@@ -13,8 +13,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from support.project import ROOT, free_port
-from support.warm_python import WarmPopen, server
+from support.warm_python import ROOT, WarmPopen, server
 
 LINKED = ("pretrain", "accelerate_configs", "ds_configs", "slurm", "bench", "Makefile", "requirements.txt")
 LINKED += tuple(path.name for path in ROOT.glob("*.py"))
@@ -97,6 +96,8 @@ def replaced(words: list[str], *pairs: str) -> list[str]:
 
 def launched(words: list[str]) -> list[str]:
     """The arguments of `accelerate launch`, for at most two processes."""
+    from support.project import free_port  # and with it pytest
+
     place = next(number for number, word in enumerate(words) if word.endswith(".py"))
     options, asked = words[:place], words[place:]
     if "--num_processes" in options and options[options.index("--num_processes") + 1] != "1":
