@@ -15,14 +15,3 @@ beside this one know no room and may be used by all:
     processes: locks, and which processes live
     units: counts, bytes and durations in words
 """
-
-import sys
-from importlib.util import find_spec
-
-if missing := [name for name in ("torch", "transformers", "pydantic", "yaml") if find_spec(name) is None]:
-    print(
-        f"{', '.join(missing)}: not installed for {sys.executable}; activate the project's environment with "
-        ". .venv/bin/activate (make demo creates it), or install requirements.txt",
-        file=sys.stderr,
-    )
-    sys.exit(2)

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -23,15 +21,6 @@ def status_of(error: Exception) -> int:
 def test_every_problem_is_told(capsys):
     assert status_of(InputError("a: is bad; fix it", "b: is worse; remove it")) == 2
     assert capsys.readouterr().err == "a: is bad; fix it\nb: is worse; remove it\n"
-
-
-@pytest.mark.parametrize("script", sorted(path.name for path in ROOT.glob("*.py")))
-def test_an_environment_that_is_not_active_is_told_with_the_command(script):
-    """-S: Python without the packages of its environment."""
-    found = subprocess.run([sys.executable, "-S", script], cwd=ROOT, capture_output=True, text=True)
-    assert found.returncode == 2 and "Traceback" not in found.stderr
-    assert found.stderr.startswith("torch, transformers, pydantic, yaml: not installed for ")
-    assert ". .venv/bin/activate" in found.stderr
 
 
 def test_a_file_that_this_user_may_not_open_is_named(capsys):
