@@ -4,7 +4,9 @@ Its .venv/bin holds a `python` and an `accelerate` that hand each script to the 
 two tiny layers, four steps, two processes. Imports nothing heavy: a shell starts it for every command.
 """
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,13 +22,17 @@ LINKED += tuple(path.name for path in ROOT.glob("*.py"))
 COPIED = ("recipes", "model_configs")  # train.py --text adds to them
 SET_BY_SHELLS = ("PATH", "MPLBACKEND", "TERM", "COLUMNS")
 """Variables that a shell or a notebook changes and that no test is about; imports would read them."""
-TINY = {
-    "model.num_hidden_layers": 2, "model.hidden_size": 32, "model.intermediate_size": 64,
-    "model.num_attention_heads": 2, "model.num_key_value_heads": 2, "data.sequence_length": 64,
-    "batch.tokens_per_step": 512, "batch.sequences_per_micro_batch": 1, "budget.steps": 4, "optim.warmup_steps": 1,
-    "compile": "none", "validation.every_steps": 2, "validation.sequences": 4, "checkpoint.every_steps": 2,
-    "checkpoint.milestones_every": 2, "logging.every_steps": 1,
+BUDGET = {
+    "data.sequence_length": 64, "batch.tokens_per_step": 512, "batch.sequences_per_micro_batch": 1, "budget.steps": 4,
+    "optim.warmup_steps": 1, "compile": "none", "validation.every_steps": 2, "validation.sequences": 4,
+    "checkpoint.every_steps": 2, "checkpoint.milestones_every": 2, "logging.every_steps": 1,
 }  # fmt: skip
+SHAPES = {
+    "llama": {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
+              "num_key_value_heads": 2},
+    "gpt2": {"n_layer": 2, "n_embd": 32, "n_head": 2},
+}  # fmt: skip
+"""{model_type: keys of its JSON}"""
 MINUTES = "0.03"
 
 
@@ -75,7 +81,7 @@ def shortened(words: list[str]) -> list[str]:
     if script == "train.py" and "--text" in arguments:
         return [*words, "--minutes", MINUTES]
     if script == "train.py":
-        return [*words, *(word for key, value in TINY.items() for word in (f"--{key}", str(value)))]
+        return [*words, *(word for key, value in tiny(words).items() for word in (f"--{key}", str(value)))]
     if script == "evaluate.py" and "--tasks" in arguments:
         mine = [] if "--include_path" in arguments else ["--include_path", "stand_in_tasks"]
         return [*words, *mine, "--limit", "2"]
@@ -86,6 +92,17 @@ def shortened(words: list[str]) -> list[str]:
     if script == "prepare_data.py":
         return replaced(words, "--slice", "0/1", "--merge_slices", "1")
     return replaced(words, "--step", "1") if script == "runs.py" else words
+
+
+def tiny(words: list[str]) -> dict[str, object]:
+    """Settings that cut a run of train.py; pretrained weights keep their shapes."""
+    if "--init" in words:
+        return BUDGET
+    place = "--model" if "--model" in words else "--config"
+    text = Path(words[words.index(place) + 1]).read_text()
+    if place == "--config":
+        text = Path(re.search(r"model_configs/[\w.]+\.json", text)[0]).read_text()
+    return BUDGET | {f"model.{key}": value for key, value in SHAPES[json.loads(text)["model_type"]].items()}
 
 
 def replaced(words: list[str], *pairs: str) -> list[str]:

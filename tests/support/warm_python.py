@@ -4,8 +4,8 @@ Each process that runs tests has one such server. `WarmPopen` is `subprocess.Pop
 project under this interpreter is forked from the server instead of started: same arguments, environment, folder,
 files, sessions, signals and exit status. The launchers that it runs start their ranks in the same way.
 
-What differs: after threads, exit functions and output the process is gone, where an interpreter takes its modules apart
-for 0.4 s. And the parent is the server, so tests about launchers that die, or whose command line matters, take
+What differs: after threads, exit functions and output the process is gone, where an interpreter takes its modules
+apart for 0.4 s. And the parent is the server, so tests about launchers that die, or whose command line matters, take
 `subprocess.Popen`; so do those about how an interpreter starts. Whoever changes a variable that is read during imports
 gets a new interpreter by itself.
 """
