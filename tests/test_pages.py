@@ -9,6 +9,7 @@ import re
 import runpy
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -115,7 +116,8 @@ def lend_stand_ins(clone, commands: str) -> None:
     for name in STAND_INS:
         named = name if name != "data/fineweb_edu" else "recipes/llama_125m.yaml"
         source, target = clone / DEMOS[name.split("/")[0]], clone / name
-        if re.search(rf"{named}\b", commands) and not re.search(rf"--output {name}\b", commands):
+        made = rf"--output {name}\b|--text '?{Path(name).stem}\b"
+        if re.search(rf"{named}\b", commands) and not re.search(made, commands):
             (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
 
 

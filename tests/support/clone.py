@@ -23,8 +23,8 @@ COPIED = ("recipes", "model_configs")  # train.py --text adds to them
 SET_BY_SHELLS = ("PATH", "MPLBACKEND", "TERM", "COLUMNS")
 """Variables that a shell or a notebook changes and that no test is about; imports would read them."""
 BUDGET = {
-    "data.sequence_length": 64, "batch.tokens_per_step": 512, "batch.sequences_per_micro_batch": 1, "budget.steps": 4,
-    "optim.warmup_steps": 1, "compile": "none", "validation.every_steps": 2, "validation.sequences": 4,
+    "data.sequence_length": 64, "batch.tokens_per_step": 512, "batch.sequences_per_micro_batch": 1, "optim.warmup_steps": 1,
+    "compile": "none", "validation.every_steps": 2, "validation.sequences": 4,
     "checkpoint.every_steps": 2, "checkpoint.milestones_every": 2, "logging.every_steps": 1,
 }  # fmt: skip
 SHAPES = {
@@ -81,6 +81,7 @@ def shortened(words: list[str]) -> list[str]:
     if script == "train.py" and "--text" in arguments:
         return [*words, "--minutes", MINUTES]
     if script == "train.py":
+        words = replaced(words, "--budget.steps", "4", "--budget.tokens", "2k")
         return [*words, *(word for key, value in tiny(words).items() for word in (f"--{key}", str(value)))]
     if script == "evaluate.py" and "--tasks" in arguments:
         mine = [] if "--include_path" in arguments else ["--include_path", "stand_in_tasks"]
@@ -96,13 +97,14 @@ def shortened(words: list[str]) -> list[str]:
 
 def tiny(words: list[str]) -> dict[str, object]:
     """Settings that cut a run of train.py; pretrained weights keep their shapes."""
+    budget = BUDGET | ({} if "--budget.tokens" in words else {"budget.steps": 4})
     if "--init" in words:
-        return BUDGET
+        return budget
     place = "--model" if "--model" in words else "--config"
     text = Path(words[words.index(place) + 1]).read_text()
     if place == "--config":
         text = Path(re.search(r"model_configs/[\w.]+\.json", text)[0]).read_text()
-    return BUDGET | {f"model.{key}": value for key, value in SHAPES[json.loads(text)["model_type"]].items()}
+    return budget | {f"model.{key}": value for key, value in SHAPES[json.loads(text)["model_type"]].items()}
 
 
 def replaced(words: list[str], *pairs: str) -> list[str]:
