@@ -23,8 +23,8 @@ COPIED = ("recipes", "model_configs")  # train.py --text adds to them
 SET_BY_SHELLS = ("PATH", "MPLBACKEND", "TERM", "COLUMNS")
 """Variables that a shell or a notebook changes and that no test is about; imports would read them."""
 BUDGET = {
-    "data.sequence_length": 64, "batch.tokens_per_step": 512, "batch.sequences_per_micro_batch": 1, "optim.warmup_steps": 1,
-    "compile": "none", "validation.every_steps": 2, "validation.sequences": 4,
+    "data.sequence_length": 64, "batch.tokens_per_step": 512, "batch.sequences_per_micro_batch": 1,
+    "optim.warmup_steps": 1, "compile": "none", "validation.every_steps": 2, "validation.sequences": 4,
     "checkpoint.every_steps": 2, "checkpoint.milestones_every": 2, "logging.every_steps": 1,
 }  # fmt: skip
 SHAPES = {
