@@ -298,6 +298,7 @@ def test_a_calibrated_plan_follows_from_real_steps(recipe):
     )  # fmt: skip
     plan = json.loads(result.stdout[result.stdout.index("{\n") :])
     found = plan["calibration"]
+    assert re.search(r"Timing 20 steps \.\.\.\nTiming 20 steps, .* s left \.\.\.\n", result.stderr)
     assert plan["gpu"]["name"] == "cpu" or found["device"] == "cuda", "memory and price are this machine's too"
     assert found["tokens_per_second"] == pytest.approx(8192 / found["step_seconds"])
     assert plan["hours"] == pytest.approx(123 * found["step_seconds"] / 3600, rel=0.01)
