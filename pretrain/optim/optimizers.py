@@ -2,17 +2,20 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from pretrain.config import Optim
 from pretrain.errors import InputError
 from pretrain.hardware import missing_bf16
 from pretrain.model.build import build_meta_model, embedding_parameter_names
 from pretrain.optim.adafactor import Adafactor, factored_shapes
+from pretrain.optim.matrix_exchange import HiddenMatrix
 from pretrain.optim.muon import BATCH_ELEMENTS, Muon, MuonWithAdamW
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
@@ -25,12 +28,15 @@ class ModelShapes:
 
     shapes: Mapping[str, tuple[int, ...]]
     embeddings: frozenset[str]
+    transposed: frozenset[str] = frozenset()
+    """Weights whose columns are the outputs, as GPT-2's."""
 
     @classmethod
     def of(cls, causal_lm: torch.nn.Module) -> "ModelShapes":
         """Of a model that is whole, perhaps on the meta device."""
         shapes = {name: tuple(parameter.shape) for name, parameter in causal_lm.named_parameters()}
-        return cls(shapes, frozenset(embedding_parameter_names(causal_lm)))
+        transposed = (f"{name}.weight" for name, module in causal_lm.named_modules() if isinstance(module, Conv1D))
+        return cls(shapes, frozenset(embedding_parameter_names(causal_lm)), frozenset(transposed))
 
     def decays(self, name: str) -> bool:
         """Matrices do; embeddings, norms and biases never."""
@@ -62,8 +68,8 @@ class OptimizerSpec(ABC):
     updates_in_bf16 = False
     """Whether the update is computed in bf16 under any precision, where the device multiplies in bf16."""
 
-    def problems(self, device_type: str) -> list[str]:
-        """Why it cannot train this model, or run on this device; [] if it can."""
+    def problems(self, settings: Optim, device_type: str) -> list[str]:
+        """Why it cannot train this model with these settings, or run on this device; [] if it can."""
         return []
 
     @abstractmethod
@@ -140,16 +146,52 @@ class MuonSpec(AdamWSpec):
     relative_learning_rate = 3.0  # docs/training.md has what was measured
     updates_in_bf16 = True
 
-    def problems(self, device_type: str) -> list[str]:
-        if any(self.model.is_hidden_matrix(name) for name in self.model.shapes):
-            return []
-        return ["optim.name: muon finds no hidden matrices in this model; use adamw"]
+    def problems(self, settings: Optim, device_type: str) -> list[str]:
+        hidden = [name for name in self.model.shapes if self.model.is_hidden_matrix(name)]
+        if not hidden:
+            return ["optim.name: muon finds no hidden matrices in this model; use adamw"]
+        problems, fitting = [], {name: pattern_of(name, settings.muon.blocks) for name in hidden}
+        for pattern, blocks in settings.muon.blocks.items():
+            outputs = {name: self.outputs(name) for name in hidden if fitting[name] == pattern}
+            wrong = [name for name, size in outputs.items() if size != sum(block_sizes(blocks, size))]
+            if not outputs:
+                problems.append(
+                    f"optim.muon.blocks: {pattern} fits the name of no hidden matrix of this model, or those before it "
+                    f"do; the first one is {hidden[0]}"
+                )
+            if wrong:
+                given = f"{blocks} equal blocks" if isinstance(blocks, int) else f"{sum(blocks)} = sum of {blocks}"
+                problems.append(
+                    f"optim.muon.blocks: {pattern}: {wrong[0]} has {outputs[wrong[0]]} outputs, which are not {given}"
+                )
+        return problems
+
+    def outputs(self, name: str) -> int:
+        return self.model.shapes[name][1 if name in self.model.transposed else 0]
+
+    def matrix(self, name: str, blocks_of: Mapping[str, int | list[int]]) -> HiddenMatrix:
+        """The matrix of this name, in the blocks of the first pattern that fits."""
+        shape, dim = self.model.shapes[name], 1 if name in self.model.transposed else 0
+        blocks = blocks_of.get(pattern_of(name, blocks_of), 1)
+        sizes = block_sizes(blocks, shape[dim])
+        return HiddenMatrix(shape, tuple(sizes) if len(sizes) > 1 else (), dim)
 
     def make(self, parameters, settings, learning_rate, seed, device_type) -> MuonWithAdamW:
-        hidden = [parameter for name, parameter in parameters if self.model.is_hidden_matrix(name)]
-        others = [(name, parameter) for name, parameter in parameters if not self.model.is_hidden_matrix(name)]
-        muon = Muon(hidden, lr=learning_rate, weight_decay=settings.weight_decay)
-        return MuonWithAdamW(muon, super().make(others, settings, learning_rate, seed, device_type))
+        own = settings.muon
+        hidden = {p: self.matrix(name, own.blocks) for name, p in parameters if self.model.is_hidden_matrix(name)}
+        others = [(name, parameter) for name, parameter in parameters if parameter not in hidden]
+        muon = Muon(
+            list(hidden),
+            lr=learning_rate,
+            weight_decay=settings.weight_decay,
+            ns_steps=own.iterations,
+            coefficients=own.coefficients,
+            matrices=hidden,
+        )
+        adamw = super().make(others, settings, learning_rate, seed, device_type)
+        for group in adamw.param_groups if own.adamw_learning_rate else []:
+            group["learning_rate_scale"] = own.adamw_learning_rate / learning_rate
+        return MuonWithAdamW(muon, adamw)
 
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         if self.model.is_hidden_matrix(name):
@@ -157,18 +199,27 @@ class MuonSpec(AdamWSpec):
         return super().state_shapes(name)
 
     def update_bytes(self, device_type: str, weights_in_bf16: bool) -> float:
-        # One direction in fp32; a batch of them, and four products of it, in the dtype in which they are multiplied.
+        # A batch of matrices, and four products of it, in the dtype in which they are multiplied.
         shapes = self.model.shapes
         hidden = [math.prod(shapes[name]) for name in shapes if self.model.is_hidden_matrix(name)]
-        largest = max(hidden, default=0)
         multiplied = FP32_BYTES if device_type == "cpu" and missing_bf16("cpu") else FP32_BYTES / 2
-        return FP32_BYTES * largest + 6 * multiplied * max(largest, min(BATCH_ELEMENTS, sum(hidden)))
+        return 6 * multiplied * max(*hidden, min(BATCH_ELEMENTS, sum(hidden)), 0)
+
+
+def block_sizes(blocks: int | list[int], total: int) -> list[int]:
+    """Sizes as given, or those of so many equal ones."""
+    return [total // blocks] * blocks if isinstance(blocks, int) else blocks
+
+
+def pattern_of(name: str, patterns: Iterable[str]) -> str | None:
+    """The first of the patterns that fits the name."""
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
 
 
 class AdamW8bitSpec(OptimizerSpec):
     """AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), from bitsandbytes, on a GPU or a CPU."""
 
-    def problems(self, device_type: str) -> list[str]:
+    def problems(self, settings: Optim, device_type: str) -> list[str]:
         try:
             import bitsandbytes
         except ImportError:
@@ -227,7 +278,7 @@ def optimizer_builder(
     Raises InputError with the optimizer's `problems`.
     """
     spec = OPTIMIZERS[settings.name](ModelShapes.of(causal_lm))
-    if problems := spec.problems(device_type):
+    if problems := spec.problems(settings, device_type):
         raise InputError(*problems)
 
     def build(parameters: NamedParameters) -> torch.optim.Optimizer:
@@ -238,9 +289,9 @@ def optimizer_builder(
     return build
 
 
-def optimizer_problems(name: str, model_config: PreTrainedConfig, device_type: str) -> list[str]:
+def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_type: str) -> list[str]:
     """Why the recipe's optimizer cannot train this model or run on this device; [] if it can."""
-    return OPTIMIZERS[name](ModelShapes.of(build_meta_model(model_config))).problems(device_type)
+    return OPTIMIZERS[settings.name](ModelShapes.of(build_meta_model(model_config))).problems(settings, device_type)
 
 
 def parameter_dtype(settings: Optim) -> torch.dtype:

@@ -231,9 +231,9 @@ class Strategy:
         if max_grad_norm is not None:
             divisor = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0)
         inner = self.inner_optimizer
-        if self.accelerator.scaler is None and inner.defaults.get("fused"):
-            # The fused kernels read both on the device: they divide as they go, a pass over the gradients less, and
-            # leave everything as it is where found_inf is 1.
+        if self.accelerator.scaler is None and getattr(inner, "_step_supports_amp_scaling", False):
+            # Fused kernels and Muon read both on the device: they divide as they go, and leave everything as it is
+            # where found_inf is 1.
             inner.grad_scale, inner.found_inf = divisor, skipped
             self.optimizer.step()
         else:

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from pretrain.config import Optim
 from pretrain.errors import InputError
 from pretrain.memory.parts import optimizer_elements
 from pretrain.optim.adafactor import round_stochastically
-from pretrain.optim.muon import COEFFICIENTS
+from pretrain.optim.matrix_exchange import HiddenMatrix
 from pretrain.optim.optimizers import (
     OPTIMIZERS,
     ModelShapes,
@@ -253,7 +254,7 @@ def test_muon_leaves_what_is_not_a_matrix_to_adamw():
     # A gradient of ones has one singular value: its matrix over the Frobenius norm, times what the quintic makes of 1.
     value = 1.0
     for _ in range(5):
-        value = sum(factor * value**power for factor, power in zip(COEFFICIENTS, (1, 3, 5), strict=True))
+        value = 3.4445 * value - 4.7750 * value**3 + 2.0315 * value**5
     update = 0.1 * 0.2 * 8**0.5 * value / (8 * 4) ** 0.5
     expected = torch.full(shapes["up.weight"], 1 - 0.01 - update)
     # In bf16 an update is right to two digits.
@@ -314,8 +315,43 @@ def test_8bit_adamw_without_its_package_is_refused():
 def test_8bit_adamw_without_a_kernel_for_the_device_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(__version__="0.1"))
     spec = OPTIMIZERS["adamw_8bit"](ModelShapes.of(tiny_model()))
-    (problem,) = spec.problems("cpu")
+    (problem,) = spec.problems(Optim(learning_rate=0.1), "cpu")
     assert problem.startswith("optim.name: bitsandbytes 0.1 has no 8-bit AdamW for cpu: upgrade it, or use adamw")
+
+
+def test_adamw_has_a_rate_of_its_own_beside_muon():
+    model = parameters_in_module({"up.weight": (8, 4), "embed.weight": (9, 4)})
+    muon = {"adamw_learning_rate": 0.01}
+    rates = {}
+    for own in ({}, muon):
+        strategy = object.__new__(Strategy)
+        strategy.optimizer = build(model, "muon", learning_rate=0.04, muon=own)
+        strategy.set_learning_rate(0.02)
+        rates[bool(own)] = [group["lr"] for group in strategy.optimizer.param_groups]
+    assert rates == {False: [0.02, 0.02], True: [0.02, pytest.approx(0.005)]}, "half of its peak, too"
+
+
+def test_blocks_follow_the_pattern_and_the_layout_of_the_weight():
+    model = nn.ModuleDict({"qkv": Conv1D(12, 4), "up": nn.Linear(4, 16)})
+    optimizer = build(model, "muon", muon={"blocks": {"qkv.*": 3, "*.weight": [12, 4]}})
+    found = {name: optimizer.muon.matrices[p] for name, p in model.named_parameters() if name.endswith("weight")}
+    assert found == {
+        "qkv.weight": HiddenMatrix((4, 12), (4, 4, 4), 1),
+        "up.weight": HiddenMatrix((16, 4), (12, 4), 0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ({"*.c_attn.weight": 3}, r"\*.c_attn.weight fits the name of no hidden matrix .* first one is up.weight"),
+        ({"up.*": 3}, "up.weight has 16 outputs, which are not 3 equal blocks"),
+        ({"up.*": [4, 4]}, r"up.weight has 16 outputs, which are not 8 = sum of \[4, 4\]"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused(blocks, message):
+    with pytest.raises(InputError, match=message):
+        builder(tiny_model(), "muon", muon={"blocks": blocks})
 
 
 def test_muon_without_hidden_matrices_is_refused():
