@@ -180,7 +180,7 @@ def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dty
     matrices = [piece.as_matrix(view) for piece, view in zip(mine, own_views, strict=True)]
     copy_all(matrices, [piece.whole(tensors) for piece in mine])
     replace_all([(matrix, piece.matrix) for matrix, piece in zip(matrices, mine, strict=True)])
-    dist.all_gather_single(gathered, gathered[holders.rank].clone(), group=holders.group)
+    dist.all_gather_single(gathered.view(-1), gathered[holders.rank].clone(), group=holders.group)
     for theirs, of_rank in zip(owned, views, strict=True):
         copy_all([piece.whole(tensors) for piece in theirs], map(MatrixPiece.as_matrix, theirs, of_rank))
 

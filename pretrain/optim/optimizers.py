@@ -142,7 +142,7 @@ class AdafactorSpec(OptimizerSpec):
 class MuonSpec(AdamWSpec):
     """Muon for the hidden matrices; AdamW for embeddings, the output head, norms and biases."""
 
-    takes = ("whole", "stage", "sharded")
+    takes = ("whole", "stage", "sharded", "pieces")
     relative_learning_rate = 3.0  # docs/training.md has what was measured
     updates_in_bf16 = True
 
@@ -156,8 +156,8 @@ class MuonSpec(AdamWSpec):
             wrong = [name for name, size in outputs.items() if size != sum(block_sizes(blocks, size))]
             if not outputs:
                 problems.append(
-                    f"optim.muon.blocks: {pattern} fits the name of no hidden matrix of this model, or those before it "
-                    f"do; the first one is {hidden[0]}"
+                    f"optim.muon.blocks: {pattern} fits the name of no hidden matrix of this model, or the patterns "
+                    f"before it do; the first one is {hidden[0]}"
                 )
             if wrong:
                 given = f"{blocks} equal blocks" if isinstance(blocks, int) else f"{sum(blocks)} = sum of {blocks}"

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 
@@ -25,6 +26,8 @@ from pretrain.model.fp8 import fp8_problem, use_fp8
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.gradient_norm import total_norm
+from pretrain.optim.matrix_exchange import Holders
+from pretrain.optim.muon import MuonWithAdamW
 from pretrain.optim.optimizers import OPTIMIZERS, describe_optimizer, load_optimizer_state, optimizer_state_by_name
 from pretrain.parallel.launcher import PRECISIONS, processes_launched
 from pretrain.parallel.layout import Layout, StepTraffic
@@ -199,6 +202,8 @@ class Strategy:
         named_parameters = [(n, p) for n, p in self.causal_lm.named_parameters() if not p.is_meta]
         self.name_of = {parameter: name for name, parameter in named_parameters}
         optimizer = build_optimizer(named_parameters)
+        if isinstance(optimizer, MuonWithAdamW):
+            optimizer.muon.copies = self.copies()
         self.optimizer_built = describe_optimizer(optimizer)
         return optimizer
 
@@ -310,6 +315,10 @@ class Strategy:
             self.accelerator.scaler.load_state_dict(
                 {**self.accelerator.scaler.state_dict(), **state, "_growth_tracker": state["growth_tracker"]}
             )
+
+    def copies(self) -> Holders | None:
+        """Who else updates the same whole parameters, and can share the work of that."""
+        return Holders(dist.group.WORLD, self.device) if self.ranks.count > 1 else None
 
     def replicas(self) -> list[ReplicaGroup]:
         """Weights of which several ranks hold a copy, equal bit by bit: see `replica_differences`."""
