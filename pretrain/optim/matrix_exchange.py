@@ -132,13 +132,19 @@ def replace_whole_matrices(
         replace_all: overwrites each of some whole matrices by its result.
     """
     shared: dict[Holders, list[MatrixPiece]] = {}
-    alone = []
+    here = []
     for piece in pieces:
         if not piece.is_alone:
             shared.setdefault(piece.holders, []).append(piece)
         elif piece.owner in (None, piece.holders.rank):
-            alone.append((piece.whole(tensors), piece.matrix))
-    replace_all(alone)
+            whole, device = piece.whole(tensors), piece.holders.device
+            if whole.device.type == device.type:
+                here.append((whole, piece.matrix))
+            else:  # offloaded
+                moved = whole.to(device, dtype(device))
+                replace_all([(moved, piece.matrix)])
+                whole.copy_(moved)
+    replace_all(here)
     for holders, theirs in shared.items():
         for bucket in buckets_of(theirs, holders.size):
             is_split = [piece for piece, _ in bucket if piece.ranges]
