@@ -15,7 +15,7 @@ from pretrain.errors import InputError
 from pretrain.hardware import missing_bf16
 from pretrain.model.build import build_meta_model, embedding_parameter_names
 from pretrain.optim.adafactor import Adafactor, factored_shapes
-from pretrain.optim.matrix_exchange import HiddenMatrix
+from pretrain.optim.matrix_exchange import BUCKET_ELEMENTS, HiddenMatrix
 from pretrain.optim.muon import BATCH_ELEMENTS, Muon, MuonWithAdamW
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
@@ -87,8 +87,12 @@ class OptimizerSpec(ABC):
         shapes = (shape for name in self.model.shapes for shape in self.state_shapes(name).values())
         return sum(math.prod(shape) for shape in shapes if shape)
 
-    def update_bytes(self, device_type: str, weights_in_bf16: bool) -> float:
-        """What an update allocates and frees again."""
+    def update_bytes(self, device_type: str, weights_in_bf16: bool, form: str, processes: int) -> float:
+        """What an update allocates and frees again, where so many processes hold parameters together in this form."""
+        return 0.0
+
+    def exchanged_bytes(self, form: str, processes: int) -> float:
+        """What each of these processes sends for an update, on GPUs."""
         return 0.0
 
     def placed(self, key: str, value: torch.Tensor, parameter: torch.Tensor, group: dict) -> torch.Tensor | int:
@@ -133,7 +137,7 @@ class AdafactorSpec(OptimizerSpec):
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         return factored_shapes(self.model.shapes[name])
 
-    def update_bytes(self, device_type: str, weights_in_bf16: bool) -> float:
+    def update_bytes(self, device_type, weights_in_bf16, form, processes) -> float:
         # Squares, update, a product on the way; for weights in bf16 also fp32 copies and random bits.
         largest = max(math.prod(shape) for shape in self.model.shapes.values())
         return largest * (28 if weights_in_bf16 else 4 * FP32_BYTES)
@@ -198,12 +202,27 @@ class MuonSpec(AdamWSpec):
             return {"momentum_buffer": self.model.shapes[name]}
         return super().state_shapes(name)
 
-    def update_bytes(self, device_type: str, weights_in_bf16: bool) -> float:
+    def update_bytes(self, device_type, weights_in_bf16, form, processes) -> float:
         # A batch of matrices, and four products of it, in the dtype in which they are multiplied.
-        shapes = self.model.shapes
-        hidden = [math.prod(shapes[name]) for name in shapes if self.model.is_hidden_matrix(name)]
-        multiplied = FP32_BYTES if device_type == "cpu" and missing_bf16("cpu") else FP32_BYTES / 2
-        return 6 * multiplied * max(*hidden, min(BATCH_ELEMENTS, sum(hidden)), 0)
+        hidden = self._hidden_elements()
+        largest, multiplied = max(hidden, default=0), FP32_BYTES / 2
+        if device_type == "cpu" and missing_bf16("cpu"):
+            multiplied = FP32_BYTES
+        products = 6 * max(largest, min(BATCH_ELEMENTS, sum(hidden)))
+        if processes == 1 or form == "stage":
+            return multiplied * products
+        # Of a bucket every process has all the results, or its parts, those that have arrived, and whole matrices.
+        bucket = max(largest, min(BUCKET_ELEMENTS, sum(hidden) / processes))
+        return multiplied * (products + bucket * (processes + 1 if form == "whole" else 3))
+
+    def exchanged_bytes(self, form, processes) -> float:
+        if form == "stage":
+            return 0.0
+        part = sum(self._hidden_elements()) / processes
+        return FP32_BYTES / 2 * part * (processes - 1) / (1 if form == "whole" else processes / 2)
+
+    def _hidden_elements(self) -> list[int]:
+        return [math.prod(shape) for name, shape in self.model.shapes.items() if self.model.is_hidden_matrix(name)]
 
 
 def block_sizes(blocks: int | list[int], total: int) -> list[int]:

@@ -260,7 +260,7 @@ class PipelineParallel(ModelParallel):
         }
         found = []
         for moment, (elements, activations) in ends.items():
-            moments = {moment: (FP32 * elements, activations), "update": (FP32 * elements, work.update_bytes)}
+            moments = {moment: (FP32 * elements, activations), "update": (FP32 * elements, work.update_bytes("stage"))}
             share = elements / sizes.total
             found.append(at_peak(moments, FP32 * elements, work.optimizer_bytes(share), travelling))
         return max(found, key=lambda memory: memory.total)

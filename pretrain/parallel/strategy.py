@@ -28,7 +28,13 @@ from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.gradient_norm import total_norm
 from pretrain.optim.matrix_exchange import Holders
 from pretrain.optim.muon import MuonWithAdamW
-from pretrain.optim.optimizers import OPTIMIZERS, describe_optimizer, load_optimizer_state, optimizer_state_by_name
+from pretrain.optim.optimizers import (
+    OPTIMIZERS,
+    OptimizerSpec,
+    describe_optimizer,
+    load_optimizer_state,
+    optimizer_state_by_name,
+)
 from pretrain.parallel.launcher import PRECISIONS, processes_launched
 from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.ranks import Ranks
@@ -138,7 +144,8 @@ class Strategy:
     @classmethod
     def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
         """Memory of the process that needs most, with so many sequences per micro-batch."""
-        return replicated(run.work(sequences, cls.micro_batches(layout)), is_ddp=layout.ranks > 1)
+        work = run.work(sequences, cls.micro_batches(layout))
+        return replicated(work, work.update_bytes("whole", layout.ranks), is_ddp=layout.ranks > 1)
 
     @classmethod
     def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
@@ -148,6 +155,12 @@ class Strategy:
         """
         # Summed in the last micro-step, during its backward pass.
         return 2 * FP32 * step.sizes.total * layout.ring / step.across, 2 / 3 / step.micro_steps
+
+    @classmethod
+    def exchange_seconds(cls, layout: Layout, step: StepTraffic, optimizer: OptimizerSpec) -> float:
+        """Of matrices for an update, with nothing to hide behind."""
+        sent = optimizer.exchanged_bytes(cls.parameter_form, layout.per_group)
+        return sent / (step.inside if layout.groups > 1 else step.across)
 
     @classmethod
     def idle(cls, config: RunConfig, layout: Layout) -> float:
@@ -325,7 +338,7 @@ class Strategy:
         return [(None, {n: p.detach() for p, n in self.name_of.items()})] if self.ranks.count > 1 else []
 
 
-def replicated(work: Work, *, is_ddp: bool) -> Memory:
+def replicated(work: Work, update_bytes: float, *, is_ddp: bool) -> Memory:
     """Memory where everything is on every process.
 
     DDP's buckets stay between steps. In the last micro-step gradients are written into them; those of the micro-steps
@@ -344,6 +357,6 @@ def replicated(work: Work, *, is_ddp: bool) -> Memory:
         "backward": (resident or head, act["backward"]),
         "first layer": (resident or whole - embedding - weight * sizes.layer, act["first layer"]),
         "embedding": (resident or whole - embedding, embedding + act["embedding"]),
-        "update": (whole, work.update_bytes),
+        "update": (whole, update_bytes),
     }
     return at_peak(moments, whole, work.optimizer_bytes(), buckets)

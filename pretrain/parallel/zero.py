@@ -27,6 +27,7 @@ from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.matrix_exchange import Holders
 from pretrain.optim.muon import MuonWithAdamW
+from pretrain.optim.optimizers import OptimizerSpec
 from pretrain.parallel.deepspeed_build import prepare_extensions_folder
 from pretrain.parallel.fully_sharded import FullySharded
 from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, environment_flag, processes_launched
@@ -89,7 +90,10 @@ class Zero(Strategy):
             "backward": (resident, act["backward"], gathered + buckets),
             "first layer": (gradients, act["first layer"], gathered + buckets),
             "embedding": (gradients, compute * sizes.embedding + act["embedding"], gathered + buckets),
-            "update": (gradients, work.update_bytes + (2 * FP32 * sizes.total * share if stage < 3 else 0.0)),
+            "update": (
+                gradients,
+                work.update_bytes("pieces", layout.ranks) + (2 * FP32 * sizes.total * share if stage < 3 else 0.0),
+            ),
         }
         if not (settings.get("offload_optimizer") or settings.get("offload_param")):
             # The masters belong to the optimizer: they change when it steps.
@@ -103,6 +107,11 @@ class Zero(Strategy):
         if layout.zero["stage"] == 2:
             return (FP32 * step.micro_steps + 2) * step.sizes.total * layout.ring / step.across, 2 / 3
         return FullySharded.traffic(layout, step)
+
+    @classmethod
+    def exchange_seconds(cls, layout: Layout, step: StepTraffic, optimizer: OptimizerSpec) -> float:
+        """In stages 1 and 2 only matrices that the flat partitions cut."""
+        return super().exchange_seconds(layout, step, optimizer) if layout.zero["stage"] == 3 else 0.0
 
     @classmethod
     def offload_seconds(cls, layout: Layout, parameters: int) -> float:

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def rows(matrix, dim):
     size, other = matrix.shape[dim], matrix.shape[1 - dim]
     parts = torch.arange(size).chunk(PROCESSES)
     ends = [0, *(other * (int(part[-1]) + 1) for part in parts), *[other * size] * (PROCESSES - len(parts))]
-    return tuple(zip(ends, ends[1:], strict=False))
+    return tuple(pairwise(ends))
 
 
 def expected():
@@ -118,9 +119,7 @@ def test_flat_partitions_that_cut_matrices_anywhere(monkeypatch):
         for matrix, start, count in zip(MATRICES, starts, elements, strict=True):
             edges = [min(max(size * edge - start, 0), count) for edge in range(PROCESSES + 1)]
             offset = max(0, start - size * rank) if edges[rank] < edges[rank + 1] else 0
-            pieces.append(
-                MatrixPiece(matrix, Holders(rank, CPU), 0, tuple(zip(edges, edges[1:], strict=False)), offset)
-            )
+            pieces.append(MatrixPiece(matrix, Holders(rank, CPU), 0, tuple(pairwise(edges)), offset))
         return [flat[size * rank : size * (rank + 1)].clone()], pieces
 
     found, calls = run_threads(monkeypatch, of_rank)
