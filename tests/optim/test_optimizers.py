@@ -1,6 +1,7 @@
 """Optimizers: what decays, what they compute, and state that comes back to the last bit."""
 
 import importlib.util
+import math
 import sys
 from argparse import Namespace
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from pretrain.config import Optim
@@ -194,6 +196,30 @@ def test_an_update_clips_as_torch_does(name, max_grad_norm):
         assert grad_norm.item() == pytest.approx(norm.item(), rel=1e-6) and not skipped
     for parameter, twin in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(parameter, twin, rtol=1e-5, atol=1e-6)
+
+
+class NoWait(TorchDispatchMode):
+    """Fails where a number is read from a tensor: on a GPU the host would wait for it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_an_update_waits_for_nothing_and_a_skipped_one_changes_nothing(name):
+    model = tiny_model()
+    strategy = object.__new__(Strategy)
+    strategy.causal_lm, strategy.optimizer, strategy.accelerator = model, build(model, name), Namespace(scaler=None)
+    before = []
+    for value in (1.0, math.nan, math.inf):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        with NoWait():
+            _, skipped = strategy.update(0.5)
+        tensors = [*model.parameters(), *optimizer_state_by_name(strategy.optimizer, names_of(model)).values()]
+        assert skipped.item() == (value != 1.0) and (not before or all(map(torch.equal, before, tensors)))
+        before = [tensor.detach().clone() for tensor in tensors]
 
 
 def saved_state(name):
