@@ -97,6 +97,7 @@ class Work:
 
     def optimizer_bytes(self, share: float = 1.0) -> float:
         """State of the optimizer for this share of the parameters."""
+        share = 1.0 if OPTIMIZERS[self.optimizer].state_is_whole else share
         return share * FP32 * optimizer_elements(self.optimizer, self.sizes)
 
     def activation_bytes(self, activations: Activations, weight_bytes: int, waiting: float) -> dict[str, float]:

@@ -97,6 +97,11 @@ class MatrixPiece:
         return flat.view(self.matrix.shape[::-1]).mT if self.is_transposed else flat.view(self.matrix.shape)
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor, as a plain one with the same storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def piece_of(parameter: torch.Tensor, matrix: HiddenMatrix, tensor: int, copies: Holders | None) -> MatrixPiece:
     """Of a parameter that is a matrix, whole or a DTensor that is sharded along one dimension.
 

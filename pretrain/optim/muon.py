@@ -9,10 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from pretrain.hardware import missing_bf16
-from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece, piece_of, replace_whole_matrices
+from pretrain.optim.matrix_exchange import (
+    HiddenMatrix,
+    Holders,
+    MatrixPiece,
+    local_tensor,
+    piece_of,
+    replace_whole_matrices,
+)
 
 EPS = 1e-7
 """Least Frobenius norm that an update is divided by."""
@@ -166,11 +172,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.param_groups, part.state = groups, self.state
             part.grad_scale, part.found_inf = self.grad_scale, self.found_inf
             part.step()
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor, as a plain one with the same storage."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def update_scale(matrix: HiddenMatrix) -> float:

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -63,6 +63,8 @@ class OptimizerSpec(ABC):
     """Forms of parameters that it updates; a strategy names its own as `parameter_form`. whole: single and ddp; stage:
     whole ones of some layers, under pp; sharded: as DTensors, under fsdp2 and hsdp; pieces: any part of a matrix
     without the rest, under ZeRO and tp."""
+    state_is_whole = False
+    """Whether each process keeps all of the state, and not what goes with its parts of the parameters."""
     relative_learning_rate = 1.0
     """Its usual peak relative to AdamW's."""
     updates_in_bf16 = False
@@ -129,7 +131,10 @@ class AdamWSpec(OptimizerSpec):
 
 
 class AdafactorSpec(OptimizerSpec):
-    takes = ("whole", "stage")
+    """Adafactor, whose rows and columns of second moments are whole on every process."""
+
+    takes = ("whole", "stage", "sharded", "pieces")
+    state_is_whole = True
 
     def make(self, parameters, settings, learning_rate, seed, device_type) -> Adafactor:
         return Adafactor(self.groups(parameters, settings.weight_decay), lr=learning_rate, seed=seed)
@@ -138,9 +143,14 @@ class AdafactorSpec(OptimizerSpec):
         return factored_shapes(self.model.shapes[name])
 
     def update_bytes(self, device_type, weights_in_bf16, form, processes) -> float:
-        # Squares, update, a product on the way; for weights in bf16 also fp32 copies and random bits.
+        # Squares; of flat parts also whole rows; for weights in bf16 fp32 copies, a product and random bits.
         largest = max(math.prod(shape) for shape in self.model.shapes.values())
-        return largest * (28 if weights_in_bf16 else 4 * FP32_BYTES)
+        return largest * (28 if weights_in_bf16 else 2 * FP32_BYTES)
+
+    def exchanged_bytes(self, form, processes) -> float:
+        if form in ("whole", "stage"):
+            return 0.0
+        return 2 * FP32_BYTES * self.state_elements() * (processes - 1) / processes
 
 
 class MuonSpec(AdamWSpec):
@@ -342,18 +352,23 @@ def optimizer_state_by_name(
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, name_of: Mapping[torch.Tensor, str], tensors: Mapping[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer,
+    name_of: Mapping[torch.Tensor, str],
+    tensors: Mapping[str, torch.Tensor],
+    groups: Sequence[Mapping] | None = None,
 ) -> None:
     """Puts saved state into an optimizer that has not stepped yet, to the last bit.
 
     Moments go where their parameter is; `step` stays on the host unless a kernel wants it on the device. Parameters
     that were never updated have no state and get none, if that holds for all. Raises InputError with everything that
     is missing, unexpected or of another shape, before anything is changed.
+
+    groups: of the parameters whose state it is, where the optimizer's own have been replaced.
     """
     if not tensors:
         return
     shapes, places = {}, {}
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if groups is None else groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
                 for key, shape in optimizer.spec.state_shapes(name_of[parameter]).items():

@@ -299,8 +299,6 @@ class PipelineParallel(ModelParallel):
             )
         if config.attention == "flex_attention":
             problems.append("attention: flex_attention does not run under a pipeline; use auto")
-        if config.optim.stochastic_rounding:
-            problems.append("optim.stochastic_rounding: does not run under a pipeline; it does under single and ddp")
         return problems
 
     @classmethod

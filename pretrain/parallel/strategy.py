@@ -118,7 +118,9 @@ class Strategy:
             "precision": (resolve_precision(config.precision), cls.precisions),
             "compile": (config.compile, cls.compilations),
         }
-        return [
+        rounding = config.optim.stochastic_rounding and cls.parameter_form != "whole"
+        problems = [f"optim.stochastic_rounding: does not run under {name}; it does under single and ddp"]
+        return (problems if rounding else []) + [
             f"{path}: {value} does not run under {name}; choose {' or '.join(allowed)}, or a strategy "
             f"that runs it, as ddp does"
             for path, (value, allowed) in given.items()
@@ -314,7 +316,9 @@ class Strategy:
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         """Puts whole tensors by name into the running model and optimizer."""
         load_parts(self.model_tensors().tensors, model)
-        load_optimizer_state(self.inner_optimizer, self.name_of, ShardedState(optimizer, self.name_of))
+        inner = self.inner_optimizer
+        state = optimizer if inner.spec.state_is_whole else ShardedState(optimizer, self.name_of)
+        load_optimizer_state(inner, self.name_of, state)
 
     def state(self) -> dict[str, float]:
         """What else an exact continuation needs: the fp16 loss scale."""

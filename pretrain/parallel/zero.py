@@ -25,9 +25,10 @@ from pretrain.model.build import build_meta_model
 from pretrain.model.compile import layers_of
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
+from pretrain.optim.adafactor import Adafactor
 from pretrain.optim.matrix_exchange import Holders
 from pretrain.optim.muon import MuonWithAdamW
-from pretrain.optim.optimizers import OptimizerSpec
+from pretrain.optim.optimizers import OptimizerSpec, load_optimizer_state
 from pretrain.parallel.deepspeed_build import prepare_extensions_folder
 from pretrain.parallel.fully_sharded import FullySharded
 from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, environment_flag, processes_launched
@@ -36,7 +37,7 @@ from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import OptimizerBuilder, Strategy, device_type
 from pretrain.parallel.tensor_group import TensorGroup
-from pretrain.parallel.zero_partitions import Partitions, fragment_places, placed_pieces
+from pretrain.parallel.zero_partitions import Partitions, fragment_places, placed_parts, placed_pieces
 
 CPU_ADAM_BYTES_PER_SECOND = 100e9
 NVME_BYTES_PER_SECOND = 5e9
@@ -188,10 +189,13 @@ class Zero(Strategy):
         self.model, _ = self.accelerator.prepare(model, optimizer)
         self.optimizer, self.spec = self.model.optimizer, optimizer.spec
         self.partitions = Partitions(self.optimizer) if self.stage == 3 else None
-        if isinstance(optimizer, MuonWithAdamW):
+        if isinstance(optimizer, MuonWithAdamW | Adafactor):
             places = self.partitions.places() if self.stage == 3 else fragment_places(self._groups_and_masters())
             holders = Holders(dist.group.WORLD, self.device)
-            optimizer.muon.placed = placed_pieces(places, optimizer.muon.matrices, holders)
+            if isinstance(optimizer, Adafactor):
+                optimizer.placed = placed_parts(places, holders)
+            else:
+                optimizer.muon.placed = placed_pieces(places, optimizer.muon.matrices, holders)
         self._check_in_effect()
         if self.precision != "fp32":
             self._undo_rounding(buffers, weights)
@@ -272,6 +276,8 @@ class Zero(Strategy):
         return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), {}, self.get)
 
     def optimizer_tensors(self) -> TensorGroup:
+        if self.spec.state_is_whole:
+            return super().optimizer_tensors()
         shapes: dict[str, tuple[int, ...]] = {}
         if self.optimizer.optimizer.state:
             self._link_state()
@@ -284,6 +290,10 @@ class Zero(Strategy):
             self._set(name, None, model[name])
         self._release()
         if not optimizer:
+            return
+        if self.spec.state_is_whole:
+            groups = [{"params": list(self.name_of)}]
+            load_optimizer_state(self.inner_optimizer, self.name_of, optimizer, groups)
             return
         kept = {name: self.spec.state_shapes(name) for name in self.parameter_of}
         missing = [f"{name}.{key}" for name, keys in kept.items() for key in keys if f"{name}.{key}" not in optimizer]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pretrain.optim.adafactor import Part
 from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece
 
 Place = tuple[torch.Tensor, torch.Tensor, int, tuple[tuple[int, int], ...]]
@@ -128,3 +129,14 @@ def placed_pieces(
             piece = MatrixPiece(matrices[parameter], holders, 0, ranges, offset)
             pieces.setdefault(flat, []).append(piece)
     return pieces
+
+
+def placed_parts(places: Sequence[Place], holders: Holders) -> dict[torch.Tensor, list[Part]]:
+    """{flat tensor: what it has of every parameter}."""
+    parts: dict[torch.Tensor, list[Part]] = {}
+    for parameter, flat, offset, ranges in places:
+        first, end = ranges[holders.rank]
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        part = Part(parameter, shape, holders, 0, first if first < end else 0, offset, end - first)
+        parts.setdefault(flat, []).append(part)
+    return parts

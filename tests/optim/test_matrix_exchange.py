@@ -1,7 +1,5 @@
 """Exchanged matrices are those of one process, however they are divided. Threads play the processes."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -9,42 +7,12 @@ import torch
 
 from pretrain.optim import matrix_exchange
 from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece, buckets_of, replace_whole_matrices
+from support.threads_as_processes import PROCESSES, Threads, edges_of_chunks, flat_layout
 
-PROCESSES = 3
 CPU = torch.device("cpu")
 MATRICES = [HiddenMatrix(shape) for shape in [(4, 6), (7, 3), (2, 9), (6, 4), (1, 5), (8, 8), (5, 5)]]
 BUCKETS = 4
 """Of MATRICES with 20 elements for each process: the last has three."""
-
-
-class Threads:
-    """torch.distributed for threads, each of which has a rank; counts the collectives of rank 0."""
-
-    def __init__(self):
-        self.barrier, self.sent, self.calls = threading.Barrier(PROCESSES, timeout=20), [None] * PROCESSES, 0
-
-    def get_world_size(self, group):
-        return PROCESSES
-
-    def get_rank(self, rank):
-        return rank
-
-    def swap(self, rank, value):
-        self.calls += rank == 0
-        self.sent[rank] = value
-        self.barrier.wait()
-        values = list(self.sent)
-        self.barrier.wait()
-        return values
-
-    def all_gather_single(self, output, sent, group):
-        output.copy_(torch.cat(self.swap(group, sent.clone())))
-
-    def all_to_all_single(self, received, sent, incoming, outgoing, group):
-        of_rank = self.swap(group, sent.clone().split(outgoing))
-        parts = [parts[group] for parts in of_rank]
-        assert [part.numel() for part in parts] == incoming
-        received.copy_(torch.cat(parts))
 
 
 def wholes():
@@ -60,11 +28,8 @@ def replaced(pairs):
 
 
 def rows(matrix, dim):
-    """Ranges of shards along a dimension, as torch.chunk makes them: some are smaller, some empty."""
-    size, other = matrix.shape[dim], matrix.shape[1 - dim]
-    parts = torch.arange(size).chunk(PROCESSES)
-    ends = [0, *(other * (int(part[-1]) + 1) for part in parts), *[other * size] * (PROCESSES - len(parts))]
-    return tuple(pairwise(ends))
+    """Elements of shards along a dimension."""
+    return tuple(pairwise(matrix.shape[1 - dim] * edge for edge in edges_of_chunks(matrix.shape[dim])))
 
 
 def expected():
@@ -84,8 +49,7 @@ def run_threads(monkeypatch, of_rank):
         replace_whole_matrices(pieces, tensors, lambda device: torch.float32, replaced)
         return tensors
 
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        return list(pool.map(run, range(PROCESSES))), threads.calls
+    return threads.run(run), threads.calls
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -107,19 +71,16 @@ def test_shards(monkeypatch, dim):
 
 def test_flat_partitions_that_cut_matrices_anywhere(monkeypatch):
     """With padding between them; a matrix that is whole somewhere does not travel."""
-    elements = [shape[0] * shape[1] for shape in (matrix.shape for matrix in MATRICES)]
-    starts = [sum(elements[:index]) + index for index in range(len(elements))]
-    size = 71  # three times that is more than all of them
+    size, starts, edges = flat_layout([matrix.shape[0] * matrix.shape[1] for matrix in MATRICES])
 
     def of_rank(rank):
         flat = torch.zeros(PROCESSES * size)
         for whole, start in zip(wholes(), starts, strict=True):
             flat[start : start + whole.numel()] = whole.flatten()
         pieces = []
-        for matrix, start, count in zip(MATRICES, starts, elements, strict=True):
-            edges = [min(max(size * edge - start, 0), count) for edge in range(PROCESSES + 1)]
-            offset = max(0, start - size * rank) if edges[rank] < edges[rank + 1] else 0
-            pieces.append(MatrixPiece(matrix, Holders(rank, CPU), 0, tuple(pairwise(edges)), offset))
+        for matrix, start, ends in zip(MATRICES, starts, edges, strict=True):
+            offset = max(0, start - size * rank) if ends[rank] < ends[rank + 1] else 0
+            pieces.append(MatrixPiece(matrix, Holders(rank, CPU), 0, tuple(pairwise(ends)), offset))
         return [flat[size * rank : size * (rank + 1)].clone()], pieces
 
     found, calls = run_threads(monkeypatch, of_rank)

@@ -206,7 +206,7 @@ class NoWait(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
 def test_an_update_waits_for_nothing_and_a_skipped_one_changes_nothing(name):
     model = tiny_model()
     strategy = object.__new__(Strategy)
@@ -435,7 +435,12 @@ def test_an_optimizer_is_added_by_one_class_and_one_line(monkeypatch):
     parameters = sum(parameter.numel() for parameter in whole.parameters())
     sizes = SimpleNamespace(shapes=ModelShapes.of(whole))
     assert optimizer_elements("sign_sgd", sizes) == parameters, "plan.py knows its memory"
-    config = SimpleNamespace(optim=SimpleNamespace(name="sign_sgd"), precision="fp32", compile="none")
+    config = SimpleNamespace(
+        optim=SimpleNamespace(name="sign_sgd", stochastic_rounding=False), precision="fp32", compile="none"
+    )
     assert Strategy.problems(config, "ddp") == FullySharded.problems(config, "fsdp2") == []
     (problem,) = Zero.problems(config, "zero1")
-    assert problem.startswith("optim.name: sign_sgd does not run under") and "choose adamw," in problem
+    assert (
+        problem.startswith("optim.name: sign_sgd does not run under")
+        and "choose adamw or adafactor or muon," in problem
+    )
