@@ -143,9 +143,9 @@ class AdafactorSpec(OptimizerSpec):
         return factored_shapes(self.model.shapes[name])
 
     def update_bytes(self, device_type, weights_in_bf16, form, processes) -> float:
-        # Squares; of flat parts also whole rows; for weights in bf16 fp32 copies, a product and random bits.
+        # Squares, beside whole rows of flat parts; for weights in bf16 also fp32 copies and random bits.
         largest = max(math.prod(shape) for shape in self.model.shapes.values())
-        return largest * (28 if weights_in_bf16 else 2 * FP32_BYTES)
+        return largest * (24 if weights_in_bf16 else FP32_BYTES * (2 if form == "pieces" else 1))
 
     def exchanged_bytes(self, form, processes) -> float:
         if form in ("whole", "stage"):
@@ -218,7 +218,7 @@ class MuonSpec(AdamWSpec):
         largest, multiplied = max(hidden, default=0), FP32_BYTES / 2
         if device_type == "cpu" and missing_bf16("cpu"):
             multiplied = FP32_BYTES
-        products = 6 * max(largest, min(BATCH_ELEMENTS, sum(hidden)))
+        products = 5 * max(largest, min(BATCH_ELEMENTS, sum(hidden)))
         if processes == 1 or form == "stage":
             return multiplied * products
         # Of a bucket every process has all the results, or its parts, those that have arrived, and whole matrices.

@@ -33,8 +33,8 @@ def test_a_plan_lists_it_with_its_own_memory(recipe, monkeypatch):
     assert found["toy"].runs and found["toy"].memory.total == found["ddp"].memory.total + 1
     assert found["toy"].step_seconds == found["ddp"].step_seconds
     assert candidates(("optim.name", "adamw_8bit"))["toy"].problems == [
-        "optim.name: adamw_8bit does not run under toy; choose adamw or adafactor or muon, or a strategy that runs it, "
-        "as ddp does"
+        "optim.name: adamw_8bit does not run under toy; choose adamw or adafactor or muon, or a strategy that runs "
+        "it, as ddp does"
     ]
 
 
