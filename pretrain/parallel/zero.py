@@ -127,6 +127,11 @@ class Zero(Strategy):
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         problems = super().problems(config, name)
+        if (uses_nvme() or name == "zero3_offload_nvme") and config.optim.name in ("muon", "adafactor"):
+            problems.append(
+                f"optim.name: {config.optim.name} does not run with its state on a disk, where only adamw's has been "
+                "tested; use accelerate_configs/zero3_offload.yaml, or adamw"
+            )
         if uses_nvme() and not can_use_nvme():
             problems.append(
                 "launcher: offload_optimizer.device: nvme needs libaio (apt install libaio-dev, or conda install "

@@ -315,6 +315,13 @@ def test_the_page_is_readable_when_piped(recipe):
     assert str(ROOT) not in result.stdout
 
 
+def test_what_has_not_been_tested_on_a_disk_is_refused_there(recipe):
+    found = candidate(plan_of(recipe, ("optim.name", "muon"), gpus=1, mfu=0.4), "zero3_offload_nvme")
+    assert any(
+        problem.startswith("optim.name: muon does not run with its state on a disk") for problem in found.problems
+    )
+
+
 def test_muon_sends_matrices_to_their_owners_and_back(recipe):
     """Beside what AdamW sends: in bf16, all to everyone under ddp, a part there and back under fsdp2 and ZeRO-3."""
     adamw, muon = (plan_of(recipe, ("optim.name", name), mfu=0.4) for name in ("adamw", "muon"))
