@@ -28,7 +28,7 @@ from transformers.integrations import moe
 
 from pretrain.config import WindowSpec
 from pretrain.memory.compiled import LayerGraphs, graph_backend
-from pretrain.model.attention import TOKENS_PER_SEGMENT
+from pretrain.model.attention import SEGMENTS_PER_WINDOW
 from pretrain.model.build import build_meta_model
 from pretrain.model.compile import checkpoint_activations, layers_of
 
@@ -304,6 +304,6 @@ def _inputs(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, A
     inputs = {"inputs_embeds": torch.empty(shape, dtype=call.weights, requires_grad=True)}
     if not call.window.document_mask:
         return inputs
-    segments = torch.empty(sequences * max(8, length // TOKENS_PER_SEGMENT) + 1, dtype=torch.int32)
+    segments = torch.empty(sequences * SEGMENTS_PER_WINDOW + 1, dtype=torch.int32)
     layout = {"cu_seq_lens_q": segments, "cu_seq_lens_k": segments, "max_length_q": length, "max_length_k": length}
     return {**inputs, "position_ids": torch.empty(sequences, length, dtype=torch.long), **layout}

@@ -14,7 +14,7 @@ Shapes: B windows, T positions, H query heads, G key heads, E width of a head, S
 """
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,13 @@ from pretrain.model import cpu_attention
 from pretrain.model.cpu_attention import HALF_DTYPES
 
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
-TOKENS_PER_SEGMENT = 64
-"""Space for segments is made for documents of this mean length (and at least 8 in a window); where they are shorter it
-doubles, which recompiles compiled code once. Space for the worst case would cost a GPU kernel an idle block each."""
+UNKNOWN_TO_FLASH = ("s_aux", "position_bias", "attention_mask")
+SEGMENTS_PER_WINDOW = 8
+"""Space for segments is made for so many in a window; where there are more it doubles, which recompiles compiled code
+once. A GPU's kernel starts as many blocks for each as for a whole window, and those of the space left over idle: to
+make it for the worst case, or in proportion to long windows, would start mostly such blocks."""
+FLEX_BLOCK = 128
+"""Queries and keys of a block that flex attention computes or leaves out."""
 
 
 def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[str, Tensor]:
@@ -46,7 +50,7 @@ def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[s
     starts_BT[:, 0] = True
     starts_S = np.flatnonzero(starts_BT)
     tokens = batch * length
-    capacity = batch * max(8, length // TOKENS_PER_SEGMENT)
+    capacity = batch * SEGMENTS_PER_WINDOW
     while capacity < len(starts_S):
         capacity *= 2
     cu_seq_lens = np.full(capacity + 1, tokens, dtype=np.int32)
@@ -106,37 +110,59 @@ def choose_attention(requested: str, *, device_type: str, dtype: torch.dtype, wi
     """The attn_implementation to give to a model of transformers for the attention that a run asks for.
 
     auto is sdpa: on a CPU the operator of model/cpu_attention.py, on a GPU in half precision torch's varlen
-    flash attention, on a GPU in fp32 a dense mask. Raises InputError, naming what works, where the device, the dtype
-    or a package is missing for what was asked, or the windows (None: not judged) rule it out.
+    flash attention, on a GPU in fp32 or older than Ampere a dense mask. Raises InputError, naming what works, where
+    the device, the dtype or a package is missing for what was asked, or the windows (None: not judged) rule it out.
     """
-    half_on_gpu = device_type == "cuda" and dtype in HALF_DTYPES
-    works = ["auto", "eager", "sdpa"]
-    works += ["flex_attention"] if device_type == "cuda" else []
-    works += ["varlen"] if half_on_gpu and (window is None or window.document_mask) else []
-    works += [name for name, package in FLASH_PACKAGES.items() if half_on_gpu and importlib.util.find_spec(package)]
     if requested not in ATTENTION_NAMES:
         raise InputError(f"attention {requested!r} is unknown{did_you_mean(requested, ATTENTION_NAMES)}")
-    if requested not in works:
-        reason = _why_not(requested, device_type, dtype)
+    here = {"device_type": device_type, "dtype": dtype, "window": window}
+    if reason := why_not(requested, **here):
+        works = [name for name in sorted(ATTENTION_NAMES) if not why_not(name, **here)]
         raise InputError(f"attention {requested} {reason}; here work: {', '.join(works)}")
     return ATTENTION_NAMES[requested]
 
 
-FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+FLASH_CAPABILITY = (8, 0)
+"""CUDA compute capability from which flash attention's kernels run: A100, RTX 3090 and newer."""
+NEWEST_OF_FLASH_3 = (9, 0)
+"""FlashAttention 3 is made for Hopper; newer GPUs do not run its kernels."""
+FLASH_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "see requirements-flash-attn.txt"),
+    "flash_attention_3": ("flash_attn_interface", "pip install flash-attn-3, see requirements-flash-attn.txt"),
+}
+"""{attention: (module, where it is from)}."""
 ATTENTION_NAMES = dict.fromkeys(("auto", "sdpa", "varlen"), "groundwork_sdpa") | {"eager": "groundwork_eager"}
-ATTENTION_NAMES |= {name: name for name in ("flex_attention", *FLASH_PACKAGES)}
+ATTENTION_NAMES |= {"flex_attention": "flex_attention"}
+ATTENTION_NAMES |= {"flash_attention_2": "groundwork_fa2", "flash_attention_3": "groundwork_fa3"}
 
 
-def _why_not(requested: str, device_type: str, dtype: torch.dtype) -> str:
+def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: WindowSpec | None = None) -> str | None:
+    """Why an attention of ATTENTION_NAMES does not compute here, to follow its name; None if it does."""
+    if requested in ("auto", "sdpa", "eager"):
+        return None
     if requested == "flex_attention":
-        return f"has no backward pass on {device_type}"
+        return None if device_type == "cuda" else f"has no backward pass on {device_type}"
     if device_type != "cuda":
         return f"does not run on {device_type}"
     if dtype not in HALF_DTYPES:
         return f"computes in bf16 or fp16 only, not in {str(dtype).removeprefix('torch.')}"
+    capability = torch.cuda.get_device_capability()
+    if capability < FLASH_CAPABILITY or (requested == "flash_attention_3" and capability > NEWEST_OF_FLASH_3):
+        return f"has no kernels for a GPU of compute capability {'.'.join(map(str, capability))}"
     if requested == "varlen":
-        return "has no documents to keep apart without document_mask"
-    return f"needs the package {FLASH_PACKAGES[requested]}, which is not installed"
+        return (
+            None if window is None or window.document_mask else "has no documents to keep apart without document_mask"
+        )
+    package, source = FLASH_PACKAGES[requested]
+    if importlib.util.find_spec(package):
+        return None
+    return f"needs the package {package}, which is not installed: {source}"
+
+
+@torch.compiler.assume_constant_result
+def has_flash_kernels(device_index: int | None) -> bool:
+    """Whether this GPU runs torch's flash attention; a T4 and a V100 do not, in whatever dtype."""
+    return torch.cuda.get_device_capability(device_index) >= FLASH_CAPABILITY
 
 
 def sdpa(
@@ -156,7 +182,7 @@ def sdpa(
     For training, and for generation without padding: attention_mask arrives only if it is already (B, 1, T, T). The
     signature and the (B, T, H, E) result are those of transformers' attention interface.
     """
-    _refuse_unsupported(kwargs)
+    _refuse("sdpa", UNSUPPORTED_ARGUMENTS, kwargs)
     query_BHTE, key_BGTE, value_BGTE = _in_one_dtype(query_BHTE, key_BGTE, value_BGTE)
     length, keys = query_BHTE.shape[2], key_BGTE.shape[2]
     window = None if sliding_window is None or sliding_window >= keys else sliding_window
@@ -166,13 +192,18 @@ def sdpa(
         if device_type == "cpu" and window is None and (cu_seq_lens_q is not None or in_blocks):
             out_BHTE = cpu_attention.attend(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling)
             return out_BHTE.transpose(1, 2), None
-        if device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES and cu_seq_lens_q is not None:
+        in_half_on_gpu = device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES
+        if in_half_on_gpu and cu_seq_lens_q is not None and has_flash_kernels(query_BHTE.device.index):
             return _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling, window), None
     mask = attention_mask
     # A single query is the newest token of a generation and sees every key; sdpa's own causal mask fits square only.
     if mask is None and (cu_seq_lens_q is not None or window is not None or 1 < length < keys):
         mask = _dense_mask(query_BHTE, key_BGTE, cu_seq_lens_q, window)
     is_causal, is_grouped = mask is None and length > 1, query_BHTE.shape[1] != key_BGTE.shape[1]
+    if is_grouped and device_type == "cuda" and (mask is not None or query_BHTE.dtype not in HALF_DTYPES):
+        # Of torch's kernels flash alone knows groups; for the rest falls to whole (T, T) weights in memory.
+        group, is_grouped = query_BHTE.shape[1] // key_BGTE.shape[1], False
+        key_BGTE, value_BGTE = (x.repeat_interleave(group, dim=1) for x in (key_BGTE, value_BGTE))
     out_BHTE = F.scaled_dot_product_attention(
         query_BHTE, key_BGTE, value_BGTE, mask, dropout, is_causal, scale=scaling, enable_gqa=is_grouped
     )
@@ -192,7 +223,7 @@ def eager(
     **kwargs,
 ) -> tuple[Tensor, Tensor]:
     """`sdpa` spelt out, with the (T, T) weights in memory: for debugging, and to compare others with."""
-    _refuse_unsupported(kwargs)
+    _refuse("eager", UNSUPPORTED_ARGUMENTS, kwargs)
     query_BHTE, key_BGTE, value_BGTE = _in_one_dtype(query_BHTE, key_BGTE, value_BGTE)
     group = query_BHTE.shape[1] // key_BGTE.shape[1]
     key_BHTE, value_BHTE = (x.repeat_interleave(group, dim=1) for x in (key_BGTE, value_BGTE))
@@ -207,16 +238,38 @@ def eager(
     return (weights_BHTT @ value_BHTE).transpose(1, 2), weights_BHTT
 
 
+def flash_attention_2(
+    module: torch.nn.Module, *tensors: Tensor, dropout: float = 0.0, **kwargs
+) -> tuple[Tensor, None]:
+    """`sdpa` by the package flash_attn, which knows soft caps as well."""
+    from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+    return _flash(flash_attn_func, flash_attn_varlen_func, *tensors, dropout_p=dropout, **kwargs), None
+
+
+def flash_attention_3(
+    module: torch.nn.Module, *tensors: Tensor, dropout: float = 0.0, **kwargs
+) -> tuple[Tensor, None]:
+    """`sdpa` by the package flash_attn_interface, which knows soft caps as well, and no dropout."""
+    from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+
+    _refuse("flash_attention_3", ("dropout",), {"dropout": dropout or None})
+    return _flash(flash_attn_func, flash_attn_varlen_func, *tensors, **kwargs), None
+
+
 AttentionInterface.register("groundwork_sdpa", sdpa)
 AttentionInterface.register("groundwork_eager", eager)
+# Names without "flash": behind those the library makes masks of positions, and waits for the device to do so.
+AttentionInterface.register("groundwork_fa2", flash_attention_2)
+AttentionInterface.register("groundwork_fa3", flash_attention_3)
 
 
-def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
-    given = [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]
+def _refuse(implementation: str, arguments: Sequence[str], kwargs: dict[str, Any]) -> None:
+    given = [name for name in arguments if kwargs.get(name) is not None]
     if given:
         raise InputError(
-            f"this model's attention uses {', '.join(given)}, which eager and sdpa here do not compute: use "
-            "flex_attention or flash_attention_2 (on a GPU), or another architecture"
+            f"this model's attention uses {', '.join(given)}, which {implementation} does not compute: use another "
+            "attention (on a GPU flex_attention and flash_attention_2 know soft caps), or another architecture"
         )
 
 
@@ -283,12 +336,71 @@ def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> T
     return varlen_attn(*tokens, *segments, scale=scaling, window_size=seen, **grouped).unflatten(0, (batch, length))
 
 
+def _flash(
+    dense: Callable,
+    packed: Callable,
+    query_BHTE: Tensor,
+    key_BGTE: Tensor,
+    value_BGTF: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    dropout_p: float | None = None,
+    **kwargs,
+) -> Tensor:
+    """(B, T, H, F) from the functions of a package for whole windows and for segments; F may be less than E."""
+    _refuse("flash attention", UNKNOWN_TO_FLASH, {**kwargs, "attention_mask": attention_mask})
+    tensors = [x.transpose(1, 2) for x in _in_one_dtype(query_BHTE, key_BGTE, value_BGTF)]
+    batch, length, _, width = tensors[0].shape
+    value_width = tensors[2].shape[-1]
+    tensors[2] = F.pad(tensors[2], (0, width - value_width))
+    settings = {"softmax_scale": scaling, "causal": True, "softcap": softcap or 0.0}
+    settings["window_size"] = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+    if dropout_p is not None:
+        settings["dropout_p"] = dropout_p
+    if cu_seq_lens_q is None:
+        out = dense(*tensors, **settings)
+    else:
+        tensors = [x.flatten(0, 1) for x in tensors]
+        out = packed(*tensors, cu_seq_lens_q, cu_seq_lens_q, length, length, **settings)
+    out = out[0] if isinstance(out, tuple) else out  # early releases of 3 return the logsumexp as well
+    return out.view(batch, length, -1, width)[..., :value_width]
+
+
 def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
-    from torch.nn.attention.flex_attention import create_block_mask
+    """What create_block_mask makes of the same rule, without trying all (T, T) pairs in each micro-step.
+
+    Segments follow one another, so the first and the last of a block of queries and of an earlier block of keys tell
+    whether they share one (then some pairs count), or are all of one and the same (then all do).
+    """
+    from torch.nn.attention.flex_attention import BlockMask
 
     segment_BT = _segment_ids(cu_seq_lens, batch, length)
 
     def same_segment_and_causal(b, h, query, key):
         return (segment_BT[b, query] == segment_BT[b, key]) & (query >= key)
 
-    return create_block_mask(same_segment_and_causal, batch, None, length, length, device=cu_seq_lens.device)
+    first_BN, last_BN = segment_BT[:, ::FLEX_BLOCK], segment_BT[:, FLEX_BLOCK - 1 :: FLEX_BLOCK]
+    blocks = first_BN.shape[1]
+    is_cut = last_BN.shape[1] < blocks  # the last block, of whose pairs some are beyond the window
+    last_BN = torch.cat([last_BN, segment_BT[:, -1:]], dim=1) if is_cut else last_BN
+    position = torch.arange(blocks, device=cu_seq_lens.device)
+    is_earlier_NN = position[:, None] > position[None, :]
+    shares_BNN = is_earlier_NN & (first_BN[:, :, None] == last_BN[:, None, :])
+    is_full_BNN = shares_BNN & (first_BN[:, None, :] == last_BN[:, :, None])
+    if is_cut:
+        is_full_BNN = is_full_BNN & (position < blocks - 1)[:, None]
+    is_partial_BNN = (shares_BNN & ~is_full_BNN) | (position[:, None] == position[None, :])
+    listed = [_listed(is_in_BNN[:, None]) for is_in_BNN in (is_partial_BNN, is_full_BNN)]
+    (partial, partial_at), (full, full_at) = listed
+    return BlockMask.from_kv_blocks(
+        partial, partial_at, full, full_at, FLEX_BLOCK, same_segment_and_causal, seq_lengths=(length, length)
+    )
+
+
+def _listed(is_in: Tensor) -> tuple[Tensor, Tensor]:
+    """(number of the true ones in each row, their positions and then the others'), int32."""
+    order = torch.argsort(is_in.to(torch.int8), dim=-1, descending=True, stable=True)
+    return is_in.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)

@@ -35,7 +35,7 @@ from pretrain.optim.optimizers import (
     load_optimizer_state,
     optimizer_state_by_name,
 )
-from pretrain.parallel.launcher import PRECISIONS, processes_launched
+from pretrain.parallel.launcher import PRECISIONS, environment_flag, processes_launched
 from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.rendezvous import choose_interface, meet_afresh
@@ -44,7 +44,12 @@ from pretrain.parallel.tensor_group import ShardedState, TensorGroup, load_parts
 
 
 def device_type() -> str:
-    """'cuda' where a GPU is visible, else 'cpu'. Raises InputError for a GPU that torch cannot use."""
+    """'cuda' where a GPU is visible, else 'cpu', also on request (accelerate's ACCELERATE_USE_CPU).
+
+    Raises InputError for a GPU that torch cannot use.
+    """
+    if environment_flag("ACCELERATE_USE_CPU"):
+        return "cpu"
     if torch.cuda.is_available():
         return "cuda"
     if problem := unusable_gpu():
@@ -54,13 +59,14 @@ def device_type() -> str:
 
 def resolve_precision(requested: str) -> str:
     """auto becomes bf16 where the device multiplies in bf16, else fp32. Raises InputError for what does not run."""
+    device = device_type()
     if requested == "fp8" and (problem := fp8_problem()):
         raise InputError(problem)
-    if requested == "fp16" and device_type() == "cpu":
+    if requested == "fp16" and device == "cpu":
         raise InputError("precision: fp16 needs a GPU; use bf16, fp32, or auto, which takes what the device has")
     if requested != "auto":
         return requested
-    return "fp32" if missing_bf16(device_type()) else "bf16"
+    return "fp32" if missing_bf16(device) else "bf16"
 
 
 OptimizerBuilder = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
@@ -100,8 +106,8 @@ class Strategy:
         """How many times batch.sequences_per_micro_batch one call of the model takes."""
         self.optimizer_built = ""
         """A description, once prepared."""
+        use_all_cores()  # beside a GPU too: an offloaded AdamW, initialisation and export checks compute on the host
         if self.device.type == "cpu":
-            use_all_cores()
             keep_freed_memory()
 
     @classmethod
@@ -250,20 +256,21 @@ class Strategy:
         divisor = None  # such that torch.nn.utils.clip_grad_norm_ would multiply by its inverse
         if max_grad_norm is not None:
             divisor = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0)
-        inner = self.inner_optimizer
-        if self.accelerator.scaler is None and getattr(inner, "_step_supports_amp_scaling", False):
-            # Fused kernels and Muon read both on the device: they divide as they go, and leave everything as it is
-            # where found_inf is 1.
+        inner, scaler = self.inner_optimizer, self.accelerator.scaler
+        if getattr(inner, "_step_supports_amp_scaling", False):
+            # Fused kernels, Muon and Adafactor read both on the device: they divide as they go, a pass over the
+            # gradients less, and leave everything as it is where found_inf is 1.
             inner.grad_scale, inner.found_inf = divisor, skipped
-            self.optimizer.step()
+            inner.step()
         else:
             if divisor is not None and (gradients := self.gradients()):
                 torch._foreach_div_(gradients, divisor.to(gradients[0].device))
-            if self.accelerator.scaler is not None:  # fp16: the scaler skips, and lowers its scale
-                self.optimizer.step()
-                skipped = torch.tensor(float(self.optimizer.step_was_skipped), device=self.device)
-            elif not skipped.item():
-                self.optimizer.step()
+            if not skipped.item():
+                inner.step()
+        if (
+            scaler is not None
+        ):  # fp16: not by scaler.step, which waits for the device, or says nothing of a skipped step
+            scaler.update()
         self.optimizer.zero_grad()
         return grad_norm, skipped
 

@@ -41,8 +41,8 @@ from pretrain.training.experts import Experts, RouterLosses
 
 ON_GPU_ALONE = {
     "flex_attention": torch.float32,
-    "flash_attention_2": torch.bfloat16,
-    "flash_attention_3": torch.bfloat16,
+    "groundwork_fa2": torch.bfloat16,
+    "groundwork_fa3": torch.bfloat16,
 }
 """Attention that is judged on a GPU, and in which dtype; all others in fp32 on the CPU, where they have a form."""
 TESTED_LENGTH = sum(DOCUMENT_LENGTHS[0])

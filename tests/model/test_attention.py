@@ -1,18 +1,23 @@
 import importlib.util
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 import pretrain.model.architectures  # noqa: F401, registers the local ones
 from pretrain.config import WindowSpec
 from pretrain.errors import InputError
+from pretrain.model import attention as attention_module
 from pretrain.model import cpu_attention
 from pretrain.model.attention import attention_arguments, choose_attention, document_layout, eager, sdpa
 from pretrain.model.loss import LanguageModelLoss
+from support.flash_packages import flash_packages
 
 EOD = 0
 MODELS = ["llama", "qwen3", "gpt2", "deepone"]
@@ -45,6 +50,8 @@ def test_layout_has_one_size_for_few_documents_and_room_for_any_number():
     sizes = {len(document_layout(ids, EOD)["cu_seq_lens_q"]) for ids in (few, many)}
     assert len(sizes) == 1
     all_eod = document_layout(np.zeros((4, 512), dtype=np.uint16), EOD)
+    long = document_layout(np.ones((2, 32768), dtype=np.uint16), EOD)["cu_seq_lens_q"]
+    assert len(long) == 2 * 8 + 1, "a GPU starts blocks for a whole window for each of them"
     assert all_eod["cu_seq_lens_q"][:2049].tolist() == list(range(2049))
     assert not all_eod["position_ids"].any()
 
@@ -180,6 +187,66 @@ def test_whole_windows_in_blocks_of_queries_equal_torchs_kernel(length):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["groundwork_fa2", "groundwork_fa3"])
+@pytest.mark.parametrize(("model_type", "changes"), [("llama", {}), ("mistral", {"sliding_window": 4})])
+@pytest.mark.parametrize("has_documents", [True, False])
+def test_flash_packages_are_told_what_sdpa_computes(name, model_type, changes, has_documents):
+    """The packages themselves run on GPUs alone: here are functions with their arguments."""
+    input_ids, targets = packed_batch()
+    layout = document_layout(input_ids.numpy(), EOD)
+    results = []
+    for attention in ("groundwork_sdpa", name):
+        model = tiny_model(model_type, attention, **changes)
+        arguments = attention_arguments(layout, attention, "cpu") if has_documents else {}
+        with flash_packages():
+            loss, _ = LanguageModelLoss(model)(input_ids, targets, **arguments)
+        results.append(loss_and_gradients(model, loss))
+    assert_same(results[1], results[0])
+
+
+def test_flash_packages_are_told_of_soft_caps_and_of_values_narrower_than_keys():
+    query, key, value = (torch.randn(1, 2, 8, width) for width in (16, 16, 12))
+    cu_seq_lens = torch.tensor([0, 3, 8], dtype=torch.int32)
+    function = AttentionInterface()["groundwork_fa2"]
+    with flash_packages():
+        out, _ = function(torch.nn.Identity(), query, key, value, None, cu_seq_lens_q=cu_seq_lens, softcap=2.0)
+        with pytest.raises(InputError, match="uses s_aux"):
+            function(torch.nn.Identity(), query, key, value, None, s_aux=torch.zeros(2))
+        with pytest.raises(InputError, match="uses dropout, which flash_attention_3 does not"):
+            AttentionInterface()["groundwork_fa3"](torch.nn.Identity(), query, key, value, None, dropout=0.1)
+    scores = 2.0 * (query @ key.mT / 4.0 / 2.0).tanh()
+    segment = torch.tensor([0] * 3 + [1] * 5)
+    seen = torch.ones(8, 8).tril().bool() & (segment[:, None] == segment[None, :])
+    wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
+    torch.testing.assert_close(out, wanted.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("batch", "length", "share"), [(3, 512, 0.01), (2, 600, 0.004), (1, 100, 0.05), (2, 1024, 0)])
+def test_flex_attentions_blocks_are_those_of_torch_without_its_tokens_times_tokens(batch, length, share):
+    ids = (np.random.default_rng(length).random((batch, length)) >= share).astype(np.int64)
+    layout = document_layout(ids, EOD)
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(x.numel() for x in (out if isinstance(out, tuple | list) else [out]) if torch.is_tensor(x))
+            return out
+
+    with Sizes():
+        found = attention_arguments(layout, "flex_attention", "cpu")["attention_mask"]
+    assert max(sizes) <= batch * max(length, 2 * (length // 128 + 1) ** 2)
+    segment_BT = torch.from_numpy((ids == EOD).cumsum(1))
+    wanted = create_block_mask(
+        lambda b, h, q, k: (segment_BT[b, q] == segment_BT[b, k]) & (q >= k), batch, None, length, length, device="cpu"
+    )
+    assert (found.shape, found.BLOCK_SIZE, found.seq_lengths) == (wanted.shape, wanted.BLOCK_SIZE, wanted.seq_lengths)
+    for blocks in ("kv", "full_kv", "q", "full_q"):
+        numbers, indices = ([getattr(m, f"{blocks}_{n}") for m in (found, wanted)] for n in ("num_blocks", "indices"))
+        is_listed = torch.arange(indices[1].shape[-1]) < numbers[1][..., None]
+        assert torch.equal(*numbers) and torch.equal(*(index.where(is_listed, 0) for index in indices)), blocks
+
+
 @pytest.mark.parametrize("name", ["groundwork_sdpa", "groundwork_eager"])
 def test_sliding_window_is_kept(name):
     input_ids, targets = packed_batch()
@@ -282,6 +349,14 @@ def test_custom_op_keeps_torchs_rules():
     torch.library.opcheck(torch.ops.groundwork.packed_attention, (*inputs, cu_seq_lens, 0.25, True))
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """torch.cuda as it answers on an H100; another compute capability can be put into the list."""
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[-1])
+    return capability
+
+
 @pytest.mark.parametrize(
     ("requested", "device_type", "dtype", "message"),
     [
@@ -291,19 +366,21 @@ def test_custom_op_keeps_torchs_rules():
         ("flash_attn", "cpu", torch.float32, "'flash_attn' is unknown; did you mean flash_attention"),
     ],
 )
-def test_attention_that_does_not_work_here_is_refused_by_name_of_what_does(requested, device_type, dtype, message):
+def test_attention_that_does_not_work_here_is_refused_by_name_of_what_does(
+    gpu, requested, device_type, dtype, message
+):
     with pytest.raises(InputError) as error:
         choose_attention(requested, device_type=device_type, dtype=dtype)
     assert message in str(error.value)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn_interface") is not None, reason="the package is there")
-def test_missing_flash_package_is_named():
+def test_missing_flash_package_is_named(gpu):
     with pytest.raises(InputError, match=r"needs the package flash_attn_interface.*here work: auto,.* varlen"):
         choose_attention("flash_attention_3", device_type="cuda", dtype=torch.bfloat16)
 
 
-def test_varlen_without_documents_is_refused():
+def test_varlen_without_documents_is_refused(gpu):
     with pytest.raises(InputError, match="varlen has no documents to keep apart"):
         choose_attention("varlen", device_type="cuda", dtype=torch.bfloat16, window=WindowSpec(64, False))
 
@@ -311,6 +388,51 @@ def test_varlen_without_documents_is_refused():
 def test_auto_is_sdpa_everywhere():
     for device_type in ("cpu", "cuda"):
         assert choose_attention("auto", device_type=device_type, dtype=torch.bfloat16) == "groundwork_sdpa"
+
+
+FLASH = ("varlen", "flash_attention_2", "flash_attention_3")
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs"), [((7, 0), ()), ((7, 5), ()), ((8, 6), FLASH), ((9, 0), FLASH), ((10, 0), FLASH[:2])]
+)
+def test_flash_attention_is_for_gpus_that_have_its_kernels(gpu, monkeypatch, capability, runs):
+    """A T4 trains in fp16, and has none."""
+    gpu.append(capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)
+    for name in FLASH:
+        if name in runs:
+            choose_attention(name, device_type="cuda", dtype=torch.float16)
+        else:
+            with pytest.raises(
+                InputError, match=f"{name} has no kernels .* {capability[0]}.{capability[1]}; here work"
+            ):
+                choose_attention(name, device_type="cuda", dtype=torch.float16)
+
+
+@pytest.mark.parametrize(("capability", "taken"), [((7, 5), "dense mask"), ((8, 0), "varlen")])
+def test_sdpa_takes_the_kernel_that_the_gpu_has(gpu, monkeypatch, capability, taken):
+    gpu.append(capability)
+    seen = []
+    monkeypatch.setattr(attention_module, "_varlen", lambda query, *rest: seen.append("varlen") or query)
+    monkeypatch.setattr(attention_module, "_dense_mask", lambda *parts: seen.append("dense mask"))
+    product = SimpleNamespace(transpose=lambda *dims: None)
+    monkeypatch.setattr(attention_module.F, "scaled_dot_product_attention", lambda *parts, **named: product)
+    shape = {"device": torch.device("cuda", 0), "dtype": torch.float16, "shape": (1, 2, 8, 16)}
+    on_gpu = SimpleNamespace(**shape, to=lambda dtype: on_gpu)
+    sdpa(torch.nn.Identity(), on_gpu, on_gpu, on_gpu, None, cu_seq_lens_q=torch.tensor([0, 3, 8]))
+    assert seen == [taken]
+
+
+def test_the_question_for_the_kernel_does_not_break_a_compiled_graph(gpu):
+    def scaled(x):
+        return x * (2 if attention_module.has_flash_kernels(x.device.index) else 3)
+
+    x = torch.ones(4)
+    assert torch.compile(scaled, backend="eager", fullgraph=True)(x).tolist() == [2.0] * 4
+    torch._dynamo.reset()
+    gpu.append((7, 5))
+    assert torch.compile(scaled, backend="eager", fullgraph=True)(x).tolist() == [3.0] * 4
 
 
 def test_unsupported_attention_is_refused_not_ignored():

@@ -176,14 +176,37 @@ def test_a_skipped_step_changes_nothing_in_the_fused_kernel():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
 
 
+def updating(model, optimizer, scaler=None) -> Strategy:
+    """What `update` uses of a strategy, without processes that talk."""
+    strategy = object.__new__(Strategy)
+    strategy.causal_lm, strategy.optimizer = model, optimizer
+    strategy.accelerator = Namespace(scaler=scaler, unscale_gradients=lambda: scaler.unscale_(optimizer))
+    return strategy
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+def test_a_step_whose_scaled_gradients_overflow_is_reported_and_lowers_the_scale(name):
+    """fp16. torch's GradScaler always calls a fused optimizer, so whether it was called tells nothing."""
+    model, scaler = tiny_model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    strategy = updating(model, build(model, name), scaler)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    for value, is_skipped in ((float("inf"), True), (1.0, False)):
+        scale = scaler.scale(torch.ones(())).item()
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, value * scale)
+        _, skipped = strategy.update(1.0)
+        assert bool(skipped) == is_skipped and scaler.get_scale() == 512.0
+        unchanged = [torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True)]
+        assert all(unchanged) if is_skipped else not any(unchanged)
+
+
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
 @pytest.mark.parametrize("max_grad_norm", [0.05, 1e6, None])
 def test_an_update_clips_as_torch_does(name, max_grad_norm):
     """AdamW divides by the clipping's divisor inside its kernel, the others before: rounded elsewhere, by 1e-7."""
     models = [tiny_model(), tiny_model()]
     optimizers = [build(model, name) for model in models]
-    strategy = object.__new__(Strategy)  # what `update` uses of it, without processes that talk
-    strategy.causal_lm, strategy.optimizer, strategy.accelerator = models[0], optimizers[0], Namespace(scaler=None)
+    strategy = updating(models[0], optimizers[0])
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         for parameter, twin in zip(*(model.parameters() for model in models), strict=True):

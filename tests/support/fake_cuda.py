@@ -1,0 +1,272 @@
+"""CUDA on a machine without a GPU: its tensors have shape, dtype and device, and no values.
+
+A test file gives its cases to one process of their own, for what makes autograd run there replaces torch's symbols and
+must be loaded before torch:
+
+    outcomes = outcomes_of("support.steps_on_fake_cuda")    # {name of a case: its Outcome}
+
+A module of cases has CASES, {name: function}; what a function returns must be JSON, and what it raises is the
+outcome's `error`. In it,
+
+    with fake_cuda() as fake:
+        torch.empty(2, device="cuda")                       # fake, as all that is made here
+        fake.from_tensor(values_on_the_host)                # likewise, of the same shape
+
+fails, as a GPU would, where tensors of two devices meet, and, as a GPU would not, wherever the host waits for the
+device: see `Waits`.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+SUPPORT = "__SUPPORT__"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case."""
+
+    result: Any = None
+    error: str | None = None
+    seconds: float = 0.0
+
+
+@functools.cache
+def outcomes_of(module: str, timeout: float = 600.0) -> dict[str, Outcome]:
+    """Runs the CASES of a module on fake CUDA; skips the test where nothing can compile for it."""
+    import pytest
+    import torch
+
+    from support.project import run_script
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here: see the tests marked gpu")
+    if not (compiler := shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("fake CUDA needs a C++ compiler")
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.jsonl"
+        arguments = (__file__, module, results, _library(compiler))
+        run = run_script(*arguments, fresh=True, check=False, timeout=timeout, CUDA_VISIBLE_DEVICES="")
+        lines = results.read_text().splitlines() if results.exists() else []
+    outcomes = {line.pop("name"): Outcome(**line) for line in map(json.loads, lines)}
+    if refused := outcomes.pop(SUPPORT, None):
+        pytest.skip(f"fake CUDA does not work with torch {torch.__version__}: {refused.error}")
+    if run.returncode:
+        pytest.fail(f"{module} ended with {run.returncode} after {list(outcomes)[-1:]}\n{run.stderr[-4000:]}")
+    return outcomes
+
+
+def _library(compiler: str) -> Path:
+    """SOURCE compiled for the installed torch, once for all that come."""
+    import torch
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    read = SOURCE.read_bytes() + f"{torch.__version__} {torch.__file__} {compiler} {os.getuid()}".encode()
+    library = Path(tempfile.gettempdir()) / f"fake_cuda_{hashlib.sha256(read).hexdigest()[:16]}.so"
+    if not library.exists():
+        unfinished = library.with_suffix(f".{os.getpid()}")
+        includes = [f"-I{folder}" for folder in include_paths()]
+        places = [flag for folder in library_paths() for flag in (f"-L{folder}", f"-Wl,-rpath,{folder}")]
+        abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+        command = [compiler, "-O1", "-std=c++20", "-fPIC", "-shared", abi, str(SOURCE), "-o", str(unfinished)]
+        subprocess.run(
+            [*command, *includes, f"-I{sysconfig.get_path('include')}", *places, "-lc10", "-ltorch_cpu"], check=True
+        )
+        unfinished.replace(library)
+    return library
+
+
+@contextlib.contextmanager
+def fake_cuda(devices: int = 1, *, may_wait: bool = False) -> Iterator[Any]:
+    """Fake tensors inside, and torch.cuda as on a machine with so many GPUs of compute capability 9.0; gives the
+    FakeTensorMode.
+
+    may_wait: the host may copy from and to the device as it likes; values it cannot read in any case.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch_cuda_with(devices))
+        for name in ("tensor", "as_tensor"):  # they go to the device past the modes below
+            stack.enter_context(mock.patch.object(torch, name, _by_way_of_the_host(getattr(torch, name))))
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        if not may_wait:
+            stack.enter_context(refuse_waits())
+        yield mode
+
+
+def _by_way_of_the_host(make):
+    def made(data, *, dtype=None, device=None, **settings):
+        tensor = make(data, dtype=dtype, **settings)
+        return tensor if device is None else tensor.to(device)
+
+    return made
+
+
+class Waits(Exception):
+    """The host has waited for the device: every kernel in flight must end first, and the next starts late.
+
+    Reading a value (item(), bool(), tolist()), shapes that depend on values (nonzero, indexing by a mask), and copies
+    between host and device that are not non_blocking.
+    """
+
+
+@functools.cache
+def _mode_that_refuses_waits() -> type:
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    aten = torch.ops.aten
+    reads = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default}
+    reads |= {aten.masked_select.default, aten._unique2.default, aten.unique_consecutive.default}
+    copies = {aten._to_copy.default: "non_blocking", aten.copy_.default: "non_blocking"}
+
+    class RefusesWaits(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if DTensor in types:
+                return NotImplemented  # its parts come by
+            kwargs = kwargs or {}
+            device = args[0].device.type if args and isinstance(args[0], torch.Tensor) else None
+            if func in reads and device == "cuda":
+                raise Waits(f"{func} reads what the device computes")
+            if func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1]):
+                raise Waits(f"{func} by a mask reads how much of it is true")
+            if func in copies:
+                is_write = func is aten.copy_.default
+                other = args[1].device if is_write else kwargs.get("device") or args[0].device
+                blocks = not (kwargs.get("non_blocking") or (is_write and len(args) > 2 and args[2]))
+                if blocks and {device, torch.device(other).type} == {"cpu", "cuda"}:
+                    raise Waits(f"{func} between host and device, not non_blocking")
+            return func(*args, **kwargs)
+
+    return RefusesWaits
+
+
+def refuse_waits():
+    """A context in which the host may not wait for the device."""
+    return _mode_that_refuses_waits()()
+
+
+@contextlib.contextmanager
+def torch_cuda_with(devices: int) -> Iterator[None]:
+    """torch.cuda as it is with so many H100s: what the project and its libraries ask of it."""
+    import torch
+
+    properties = {"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "total_memory": 80 << 30}
+    properties |= {"multi_processor_count": 132, "max_threads_per_multi_processor": 2048, "warp_size": 32}
+    properties |= {"regs_per_multiprocessor": 65536, "shared_memory_per_block": 48 << 10, "gcnArchName": ""}
+    properties |= {
+        "shared_memory_per_block_optin": 227 << 10,
+        "L2_cache_size": 50 << 20,
+        "max_threads_per_block": 1024,
+    }
+    replaced = {
+        "Stream": _Inert,
+        "Event": _Inert,
+        "_lazy_init": lambda: None,
+        "current_device": lambda: 0,
+        "current_stream": lambda *_: _Inert(),
+        "default_stream": lambda *_: _Inert(),
+        "device_count": lambda: devices,
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_name": lambda *_: properties["name"],
+        "get_device_properties": lambda *_: type("Properties", (), properties),
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda *_, **__: True,
+        "is_initialized": lambda: True,
+        "set_device": lambda *_: None,
+        "stream": lambda *_: contextlib.nullcontext(),
+        "synchronize": _refuse_synchronize,
+    }
+    with mock.patch.multiple(torch.cuda, **replaced):
+        yield
+
+
+def _refuse_synchronize(*_) -> None:
+    raise Waits("torch.cuda.synchronize")
+
+
+class _Inert:
+    """A stream or an event: takes every call and does nothing."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *_, **__: self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return False
+
+
+def _support() -> str | None:
+    """Why autograd does not run on fake CUDA tensors here; None if it does."""
+    import torch
+
+    try:
+        with fake_cuda():
+            weight = torch.empty(2, 2, device="cuda", requires_grad=True)
+            (weight @ weight).sum().backward()
+            assert weight.grad.device.type == "cuda"
+    except Exception as error:
+        if torch.version.cuda is None:
+            raise
+        return f"{type(error).__name__}: {error}"
+
+
+def _where(error: Exception) -> str:
+    """The error and the lines that led to it, without torch's own."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
+    lines = [f"  {f.filename.rpartition('site-packages/')[2]}:{f.lineno} {f.line}" for f in frames[-6:]]
+    return "\n".join([f"{type(error).__name__}: {str(error)[:2000]}", *lines])
+
+
+def _main(module: str, results: str, library: str) -> None:
+    hooks = ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+    import torch
+
+    hooks.take_over()
+    torch.set_num_threads(1)
+
+    with open(results, "w", buffering=1) as out:
+        if problem := _support():
+            out.write(json.dumps({"name": SUPPORT, "error": problem}) + "\n")
+            return
+        for name, case in importlib.import_module(module).CASES.items():
+            began, outcome = time.perf_counter(), {}
+            try:
+                outcome["result"] = case()
+            except Exception as error:
+                outcome["error"] = _where(error)
+            out.write(json.dumps({"name": name, "seconds": time.perf_counter() - began, **outcome}) + "\n")
+
+
+if __name__ == "__main__":
+    here = Path(__file__).parents[1]
+    sys.path[:1] = [str(here), str(here.parent)]
+    sys.modules["support.fake_cuda"] = sys.modules["__main__"]
+    _main(*sys.argv[1:])

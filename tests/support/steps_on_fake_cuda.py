@@ -1,0 +1,196 @@
+"""Cases of tests/test_fake_cuda.py, for support.fake_cuda to run."""
+
+import contextlib
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers.integrations.flex_attention
+from accelerate.state import AcceleratorState, GradientState
+from transformers import AutoConfig
+
+import pretrain.training.build
+from pretrain.config import RunConfig, WindowSpec
+from pretrain.errors import InputError
+from pretrain.hardware import DTYPES
+from pretrain.model.attention import choose_attention, document_layout
+from pretrain.model.inputs import HostBatch
+from pretrain.parallel.strategy import Strategy
+from pretrain.training.build import build_training
+from pretrain.training.experts import RouterLosses
+from support.fake_cuda import fake_cuda
+from support.flash_packages import flash_packages
+from support.tiny_models import TINY_LLAMA
+
+CHOICES = {
+    "attention": ("auto", "eager", "sdpa", "varlen", "flex_attention", "flash_attention_2", "flash_attention_3"),
+    "loss": ("chunked", "chunked_compiled", "torch", "logits"),
+    "precision": ("bf16", "fp16", "fp32"),
+    "activation_checkpointing": ("none", "full"),
+    "optimizer": ("adamw", "muon", "adafactor", "adafactor in bf16"),
+    "document_mask": (True, False),
+}
+"""What decides which kernels run. fp8 needs torchao, and 8-bit AdamW bitsandbytes."""
+WINDOW = 128
+
+
+def settings_of(choice: Mapping[str, object]) -> RunConfig:
+    name, _, in_bf16 = choice["optimizer"].partition(" in ")
+    return RunConfig(
+        model="none.json",
+        output="none",
+        data={"train": [{"shards": "none"}], "sequence_length": WINDOW, "document_mask": choice["document_mask"]},
+        budget={"steps": 1},
+        batch={"tokens_per_step": WINDOW},
+        optim={"name": name, "learning_rate": 1e-3, "stochastic_rounding": bool(in_bf16)},
+        compile="none",
+        attention=choice["attention"],
+        precision=choice["precision"],
+        loss={"backend": choice["loss"]},
+        activation_checkpointing=choice["activation_checkpointing"],
+    )
+
+
+def chosen_attention(choice: Mapping[str, object]) -> str | None:
+    """As on a GPU with all packages; None where it is refused."""
+    dtype, window = DTYPES[choice["precision"]], WindowSpec(WINDOW, choice["document_mask"])
+    packages = mock.patch("pretrain.model.attention.importlib.util.find_spec", return_value=True)
+    with packages, mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0)):
+        try:
+            return choose_attention(choice["attention"], device_type="cuda", dtype=dtype, window=window)
+        except InputError:
+            return None
+
+
+def pairwise(choices: Mapping[str, tuple]) -> list[dict[str, object]]:
+    """The allowed combinations; unless CUDA=all, few of them that have every pair of choices in them."""
+    combinations = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    allowed = [choice for choice in combinations if chosen_attention(choice)]
+    if os.environ.get("CUDA") == "all":
+        return allowed
+    pairs_of = [set(itertools.combinations(choice.items(), 2)) for choice in allowed]
+    missing, chosen = set().union(*pairs_of), []
+    while missing:
+        best = max(range(len(allowed)), key=lambda number: len(pairs_of[number] & missing))
+        chosen.append(allowed[best])
+        missing -= pairs_of[best]
+    return chosen
+
+
+class FakeWeights:
+    """In place of InitialWeights: parameters on the device, without values."""
+
+    def __init__(self, *, dtype: torch.dtype, **_):
+        self.dtype = dtype
+
+    def fill(self, causal_lm: torch.nn.Module, unit: str) -> None:
+        for module in causal_lm.get_submodule(unit).modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                module._parameters[name] = torch.nn.Parameter(
+                    torch.empty_like(parameter, dtype=self.dtype, device="cuda")
+                )
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = torch.empty_like(buffer, device="cuda")
+
+
+@contextlib.contextmanager
+def replacements() -> Iterator[None]:
+    """Of what fake tensors cannot do, or what is not installed; what accelerate remembers is of this case alone."""
+    attend = F.scaled_dot_product_attention
+
+    def of_a_kernel(query, key, value, attn_mask=None, *arguments, enable_gqa=False, **settings):
+        has_flash = query.dtype != torch.float32 and attn_mask is None
+        assert has_flash or not enable_gqa, "(T, T) weights in memory: groups are for the flash kernel alone"
+        return attend(query, key, value, attn_mask, *arguments, enable_gqa=enable_gqa, **settings)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (pretrain.training.build, "InitialWeights", FakeWeights),
+            (torch.nn.Module, "to", lambda module, *_, **__: module),
+            (transformers.integrations.flex_attention, "compile_friendly_flex_attention", flex_attention),
+            (F, "scaled_dot_product_attention", of_a_kernel),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(flash_packages())
+        stack.callback(GradientState._reset_state)
+        stack.callback(AcceleratorState._reset_state, reset_partial_state=True)
+        yield
+
+
+def flex_attention(query, key, value, *, score_mod, block_mask, enable_gqa, scale, **_):
+    """Its arguments' devices and shapes, and an output that depends on all of them."""
+    batch, heads, length, _ = query.shape
+    if block_mask is not None:
+        assert block_mask.kv_indices.device == query.device and block_mask.shape[0] == batch
+        block_mask.mask_mod(*(torch.zeros(1, dtype=torch.int32, device=query.device) for _ in range(4)))
+    key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    return out, SimpleNamespace(lse=query.new_empty(batch, heads, length))
+
+
+def train_a_step(choice: Mapping[str, object]) -> None:
+    """As train.py's loop: two micro-steps and an update."""
+    config, attention = settings_of(choice), chosen_attention(choice)
+    plan = SimpleNamespace(model_config=AutoConfig.for_model(**TINY_LLAMA), attention=attention)
+    plan.from_hidden_states, plan.router_losses = True, RouterLosses()
+    ids = (np.arange(2 * (WINDOW + 1)).reshape(2, -1) % 41).astype(np.uint16)
+    layout = document_layout(ids[:, :-1], 0) if config.data.document_mask else None
+    with replacements(), fake_cuda() as fake:
+        strategy = Strategy(config.precision, config)
+        built = build_training(config, plan, strategy, learning_rate=1e-3)
+        built.model.train()
+        strategy.set_learning_rate(1e-3)
+        step_loss = torch.zeros((), device=strategy.device)
+        layout = layout and {name: fake.from_tensor(tensor) for name, tensor in layout.items()}
+        host_batch = HostBatch(fake.from_tensor(torch.from_numpy(ids)), layout)
+        for micro_step in range(2):
+            batch = host_batch.on_device(strategy.device, attention)
+            with strategy.accumulate(is_last=micro_step == 1):
+                loss, cross_entropy = built.model(**batch)
+                strategy.backward(loss / 2)
+            step_loss += cross_entropy / 2
+        grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
+        for figure in (step_loss, grad_norm, skipped):
+            assert (figure.device.type, figure.dtype, figure.shape) == ("cuda", torch.float32, ())
+        assert {parameter.device.type for parameter in built.causal_lm.parameters()} == {"cuda"}
+
+
+def on_weight(use: Callable[[torch.Tensor], object]) -> Callable[[], None]:
+    def case():
+        with fake_cuda():
+            use(torch.empty(4, 4, device="cuda", requires_grad=True))
+
+    return case
+
+
+WAITS = {
+    "item": lambda weight: weight.sum().item(),
+    "truth": lambda weight: bool(weight.sum() > 0),
+    "list": lambda weight: weight.tolist(),
+    "shape from values": lambda weight: weight.nonzero(),
+    "mask as an index": lambda weight: weight[weight > 0],
+    "comparison": lambda weight: torch.equal(weight, weight),
+    "copy to the host": lambda weight: weight.cpu(),
+    "copy from the host": lambda weight: weight.detach().copy_(torch.ones(4, 4)),
+    "number to the device": lambda weight: torch.tensor(1.0, device=weight.device),
+    "synchronize": lambda weight: torch.cuda.synchronize(),
+}
+MIXES = {"product": lambda weight: weight @ torch.ones(4, 4), "sum": lambda weight: weight + torch.ones(4)}
+RUNS = {
+    "backward": lambda weight: (weight @ weight).sum().backward(),
+    "scalar of the host": lambda weight: weight * torch.tensor(2.0),
+    "copy without waiting": lambda weight: torch.ones(4).to("cuda", non_blocking=True) + weight,
+    "number on the device": lambda weight: torch.full((), 1.0, device=weight.device),
+    "write of a number": lambda weight: weight.detach()[0].fill_(1.0),
+}
+OF_FAKE_CUDA = {"waits": WAITS, "mixes": MIXES, "runs": RUNS}
+STEPS = {", ".join(map(str, choice.values())): functools.partial(train_a_step, choice) for choice in pairwise(CHOICES)}
+
+CASES = {f"{kind}: {name}": on_weight(use) for kind, uses in OF_FAKE_CUDA.items() for name, use in uses.items()}
+CASES |= STEPS
