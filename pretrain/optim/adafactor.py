@@ -21,7 +21,7 @@ LEAST_SQUARE = 1e-30
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterPart:
     """What this process has of a parameter: a slice of it, or flat elements somewhere in a tensor of many."""
 
     parameter: torch.Tensor
@@ -80,7 +80,7 @@ class Adafactor(torch.optim.Optimizer):
     def __init__(self, params: Iterable, lr: float, *, weight_decay: float = 0.0, seed: int = 0):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self.seed = seed
-        self.placed: dict[torch.Tensor, list[Part]] = {}
+        self.placed: dict[torch.Tensor, list[ParameterPart]] = {}
         """What is in flat tensors that stand for many parameters, where a strategy has made such."""
         # The seed of the rounding needs the number of steps on the host.
         self._step_supports_amp_scaling = all(p.dtype == torch.float32 for g in self.param_groups for p in g["params"])
@@ -105,7 +105,7 @@ class Adafactor(torch.optim.Optimizer):
             run_together(updates, holders)
 
     def _update(
-        self, part: Part, weight: torch.Tensor, gradient: torch.Tensor, group: dict, position: int
+        self, part: ParameterPart, weight: torch.Tensor, gradient: torch.Tensor, group: dict, position: int
     ) -> Generator[list[torch.Tensor], list[torch.Tensor], None]:
         """Updates the weight; yields what has to be summed over the processes that have parts, and gets the sums."""
         state, skips, is_rounded = self.state[part.parameter], None, weight.dtype == torch.bfloat16
@@ -160,26 +160,26 @@ class Adafactor(torch.optim.Optimizer):
             weight.copy_(round_stochastically(fresh, seed))
 
 
-def part_of(parameter: torch.Tensor) -> Part:
+def part_of(parameter: torch.Tensor) -> ParameterPart:
     """What this process has of a parameter, whole or a DTensor that is sharded along one dimension."""
     if not isinstance(parameter, DTensor):
-        return Part(parameter, tuple(parameter.shape))
+        return ParameterPart(parameter, tuple(parameter.shape))
     sharded = [axis for axis, placement in enumerate(parameter.placements) if placement.is_shard()]
     if not sharded:
-        return Part(parameter, tuple(parameter.shape))
+        return ParameterPart(parameter, tuple(parameter.shape))
     ((axis),) = sharded
     mesh, dim = parameter.device_mesh, parameter.placements[axis].dim
     holders = Holders(mesh.get_group(axis), torch.device(mesh.device_type))
     start = min(parameter.shape[dim], holders.rank * -(-parameter.shape[dim] // holders.size))
-    return Part(parameter, tuple(parameter.shape), holders, dim, start)
+    return ParameterPart(parameter, tuple(parameter.shape), holders, dim, start)
 
 
-def part_of_rows(rows: torch.Tensor, part: Part, first: int, block: torch.Tensor) -> torch.Tensor:
+def part_of_rows(rows: torch.Tensor, part: ParameterPart, first: int, block: torch.Tensor) -> torch.Tensor:
     """Of something for each row of the whole parameter, that for the rows of a block."""
     return rows if part.dim == len(part.shape) - 1 else rows.narrow(part.dim, first, block.size(part.dim))
 
 
-def part_of_columns(columns: torch.Tensor, part: Part, first: int, block: torch.Tensor) -> torch.Tensor:
+def part_of_columns(columns: torch.Tensor, part: ParameterPart, first: int, block: torch.Tensor) -> torch.Tensor:
     """The same of columns."""
     if part.dim == len(part.shape) - 2:
         return columns

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pretrain.optim.adafactor import Part
+from pretrain.optim.adafactor import ParameterPart
 from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece
 
 Place = tuple[torch.Tensor, torch.Tensor, int, tuple[tuple[int, int], ...]]
@@ -131,12 +131,12 @@ def placed_pieces(
     return pieces
 
 
-def placed_parts(places: Sequence[Place], holders: Holders) -> dict[torch.Tensor, list[Part]]:
+def placed_parts(places: Sequence[Place], holders: Holders) -> dict[torch.Tensor, list[ParameterPart]]:
     """{flat tensor: what it has of every parameter}."""
-    parts: dict[torch.Tensor, list[Part]] = {}
+    parts: dict[torch.Tensor, list[ParameterPart]] = {}
     for parameter, flat, offset, ranges in places:
         first, end = ranges[holders.rank]
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        part = Part(parameter, shape, holders, 0, first if first < end else 0, offset, end - first)
+        part = ParameterPart(parameter, shape, holders, 0, first if first < end else 0, offset, end - first)
         parts.setdefault(flat, []).append(part)
     return parts

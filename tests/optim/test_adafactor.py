@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pretrain.optim import adafactor, matrix_exchange
-from pretrain.optim.adafactor import Adafactor, Part
+from pretrain.optim.adafactor import Adafactor, ParameterPart
 from pretrain.optim.matrix_exchange import Holders
 from support.threads_as_processes import PROCESSES, Threads, edges_of_chunks, flat_layout
 
@@ -68,7 +68,7 @@ def test_slices(threads, expected, monkeypatch, dim):
         for parameter, whole in zip(parameters, wholes, strict=True):
             _, along, start = cut(rank, whole)
             holders = Holders(rank, CPU) if whole.dim() else None
-            optimizer.placed[parameter] = [Part(parameter, tuple(whole.shape), holders, along, start)]
+            optimizer.placed[parameter] = [ParameterPart(parameter, tuple(whole.shape), holders, along, start)]
         train(optimizer, parameters, lambda wholes: [cut(rank, whole)[0] for whole in wholes])
         return [p.detach() for p in parameters], [optimizer.state[p] for p in parameters]
 
@@ -96,7 +96,7 @@ def test_flat_partitions_that_cut_anywhere(threads, expected):
         for key, shape, start, ends in zip(keys, SHAPES, starts, edges, strict=True):
             first, end = ends[rank], ends[rank + 1]
             offset = max(0, start - size * rank) if first < end else 0
-            part = Part(key, shape, Holders(rank, CPU), 0, first if first < end else 0, offset, end - first)
+            part = ParameterPart(key, shape, Holders(rank, CPU), 0, first if first < end else 0, offset, end - first)
             optimizer.placed.setdefault(flat, []).append(part)
         train(optimizer, [flat], lambda wholes: [partition(rank, wholes)])
         return flat.detach(), [optimizer.state[key] for key in keys]
