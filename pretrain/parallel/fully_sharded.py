@@ -75,7 +75,7 @@ class FullySharded(Strategy):
             "backward": (resident, act["backward"], root + gathered + reduced),
             "first layer": (gradients, act["first layer"], root + gathered + reduced),
             "embedding": (gradients, act["embedding"], root + compute * sizes.embedding + FP32 * sizes.root + layer),
-            "update": (gradients, work.update_bytes, layer),
+            "update": (gradients, work.update_bytes("sharded", layout.per_group), layer),
         }
         return at_peak(moments, FP32 * sizes.total * share, work.optimizer_bytes(share))
 

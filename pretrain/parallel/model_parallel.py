@@ -21,6 +21,7 @@ from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.optim.gradient_norm import total_norm
+from pretrain.optim.matrix_exchange import Holders
 from pretrain.parallel.launcher import environment_flag, parallel_size, processes_launched
 from pretrain.parallel.layout import Layout
 from pretrain.parallel.strategy import Strategy
@@ -138,6 +139,9 @@ class ModelParallel(Strategy, ABC):
         square = total_norm(counting).square().to(self.device)
         dist.all_reduce(square, group=self.model_group)
         return square.sqrt()
+
+    def copies(self) -> Holders | None:
+        return Holders(self.data_group, self.device) if self.data_ranks > 1 else None
 
     def gradients(self) -> list[torch.Tensor]:
         return [gradient for gradient, _ in self.local_gradients()]

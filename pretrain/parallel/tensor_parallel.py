@@ -90,7 +90,8 @@ class TensorParallel(ModelParallel):
     @classmethod
     def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
         part = replace(run, model_config=sliced(run.model_config, layout.per_group))
-        return replicated(part.work(sequences, layout.groups), is_ddp=False)
+        update_bytes = run.work(sequences, layout.groups).update_bytes("pieces", layout.per_group)
+        return replicated(part.work(sequences, layout.groups), update_bytes, is_ddp=False)
 
     @classmethod
     def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
