@@ -134,13 +134,18 @@ def flex_attention(query, key, value, *, score_mod, block_mask, enable_gqa, scal
     return out, SimpleNamespace(lse=query.new_empty(batch, heads, length))
 
 
+def host_arrays(document_mask: bool) -> tuple[np.ndarray, Mapping[str, torch.Tensor] | None]:
+    """Ids (2, WINDOW + 1) of documents of 41 tokens, and their layout."""
+    ids = (np.arange(2 * (WINDOW + 1)).reshape(2, -1) % 41).astype(np.uint16)
+    return ids, document_layout(ids[:, :-1], 0) if document_mask else None
+
+
 def train_a_step(choice: Mapping[str, object]) -> None:
     """As train.py's loop: two micro-steps and an update."""
     config, attention = settings_of(choice), chosen_attention(choice)
     plan = SimpleNamespace(model_config=AutoConfig.for_model(**TINY_LLAMA), attention=attention)
     plan.from_hidden_states, plan.router_losses = True, RouterLosses()
-    ids = (np.arange(2 * (WINDOW + 1)).reshape(2, -1) % 41).astype(np.uint16)
-    layout = document_layout(ids[:, :-1], 0) if config.data.document_mask else None
+    ids, layout = host_arrays(config.data.document_mask)
     with replacements(), fake_cuda() as fake:
         strategy = Strategy(config.precision, config)
         built = build_training(config, plan, strategy, learning_rate=1e-3)
