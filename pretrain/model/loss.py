@@ -263,6 +263,9 @@ def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
     if left_VC.dtype == total_VD.dtype:
         total_VD.addmm_(left_VC, right_CD)
         return
+    if total_VD.is_cuda and torch.version.hip is None:  # in one kernel, which CUDA alone has
+        torch.addmm(total_VD, left_VC, right_CD, out_dtype=total_VD.dtype, out=total_VD)
+        return
     rows = total_VD.shape[0]
     if total_VD.device.type == "cpu":  # where a sum of two dtypes first copies one of them
         rows = max(1, CPU_PRODUCT_BYTES // (4 * total_VD.shape[1]))

@@ -19,6 +19,7 @@ import pretrain.training.build
 from pretrain.config import RunConfig, WindowSpec
 from pretrain.errors import InputError
 from pretrain.hardware import DTYPES
+from pretrain.model import loss
 from pretrain.model.attention import choose_attention, document_layout
 from pretrain.model.inputs import HostBatch
 from pretrain.parallel.strategy import Strategy
@@ -157,13 +158,38 @@ def train_a_step(choice: Mapping[str, object]) -> None:
         for micro_step in range(2):
             batch = host_batch.on_device(strategy.device, attention)
             with strategy.accumulate(is_last=micro_step == 1):
-                loss, cross_entropy = built.model(**batch)
-                strategy.backward(loss / 2)
+                micro_loss, cross_entropy = built.model(**batch)
+                strategy.backward(micro_loss / 2)
             step_loss += cross_entropy / 2
         grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
         for figure in (step_loss, grad_norm, skipped):
             assert (figure.device.type, figure.dtype, figure.shape) == ("cuda", torch.float32, ())
         assert {parameter.device.type for parameter in built.causal_lm.parameters()} == {"cuda"}
+
+
+def loss_body(dtype: torch.dtype, compiled: bool) -> None:
+    """Of the operator behind the chunked losses, in whose place its fake runs elsewhere."""
+    matrix_products = []
+
+    def addmm(total, left, right, *, out_dtype, out):
+        """As torch's, whose fake knows no `out` of another dtype than the factors'."""
+        assert out is total and total.dtype == out_dtype == torch.float32
+        matrix_products.append(left.shape)
+        return total.copy_(torch.ops.aten.addmm.dtype(total, left, right, out_dtype))
+
+    plain = mock.patch.object(torch, "compile", lambda function, **_: function)
+    with fake_cuda(), mock.patch.object(torch, "addmm", addmm), plain:
+        loss._compiled_softmax_less_target_.cache_clear()
+        hidden, weight = (torch.empty(rows, 64, device="cuda") for rows in (600, 512))
+        targets = torch.empty(600, device="cuda", dtype=torch.int64)
+        sums, count, of_hidden, of_weight, _ = loss._chunked_loss._init_fn(
+            hidden, weight, None, targets, 1e-4, 256, dtype, compiled, [True, True, False]
+        )
+        loss._compiled_softmax_less_target_.cache_clear()
+        assert {x.device.type for x in (sums, count, of_hidden, of_weight)} == {"cuda"}
+        assert (of_hidden.dtype, of_weight.dtype) == (hidden.dtype, torch.float32)
+        in_half = dtype != torch.float32
+        assert matrix_products == [(512, 256), (512, 256), (512, 88)] * in_half, "one kernel a chunk, into the sum"
 
 
 def on_weight(use: Callable[[torch.Tensor], object]) -> Callable[[], None]:
@@ -197,5 +223,11 @@ RUNS = {
 OF_FAKE_CUDA = {"waits": WAITS, "mixes": MIXES, "runs": RUNS}
 STEPS = {", ".join(map(str, choice.values())): functools.partial(train_a_step, choice) for choice in pairwise(CHOICES)}
 
+LOSSES = {
+    f"{dtype}, compiled {compiled}": functools.partial(loss_body, dtype, compiled)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    for compiled in (True, False)
+}
+
 CASES = {f"{kind}: {name}": on_weight(use) for kind, uses in OF_FAKE_CUDA.items() for name, use in uses.items()}
-CASES |= STEPS
+CASES |= STEPS | LOSSES
