@@ -21,7 +21,7 @@ DEMO_TEXT = --input '$(STDLIB)/**/*.py' --exclude '*/test/*' '*/tests/*' '*/idle
 demo: .venv/requirements
 	$(BIN)/python prepare_data.py $(DEMO_TEXT) --train_tokenizer 1024 --output tokenizers/demo
 	$(BIN)/python prepare_data.py $(DEMO_TEXT) --tokenizer tokenizers/demo --validation_fraction 0.05 --output data/demo
-	$(BIN)/accelerate launch --config_file accelerate_configs/single.yaml train.py --config recipes/demo.yaml
+	$(BIN)/python train.py --config recipes/demo.yaml
 	@test -f runs/demo/evaluation.json || $(BIN)/python evaluate.py --model runs/demo/final --data data/demo \
 		--output runs/demo/evaluation.json
 	$(BIN)/python evaluate.py --model runs/demo/final --prompt '    def read(self' --max_new_tokens 80 --temperature 0.7 --top_k 50

@@ -117,12 +117,16 @@ def gpu_of(arguments: argparse.Namespace, given: dict[str, float]) -> Gpu | None
 
 
 def own_gpu(arguments: argparse.Namespace, given: dict[str, float]) -> Gpu:
-    """The GPU of this machine, or its processors where they were asked for or torch can use no GPU."""
+    """The GPU of this machine, or its processors where they were asked for or are all that it has.
+
+    Raises InputError for a GPU that torch cannot use.
+    """
     import torch
 
     from pretrain.hardware import cpu_as_gpu
+    from pretrain.parallel.strategy import device_type
 
-    if arguments.gpu == CPU or not torch.cuda.is_available():
+    if arguments.gpu == CPU or device_type() == "cpu":
         return replace(cpu_as_gpu(arguments.gpus), **given)
     name = torch.cuda.get_device_name()
     if (known := gpu_called(name)) is not None:

@@ -100,6 +100,7 @@ def main(
                 strategy.backward(loss / micro_steps)
             experts.count()
             step_loss += cross_entropy / micro_steps
+            supervisor.watch.beat()
         grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
         experts.end_step()
         throughput.step_done()

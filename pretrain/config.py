@@ -330,10 +330,10 @@ class Guard(Section):
     speed_drop: PositiveFraction = 0.3
     """Report throughput that is this fraction below the run's median."""
     step_timeout_seconds: PositiveFloat = 300.0
-    """A step that takes longer counts as a hang: the stacks of all processes are written and the run exits for a
-    restart."""
+    """A micro-step, or an update, that takes longer counts as a hang: the stacks of all processes are written and the
+    run exits for a restart."""
     first_step_timeout_seconds: PositiveFloat = 1800.0
-    """The same for the first step, which compiles kernels."""
+    """The same for those of the first step, which compiles kernels."""
     compare_copies_every_steps: Count = 1000
     """How often to compare the processes' copies of the same weights bit by bit."""
 

@@ -50,6 +50,7 @@ GPUS = {
         _gpu("gh200", 94, 989, 1979, 4000, 450, 50, 700, 2.5),
         _gpu("h200", 139, 989, 1979, 4800, 450, 50, 700, 3.3),
         _gpu("h100", 79, 989, 1979, 3350, 450, 50, 700, 2.8),
+        _gpu("h100_nvl", 93, 835.5, 1671, 3938, 300, 25, 400, 2.5),
         _gpu("h100_pcie", 79, 756, 1513, 2000, 64, 25, 350, 2.4),
         _gpu("a100", 79, 312, None, 2039, 300, 25, 400, 1.8),
         _gpu("a800", 79, 312, None, 2039, 200, 25, 400, 1.6),
@@ -71,10 +72,15 @@ GPUS = {
 }
 
 
+VARIANTS = {"d", "laptop", "max", "mig", "nvl", "super", "ti"}
+"""Words in a name that make another GPU of it, or a part of one."""
+
+
 def gpu_called(device_name: str) -> Gpu | None:
     """The GPU that torch.cuda.get_device_name calls so, 'NVIDIA A100-SXM4-80GB' for one; None if unknown."""
     words = set(re.split(r"[ -]", device_name.lower()))
-    known = [gpu for name, gpu in GPUS.items() if words.issuperset(name.split("_"))]
+    own = {name: set(name.split("_")) for name in GPUS}
+    known = [gpu for name, gpu in GPUS.items() if own[name] <= words and not (words - own[name]) & VARIANTS]
     return max(known, key=lambda gpu: len(gpu.name), default=None)
 
 

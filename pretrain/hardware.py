@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from pretrain.gpus import CPU, Gpu, gpu_called
+from pretrain.units import bytes_text, counted
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Numbers of malloc's settings, from glibc's malloc.h."""
@@ -73,21 +74,15 @@ def emulation_of_bf16(device: torch.device) -> str | None:
 
 
 def unusable_gpu() -> str | None:
-    """The problem, if the machine has an NVIDIA GPU that torch cannot use and the CPU was not requested.
+    """The problem, if the machine has an NVIDIA GPU that torch cannot use and CUDA_VISIBLE_DEVICES does not hide it.
 
-    Training would take the CPU, a hundred times slower. CUDA_VISIBLE_DEVICES set to nothing (or -1, or
-    ACCELERATE_USE_CPU=true) asks for it.
+    Training would take the CPU, a hundred times slower.
     """
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
-    if hidden or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes"):
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles"):
         return None
     if not DRIVER_FILE.exists() and not DEVICE_FILE.exists():
         return None
-    try:
-        version = re.search(r"\b\d+\.\d+(?:\.\d+)*", DRIVER_FILE.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        version = None
-    driver = f"driver {version[0]}" if version else "a driver whose version cannot be read"
+    driver = f"driver {version}" if (version := driver_version()) else "a driver whose version cannot be read"
     if torch.version.cuda is None:
         built = f"torch {torch.__version__} is a build for the CPU; install one for CUDA"
     else:
@@ -100,8 +95,18 @@ def unusable_gpu() -> str | None:
             built += f"; CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']}: does it name a GPU here?"
     return (
         f"device: this machine has an NVIDIA GPU ({driver}), which torch cannot use. {built}. To run on the CPU on "
-        "purpose, set CUDA_VISIBLE_DEVICES to nothing: CUDA_VISIBLE_DEVICES= python ..."
+        "purpose, set CUDA_VISIBLE_DEVICES to nothing (CUDA_VISIBLE_DEVICES= python ...) or ACCELERATE_USE_CPU=true; "
+        "accelerate launch --cpu does the latter for one process"
     )
+
+
+def driver_version() -> str | None:
+    """Of NVIDIA's driver; None where there is none, or it does not say."""
+    try:
+        version = re.search(r"\b\d+\.\d+(?:\.\d+)*", DRIVER_FILE.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    return version and version[0]
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]:
@@ -164,6 +169,19 @@ def describe_machine(device: torch.device) -> dict[str, str | int]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
+
+
+def device_in_words(device: torch.device) -> str:
+    """What a run is on: the device, its memory, and of a GPU the driver and torch's CUDA."""
+    memory = bytes_text(memory_bytes(device))
+    if device.type != "cuda":
+        return f"CPU ({platform.machine()}), {counted(torch.get_num_threads(), 'thread')}, {memory} of memory"
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return (
+        f"{torch.cuda.get_device_name(device)} (compute capability {capability}), {memory} of memory, "
+        f"{counted(torch.cuda.device_count(), 'GPU')} here; driver {driver_version() or 'unknown'}, "
+        f"torch {torch.__version__} for CUDA {torch.version.cuda}"
+    )
 
 
 def memory_bytes(device: torch.device) -> int:

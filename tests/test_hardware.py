@@ -1,10 +1,15 @@
 """What the device has, as the variables that limit it say; GPUs that torch cannot use are never passed over."""
 
+import json
+import re
+import runpy
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from pretrain import hardware
 from pretrain.errors import InputError
@@ -12,6 +17,7 @@ from pretrain.hardware import ONEDNN_ISAS_WITHOUT_BF16, emulation_of_bf16, missi
 from pretrain.parallel import strategy
 from pretrain.parallel.strategy import device_type, resolve_precision
 from support.project import ROOT
+from support.tiny_models import TINY_LLAMA
 
 OLD_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 CPU = torch.device("cpu")
@@ -136,6 +142,16 @@ def machine(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, tokenizer):
+    """A folder with a tokenizer and a model that nobody loads."""
+    folder = tmp_path_factory.mktemp("model")
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
 def test_the_driver_and_what_torch_is_built_for_are_named(machine, monkeypatch):
     with pytest.raises(InputError, match=r"driver 470\.57\.02.* is built for CUDA 13\.0"):
         device_type()
@@ -150,8 +166,42 @@ def test_the_driver_and_what_torch_is_built_for_are_named(machine, monkeypatch):
 
 @pytest.mark.parametrize(("name", "value"), [("CUDA_VISIBLE_DEVICES", ""), ("ACCELERATE_USE_CPU", "true")])
 def test_the_cpu_on_purpose(machine, monkeypatch, name, value):
+    with pytest.raises(InputError, match=rf"on purpose, set .*{name}"):
+        device_type()
     monkeypatch.setenv(name, value)
     assert device_type() == "cpu"
+
+
+def test_accelerates_cpu_is_ours_where_there_is_a_gpu(monkeypatch):
+    """accelerate then trains on the CPU, whatever else is chosen by the device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device_type() == "cuda"
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert device_type() == "cpu"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train.py --config RECIPE",
+        "train.py --config RECIPE --check",
+        "train.py --config RECIPE --smoke",
+        "train.py --text TEXT --minutes 1 --output OUTPUT",
+        "evaluate.py --model MODEL --prompt Once",
+        "evaluate.py --model MODEL --interactive",
+        "plan.py --config RECIPE --calibrate",
+    ],
+)
+def test_every_script_refuses_to_take_the_cpu_silently(machine, recipe, model, monkeypatch, capsys, command):
+    (machine / "text.txt").write_text("Once upon a time there was a text. " * 3000)
+    places = {"RECIPE": recipe, "MODEL": model, "TEXT": machine / "text.txt", "OUTPUT": machine / "own"}
+    words = [str(places.get(word, word)) for word in command.split()]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+    errors = [line for line in capsys.readouterr().err.splitlines() if "driver" in line]
+    assert ended.value.code == 2 and len(errors) == 1 and "470.57.02" in errors[0] and "CUDA 13.0" in errors[0]
 
 
 def test_devices_that_are_not_there_are_named(machine, monkeypatch):
@@ -163,3 +213,34 @@ def test_devices_that_are_not_there_are_named(machine, monkeypatch):
 def test_a_machine_without_a_gpu_takes_its_cpu(machine):
     (machine / "version").unlink()
     assert device_type() == "cpu"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_processes_share_the_cores_beside_a_gpu_too(monkeypatch, device):
+    """accelerate sets OMP_NUM_THREADS=1, and an offloaded AdamW would run on one thread."""
+    environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
+    monkeypatch.setattr(strategy, "keep_freed_memory", lambda: None)
+    accelerator = SimpleNamespace(device=torch.device(device))
+    monkeypatch.setattr(strategy.Strategy, "make_accelerator", lambda self: accelerator)
+    strategy.Strategy("fp32")
+    assert threads == [8]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's
+    strategy.Strategy("fp32")
+    assert threads == [8]
+
+
+def test_the_device_is_told_with_its_driver_and_memory(machine, monkeypatch):
+    answers = {"get_device_name": "NVIDIA H100 80GB HBM3", "get_device_capability": (9, 0), "device_count": 8}
+    answers["get_device_properties"] = SimpleNamespace(total_memory=85_045_149_696)
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, answer=answer: answer)
+    assert hardware.device_in_words(torch.device("cuda")) == (
+        "NVIDIA H100 80GB HBM3 (compute capability 9.0), 85.0 GB of memory, 8 GPUs here; driver 470.57.02, "
+        f"torch {torch.__version__} for CUDA 13.0"
+    )
+    assert re.fullmatch(r"CPU \(\w+\), \d+ threads?, [\d.,]+ GB of memory", hardware.device_in_words(CPU))

@@ -3,6 +3,7 @@
 The format is a promise: checkpoints of earlier versions can be resumed (docs/training.md).
 
     checkpoints: saving, verifying, pruning
+    host_memory: where a save copies to
     tensor_files: named tensors on disk
     run_state: where a run stands
     export, export_check: the finished model; is it the trained one

@@ -27,8 +27,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from pretrain import config
+from pretrain.checkpoint.host_memory import HostMemory
 from pretrain.checkpoint.run_state import RunStoppedError
-from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, shares, tensor_index
+from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, plan_files, shares, tensor_index
 from pretrain.errors import EXIT_NO_VALID_CHECKPOINT
 from pretrain.files import REMOVED, commit, damage, remove, seal, write_durably
 from pretrain.parallel.ranks import Ranks
@@ -86,7 +87,8 @@ class Checkpoints:
         """The same, or the step of a save that is not over: known to all ranks at the same time."""
         self._in_flight: Save | None = None
         self._done: list[Save] = []
-        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+        self._memory: dict[str, HostMemory] = {}
+        """By file."""
         with ranks.together(SaveError):
             if ranks.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -159,19 +161,21 @@ class Checkpoints:
         Allocating costs more than the copy: the kernel clears every new page.
         """
         staged: dict[str, dict[str, torch.Tensor]] = {}
-        on_gpu = False
+        plan, on_gpu = plan_files(group, prefix), False
         mine = shares(prefix, group, self.ranks.rank, self.ranks.count, beat, on_host=not self.in_background)
         for file, name, tensor in mine:
             on_gpu = on_gpu or tensor.is_cuda
             if not self.in_background:
                 staged.setdefault(file, {})[name] = tensor.contiguous()
                 continue
-            buffer = self._buffers.get((prefix, name))
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = self._buffers[prefix, name] = host_memory_for(tensor)
+            if file not in staged:
+                layout = {each: (group.shapes[each], group.dtypes[each]) for each in plan[file]}
+                if file not in self._memory or self._memory[file].layout != layout:
+                    self._memory.pop(file, None)  # freed before the next is taken
+                    self._memory[file] = HostMemory(layout)
             # On a GPU in the stream of the steps: after the last one, before the next, so that gathered tensors are
             # not reused too early. Waiting once at the end, not per tensor.
-            staged.setdefault(file, {})[name] = buffer.copy_(tensor, non_blocking=True)
+            staged.setdefault(file, {})[name] = self._memory[file].hold(name, tensor)
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return staged
@@ -280,14 +284,6 @@ class Checkpoints:
         losses = {step_of(folder): read_state(folder).get("validation_loss") for folder in self.folder.glob("step-*")}
         for step in set(losses) - steps_to_keep(self.settings, losses):
             remove(self.folder / f"step-{step:08d}")
-
-
-def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Host memory of the tensor's shape; page-locked for a GPU, which copies to it several times as fast."""
-    try:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    except RuntimeError:  # a limit on locked pages, or too little of them
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def steps_to_keep(settings: config.Checkpoint, losses: Mapping[int, float | None]) -> set[int]:

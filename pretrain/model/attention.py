@@ -110,38 +110,59 @@ def choose_attention(requested: str, *, device_type: str, dtype: torch.dtype, wi
     """The attn_implementation to give to a model of transformers for the attention that a run asks for.
 
     auto is sdpa: on a CPU the operator of model/cpu_attention.py, on a GPU in half precision torch's varlen
-    flash attention, on a GPU in fp32 a dense mask. Raises InputError, naming what works, where the device, the dtype
-    or a package is missing for what was asked, or the windows (None: not judged) rule it out.
+    flash attention, on a GPU in fp32 or older than Ampere a dense mask. Raises InputError, naming what works, where
+    the device, the dtype or a package is missing for what was asked, or the windows (None: not judged) rule it out.
     """
-    half_on_gpu = device_type == "cuda" and dtype in HALF_DTYPES
-    works = ["auto", "eager", "sdpa"]
-    works += ["flex_attention"] if device_type == "cuda" else []
-    works += ["varlen"] if half_on_gpu and (window is None or window.document_mask) else []
-    works += [name for name, package in FLASH_PACKAGES.items() if half_on_gpu and importlib.util.find_spec(package)]
     if requested not in ATTENTION_NAMES:
         raise InputError(f"attention {requested!r} is unknown{did_you_mean(requested, ATTENTION_NAMES)}")
-    if requested not in works:
-        reason = _why_not(requested, device_type, dtype)
+    here = {"device_type": device_type, "dtype": dtype, "window": window}
+    if reason := why_not(requested, **here):
+        works = [name for name in sorted(ATTENTION_NAMES) if not why_not(name, **here)]
         raise InputError(f"attention {requested} {reason}; here work: {', '.join(works)}")
     return ATTENTION_NAMES[requested]
 
 
-FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+FLASH_CAPABILITY = (8, 0)
+"""CUDA compute capability from which flash attention's kernels run: A100, RTX 3090 and newer."""
+NEWEST_OF_FLASH_3 = (9, 0)
+"""FlashAttention 3 is made for Hopper; newer GPUs do not run its kernels."""
+FLASH_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "see requirements-flash-attn.txt"),
+    "flash_attention_3": ("flash_attn_interface", "pip install flash-attn-3, see requirements-flash-attn.txt"),
+}
+"""{attention: (module, where it is from)}."""
 ATTENTION_NAMES = dict.fromkeys(("auto", "sdpa", "varlen"), "groundwork_sdpa") | {"eager": "groundwork_eager"}
 ATTENTION_NAMES |= {"flex_attention": "flex_attention"}
 ATTENTION_NAMES |= {"flash_attention_2": "groundwork_fa2", "flash_attention_3": "groundwork_fa3"}
 
 
-def _why_not(requested: str, device_type: str, dtype: torch.dtype) -> str:
+def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: WindowSpec | None = None) -> str | None:
+    """Why an attention of ATTENTION_NAMES does not compute here, to follow its name; None if it does."""
+    if requested in ("auto", "sdpa", "eager"):
+        return None
     if requested == "flex_attention":
-        return f"has no backward pass on {device_type}"
+        return None if device_type == "cuda" else f"has no backward pass on {device_type}"
     if device_type != "cuda":
         return f"does not run on {device_type}"
     if dtype not in HALF_DTYPES:
         return f"computes in bf16 or fp16 only, not in {str(dtype).removeprefix('torch.')}"
+    capability = torch.cuda.get_device_capability()
+    if capability < FLASH_CAPABILITY or (requested == "flash_attention_3" and capability > NEWEST_OF_FLASH_3):
+        return f"has no kernels for a GPU of compute capability {'.'.join(map(str, capability))}"
     if requested == "varlen":
-        return "has no documents to keep apart without document_mask"
-    return f"needs the package {FLASH_PACKAGES[requested]}, which is not installed"
+        return (
+            None if window is None or window.document_mask else "has no documents to keep apart without document_mask"
+        )
+    package, source = FLASH_PACKAGES[requested]
+    if importlib.util.find_spec(package):
+        return None
+    return f"needs the package {package}, which is not installed: {source}"
+
+
+@torch.compiler.assume_constant_result
+def has_flash_kernels(device_index: int | None) -> bool:
+    """Whether this GPU runs torch's flash attention; a T4 and a V100 do not, in whatever dtype."""
+    return torch.cuda.get_device_capability(device_index) >= FLASH_CAPABILITY
 
 
 def sdpa(
@@ -171,7 +192,8 @@ def sdpa(
         if device_type == "cpu" and window is None and (cu_seq_lens_q is not None or in_blocks):
             out_BHTE = cpu_attention.attend(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling)
             return out_BHTE.transpose(1, 2), None
-        if device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES and cu_seq_lens_q is not None:
+        in_half_on_gpu = device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES
+        if in_half_on_gpu and cu_seq_lens_q is not None and has_flash_kernels(query_BHTE.device.index):
             return _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling, window), None
     mask = attention_mask
     # A single query is the newest token of a generation and sees every key; sdpa's own causal mask fits square only.

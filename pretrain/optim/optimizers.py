@@ -173,7 +173,7 @@ class AdamW8bitSpec(OptimizerSpec):
             import bitsandbytes
         except ImportError:
             return [
-                "optim.name: adamw_8bit needs bitsandbytes: pip install bitsandbytes; "
+                "optim.name: adamw_8bit needs bitsandbytes: pip install -r requirements-gpu.txt; "
                 "adamw, muon and adafactor run without it"
             ]
         kernel, has_kernel = "optimizer_update_8bit_blockwise", torch._C._dispatch_has_kernel_for_dispatch_key

@@ -17,6 +17,8 @@ from pretrain.errors import InputError
 
 OWN: list[TCPStore] = []
 """The store that this process hosts, kept for as long as it lives."""
+INTERFACE_SETTINGS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+"""NCCL takes a name as the beginning of one, unless it follows '='."""
 PATIENCE = timedelta(minutes=5)
 """How long processes wait for the first one, which may be on another machine."""
 
@@ -40,31 +42,34 @@ def meet_afresh() -> None:
 
 
 def choose_interface() -> None:
-    """Sets GLOO_SOCKET_IFNAME where gloo would tell other machines to find this one at 127.0.0.1.
+    """Where several machines take part: gloo and NCCL use the interface of the route to the main address.
 
-    gloo advertises the address that the host's own name resolves to, on many systems 127.0.1.1: the others then hang.
-    Here it is the interface of the route to the main address. Raises InputError where several could be meant.
+    Left alone, gloo advertises the address that the host's own name resolves to, on many systems 127.0.1.1, and NCCL
+    that of the first interface, which may be a bridge of containers: the others then hang. Sets GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME unless the user has. Raises InputError where gloo would fail and several could be meant.
     """
     machines = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if machines < 2 or os.environ.get("GLOO_SOCKET_IFNAME") or not own_name_is_loopback():
+    unset = [variable for variable in INTERFACE_SETTINGS if not os.environ.get(variable)]
+    if machines < 2 or not unset:
         return
     main = os.environ.get("MASTER_ADDR", "")
     interfaces = interfaces_by_address()
     name = interfaces.get(local_address_towards(main))
-    others = sorted({interface for address, interface in interfaces.items() if not is_loopback(address)})
-    if name is None and len(others) == 1:  # on the main machine, whose name resolves to itself
+    if name is None:  # on the main machine, whose name resolves to itself
+        others = sorted({interface for address, interface in interfaces.items() if not is_loopback(address)})
+        if len(others) != 1 and "GLOO_SOCKET_IFNAME" in unset and own_name_is_loopback():
+            raise InputError(
+                f"launcher: {machines} machines, but the host name {socket.gethostname()} resolves to loopback only "
+                "here; set GLOO_SOCKET_IFNAME to the interface of the network by which the others reach this machine, "
+                f"one of {', '.join(others) or 'none that is up'}"
+            )
+        if len(others) != 1:
+            return
         name = others[0]
-    if name is None:
-        raise InputError(
-            f"launcher: {machines} machines, but the host name {socket.gethostname()} resolves to loopback only here; "
-            "set GLOO_SOCKET_IFNAME to the interface of the network by which the others reach this machine, "
-            f"one of {', '.join(others) or 'none that is up'}"
-        )
-    os.environ["GLOO_SOCKET_IFNAME"] = name
+    os.environ.update({variable: INTERFACE_SETTINGS[variable].format(name) for variable in unset})
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(
-            f"{socket.gethostname()} resolves to loopback only: gloo uses {name}, the route to {main}; set "
-            "GLOO_SOCKET_IFNAME for another",
+            f"{socket.gethostname()}: {' and '.join(unset)} set to {name}, the route to {main}; set others beforehand",
             file=sys.stderr,
             flush=True,
         )

@@ -26,7 +26,7 @@ from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.gradient_norm import total_norm
 from pretrain.optim.optimizers import OPTIMIZERS, describe_optimizer, load_optimizer_state, optimizer_state_by_name
-from pretrain.parallel.launcher import PRECISIONS, processes_launched
+from pretrain.parallel.launcher import PRECISIONS, environment_flag, processes_launched
 from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.rendezvous import choose_interface, meet_afresh
@@ -35,7 +35,12 @@ from pretrain.parallel.tensor_group import ShardedState, TensorGroup, load_parts
 
 
 def device_type() -> str:
-    """'cuda' where a GPU is visible, else 'cpu'. Raises InputError for a GPU that torch cannot use."""
+    """'cuda' where a GPU is visible, else 'cpu', also on request (accelerate's ACCELERATE_USE_CPU).
+
+    Raises InputError for a GPU that torch cannot use.
+    """
+    if environment_flag("ACCELERATE_USE_CPU"):
+        return "cpu"
     if torch.cuda.is_available():
         return "cuda"
     if problem := unusable_gpu():
@@ -45,13 +50,14 @@ def device_type() -> str:
 
 def resolve_precision(requested: str) -> str:
     """auto becomes bf16 where the device multiplies in bf16, else fp32. Raises InputError for what does not run."""
+    device = device_type()
     if requested == "fp8" and (problem := fp8_problem()):
         raise InputError(problem)
-    if requested == "fp16" and device_type() == "cpu":
+    if requested == "fp16" and device == "cpu":
         raise InputError("precision: fp16 needs a GPU; use bf16, fp32, or auto, which takes what the device has")
     if requested != "auto":
         return requested
-    return "fp32" if missing_bf16(device_type()) else "bf16"
+    return "fp32" if missing_bf16(device) else "bf16"
 
 
 OptimizerBuilder = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
@@ -91,8 +97,8 @@ class Strategy:
         """How many times batch.sequences_per_micro_batch one call of the model takes."""
         self.optimizer_built = ""
         """A description, once prepared."""
+        use_all_cores()  # beside a GPU too: an offloaded AdamW, initialisation and export checks compute on the host
         if self.device.type == "cpu":
-            use_all_cores()
             keep_freed_memory()
 
     @classmethod

@@ -116,10 +116,10 @@ class Zero(Strategy):
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         problems = super().problems(config, name)
-        if uses_nvme() and not can_use_nvme():
+        if uses_nvme() and (missing := missing_for_nvme()):
             problems.append(
-                "launcher: offload_optimizer.device: nvme needs libaio (apt install libaio-dev, or conda install "
-                "libaio) and a C++ compiler; accelerate_configs/zero3_offload.yaml uses host memory and needs neither"
+                f"launcher: offload_optimizer.device: nvme needs {missing}; accelerate_configs/zero3_offload.yaml "
+                "uses host memory and does not"
             )
         return problems
 
@@ -369,12 +369,23 @@ def uses_nvme() -> bool:
     return offload.get("device") == "nvme"
 
 
-def can_use_nvme() -> bool:
-    """Whether DeepSpeed's asynchronous file operator can be built here."""
+def missing_for_nvme() -> str | None:
+    """What DeepSpeed's asynchronous file operator needs to be built and is not here, in words."""
     prepare_extensions_folder()
     from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cuda_version
 
-    return AsyncIOBuilder().is_compatible()
+    if not AsyncIOBuilder().is_compatible():
+        return "libaio (apt install libaio-dev, or conda install libaio) and a C++ compiler"
+    try:
+        if device_type() == "cuda":  # the builder joins paths to CUDA_HOME without asking whether there is one
+            installed_cuda_version()
+    except MissingCUDAException:
+        return (
+            f"the CUDA toolkit (apt install cuda-toolkit, or conda install -c nvidia cuda-toolkit), for torch's CUDA "
+            f"{torch.version.cuda}, and CUDA_HOME set to its folder, which has bin/nvcc"
+        )
+    return None
 
 
 def zero_gradients(work: Work, stage: int, share: float, settings: dict[str, Any]) -> tuple[float, float]:

@@ -153,7 +153,7 @@ def launch_command(config: RunConfig, words: Sequence[str]) -> str:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1:
         return f"the launcher's command that was used here, and {asked}"
-    gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count() if device_type() == "cuda" else 0
     try:
         sequences_of(config, max(1, gpus))
     except InputError:

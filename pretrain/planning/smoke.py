@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from pretrain.checkpoint.export_check import no_loading_bars
 from pretrain.config import RunConfig
 from pretrain.files import damage
-from pretrain.parallel.strategy import Strategy
+from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.planning.calibration import measure_peak
 from pretrain.runs.history import read_metrics
 from pretrain.training.run_plan import derive
@@ -117,7 +117,7 @@ def resume_verdict(trained: list[dict], again: list[dict], half: int) -> str | N
     if set(whole) != set(resumed):
         return f"continued with step {min(resumed, default=None)} instead of {half + 1}"
     largest = max(abs(whole[step] - resumed[step]) for step in whole) if whole else 0.0
-    if largest and torch.cuda.is_available() and largest < 1e-3:
+    if largest and device_type() == "cuda" and largest < 1e-3:
         print(f"      losses after resuming differ by {largest:.1e}: kernels that add in no fixed order")
         return None
     return f"losses differ by up to {largest:.2e}" if largest else None

@@ -9,12 +9,15 @@ import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
 from pretrain.config import RunConfig
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS
 from pretrain.data.shards import ShardReader
 from pretrain.data.vocabulary import vocabulary_text
-from pretrain.hardware import describe_machine, missing_bf16
+from pretrain.hardware import DTYPES, describe_machine, device_in_words, missing_bf16
 from pretrain.model.flops import FORMULA
+from pretrain.model.kernels import kernels_not_used, kernels_used
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.recipe import as_yaml
 from pretrain.runs.publishing.card_facts import DATA_FILE, hub_datasets_of
@@ -121,22 +124,31 @@ def commit_of(folder: Path) -> str | None:
 
 def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
     """The numbers of the run in effect, one per line. `built` adds what only the built objects know."""
+    device = torch.device(device_type())
     ramp, length, micro = plan.ramp, config.data.sequence_length, config.batch.sequences_per_micro_batch
     full_micro_steps = ramp.sequences_per_level[-1] // (micro * plan.ranks)
     levels = " -> ".join(f"{level * length:,}" for level in ramp.sequences_per_level)
     is_fallback = config.precision == "auto" and plan.precision == "fp32"
-    reason = f" (auto: {missing_bf16(device_type())})" if is_fallback else ""
+    reason = f" (auto: {missing_bf16(device.type)})" if is_fallback else ""
     weights = "bf16, rounded stochastically" if config.optim.stochastic_rounding else "fp32"
     is_sparse = plan.active_parameters < plan.parameters
     active = f"{plan.active_parameters:,} active of " if is_sparse else ""
     per_parameter = f"{plan.total_tokens / plan.active_parameters:.1f} per {'active ' if is_sparse else ''}parameter"
     attention = plan.attention + (", within documents" if config.data.document_mask else "")
     readers, epochs = plan.batches.readers, plan.batches.epochs_at(plan.total_steps)
+    kernels = {}
+    if device.type == "cuda":
+        here = {"dtype": DTYPES[plan.precision], "window": config.data.window}
+        not_used = kernels_not_used(config.attention, plan.attention, config.compile, **here)
+        kernels = {"kernels": kernels_used(plan.attention, config.compile, **here)}
+        kernels |= {"not used": "; ".join(not_used)} if not_used else {}
     rows = {
+        "device": device_in_words(device),
         "model": f"{config.model} ({plan.model_config.model_type}), {active}{plan.parameters:,} parameters",
         "vocabulary": vocabulary_text(plan.model_config.vocab_size, plan.batches.vocabulary_size),
         "precision": f"{plan.precision}{reason}, weights and optimizer in {weights}",
         "attention": "; not ".join([attention, *plan.attention_passed_over]),
+        **kernels,
         "data": " + ".join(f"{folder} ({count_text(reader.tokens)} tokens)" for folder, reader in readers.items()),
         "epochs in total": ", ".join(f"{folder} {count:.2f}" for folder, count in epochs.items()),
         "tokens per step": f"{levels} = {counted(micro, 'sequence')} x {length:,} tokens x "

@@ -51,7 +51,8 @@ class Watch:
         run: the run's folder, for heartbeats and stacks.
         rank: of this process; rank 0 writes heartbeats more often.
         neighbours: process ids of the other ranks on this machine.
-        step_timeout_seconds, first_step_timeout_seconds: between two beats; the latter until the first step's.
+        step_timeout_seconds, first_step_timeout_seconds: between two beats, of which every micro-step gives one; the
+            latter until the first step is done.
         held: a file to touch as a sign of life: the run's lock.
         on_end: called with reason and exit status, for a few seconds at most, before a hang, a dead neighbour or a
             second signal ends this process.

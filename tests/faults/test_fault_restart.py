@@ -68,6 +68,15 @@ def test_dead_and_hanging_ranks(recipe, shards, tmp_path):
         tell("4, 17, 18", injected, outcome, run.recovery([number]))
 
 
+def test_a_long_step_of_short_micro_steps_is_no_hang(recipe, tmp_path):
+    """Four micro-steps of a second each, where a hang is 2.5 s without a sign of life."""
+    settings = ["--config", recipe, "--output", tmp_path / "run", "--budget.steps", 2, "--validation.sequences", 1]
+    slow = [{"where": "forward", "step": 2, "what": "sleep", "seconds": 1.0, "always": True}]
+    settings += ["--guard.step_timeout_seconds", 2.5]
+    run = launch_with_faults(tmp_path / "a", "single", 1, *settings, faults=slow)
+    assert run.code == 0, run.output
+
+
 @pytest.mark.skipif(not EVERYTHING, reason="five starts of two processes; in make test-faults")
 def test_a_crash_at_the_same_step_every_time(recipe, tmp_path):
     """The launcher would start it again and again."""

@@ -5,8 +5,6 @@ import random
 
 import pytest
 
-from bench.guards import measure
-from bench.shapes import CPU_SHAPES
 from support.faults import EVERYTHING, launch_with_faults, same_tensors, tell
 from support.project import losses
 from support.tiny_models import TINY_LLAMA
@@ -62,10 +60,3 @@ def test_one_process_reads_what_two_read(recipe, tmp_path):
     largest = max(abs(one[step] - two[step]) for step in one)
     assert largest < 1e-6
     tell("5", "one process, and two", f"same windows in the same order; losses at most {largest:.0e} apart")
-
-
-@pytest.mark.skipif(not EVERYTHING, reason="a minute of training in two processes; in make test-faults")
-def test_the_guards_cost_less_than_a_hundredth_of_a_step():
-    cost = measure(CPU_SHAPES["small"], processes=2, steps=20)
-    assert cost.share < 0.01
-    tell("17", f"nothing: steps of {cost.step * 1e3:.0f} ms in two processes", f"all guards cost {cost.share:.2%}")

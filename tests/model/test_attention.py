@@ -1,5 +1,6 @@
 import importlib.util
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 import pretrain.model.architectures  # noqa: F401, registers the local ones
 from pretrain.config import WindowSpec
 from pretrain.errors import InputError
+from pretrain.model import attention as attention_module
 from pretrain.model import cpu_attention
 from pretrain.model.attention import attention_arguments, choose_attention, document_layout, eager, sdpa
 from pretrain.model.loss import LanguageModelLoss
@@ -347,6 +349,14 @@ def test_custom_op_keeps_torchs_rules():
     torch.library.opcheck(torch.ops.groundwork.packed_attention, (*inputs, cu_seq_lens, 0.25, True))
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """torch.cuda as it answers on an H100; another compute capability can be put into the list."""
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[-1])
+    return capability
+
+
 @pytest.mark.parametrize(
     ("requested", "device_type", "dtype", "message"),
     [
@@ -356,19 +366,21 @@ def test_custom_op_keeps_torchs_rules():
         ("flash_attn", "cpu", torch.float32, "'flash_attn' is unknown; did you mean flash_attention"),
     ],
 )
-def test_attention_that_does_not_work_here_is_refused_by_name_of_what_does(requested, device_type, dtype, message):
+def test_attention_that_does_not_work_here_is_refused_by_name_of_what_does(
+    gpu, requested, device_type, dtype, message
+):
     with pytest.raises(InputError) as error:
         choose_attention(requested, device_type=device_type, dtype=dtype)
     assert message in str(error.value)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn_interface") is not None, reason="the package is there")
-def test_missing_flash_package_is_named():
+def test_missing_flash_package_is_named(gpu):
     with pytest.raises(InputError, match=r"needs the package flash_attn_interface.*here work: auto,.* varlen"):
         choose_attention("flash_attention_3", device_type="cuda", dtype=torch.bfloat16)
 
 
-def test_varlen_without_documents_is_refused():
+def test_varlen_without_documents_is_refused(gpu):
     with pytest.raises(InputError, match="varlen has no documents to keep apart"):
         choose_attention("varlen", device_type="cuda", dtype=torch.bfloat16, window=WindowSpec(64, False))
 
@@ -376,6 +388,51 @@ def test_varlen_without_documents_is_refused():
 def test_auto_is_sdpa_everywhere():
     for device_type in ("cpu", "cuda"):
         assert choose_attention("auto", device_type=device_type, dtype=torch.bfloat16) == "groundwork_sdpa"
+
+
+FLASH = ("varlen", "flash_attention_2", "flash_attention_3")
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs"), [((7, 0), ()), ((7, 5), ()), ((8, 6), FLASH), ((9, 0), FLASH), ((10, 0), FLASH[:2])]
+)
+def test_flash_attention_is_for_gpus_that_have_its_kernels(gpu, monkeypatch, capability, runs):
+    """A T4 trains in fp16, and has none."""
+    gpu.append(capability)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)
+    for name in FLASH:
+        if name in runs:
+            choose_attention(name, device_type="cuda", dtype=torch.float16)
+        else:
+            with pytest.raises(
+                InputError, match=f"{name} has no kernels .* {capability[0]}.{capability[1]}; here work"
+            ):
+                choose_attention(name, device_type="cuda", dtype=torch.float16)
+
+
+@pytest.mark.parametrize(("capability", "taken"), [((7, 5), "dense mask"), ((8, 0), "varlen")])
+def test_sdpa_takes_the_kernel_that_the_gpu_has(gpu, monkeypatch, capability, taken):
+    gpu.append(capability)
+    seen = []
+    monkeypatch.setattr(attention_module, "_varlen", lambda query, *rest: seen.append("varlen") or query)
+    monkeypatch.setattr(attention_module, "_dense_mask", lambda *parts: seen.append("dense mask"))
+    product = SimpleNamespace(transpose=lambda *dims: None)
+    monkeypatch.setattr(attention_module.F, "scaled_dot_product_attention", lambda *parts, **named: product)
+    shape = {"device": torch.device("cuda", 0), "dtype": torch.float16, "shape": (1, 2, 8, 16)}
+    on_gpu = SimpleNamespace(**shape, to=lambda dtype: on_gpu)
+    sdpa(torch.nn.Identity(), on_gpu, on_gpu, on_gpu, None, cu_seq_lens_q=torch.tensor([0, 3, 8]))
+    assert seen == [taken]
+
+
+def test_the_question_for_the_kernel_does_not_break_a_compiled_graph(gpu):
+    def scaled(x):
+        return x * (2 if attention_module.has_flash_kernels(x.device.index) else 3)
+
+    x = torch.ones(4)
+    assert torch.compile(scaled, backend="eager", fullgraph=True)(x).tolist() == [2.0] * 4
+    torch._dynamo.reset()
+    gpu.append((7, 5))
+    assert torch.compile(scaled, backend="eager", fullgraph=True)(x).tolist() == [3.0] * 4
 
 
 def test_unsupported_attention_is_refused_not_ignored():

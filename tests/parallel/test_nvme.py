@@ -3,12 +3,14 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from pretrain.parallel.zero import can_use_nvme
+from pretrain.config import RunConfig
+from pretrain.parallel import zero
 from support.project import ROOT, events, launch, losses
 from support.tiny_models import TINY_LLAMA
 
@@ -27,7 +29,8 @@ def on_disk(tmp_path) -> list:
 
 
 @pytest.mark.skipif(
-    os.environ.get("STRATEGIES") != "all" or not can_use_nvme(), reason="needs libaio, and is for make test-strategies"
+    os.environ.get("STRATEGIES") != "all" or zero.missing_for_nvme(),
+    reason="needs libaio, and is for make test-strategies",
 )
 def test_losses_are_those_of_one_process_and_a_resumed_run_is_the_unbroken_one(recipe, on_disk, tmp_path):
     (tmp_path / "tiny_llama.json").write_text(json.dumps(WIDE))
@@ -51,3 +54,34 @@ def test_losses_are_those_of_one_process_and_a_resumed_run_is_the_unbroken_one(r
     for file in ("model", "optimizer"):
         tensors, found = (load_file(r / f"checkpoints/step-00000012/{file}.safetensors") for r in (whole, broken))
         assert all(torch.equal(tensor, found[name]) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("device", "has_libaio", "cuda_home", "missing"),
+    [
+        ("cpu", True, None, None),
+        ("cpu", False, None, "libaio"),
+        ("cuda", False, None, "libaio"),
+        ("cuda", True, None, "the CUDA toolkit"),
+        ("cuda", True, "without nvcc", "the CUDA toolkit"),
+        ("cuda", True, "whole", None),
+    ],
+)
+def test_what_the_operator_needs_is_named_before_the_start(
+    monkeypatch, tmp_path, device, has_libaio, cuda_home, missing
+):
+    if cuda_home:
+        cuda_home = str(tmp_path / cuda_home)
+        nvcc = tmp_path / "whole/bin/nvcc"
+        nvcc.parent.mkdir(parents=True)
+        nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.48\n")
+        nvcc.chmod(0o755)
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", cuda_home)
+    builder = SimpleNamespace(is_compatible=lambda: has_libaio)
+    monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder", lambda: builder)
+    monkeypatch.setattr(zero, "device_type", lambda: device)
+    monkeypatch.setattr(zero, "uses_nvme", lambda: True)
+    monkeypatch.setattr(zero.Strategy, "problems", classmethod(lambda cls, config, name: []))
+    refusals = zero.Zero.problems(RunConfig.model_construct(), "zero3_offload_nvme")
+    assert len(refusals) == (missing is not None)
+    assert all(f"nvme needs {missing}" in refusal and "zero3_offload.yaml" in refusal for refusal in refusals)

@@ -40,6 +40,7 @@ def test_a_restart_has_a_store_of_its_own_and_a_first_attempt_the_launchers(monk
     assert int(os.environ["MASTER_PORT"]) == port, "the port that rank 0 has chosen"
 
 
+SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 ADDRESSES = {"127.0.0.1": "lo", "10.0.0.3": "eth0", "192.168.7.2": "ib0"}
 
 
@@ -49,7 +50,8 @@ def machine(monkeypatch):
     environment = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "LOCAL_RANK": "0"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
     own, routes = ["127.0.1.1"], {"10.0.0.1": "10.0.0.3"}
     real = socket.getaddrinfo
 
@@ -61,28 +63,47 @@ def machine(monkeypatch):
     monkeypatch.setattr("pretrain.parallel.rendezvous.interfaces_by_address", lambda: ADDRESSES)
     monkeypatch.setattr("pretrain.parallel.rendezvous.local_address_towards", routes.get)
     yield own
-    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    for name in SETTINGS:
+        os.environ.pop(name, None)
 
 
-def test_gloo_speaks_over_the_route_to_the_main_address(machine, capsys):
+def chosen() -> list[str | None]:
+    return [os.environ.get(name) for name in SETTINGS]
+
+
+@pytest.mark.parametrize("resolved", [["127.0.1.1"], ["127.0.1.1", "192.168.7.2"]])
+def test_gloo_and_nccl_speak_over_the_route_to_the_main_address(machine, capsys, resolved):
+    machine[:] = resolved
     choose_interface()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
-    assert "gloo uses eth0, the route to 10.0.0.1" in capsys.readouterr().err
+    assert chosen() == ["eth0", "=eth0"]
+    told = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME set to eth0, the route to 10.0.0.1"
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "reason", ["the user has named one", "the name leads elsewhere", "one machine"], ids=lambda reason: reason
+    ("named", "expected"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, ["ib0", "=eth0"]),
+        ({"NCCL_SOCKET_IFNAME": "ib"}, ["eth0", "ib"]),
+        (dict.fromkeys(SETTINGS, "ib0"), ["ib0", "ib0"]),
+    ],
 )
-def test_the_interface_is_left_alone_where(machine, monkeypatch, reason):
-    if reason == "the user has named one":
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    elif reason == "the name leads elsewhere":
-        machine[:] = ["127.0.1.1", "10.0.0.3"]
-    else:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    before = os.environ.get("GLOO_SOCKET_IFNAME")
+def test_what_the_user_has_named_stays(machine, monkeypatch, named, expected):
+    for name, value in named.items():
+        monkeypatch.setenv(name, value)
     choose_interface()
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == before
+    assert chosen() == expected
+
+
+@pytest.mark.parametrize("reason", ["one machine", "no route, and a name that others can use"])
+def test_the_interface_is_left_alone_where(machine, monkeypatch, reason):
+    if reason == "one machine":
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    else:
+        machine[:] = ["127.0.1.1", "10.0.0.3"]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")
+    choose_interface()
+    assert chosen() == [None, None]
 
 
 def test_several_interfaces_and_no_route_are_the_users_choice(machine, monkeypatch):
@@ -93,7 +114,7 @@ def test_several_interfaces_and_no_route_are_the_users_choice(machine, monkeypat
         "pretrain.parallel.rendezvous.interfaces_by_address", lambda: {"127.0.0.1": "lo", "10.0.0.3": "eth0"}
     )
     choose_interface()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0", "the only one"
+    assert chosen() == ["eth0", "=eth0"], "the only one"
 
 
 def test_this_machines_interfaces_and_routes():

@@ -111,14 +111,17 @@ def test_the_time_rests_on_the_measured_peak(read, monkeypatch):
 def test_the_command_is_the_one_that_was_checked_without_the_check(read, monkeypatch):
     config, _ = read()
     words = ["--config", "a b.yaml", "--check", "--verbose", "--optim.learning_rate", "1e-3"]
-    monkeypatch.setattr(judgement_module.torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     plain = "train.py --config 'a b.yaml' --optim.learning_rate 1e-3"
     assert launch_command(config, words) == f"python {plain}"
+    monkeypatch.setattr(judgement_module.torch.cuda, "is_available", lambda: True)
     for gpus, launched in ((1, False), (2, True), (3, False)):  # 256 tokens are not 3 x 64 x n
         monkeypatch.setattr(judgement_module.torch.cuda, "device_count", lambda gpus=gpus: gpus)
         expected = f"accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes {gpus} {plain}"
         assert launch_command(config, words) == (expected if launched else f"python {plain}")
+    monkeypatch.setattr(judgement_module.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert launch_command(config, words) == f"python {plain}"
 
 
 def test_the_check_says_it_through_the_script(recipe):

@@ -33,6 +33,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 import pretrain.parallel.strategy
+import pretrain.runs.publishing.card
 import train
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.replicas import replica_differences
@@ -145,6 +146,7 @@ if __name__ == "__main__":
     run: dict = {}
     # Tests that run side by side share the cores: threads that wait for each other there make a step take seconds.
     pretrain.parallel.strategy.use_all_cores = lambda: torch.set_num_threads(1)
+    pretrain.runs.publishing.card.plot_losses = lambda *_: False  # a third of a second of each run
     for strategy_class in all_strategies():
         if "load" in vars(strategy_class):
             strategy_class.load = check_load(strategy_class.load)

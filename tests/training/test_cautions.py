@@ -94,6 +94,27 @@ def test_the_banner_says_why_auto_is_fp32(recipe, monkeypatch):
     assert "  fp32, weights" in row("fp32") and "  bf16, weights" in row("bf16")
 
 
+def test_the_banner_says_what_the_run_is_on_and_with_which_kernels(recipe, monkeypatch):
+    config = read_run_config(recipe, [])
+    run = derive(config, 1)
+    assert "kernels" not in banner(config, run, {}) and banner(config, run, {}).startswith("device  ")
+    answers = {
+        "device_type": lambda: "cuda",
+        "device_in_words": lambda device: "a GPU",
+        "kernels_used": lambda attention, compile_mode, **here: f"{attention} in {here['dtype']}",
+        "kernels_not_used": lambda requested, *rest, **here: [f"not {requested}", "nor this"],
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(f"pretrain.training.run_records.{name}", answer)
+    rows = dict(line.split("  ", 1) for line in banner(config, run, {}).splitlines())
+    found = {name: rows[name].strip() for name in ("device", "kernels", "not used")}
+    assert found == {
+        "device": "a GPU",
+        "kernels": "groundwork_sdpa in torch.float32",
+        "not used": "not auto; nor this",
+    }
+
+
 def test_check_and_run_say_it_on_an_old_cpu(recipe, tmp_path):
     """Through the script, where the variables make an old CPU of this one."""
     asked = ("train.py", "--config", recipe, "--precision", "bf16", "--budget.steps", "2", "--optim.warmup_steps", "0")

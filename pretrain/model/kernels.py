@@ -1,0 +1,65 @@
+"""Which of the GPU's kernels a run uses, in words, and why it does not use the others."""
+
+import importlib.metadata
+import importlib.util
+
+import torch
+
+from pretrain.config import WindowSpec
+from pretrain.model.attention import FLASH_CAPABILITY, FLASH_PACKAGES, why_not
+from pretrain.model.cpu_attention import HALF_DTYPES
+
+
+def kernels_used(attention: str, compile_mode: str, *, dtype: torch.dtype, window: WindowSpec) -> str:
+    """Of a run on a GPU, with versions.
+
+    Args:
+        attention: as the model is given it, one of `attention.candidates_of`.
+        dtype: of the matrix products.
+    """
+    varlen = why_not("varlen", device_type="cuda", dtype=dtype, window=window)
+    if attention in FLASH_PACKAGES:
+        module, _ = FLASH_PACKAGES[attention]
+        used = f"{attention} ({module} {version_of(module)})"
+    elif attention != "groundwork_sdpa":
+        used = f"{attention} of torch {torch.__version__}"
+    elif varlen is None:
+        used = f"varlen, the flash attention of torch {torch.__version__} for packed documents"
+    elif window.document_mask:
+        used = f"sdpa of torch {torch.__version__} with a dense mask for the documents"
+    else:
+        used = f"sdpa of torch {torch.__version__}"
+    return f"{used}; layers compiled by Triton {version_of('triton')}" if compile_mode != "none" else used
+
+
+def kernels_not_used(
+    requested: str, attention: str, compile_mode: str, *, dtype: torch.dtype, window: WindowSpec
+) -> list[str]:
+    """What is faster, or may be, on a GPU, and why this run does without it.
+
+    Args:
+        requested: the recipe's `attention`; the others as in `kernels_used`.
+    """
+    reasons = []
+    capability = torch.cuda.get_device_capability()
+    if dtype not in HALF_DTYPES:
+        half = "bf16" if capability >= FLASH_CAPABILITY else "fp16"
+        reasons.append(f"{half} matrix units: precision is fp32")
+    if compile_mode == "none":
+        triton = "" if importlib.util.find_spec("triton") else ", and needs Triton, which is not installed"
+        reasons.append(f"compiled layers: compile is none{triton}")
+    for name in ("varlen", *FLASH_PACKAGES):
+        if problem := why_not(name, device_type="cuda", dtype=dtype, window=window):
+            reasons.append(f"{name}: {problem}")
+        elif name != attention and (name, attention) != ("varlen", "groundwork_sdpa"):
+            reasons.append(f"{name}: runs here, and attention is {requested}")
+    return reasons
+
+
+def version_of(module: str) -> str:
+    """Of the package that a module is from, which may have another name."""
+    packages = importlib.metadata.packages_distributions().get(module, [module])
+    try:
+        return importlib.metadata.version(packages[0])
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,86 @@
+"""Host memory of a save: as large as its tensors, locked once and freed as it was taken."""
+
+import gc
+
+import pytest
+import torch
+
+from pretrain.checkpoint import host_memory
+from pretrain.checkpoint.host_memory import HostMemory
+
+LAYOUT = {
+    "head.weight": ((50304, 768), torch.float32),
+    "head.step": ((), torch.float32),
+    "norm": ((3,), torch.bfloat16),
+    "absmax": ((0,), torch.uint8),
+    "codes": ((5, 7), torch.uint8),
+}
+
+
+class FromGpu(torch.Tensor):
+    """On the CPU, and says otherwise."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """CUDA's calls in order; it refuses as long as `refuses` is among them."""
+    calls = []
+
+    class Cudart:
+        def cudaHostRegister(self, address, size, flags):
+            calls.append(("lock", address, size))
+            return int("refuses" in calls)
+
+        def cudaHostUnregister(self, address):
+            calls.append(("unlock", address))
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(host_memory.torch, "ones", lambda *size, device: calls.append("error cleared"))
+    return calls
+
+
+def tensors_of(layout, kind):
+    return {n: torch.arange(torch.Size(s).numel()).view(s).to(d).as_subclass(kind) for n, (s, d) in layout.items()}
+
+
+def test_tensors_are_kept_as_they_were(driver):
+    memory, tensors = HostMemory(LAYOUT), tensors_of(LAYOUT, torch.Tensor)
+    kept = {name: memory.hold(name, tensor) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        wanted = tensor.clone()
+        tensor.add_(1)
+        assert torch.equal(kept[name], wanted) and kept[name].dtype == wanted.dtype and kept[name].is_contiguous()
+    assert kept["norm"].data_ptr() == memory.hold("norm", tensors["norm"]).data_ptr(), "reused"
+    assert driver == [], "nothing came from a GPU"
+
+
+def test_what_comes_from_a_gpu_is_locked_once_and_no_more_than_needed(driver):
+    memory, tensors = HostMemory(LAYOUT), tensors_of(LAYOUT, FromGpu)
+    for _ in range(2):
+        for name, tensor in tensors.items():
+            memory.hold(name, tensor)
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    ((_, address, size),) = driver
+    assert needed <= size < needed + 64 * len(tensors), "torch would lock 268 MB for these 155 MB"
+    del memory
+    gc.collect()
+    assert driver[1:] == [("unlock", address)]
+
+
+def test_a_system_that_locks_no_more_is_lived_with(driver):
+    driver.append("refuses")
+    memory, tensors = HostMemory(LAYOUT), tensors_of(LAYOUT, FromGpu)
+    assert all(torch.equal(memory.hold(name, tensor), tensor) for name, tensor in tensors.items())
+    del memory
+    gc.collect()
+    assert [call[0] if isinstance(call, tuple) else call for call in driver] == ["refuses", "lock", "error cleared"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_knows_that_it_is_locked():
+    memory = HostMemory({"a": ((1000,), torch.float32)})
+    kept = memory.hold("a", torch.arange(1000.0, device="cuda"))
+    torch.cuda.synchronize()
+    assert kept.is_pinned() and torch.equal(kept, torch.arange(1000.0))

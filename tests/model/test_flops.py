@@ -1,0 +1,30 @@
+"""What a token costs, by hand: heads x width of a head where that is not the hidden width, the experts it meets."""
+
+import pytest
+from transformers import AutoConfig
+
+from pretrain.model.flops import active_parameters, flops_per_token
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+SIZES |= {"vocab_size": 1000, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+QUERY_AND_OUTPUT, KEY_AND_VALUE = 2 * 64 * (4 * 32), 2 * 64 * (2 * 32)
+NORMS = 2 * (2 * 64 + 2 * 32) + 64  # two in a layer, those of queries and keys, the last
+HEAD = 1000 * 64
+ATTENTION = 12 * 2 * (4 * 32) * 256  # layers, heads x width of a head, tokens
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_qwen3(tied):
+    config = AutoConfig.for_model("qwen3", **SIZES, intermediate_size=96, tie_word_embeddings=tied)
+    matrices = 2 * (QUERY_AND_OUTPUT + KEY_AND_VALUE + 3 * 64 * 96) + NORMS + HEAD
+    assert flops_per_token(config, 256) == 6 * matrices + ATTENTION
+    assert active_parameters(config) == matrices + (0 if tied else HEAD)
+
+
+def test_a_mixture_counts_the_experts_that_a_token_meets():
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    config = AutoConfig.for_model("qwen3_moe", **SIZES, **experts, tie_word_embeddings=False)
+    layer = QUERY_AND_OUTPUT + KEY_AND_VALUE + 2 * (3 * 64 * 48) + 64 * 8  # two experts, and the router of all
+    matrices = 2 * layer + NORMS + HEAD
+    assert flops_per_token(config, 256) == 6 * matrices + ATTENTION
+    assert active_parameters(config) == matrices + HEAD
