@@ -24,10 +24,10 @@ from pretrain.model.attention import choose_attention, document_layout
 from pretrain.model.inputs import HostBatch
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.build import build_training
-from pretrain.training.experts import RouterLosses
-from support.fake_cuda import fake_cuda
+from pretrain.training.experts import router_losses
+from support.fake_cuda import fake_cuda, refuse_waits
 from support.flash_packages import flash_packages
-from support.tiny_models import TINY_LLAMA
+from support.tiny_models import TINY, TINY_LLAMA
 
 CHOICES = {
     "attention": ("auto", "eager", "sdpa", "varlen", "flex_attention", "flash_attention_2", "flash_attention_3"),
@@ -141,27 +141,31 @@ def host_arrays(document_mask: bool) -> tuple[np.ndarray, Mapping[str, torch.Ten
     return ids, document_layout(ids[:, :-1], 0) if document_mask else None
 
 
-def train_a_step(choice: Mapping[str, object]) -> None:
+def train_a_step(choice: Mapping[str, object], model: Mapping[str, object] = TINY_LLAMA) -> None:
     """As train.py's loop: two micro-steps and an update."""
     config, attention = settings_of(choice), chosen_attention(choice)
-    plan = SimpleNamespace(model_config=AutoConfig.for_model(**TINY_LLAMA), attention=attention)
-    plan.from_hidden_states, plan.router_losses = True, RouterLosses()
+    plan = SimpleNamespace(model_config=AutoConfig.for_model(**model), attention=attention, from_hidden_states=True)
+    plan.router_losses = router_losses(config.loss, plan.model_config)
     ids, layout = host_arrays(config.data.document_mask)
-    with replacements(), fake_cuda() as fake:
+    with replacements(), fake_cuda(may_wait=True) as fake:
         strategy = Strategy(config.precision, config)
         built = build_training(config, plan, strategy, learning_rate=1e-3)
         built.model.train()
-        strategy.set_learning_rate(1e-3)
-        step_loss = torch.zeros((), device=strategy.device)
         layout = layout and {name: fake.from_tensor(tensor) for name, tensor in layout.items()}
         host_batch = HostBatch(fake.from_tensor(torch.from_numpy(ids)), layout)
-        for micro_step in range(2):
-            batch = host_batch.on_device(strategy.device, attention)
-            with strategy.accumulate(is_last=micro_step == 1):
-                micro_loss, cross_entropy = built.model(**batch)
-                strategy.backward(micro_loss / 2)
-            step_loss += cross_entropy / 2
-        grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
+        with refuse_waits():
+            strategy.set_learning_rate(1e-3)
+            built.experts.begin_step(2)
+            step_loss = torch.zeros((), device=strategy.device)
+            for micro_step in range(2):
+                batch = host_batch.on_device(strategy.device, attention)
+                with strategy.accumulate(is_last=micro_step == 1):
+                    micro_loss, cross_entropy = built.model(**batch)
+                    strategy.backward(micro_loss / 2)
+                built.experts.count()
+                step_loss += cross_entropy / 2
+            grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
+            built.experts.end_step()
         for figure in (step_loss, grad_norm, skipped):
             assert (figure.device.type, figure.dtype, figure.shape) == ("cuda", torch.float32, ())
         assert {parameter.device.type for parameter in built.causal_lm.parameters()} == {"cuda"}
@@ -222,6 +226,13 @@ RUNS = {
 }
 OF_FAKE_CUDA = {"waits": WAITS, "mixes": MIXES, "runs": RUNS}
 STEPS = {", ".join(map(str, choice.values())): functools.partial(train_a_step, choice) for choice in pairwise(CHOICES)}
+
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS = {**TINY, "qwen3_moe": {**TINY_LLAMA, **MIXTURE, "head_dim": 16, "decoder_sparse_step": 1}}
+STEPS |= {
+    name: functools.partial(train_a_step, {name: values[0] for name, values in CHOICES.items()}, model)
+    for name, model in MODELS.items()
+}
 
 LOSSES = {
     f"{dtype}, compiled {compiled}": functools.partial(loss_body, dtype, compiled)
