@@ -58,13 +58,14 @@ def settings_of(choice: Mapping[str, object]) -> RunConfig:
     )
 
 
-def chosen_attention(choice: Mapping[str, object]) -> str | None:
+@functools.cache
+def chosen_attention(attention: str, precision: str, document_mask: bool) -> str | None:
     """As on a GPU with all packages; None where it is refused."""
-    dtype, window = DTYPES[choice["precision"]], WindowSpec(WINDOW, choice["document_mask"])
+    dtype, window = DTYPES[precision], WindowSpec(WINDOW, document_mask)
     packages = mock.patch("pretrain.model.attention.importlib.util.find_spec", return_value=True)
     with packages, mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0)):
         try:
-            return choose_attention(choice["attention"], device_type="cuda", dtype=dtype, window=window)
+            return choose_attention(attention, device_type="cuda", dtype=dtype, window=window)
         except InputError:
             return None
 
@@ -72,7 +73,11 @@ def chosen_attention(choice: Mapping[str, object]) -> str | None:
 def pairwise(choices: Mapping[str, tuple]) -> list[dict[str, object]]:
     """The allowed combinations; unless CUDA=all, few of them that have every pair of choices in them."""
     combinations = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-    allowed = [choice for choice in combinations if chosen_attention(choice)]
+    allowed = [
+        choice
+        for choice in combinations
+        if chosen_attention(choice["attention"], choice["precision"], choice["document_mask"])
+    ]
     if os.environ.get("CUDA") == "all":
         return allowed
     pairs_of = [set(itertools.combinations(choice.items(), 2)) for choice in allowed]
@@ -143,7 +148,8 @@ def host_arrays(document_mask: bool) -> tuple[np.ndarray, Mapping[str, torch.Ten
 
 def train_a_step(choice: Mapping[str, object], model: Mapping[str, object] = TINY_LLAMA) -> None:
     """As train.py's loop: two micro-steps and an update."""
-    config, attention = settings_of(choice), chosen_attention(choice)
+    config = settings_of(choice)
+    attention = chosen_attention(config.attention, config.precision, config.data.document_mask)
     plan = SimpleNamespace(model_config=AutoConfig.for_model(**model), attention=attention, from_hidden_states=True)
     plan.router_losses = router_losses(config.loss, plan.model_config)
     ids, layout = host_arrays(config.data.document_mask)
