@@ -243,8 +243,6 @@ def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> float:
         working += chunk * vocabulary * compute  # a CPU's half-precision product copies a transposed operand
     if compute != weight_bytes:
         working += head * compute  # a copy of the head
-    if compute != FP32 and not is_cpu:
-        working += max(0, head * compute - softmax)  # a product, after the softmax is gone
     if weight_bytes != FP32:
         working = max(working, head * weight_bytes)
     return work.head_gradient + hidden + working

@@ -269,9 +269,7 @@ class Strategy:
                 torch._foreach_div_(gradients, divisor.to(gradients[0].device))
             if not skipped.item():
                 inner.step()
-        if (
-            scaler is not None
-        ):  # fp16: not by scaler.step, which waits for the device, or says nothing of a skipped step
+        if scaler is not None:  # fp16; scaler.step waits for the device, or says nothing of a skipped step
             scaler.update()
         self.optimizer.zero_grad()
         return grad_norm, skipped
