@@ -176,6 +176,19 @@ class Batch(Section):
     """Start with a smaller batch; null: full batch from the first step."""
 
 
+class MuonSettings(Section):
+    """Used only by optim.name: muon."""
+
+    coefficients: Literal["jordan", "polar_express"] = "jordan"
+    """Polynomials of the Newton-Schulz iterations; see docs/training.md."""
+    iterations: Count = 5
+    adamw_learning_rate: PositiveFloat | None = None
+    """Peak learning rate of what AdamW updates: embeddings, head, norms, biases; null: the one of the matrices."""
+    blocks: dict[str, Count | list[Count]] = {}
+    """Matrices of several that are orthogonalised one by one: {pattern of the weight's name: how many, or the size of
+    each} along the outputs, as {"*.c_attn.weight": 3} for q, k and v, or a number of heads."""
+
+
 class Optim(Section):
     name: Literal["adamw", "adafactor", "muon", "adamw_8bit"] = "adamw"
     """The optimizer; see docs/training.md, section Optimizers."""
@@ -191,6 +204,7 @@ class Optim(Section):
     """Clip gradients to this global norm; null: no clipping."""
     stochastic_rounding: bool = False
     """adafactor only: keep parameters in bf16 and apply updates with unbiased stochastic rounding."""
+    muon: MuonSettings = MuonSettings()
     schedule: Literal["cosine", "linear", "constant", "wsd", "infinite"] = "cosine"
     """Learning-rate schedule; see docs/training.md."""
     warmup_steps: CountFromZero = 500

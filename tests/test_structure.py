@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import yaml
 
 from pretrain.model.model_config import load_model_config
-from pretrain.recipe import list_fields, read_run_config
+from pretrain.recipe import read_run_config
 from support.project import ROOT, cpu_seconds, run_script
 from support.setting_reads import fields_of, settings_read
 
@@ -239,20 +238,6 @@ def test_paths_in_the_readme_exist():
     for path in re.findall(r"`([\w./-]+/[\w./-]*|[\w-]+\.(?:py|md|txt|yaml|json))`", readme()):
         if not path.startswith(made_by_commands):
             assert (ROOT / path).exists(), path
-
-
-def test_commands_in_the_readme_name_real_scripts_and_settings():
-    settings = {re.sub(r"\[\]", "", path) for path, _, _ in list_fields()}
-    for command in re.findall(r"^ {4}(.*\.py .*|make \w+)$", readme().replace("\\\n", ""), re.MULTILINE):
-        if command.startswith("make "):
-            assert re.search(rf"^{command.split()[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
-            continue
-        script = re.search(r"(\w+\.py)", command)[1]
-        assert (ROOT / script).exists(), command
-        flags = re.findall(r"--([\w.]+)", command.split(script)[1])
-        known = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True).stdout
-        for flag in flags:
-            assert flag in settings or f"--{flag}" in known, f"{command}: --{flag}"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -90,13 +90,14 @@ class Work:
         """Bytes in fp32, where the loss computes it in its forward pass; it waits there for a tied embedding's."""
         return 0.0 if self.loss == "logits" else FP32 * self.sizes.vocabulary * self.sizes.width
 
-    @property
-    def update_bytes(self) -> float:
-        """What an update allocates and frees again."""
-        return OPTIMIZERS[self.optimizer](self.sizes.shapes).update_bytes(self.device_type, self.rounds_stochastically)
+    def update_bytes(self, form: str, processes: int = 1) -> float:
+        """What an update allocates and frees again; arguments as of `OptimizerSpec.update_bytes`."""
+        spec = OPTIMIZERS[self.optimizer](self.sizes.shapes)
+        return spec.update_bytes(self.device_type, self.rounds_stochastically, form, processes)
 
     def optimizer_bytes(self, share: float = 1.0) -> float:
         """State of the optimizer for this share of the parameters."""
+        share = 1.0 if OPTIMIZERS[self.optimizer].state_is_whole else share
         return share * FP32 * optimizer_elements(self.optimizer, self.sizes)
 
     def activation_bytes(self, activations: Activations, weight_bytes: int, waiting: float) -> dict[str, float]:
@@ -242,8 +243,6 @@ def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> float:
         working += chunk * vocabulary * compute  # a CPU's half-precision product copies a transposed operand
     if compute != weight_bytes:
         working += head * compute  # a copy of the head
-    if compute != FP32 and not is_cpu:
-        working += max(0, head * compute - softmax)  # a product, after the softmax is gone
     if weight_bytes != FP32:
         working = max(working, head * weight_bytes)
     return work.head_gradient + hidden + working

@@ -5,6 +5,7 @@ learning_rate, a new optimizer one class and one line in optimizers (docs/traini
 
     optimizers: which optimizers there are, what each keeps and needs, what decays, their state by name
     adafactor, muon: Adafactor and Muon
+    matrix_exchange: matrices in parts on several processes, put together for an update
     learning_rate: schedules
     batch_ramp: sequences per step
     gradient_norm: norms of gradients wherever they are

@@ -2,9 +2,15 @@
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from pretrain.optim.matrix_exchange import Holders, local_tensor
 
 CLIP = 1.0
 """Largest root mean square of an update."""
@@ -14,6 +20,46 @@ LEAST_SQUARE = 1e-30
 """Added to squared gradients."""
 
 
+@dataclass(frozen=True)
+class ParameterPart:
+    """What this process has of a parameter: a slice of it, or flat elements somewhere in a tensor of many."""
+
+    parameter: torch.Tensor
+    """Whose state this is about."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    holders: Holders | None = None
+    """Who have the other parts; None: this is the whole."""
+    dim: int = 0
+    """Along which the parameter is divided."""
+    start: int = 0
+    """Index along `dim` of the slice; of flat elements the first one."""
+    offset: int | None = None
+    """Of flat elements, in their tensor; None: the tensor is the part."""
+    elements: int = 0
+    """Number of flat elements."""
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part, in the tensor that the optimizer updates or one like it."""
+        return tensor if self.offset is None else tensor.narrow(0, self.offset, self.elements)
+
+    def block(self, part: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """(a slice along `dim` with the part in it, its first index); flat elements get zeros before and after."""
+        if self.offset is None:
+            return part, self.start
+        inner = math.prod(self.shape[1:])
+        first, last = self.start // inner, -(-(self.start + self.elements) // inner)
+        block = torch.zeros((last - first, *self.shape[1:]), dtype=part.dtype, device=part.device)
+        self.inside(block, first).copy_(part)
+        return block, first
+
+    def inside(self, block: torch.Tensor, first: int) -> torch.Tensor:
+        """The part in its block."""
+        if self.offset is None:
+            return block
+        return block.view(-1).narrow(0, self.start - first * math.prod(self.shape[1:]), self.elements)
+
+
 class Adafactor(torch.optim.Optimizer):
     """Adafactor (Shazeer and Stern, arXiv 1804.04235) with a given learning rate and no momentum.
 
@@ -21,51 +67,144 @@ class Adafactor(torch.optim.Optimizer):
     rounding: up or down at random so that the expectation is exact, which keeps small updates from being lost without
     an fp32 copy. The random bits follow from (seed, step, position of the parameter), so a resumed run repeats them.
 
+    State is whole on every process. Where parameters are divided, two sums over the processes in each step make it so:
+    of all rows and columns, and of the updates' squares. A step turns fp32 gradients into updates in place.
+    `grad_scale` and `found_inf` are as in torch's fused optimizers, for fp32 parameters.
+
     lr: step size, relative to a root mean square of one of the clipped update.
     """
+
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
 
     def __init__(self, params: Iterable, lr: float, *, weight_decay: float = 0.0, seed: int = 0):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self.seed = seed
+        self.placed: dict[torch.Tensor, list[ParameterPart]] = {}
+        """What is in flat tensors that stand for many parameters, where a strategy has made such."""
+        # The seed of the rounding needs the number of steps on the host.
+        self._step_supports_amp_scaling = all(p.dtype == torch.float32 for g in self.param_groups for p in g["params"])
 
     @torch.no_grad()
     def step(self, closure=None):
         position = 0
+        shared: dict[Holders, list[Generator]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 position += 1
-                if parameter.grad is not None:
-                    self._update(parameter, group, position)
+                if parameter.grad is None:
+                    continue
+                weight, gradient = local_tensor(parameter), local_tensor(parameter.grad)
+                for part in self.placed.get(parameter) or [part_of(parameter)]:
+                    update = self._update(part, part.view(weight), part.view(gradient), group, position)
+                    if part.holders is None or part.holders.size == 1:
+                        run_together([update], None)
+                    else:
+                        shared.setdefault(part.holders, []).append(update)
+        for holders, updates in shared.items():
+            run_together(updates, holders)
 
-    def _update(self, parameter: torch.Tensor, group: dict, position: int) -> None:
-        state = self.state[parameter]
-        if not state:
-            for key, shape in factored_shapes(tuple(parameter.shape)).items():
-                # The step stays on the host, where the next seed is made from it.
-                device = "cpu" if key == "step" else parameter.device
-                state[key] = torch.zeros(shape, dtype=torch.float32, device=device)
-        state["step"] += 1
-        step = int(state["step"].item())
-        gradient = parameter.grad.float()
-        beta = 1.0 - step**-DECAY_EXPONENT
-        squared = gradient.square().add_(LEAST_SQUARE)
+    def _update(
+        self, part: ParameterPart, weight: torch.Tensor, gradient: torch.Tensor, group: dict, position: int
+    ) -> Generator[list[torch.Tensor], list[torch.Tensor], None]:
+        """Updates the weight; yields what has to be summed over the processes that have parts, and gets the sums."""
+        state, skips, is_rounded = self.state[part.parameter], None, weight.dtype == torch.bfloat16
+        for key, shape in factored_shapes(part.shape).items():
+            # The step stays on the host where the next seed is made from it.
+            device = "cpu" if key == "step" and is_rounded else weight.device
+            state[key] = state[key].to(device) if key in state else torch.zeros(shape, device=device)
+        if self.grad_scale is not None:
+            gradient.div_(self.grad_scale.to(gradient.device))
+        if self.found_inf is not None:
+            skips = self.found_inf.to(gradient.device).bool()
+            gradient.masked_fill_(skips, 0)
+        state["step"] += 1 if skips is None else (~skips).float()
+        new = state["step"].double().pow(-DECAY_EXPONENT).float().to(weight.device)
+        new = new if skips is None else torch.where(skips, 0.0, new)
+
+        block, first = part.block(gradient.float())
+        places = {key: torch.zeros_like(state[key]) for key in state if key != "step"}
+        squared = block.square()
         if "row" in state:
-            state["row"].lerp_(squared.mean(-1), 1 - beta)
-            state["column"].lerp_(squared.mean(-2), 1 - beta)
-            row = state["row"] / state["row"].mean(-1, keepdim=True)
-            update = gradient * row.rsqrt().unsqueeze(-1) * state["column"].rsqrt().unsqueeze(-2)
+            part_of_rows(places["row"], part, first, block).copy_(squared.sum(-1))
+            part_of_columns(places["column"], part, first, block).copy_(squared.sum(-2))
         else:
-            state["variance"].lerp_(squared, 1 - beta)
-            update = gradient * state["variance"].rsqrt()
-        rms = update.norm() / math.sqrt(update.numel())
+            part_of_vector(places["variance"], first, block).copy_(squared.view(-1))
+        del squared
+        sums = dict(zip(places, (yield list(places.values())), strict=True))
+        if "row" in state:
+            state["row"].lerp_(sums["row"] / part.shape[-1] + LEAST_SQUARE, new)
+            state["column"].lerp_(sums["column"] / part.shape[-2] + LEAST_SQUARE, new)
+            row = (state["row"] / state["row"].mean(-1, keepdim=True)).rsqrt()
+            block.mul_(part_of_rows(row, part, first, block).unsqueeze(-1))
+            block.mul_(part_of_columns(state["column"].rsqrt(), part, first, block).unsqueeze(-2))
+        else:
+            state["variance"].lerp_(sums["variance"] + LEAST_SQUARE, new)
+            block.mul_(part_of_vector(state["variance"].rsqrt(), first, block).view_as(block))
+        update = part.inside(block, first)
+        if part.offset is not None:
+            gradient.copy_(update)
+            update = gradient
+            del block
+        (square,) = yield [update.square().sum()]
+        rms = square.sqrt() / math.sqrt(math.prod(part.shape))
         update.div_(torch.clamp(rms / CLIP, min=1.0))
-        fresh = parameter.float()
-        fresh.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
-        if parameter.dtype == torch.bfloat16:
-            key = repr((self.seed, step, position)).encode()
+        decay = 1 - group["lr"] * group["weight_decay"]
+        if skips is not None:
+            update.masked_fill_(skips, 0)
+            decay = torch.where(skips, 1.0, decay)
+        fresh = weight.float().mul_(decay).add_(update, alpha=-group["lr"])
+        if is_rounded:
+            key = repr((self.seed, int(state["step"]), position)).encode()
             seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
-            fresh = round_stochastically(fresh, seed)
-        parameter.copy_(fresh)
+            weight.copy_(round_stochastically(fresh, seed))
+
+
+def part_of(parameter: torch.Tensor) -> ParameterPart:
+    """What this process has of a parameter, whole or a DTensor that is sharded along one dimension."""
+    if not isinstance(parameter, DTensor):
+        return ParameterPart(parameter, tuple(parameter.shape))
+    sharded = [axis for axis, placement in enumerate(parameter.placements) if placement.is_shard()]
+    if not sharded:
+        return ParameterPart(parameter, tuple(parameter.shape))
+    ((axis),) = sharded
+    mesh, dim = parameter.device_mesh, parameter.placements[axis].dim
+    holders = Holders(mesh.get_group(axis), torch.device(mesh.device_type))
+    start = min(parameter.shape[dim], holders.rank * -(-parameter.shape[dim] // holders.size))
+    return ParameterPart(parameter, tuple(parameter.shape), holders, dim, start)
+
+
+def part_of_rows(rows: torch.Tensor, part: ParameterPart, first: int, block: torch.Tensor) -> torch.Tensor:
+    """Of something for each row of the whole parameter, that for the rows of a block."""
+    return rows if part.dim == len(part.shape) - 1 else rows.narrow(part.dim, first, block.size(part.dim))
+
+
+def part_of_columns(columns: torch.Tensor, part: ParameterPart, first: int, block: torch.Tensor) -> torch.Tensor:
+    """The same of columns."""
+    if part.dim == len(part.shape) - 2:
+        return columns
+    return columns.narrow(min(part.dim, len(part.shape) - 2), first, block.size(part.dim))
+
+
+def part_of_vector(vector: torch.Tensor, first: int, block: torch.Tensor) -> torch.Tensor:
+    """The same of elements, where there is one dimension or none."""
+    return vector.view(-1).narrow(0, first, block.numel())
+
+
+def run_together(updates: Sequence[Generator], holders: Holders | None) -> None:
+    """Runs updates step by step; what all yield is summed over the processes in one collective."""
+    asked = [next(update) for update in updates]
+    while asked:
+        if holders is not None:
+            tensors = [tensor for them in asked for tensor in them]
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(holders.device)
+            dist.all_reduce(flat, group=holders.group)
+            sums = iter(flat.to(tensors[0].device).split([tensor.numel() for tensor in tensors]))
+            asked = [[next(sums).view(tensor.shape) for tensor in them] for them in asked]
+        answers, asked = asked, []
+        for update, answer in zip(updates, answers, strict=True):
+            with suppress(StopIteration):
+                asked.append(update.send(answer))
 
 
 def factored_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

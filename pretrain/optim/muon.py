@@ -5,20 +5,61 @@ bf16 instructions emulates that, at a fiftieth of its speed in fp32.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from pretrain.hardware import missing_bf16
+from pretrain.optim.matrix_exchange import (
+    HiddenMatrix,
+    Holders,
+    MatrixPiece,
+    local_tensor,
+    piece_of,
+    replace_whole_matrices,
+)
 
 EPS = 1e-7
 """Least Frobenius norm that an update is divided by."""
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic a x + b x^3 + c x^5: the steepest at zero that keeps singular values within about 0.7 to 1.2."""
 BATCH_ELEMENTS = 2**22
 """Matrices of one shape are multiplied together up to so many elements: small products leave cores idle, large ones
 do not, and the memory of an update is bounded by this or by the largest matrix."""
+
+Quintic = tuple[float, float, float]
+"""a, b and c of a x + b x^3 + c x^5."""
+SAFETY = 1.01
+"""Polar Express's margin for singular values that rounding in bf16 has pushed above the bound."""
+POLAR_EXPRESS: tuple[Quintic, ...] = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+"""The optimal quintics for singular values from 1e-3 to 1, one after the other (Amsel et al., arXiv 2505.16932,
+algorithm 1)."""
+
+
+def divided(quintic: Quintic, by: float) -> Quintic:
+    """The polynomial of x / by."""
+    a, b, c = quintic
+    return a / by, b / by**3, c / by**5
+
+
+COEFFICIENTS: dict[str, tuple[Quintic, ...]] = {
+    # The steepest at zero that keeps singular values within about 0.7 to 1.2.
+    "jordan": ((3.4445, -4.7750, 2.0315),),
+    # The margin is in every polynomial but the last, and once more in the norm that the matrix is divided by.
+    "polar_express": (
+        divided(POLAR_EXPRESS[0], SAFETY * SAFETY),
+        *(divided(quintic, SAFETY) for quintic in POLAR_EXPRESS[1:]),
+        (1.875, -1.25, 0.375),
+    ),
+}
+"""{name: quintics of the iterations, the last of which is that of all further ones}."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -27,91 +68,148 @@ class Muon(torch.optim.Optimizer):
     B <- m B + (1 - m) G;  U = NS((1 - m) G + m B);  W <- (1 - lr weight_decay) W - lr 0.2 sqrt(max(rows, columns)) U.
     The factor gives the update AdamW's root mean square of about 0.2 (Liu et al., arXiv 2502.16982).
 
+    A step turns gradients into updates in place. `grad_scale` and `found_inf` are as in torch's fused optimizers: what
+    gradients are divided by, and 1 where nothing shall change, read on the device. `copies` are the processes that
+    have the same whole matrices and share the work.
+
     Args:
         params: matrices alone. Raises ValueError for anything else.
         lr: step size, on AdamW's scale.
         momentum: m; the update looks ahead by it once more (Nesterov).
         ns_steps: iterations of `orthogonalized`.
+        coefficients: of COEFFICIENTS.
+        matrices: how parameters are cut into blocks, each a matrix of its own, where they are.
     """
 
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+    copies: Holders | None = None
+
     def __init__(
-        self, params: Iterable, lr: float, *, weight_decay: float = 0.1, momentum: float = 0.95, ns_steps: int = 5
+        self,
+        params: Iterable,
+        lr: float,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        ns_steps: int = 5,
+        coefficients: str = "jordan",
+        matrices: Mapping[torch.Tensor, HiddenMatrix] | None = None,
     ):
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "ns_steps": ns_steps}
-        super().__init__(params, defaults)
-        shapes = [tuple(p.shape) for group in self.param_groups for p in group["params"] if p.dim() != 2]
-        if shapes:
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        super().__init__(params, defaults | {"ns_steps": ns_steps, "coefficients": coefficients})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.matrices = {p: HiddenMatrix(tuple(p.shape)) for p in parameters} | dict(matrices or {})
+        if shapes := [matrix.shape for matrix in self.matrices.values() if len(matrix.shape) != 2]:
             raise ValueError(f"Muon updates matrices, not parameters of shape {', '.join(map(str, shapes))}")
+        self.placed: dict[torch.Tensor, list[MatrixPiece]] = {}
+        """Pieces in flat tensors that stand for many parameters, where a strategy has made such."""
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for batch in batches_of_one_shape(with_gradient):
-                self._update(batch, group)
+            if with_gradient := [parameter for parameter in group["params"] if parameter.grad is not None]:
+                self._update(with_gradient, group)
 
     def _update(self, parameters: list[torch.Tensor], group: dict) -> None:
-        dtype = product_dtype(parameters[0].device)
-        directions = [self._direction(parameter, group["momentum"]).to(dtype) for parameter in parameters]
-        if len(directions) == 1:
-            updates = [orthogonalized(directions[0], group["ns_steps"])]
-        else:
-            updates = orthogonalized(torch.stack(directions), group["ns_steps"]).unbind()
-        for parameter, update in zip(parameters, updates, strict=True):
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            update = update if update.shape == parameter.shape else update.mT
-            parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+        weights, updates, momenta = ([], [], [])
+        for parameter in parameters:
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+            weights.append(local_tensor(parameter))
+            updates.append(local_tensor(parameter.grad))
+            momenta.append(local_tensor(state["momentum_buffer"]))
+        decay = 1 - group["lr"] * group["weight_decay"]
+        if self.grad_scale is not None:
+            torch._foreach_div_(updates, self.grad_scale.to(updates[0].device))
+        if self.found_inf is not None:
+            skips = self.found_inf.to(updates[0].device).bool()
+            for update, momentum in zip(updates, momenta, strict=True):
+                torch.where(skips, momentum, update, out=update)  # with which the momentum stays as it is
+            decay = torch.where(skips, 1.0, decay)
+        torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
+        torch._foreach_lerp_(updates, momenta, group["momentum"])
+        pieces = self._pieces(parameters)
+        coefficients = iterations(group["coefficients"], group["ns_steps"])
+        replace_whole_matrices(pieces, updates, product_dtype, lambda wholes: orthogonalize_all(wholes, coefficients))
+        if self.found_inf is not None:
+            torch._foreach_mul_(updates, (~skips).float())
+        torch._foreach_mul_(weights, decay)
+        for piece in pieces:
+            factor = group["lr"] * update_scale(piece.matrix)
+            piece.part(weights).add_(piece.part(updates), alpha=-factor)
 
-    def _direction(self, parameter: torch.Tensor, momentum: float) -> torch.Tensor:
-        """What is orthogonalised, with no more rows than columns; the momentum moves on."""
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        buffer = state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
-        direction = parameter.grad.lerp(buffer, momentum)
-        return direction.mT if direction.size(0) > direction.size(1) else direction
+    def _pieces(self, parameters: list[torch.Tensor]) -> list[MatrixPiece]:
+        found = []
+        for index, parameter in enumerate(parameters):
+            if parameter in self.placed:
+                found += [replace(piece, tensor=index) for piece in self.placed[parameter]]
+            else:
+                found.append(piece_of(parameter, self.matrices[parameter], index, self.copies))
+        return found
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for hidden matrices and AdamW for the rest, as one optimizer.
 
     Muon's update is scaled to AdamW's root mean square (Liu et al., arXiv 2502.16982), so one learning rate serves
-    both. param_groups and state are those of the two, concatenated.
+    both. param_groups and state are those of the two, concatenated; a step updates the groups that are there then.
     """
+
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
 
     def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
         self.muon, self.adamw = muon, adamw
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
-        self._share()
-
-    def _share(self) -> None:
-        """Groups and state are the same objects: a learning rate written here is what each part reads."""
-        split = len(self.muon.param_groups)
-        self.muon.param_groups, self.adamw.param_groups = self.param_groups[:split], self.param_groups[split:]
-        self.muon.state = self.adamw.state = self.state
+        self._step_supports_amp_scaling = getattr(adamw, "_step_supports_amp_scaling", False)
 
     def step(self, closure=None):
-        self.muon.step()
-        self.adamw.step()
+        of_muon = [group for group in self.param_groups if "ns_steps" in group]
+        others = [group for group in self.param_groups if "ns_steps" not in group]
+        for part, groups in ((self.muon, of_muon), (self.adamw, others)):
+            part.param_groups, part.state = groups, self.state
+            part.grad_scale, part.found_inf = self.grad_scale, self.found_inf
+            part.step()
 
-    def load_state_dict(self, state_dict: dict) -> None:
-        super().load_state_dict(state_dict)
-        self._share()
+
+def update_scale(matrix: HiddenMatrix) -> float:
+    """What an orthogonalised matrix is multiplied by: of blocks the largest factor among them."""
+    rows, columns = matrix.shape
+    if matrix.blocks:
+        rows, columns = (max(matrix.blocks), columns) if matrix.block_dim == 0 else (rows, max(matrix.blocks))
+    return 0.2 * math.sqrt(max(rows, columns))
 
 
-def batches_of_one_shape(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The matrices in batches of one shape (or its transpose) and of at most BATCH_ELEMENTS, or one by one.
-
-    Sharded matrices come one by one: their products are collective, in the order of the parameters.
-    """
-    alike: dict[tuple, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        if isinstance(parameter, DTensor):
-            yield [parameter]
+def orthogonalize_all(matrices: list[tuple[torch.Tensor, HiddenMatrix]], coefficients: Sequence[Quintic]) -> None:
+    """Overwrites matrices, or each block of them, by what is orthogonal; factors of smaller blocks are in it."""
+    blocks, relative = [], []
+    for whole, matrix in matrices:
+        for block in matrix.split(whole):
+            blocks.append(block)
+            relative.append(0.2 * math.sqrt(max(block.shape)) / update_scale(matrix))
+    for batch in batches_of_one_shape(blocks):
+        wide = [block.mT if block.size(0) > block.size(1) else block for block in (blocks[index] for index in batch)]
+        if len(batch) == 1:
+            results = [orthogonalized(wide[0].to(product_dtype(wide[0].device)), coefficients)]
         else:
-            alike.setdefault((parameter.device, *sorted(parameter.shape)), []).append(parameter)
+            stack = torch.empty(len(wide), *wide[0].shape, dtype=product_dtype(wide[0].device), device=wide[0].device)
+            torch._foreach_copy_(list(stack.unbind()), wide)
+            results = list(orthogonalized(stack, coefficients).unbind())
+        torch._foreach_copy_(wide, results)
+        for index, block in zip(batch, wide, strict=True):
+            if relative[index] != 1:
+                block.mul_(relative[index])
+
+
+def batches_of_one_shape(matrices: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """Indices of the matrices in batches of one shape (or its transpose) and of at most BATCH_ELEMENTS."""
+    alike: dict[tuple, list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        alike.setdefault((matrix.device, *sorted(matrix.shape)), []).append(index)
     for batch in alike.values():
-        size = max(1, BATCH_ELEMENTS // max(1, batch[0].numel()))
+        size = max(1, BATCH_ELEMENTS // max(1, matrices[batch[0]].numel()))
         yield from (batch[first : first + size] for first in range(0, len(batch), size))
 
 
@@ -120,16 +218,21 @@ def product_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if missing_bf16(device.type) else torch.bfloat16
 
 
-def orthogonalized(matrices: torch.Tensor, steps: int) -> torch.Tensor:
-    """(..., R, C), R <= C, to U S' V^T for U S V^T the singular value decomposition, S' within about 0.7 to 1.2.
+def iterations(name: str, steps: int) -> list[Quintic]:
+    """The polynomials of COEFFICIENTS in so many iterations."""
+    quintics = COEFFICIENTS[name]
+    return [quintics[min(step, len(quintics) - 1)] for step in range(steps)]
+
+
+def orthogonalized(matrices: torch.Tensor, coefficients: Sequence[Quintic]) -> torch.Tensor:
+    """(..., R, C), R <= C, to U S' V^T for U S V^T the singular value decomposition, S' about one.
 
     Newton-Schulz iterations X <- a X + (b A + c A^2) X with A = X X^T, in the matrices' dtype, after a division by the
     Frobenius norm, which bounds the largest singular value by one.
     """
-    a, b, c = COEFFICIENTS
     multiply_add = torch.addmm if matrices.dim() == 2 else torch.baddbmm
     x = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
-    for _ in range(steps):
+    for a, b, c in coefficients:
         gram = x @ x.mT
         x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x

@@ -2,17 +2,20 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from pretrain.config import Optim
 from pretrain.errors import InputError
 from pretrain.hardware import missing_bf16
 from pretrain.model.build import build_meta_model, embedding_parameter_names
 from pretrain.optim.adafactor import Adafactor, factored_shapes
+from pretrain.optim.matrix_exchange import BUCKET_ELEMENTS, HiddenMatrix
 from pretrain.optim.muon import BATCH_ELEMENTS, Muon, MuonWithAdamW
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
@@ -25,12 +28,15 @@ class ModelShapes:
 
     shapes: Mapping[str, tuple[int, ...]]
     embeddings: frozenset[str]
+    transposed: frozenset[str] = frozenset()
+    """Weights whose columns are the outputs, as GPT-2's."""
 
     @classmethod
     def of(cls, causal_lm: torch.nn.Module) -> "ModelShapes":
         """Of a model that is whole, perhaps on the meta device."""
         shapes = {name: tuple(parameter.shape) for name, parameter in causal_lm.named_parameters()}
-        return cls(shapes, frozenset(embedding_parameter_names(causal_lm)))
+        transposed = (f"{name}.weight" for name, module in causal_lm.named_modules() if isinstance(module, Conv1D))
+        return cls(shapes, frozenset(embedding_parameter_names(causal_lm)), frozenset(transposed))
 
     def decays(self, name: str) -> bool:
         """Matrices do; embeddings, norms and biases never."""
@@ -57,13 +63,15 @@ class OptimizerSpec(ABC):
     """Forms of parameters that it updates; a strategy names its own as `parameter_form`. whole: single and ddp; stage:
     whole ones of some layers, under pp; sharded: as DTensors, under fsdp2 and hsdp; pieces: any part of a matrix
     without the rest, under ZeRO and tp."""
+    state_is_whole = False
+    """Whether each process keeps all of the state, and not what goes with its parts of the parameters."""
     relative_learning_rate = 1.0
     """Its usual peak relative to AdamW's."""
     updates_in_bf16 = False
     """Whether the update is computed in bf16 under any precision, where the device multiplies in bf16."""
 
-    def problems(self, device_type: str) -> list[str]:
-        """Why it cannot train this model, or run on this device; [] if it can."""
+    def problems(self, settings: Optim, device_type: str) -> list[str]:
+        """Why it cannot train this model with these settings, or run on this device; [] if it can."""
         return []
 
     @abstractmethod
@@ -81,8 +89,12 @@ class OptimizerSpec(ABC):
         shapes = (shape for name in self.model.shapes for shape in self.state_shapes(name).values())
         return sum(math.prod(shape) for shape in shapes if shape)
 
-    def update_bytes(self, device_type: str, weights_in_bf16: bool) -> float:
-        """What an update allocates and frees again."""
+    def update_bytes(self, device_type: str, weights_in_bf16: bool, form: str, processes: int) -> float:
+        """What an update allocates and frees again, where so many processes hold parameters together in this form."""
+        return 0.0
+
+    def exchanged_bytes(self, form: str, processes: int) -> float:
+        """What each of these processes sends for an update, on GPUs."""
         return 0.0
 
     def placed(self, key: str, value: torch.Tensor, parameter: torch.Tensor, group: dict) -> torch.Tensor | int:
@@ -119,7 +131,10 @@ class AdamWSpec(OptimizerSpec):
 
 
 class AdafactorSpec(OptimizerSpec):
-    takes = ("whole", "stage")
+    """Adafactor, whose rows and columns of second moments are whole on every process."""
+
+    takes = ("whole", "stage", "sharded", "pieces")
+    state_is_whole = True
 
     def make(self, parameters, settings, learning_rate, seed, device_type) -> Adafactor:
         return Adafactor(self.groups(parameters, settings.weight_decay), lr=learning_rate, seed=seed)
@@ -127,48 +142,113 @@ class AdafactorSpec(OptimizerSpec):
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         return factored_shapes(self.model.shapes[name])
 
-    def update_bytes(self, device_type: str, weights_in_bf16: bool) -> float:
-        # Squares, update, a product on the way; for weights in bf16 also fp32 copies and random bits.
+    def update_bytes(self, device_type, weights_in_bf16, form, processes) -> float:
+        # Squares, beside whole rows of flat parts; for weights in bf16 also fp32 copies and random bits.
         largest = max(math.prod(shape) for shape in self.model.shapes.values())
-        return largest * (28 if weights_in_bf16 else 4 * FP32_BYTES)
+        return largest * (24 if weights_in_bf16 else FP32_BYTES * (2 if form == "pieces" else 1))
+
+    def exchanged_bytes(self, form, processes) -> float:
+        if form in ("whole", "stage"):
+            return 0.0
+        return 2 * FP32_BYTES * self.state_elements() * (processes - 1) / processes
 
 
 class MuonSpec(AdamWSpec):
     """Muon for the hidden matrices; AdamW for embeddings, the output head, norms and biases."""
 
-    takes = ("whole", "stage", "sharded")
+    takes = ("whole", "stage", "sharded", "pieces")
     relative_learning_rate = 3.0  # docs/training.md has what was measured
     updates_in_bf16 = True
 
-    def problems(self, device_type: str) -> list[str]:
-        if any(self.model.is_hidden_matrix(name) for name in self.model.shapes):
-            return []
-        return ["optim.name: muon finds no hidden matrices in this model; use adamw"]
+    def problems(self, settings: Optim, device_type: str) -> list[str]:
+        hidden = [name for name in self.model.shapes if self.model.is_hidden_matrix(name)]
+        if not hidden:
+            return ["optim.name: muon finds no hidden matrices in this model; use adamw"]
+        problems, fitting = [], {name: pattern_of(name, settings.muon.blocks) for name in hidden}
+        for pattern, blocks in settings.muon.blocks.items():
+            outputs = {name: self.outputs(name) for name in hidden if fitting[name] == pattern}
+            wrong = [name for name, size in outputs.items() if size != sum(block_sizes(blocks, size))]
+            if not outputs:
+                problems.append(
+                    f"optim.muon.blocks: {pattern} fits the name of no hidden matrix of this model, or the patterns "
+                    f"before it do; the first one is {hidden[0]}"
+                )
+            if wrong:
+                given = f"{blocks} equal blocks" if isinstance(blocks, int) else f"{sum(blocks)} = sum of {blocks}"
+                problems.append(
+                    f"optim.muon.blocks: {pattern}: {wrong[0]} has {outputs[wrong[0]]} outputs, which are not {given}"
+                )
+        return problems
+
+    def outputs(self, name: str) -> int:
+        return self.model.shapes[name][1 if name in self.model.transposed else 0]
+
+    def matrix(self, name: str, blocks_of: Mapping[str, int | list[int]]) -> HiddenMatrix:
+        """The matrix of this name, in the blocks of the first pattern that fits."""
+        shape, dim = self.model.shapes[name], 1 if name in self.model.transposed else 0
+        blocks = blocks_of.get(pattern_of(name, blocks_of), 1)
+        sizes = block_sizes(blocks, shape[dim])
+        return HiddenMatrix(shape, tuple(sizes) if len(sizes) > 1 else (), dim)
 
     def make(self, parameters, settings, learning_rate, seed, device_type) -> MuonWithAdamW:
-        hidden = [parameter for name, parameter in parameters if self.model.is_hidden_matrix(name)]
-        others = [(name, parameter) for name, parameter in parameters if not self.model.is_hidden_matrix(name)]
-        muon = Muon(hidden, lr=learning_rate, weight_decay=settings.weight_decay)
-        return MuonWithAdamW(muon, super().make(others, settings, learning_rate, seed, device_type))
+        own = settings.muon
+        hidden = {p: self.matrix(name, own.blocks) for name, p in parameters if self.model.is_hidden_matrix(name)}
+        others = [(name, parameter) for name, parameter in parameters if parameter not in hidden]
+        muon = Muon(
+            list(hidden),
+            lr=learning_rate,
+            weight_decay=settings.weight_decay,
+            ns_steps=own.iterations,
+            coefficients=own.coefficients,
+            matrices=hidden,
+        )
+        adamw = super().make(others, settings, learning_rate, seed, device_type)
+        for group in adamw.param_groups if own.adamw_learning_rate else []:
+            group["learning_rate_scale"] = own.adamw_learning_rate / learning_rate
+        return MuonWithAdamW(muon, adamw)
 
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         if self.model.is_hidden_matrix(name):
             return {"momentum_buffer": self.model.shapes[name]}
         return super().state_shapes(name)
 
-    def update_bytes(self, device_type: str, weights_in_bf16: bool) -> float:
-        # One direction in fp32; a batch of them, and four products of it, in the dtype in which they are multiplied.
-        shapes = self.model.shapes
-        hidden = [math.prod(shapes[name]) for name in shapes if self.model.is_hidden_matrix(name)]
-        largest = max(hidden, default=0)
-        multiplied = FP32_BYTES if device_type == "cpu" and missing_bf16("cpu") else FP32_BYTES / 2
-        return FP32_BYTES * largest + 6 * multiplied * max(largest, min(BATCH_ELEMENTS, sum(hidden)))
+    def update_bytes(self, device_type, weights_in_bf16, form, processes) -> float:
+        # A batch of matrices, and four products of it, in the dtype in which they are multiplied.
+        hidden = self._hidden_elements()
+        largest, multiplied = max(hidden, default=0), FP32_BYTES / 2
+        if device_type == "cpu" and missing_bf16("cpu"):
+            multiplied = FP32_BYTES
+        products = 5 * max(largest, min(BATCH_ELEMENTS, sum(hidden)))
+        if processes == 1 or form == "stage":
+            return multiplied * products
+        # Of a bucket every process has all the results, or its parts, those that have arrived, and whole matrices.
+        bucket = max(largest, min(BUCKET_ELEMENTS, sum(hidden) / processes))
+        return multiplied * (products + bucket * (processes + 1 if form == "whole" else 3))
+
+    def exchanged_bytes(self, form, processes) -> float:
+        if form == "stage":
+            return 0.0
+        part = sum(self._hidden_elements()) / processes
+        return FP32_BYTES / 2 * part * (processes - 1) / (1 if form == "whole" else processes / 2)
+
+    def _hidden_elements(self) -> list[int]:
+        return [math.prod(shape) for name, shape in self.model.shapes.items() if self.model.is_hidden_matrix(name)]
+
+
+def block_sizes(blocks: int | list[int], total: int) -> list[int]:
+    """Sizes as given, or those of so many equal ones."""
+    return [total // blocks] * blocks if isinstance(blocks, int) else blocks
+
+
+def pattern_of(name: str, patterns: Iterable[str]) -> str | None:
+    """The first of the patterns that fits the name."""
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
 
 
 class AdamW8bitSpec(OptimizerSpec):
     """AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), from bitsandbytes, on a GPU or a CPU."""
 
-    def problems(self, device_type: str) -> list[str]:
+    def problems(self, settings: Optim, device_type: str) -> list[str]:
         try:
             import bitsandbytes
         except ImportError:
@@ -227,7 +307,7 @@ def optimizer_builder(
     Raises InputError with the optimizer's `problems`.
     """
     spec = OPTIMIZERS[settings.name](ModelShapes.of(causal_lm))
-    if problems := spec.problems(device_type):
+    if problems := spec.problems(settings, device_type):
         raise InputError(*problems)
 
     def build(parameters: NamedParameters) -> torch.optim.Optimizer:
@@ -238,9 +318,9 @@ def optimizer_builder(
     return build
 
 
-def optimizer_problems(name: str, model_config: PreTrainedConfig, device_type: str) -> list[str]:
+def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_type: str) -> list[str]:
     """Why the recipe's optimizer cannot train this model or run on this device; [] if it can."""
-    return OPTIMIZERS[name](ModelShapes.of(build_meta_model(model_config))).problems(device_type)
+    return OPTIMIZERS[settings.name](ModelShapes.of(build_meta_model(model_config))).problems(settings, device_type)
 
 
 def parameter_dtype(settings: Optim) -> torch.dtype:
@@ -272,18 +352,23 @@ def optimizer_state_by_name(
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, name_of: Mapping[torch.Tensor, str], tensors: Mapping[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer,
+    name_of: Mapping[torch.Tensor, str],
+    tensors: Mapping[str, torch.Tensor],
+    groups: Sequence[Mapping] | None = None,
 ) -> None:
     """Puts saved state into an optimizer that has not stepped yet, to the last bit.
 
     Moments go where their parameter is; `step` stays on the host unless a kernel wants it on the device. Parameters
     that were never updated have no state and get none, if that holds for all. Raises InputError with everything that
     is missing, unexpected or of another shape, before anything is changed.
+
+    groups: of the parameters whose state it is, where the optimizer's own have been replaced.
     """
     if not tensors:
         return
     shapes, places = {}, {}
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if groups is None else groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
                 for key, shape in optimizer.spec.state_shapes(name_of[parameter]).items():

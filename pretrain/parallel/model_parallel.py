@@ -21,6 +21,7 @@ from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.optim.gradient_norm import total_norm
+from pretrain.optim.matrix_exchange import Holders
 from pretrain.parallel.launcher import environment_flag, parallel_size, processes_launched
 from pretrain.parallel.layout import Layout
 from pretrain.parallel.strategy import Strategy
@@ -139,16 +140,24 @@ class ModelParallel(Strategy, ABC):
         dist.all_reduce(square, group=self.model_group)
         return square.sqrt()
 
+    def copies(self) -> Holders | None:
+        return Holders(self.data_group, self.device) if self.data_ranks > 1 else None
+
     def gradients(self) -> list[torch.Tensor]:
         return [gradient for gradient, _ in self.local_gradients()]
 
     def average_over_data(self, gradients: list[torch.Tensor], extra_divisor: int = 1) -> None:
         """Replaces gradients by their mean over the copies of the model, divided by `extra_divisor` too."""
         if self.data_ranks > 1:
-            for work in [dist.all_reduce(gradient, group=self.data_group, async_op=True) for gradient in gradients]:
-                work.wait()
+            sum_in_place(gradients, self.data_group)
         if (divisor := self.data_ranks * extra_divisor) > 1:
             torch._foreach_div_(gradients, divisor)
 
     def describe(self) -> dict:
         return {**super().describe(), self.size_setting: self.model_ranks, "data_parallel_size": self.data_ranks}
+
+
+def sum_in_place(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sums each tensor over the processes of the group, all in one collective; on a GPU without a copy."""
+    if tensors:
+        group.allreduce_coalesced(tensors).wait()

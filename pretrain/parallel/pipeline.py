@@ -260,7 +260,7 @@ class PipelineParallel(ModelParallel):
         }
         found = []
         for moment, (elements, activations) in ends.items():
-            moments = {moment: (FP32 * elements, activations), "update": (FP32 * elements, work.update_bytes)}
+            moments = {moment: (FP32 * elements, activations), "update": (FP32 * elements, work.update_bytes("stage"))}
             share = elements / sizes.total
             found.append(at_peak(moments, FP32 * elements, work.optimizer_bytes(share), travelling))
         return max(found, key=lambda memory: memory.total)
@@ -299,8 +299,6 @@ class PipelineParallel(ModelParallel):
             )
         if config.attention == "flex_attention":
             problems.append("attention: flex_attention does not run under a pipeline; use auto")
-        if config.optim.stochastic_rounding:
-            problems.append("optim.stochastic_rounding: does not run under a pipeline; it does under single and ddp")
         return problems
 
     @classmethod

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 
@@ -25,7 +26,15 @@ from pretrain.model.fp8 import fp8_problem, use_fp8
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.gradient_norm import total_norm
-from pretrain.optim.optimizers import OPTIMIZERS, describe_optimizer, load_optimizer_state, optimizer_state_by_name
+from pretrain.optim.matrix_exchange import Holders
+from pretrain.optim.muon import MuonWithAdamW
+from pretrain.optim.optimizers import (
+    OPTIMIZERS,
+    OptimizerSpec,
+    describe_optimizer,
+    load_optimizer_state,
+    optimizer_state_by_name,
+)
 from pretrain.parallel.launcher import PRECISIONS, environment_flag, processes_launched
 from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.ranks import Ranks
@@ -51,7 +60,7 @@ def device_type() -> str:
 def resolve_precision(requested: str) -> str:
     """auto becomes bf16 where the device multiplies in bf16, else fp32. Raises InputError for what does not run."""
     device = device_type()
-    if requested == "fp8" and (problem := fp8_problem()):
+    if requested == "fp8" and (problem := fp8_problem(device)):
         raise InputError(problem)
     if requested == "fp16" and device == "cpu":
         raise InputError("precision: fp16 needs a GPU; use bf16, fp32, or auto, which takes what the device has")
@@ -115,7 +124,9 @@ class Strategy:
             "precision": (resolve_precision(config.precision), cls.precisions),
             "compile": (config.compile, cls.compilations),
         }
-        return [
+        rounding = config.optim.stochastic_rounding and cls.parameter_form != "whole"
+        problems = [f"optim.stochastic_rounding: does not run under {name}; it does under single and ddp"]
+        return (problems if rounding else []) + [
             f"{path}: {value} does not run under {name}; choose {' or '.join(allowed)}, or a strategy "
             f"that runs it, as ddp does"
             for path, (value, allowed) in given.items()
@@ -141,7 +152,8 @@ class Strategy:
     @classmethod
     def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
         """Memory of the process that needs most, with so many sequences per micro-batch."""
-        return replicated(run.work(sequences, cls.micro_batches(layout)), is_ddp=layout.ranks > 1)
+        work = run.work(sequences, cls.micro_batches(layout))
+        return replicated(work, work.update_bytes("whole", layout.ranks), is_ddp=layout.ranks > 1)
 
     @classmethod
     def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
@@ -151,6 +163,12 @@ class Strategy:
         """
         # Summed in the last micro-step, during its backward pass.
         return 2 * FP32 * step.sizes.total * layout.ring / step.across, 2 / 3 / step.micro_steps
+
+    @classmethod
+    def exchange_seconds(cls, layout: Layout, step: StepTraffic, optimizer: OptimizerSpec) -> float:
+        """Of matrices for an update, with nothing to hide behind."""
+        sent = optimizer.exchanged_bytes(cls.parameter_form, layout.per_group)
+        return sent / (step.inside if layout.groups > 1 else step.across)
 
     @classmethod
     def idle(cls, config: RunConfig, layout: Layout) -> float:
@@ -205,6 +223,8 @@ class Strategy:
         named_parameters = [(n, p) for n, p in self.causal_lm.named_parameters() if not p.is_meta]
         self.name_of = {parameter: name for name, parameter in named_parameters}
         optimizer = build_optimizer(named_parameters)
+        if isinstance(optimizer, MuonWithAdamW):
+            optimizer.muon.copies = self.copies()
         self.optimizer_built = describe_optimizer(optimizer)
         return optimizer
 
@@ -238,18 +258,18 @@ class Strategy:
             divisor = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0)
         inner, scaler = self.inner_optimizer, self.accelerator.scaler
         if getattr(inner, "_step_supports_amp_scaling", False):
-            # These, the fused kernels among them, read both on the device: they divide as they go, a pass over the
-            # gradients less, and leave everything as it is where found_inf is 1.
-            inner.grad_scale, inner.found_inf = divisor, skipped
+            # Fused kernels, Muon and Adafactor read both on the device: they divide as they go, a pass over the
+            # gradients less, and leave everything as it is where found_inf is 1. Offloaded parameters are on the host:
+            # torch would copy both there without waiting for the copies.
+            device = next(iter(self.name_of)).device
+            inner.grad_scale, inner.found_inf = divisor if divisor is None else divisor.to(device), skipped.to(device)
             inner.step()
         else:
             if divisor is not None and (gradients := self.gradients()):
                 torch._foreach_div_(gradients, divisor.to(gradients[0].device))
             if not skipped.item():
                 inner.step()
-        if (
-            scaler is not None
-        ):  # fp16: not by scaler.step, which waits for the device, or says nothing of a skipped step
+        if scaler is not None:  # fp16; scaler.step waits for the device, or says nothing of a skipped step
             scaler.update()
         self.optimizer.zero_grad()
         return grad_norm, skipped
@@ -303,7 +323,9 @@ class Strategy:
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         """Puts whole tensors by name into the running model and optimizer."""
         load_parts(self.model_tensors().tensors, model)
-        load_optimizer_state(self.inner_optimizer, self.name_of, ShardedState(optimizer, self.name_of))
+        inner = self.inner_optimizer
+        state = optimizer if inner.spec.state_is_whole else ShardedState(optimizer, self.name_of)
+        load_optimizer_state(inner, self.name_of, state)
 
     def state(self) -> dict[str, float]:
         """What else an exact continuation needs: the fp16 loss scale."""
@@ -318,12 +340,16 @@ class Strategy:
                 {**self.accelerator.scaler.state_dict(), **state, "_growth_tracker": state["growth_tracker"]}
             )
 
+    def copies(self) -> Holders | None:
+        """Who else updates the same whole parameters, and can share the work of that."""
+        return Holders(dist.group.WORLD, self.device) if self.ranks.count > 1 else None
+
     def replicas(self) -> list[ReplicaGroup]:
         """Weights of which several ranks hold a copy, equal bit by bit: see `replica_differences`."""
         return [(None, {n: p.detach() for p, n in self.name_of.items()})] if self.ranks.count > 1 else []
 
 
-def replicated(work: Work, *, is_ddp: bool) -> Memory:
+def replicated(work: Work, update_bytes: float, *, is_ddp: bool) -> Memory:
     """Memory where everything is on every process.
 
     DDP's buckets stay between steps. In the last micro-step gradients are written into them; those of the micro-steps
@@ -342,6 +368,6 @@ def replicated(work: Work, *, is_ddp: bool) -> Memory:
         "backward": (resident or head, act["backward"]),
         "first layer": (resident or whole - embedding - weight * sizes.layer, act["first layer"]),
         "embedding": (resident or whole - embedding, embedding + act["embedding"]),
-        "update": (whole, work.update_bytes),
+        "update": (whole, update_bytes),
     }
     return at_peak(moments, whole, work.optimizer_bytes(), buckets)

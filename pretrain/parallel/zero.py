@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import InitProcessGroupKwargs
 from transformers import PreTrainedModel
@@ -24,6 +25,10 @@ from pretrain.model.build import build_meta_model
 from pretrain.model.compile import layers_of
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
+from pretrain.optim.adafactor import Adafactor
+from pretrain.optim.matrix_exchange import Holders
+from pretrain.optim.muon import MuonWithAdamW
+from pretrain.optim.optimizers import OptimizerSpec, load_optimizer_state
 from pretrain.parallel.deepspeed_build import prepare_extensions_folder
 from pretrain.parallel.fully_sharded import FullySharded
 from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, environment_flag, processes_launched
@@ -32,10 +37,8 @@ from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import OptimizerBuilder, Strategy, device_type
 from pretrain.parallel.tensor_group import TensorGroup
-from pretrain.parallel.zero_partitions import Partitions
+from pretrain.parallel.zero_partitions import Partitions, fragment_places, placed_parts, placed_pieces
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state tensors other than `step`."""
 CPU_ADAM_BYTES_PER_SECOND = 100e9
 NVME_BYTES_PER_SECOND = 5e9
 """Of one machine: what an update on the host, or the disk under it, moves per second."""
@@ -88,7 +91,10 @@ class Zero(Strategy):
             "backward": (resident, act["backward"], gathered + buckets),
             "first layer": (gradients, act["first layer"], gathered + buckets),
             "embedding": (gradients, compute * sizes.embedding + act["embedding"], gathered + buckets),
-            "update": (gradients, 2 * FP32 * sizes.total * share if stage < 3 else 0.0),
+            "update": (
+                gradients,
+                work.update_bytes("pieces", layout.ranks) + (2 * FP32 * sizes.total * share if stage < 3 else 0.0),
+            ),
         }
         if not (settings.get("offload_optimizer") or settings.get("offload_param")):
             # The masters belong to the optimizer: they change when it steps.
@@ -104,6 +110,11 @@ class Zero(Strategy):
         return FullySharded.traffic(layout, step)
 
     @classmethod
+    def exchange_seconds(cls, layout: Layout, step: StepTraffic, optimizer: OptimizerSpec) -> float:
+        """In stages 1 and 2 only matrices that the flat partitions cut."""
+        return super().exchange_seconds(layout, step, optimizer) if layout.zero["stage"] == 3 else 0.0
+
+    @classmethod
     def offload_seconds(cls, layout: Layout, parameters: int) -> float:
         """Weights, moments and gradients are read, most written, in the machine's memory."""
         if not (offload := layout.zero.get("offload_optimizer")):
@@ -116,6 +127,11 @@ class Zero(Strategy):
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         problems = super().problems(config, name)
+        if (uses_nvme() or name == "zero3_offload_nvme") and config.optim.name in ("muon", "adafactor"):
+            problems.append(
+                f"optim.name: {config.optim.name} does not run with its state on a disk, where only adamw's has been "
+                "tested; use accelerate_configs/zero3_offload.yaml, or adamw"
+            )
         if uses_nvme() and (missing := missing_for_nvme()):
             problems.append(
                 f"launcher: offload_optimizer.device: nvme needs {missing}; accelerate_configs/zero3_offload.yaml "
@@ -176,8 +192,15 @@ class Zero(Strategy):
             for layer in layers_of(causal_lm):
                 set_z3_leaf_module(layer, True)
         self.model, _ = self.accelerator.prepare(model, optimizer)
-        self.optimizer = self.model.optimizer
+        self.optimizer, self.spec = self.model.optimizer, optimizer.spec
         self.partitions = Partitions(self.optimizer) if self.stage == 3 else None
+        if isinstance(optimizer, MuonWithAdamW | Adafactor):
+            places = self.partitions.places() if self.stage == 3 else fragment_places(self._groups_and_masters())
+            holders = Holders(dist.group.WORLD, self.device)
+            if isinstance(optimizer, Adafactor):
+                optimizer.placed = placed_parts(places, holders)
+            else:
+                optimizer.muon.placed = placed_pieces(places, optimizer.muon.matrices, holders)
         self._check_in_effect()
         if self.precision != "fp32":
             self._undo_rounding(buffers, weights)
@@ -258,11 +281,13 @@ class Zero(Strategy):
         return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), {}, self.get)
 
     def optimizer_tensors(self) -> TensorGroup:
+        if self.spec.state_is_whole:
+            return super().optimizer_tensors()
         shapes: dict[str, tuple[int, ...]] = {}
         if self.optimizer.optimizer.state:
             self._link_state()
-            for name, parameter in self.parameter_of.items():
-                shapes |= {f"{name}.step": (), **{f"{name}.{key}": full_shape(parameter) for key in MOMENTS}}
+            for name in self.parameter_of:
+                shapes |= {f"{name}.{key}": shape for key, shape in self.spec.state_shapes(name).items()}
         return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), {}, self.get)
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
@@ -271,12 +296,20 @@ class Zero(Strategy):
         self._release()
         if not optimizer:
             return
-        missing = [name for name in self.parameter_of if f"{name}.exp_avg" not in optimizer]
+        if self.spec.state_is_whole:
+            groups = [{"params": list(self.name_of)}]
+            load_optimizer_state(self.inner_optimizer, self.name_of, optimizer, groups)
+            return
+        kept = {name: self.spec.state_shapes(name) for name in self.parameter_of}
+        missing = [f"{name}.{key}" for name, keys in kept.items() for key in keys if f"{name}.{key}" not in optimizer]
         if missing:
-            raise InputError(f"the checkpoint has no AdamW state for {', '.join(missing[:4])} ({len(missing)} in all)")
-        self._create_state(optimizer[f"{next(iter(self.parameter_of))}.step"])
-        for name in self.parameter_of:
-            for key in MOMENTS:
+            raise InputError(
+                f"the checkpoint has no {self.config.optim.name} state {', '.join(missing[:4])} ({len(missing)} in "
+                "all); resume with the optimizer that saved it"
+            )
+        self._create_state(next(optimizer[f"{name}.step"] for name, keys in kept.items() if "step" in keys))
+        for name, keys in kept.items():
+            for key in keys.keys() - {"step"}:
                 self._set(name, key, optimizer[f"{name}.{key}"])
         self._release()
 
@@ -285,22 +318,29 @@ class Zero(Strategy):
             self.partitions.release()
 
     def _create_state(self, step: torch.Tensor) -> None:
-        """Zero moments after `step` steps, which AdamW itself makes in its first step only."""
+        """Zero moments after `step` steps, which optimizers themselves make in their first step only."""
+
+        def state_of(parameter: torch.Tensor, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+            keys = self.spec.state_shapes(self.name_of[parameter])  # the same for all parameters of a group
+            return {key: step.clone().to(flat.device) if key == "step" else torch.zeros_like(flat) for key in keys}
+
         if self.partitions is not None:
-            self.partitions.create_state(step, MOMENTS)
+            self.partitions.create_state(state_of)
             return
-        inner = self.optimizer.optimizer
-        for flat in flat_masters(self.optimizer):
-            inner.state[flat] = {key: torch.zeros_like(flat) for key in MOMENTS}
-            inner.state[flat]["step"] = step.clone().to(flat.device)
+        for parameters, flat in self._groups_and_masters():
+            self.optimizer.optimizer.state[flat] = state_of(parameters[0], flat)
         self._link_state()
+
+    def _groups_and_masters(self) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
+        """Stages 1 and 2: the parameters of each group, and this process's part of their flat fp32 masters."""
+        groups = getattr(self.optimizer, "bit16_groups", None) or self.optimizer.bf16_groups
+        return list(zip(groups, flat_masters(self.optimizer), strict=True))
 
     def _link_state(self) -> None:
         """Stages 1 and 2: tells each parameter where its moments are. DeepSpeed does so after the first group's first
         step, when the other groups have no moments yet, and never again."""
         if self.stage < 3:
-            groups = getattr(self.optimizer, "bit16_groups", None) or self.optimizer.bf16_groups
-            for parameters, flat in zip(groups, flat_masters(self.optimizer), strict=True):
+            for parameters, flat in self._groups_and_masters():
                 for parameter in parameters:
                     if parameter._hp_mapping is not None:
                         parameter._hp_mapping.set_optim_state_fragment(flat, self.optimizer.optimizer.state[flat])
@@ -327,7 +367,7 @@ class Zero(Strategy):
         if name not in self.parameter_of:
             parameter, _, key = name.rpartition(".")
         if key == "step":
-            return next(iter(self.optimizer.optimizer.state.values()))["step"]
+            return next(state["step"] for state in self.optimizer.optimizer.state.values() if "step" in state)
         if self.partitions is not None:
             return self.partitions.get(self.parameter_of[parameter], key, self.device)
         if key is None:
@@ -360,6 +400,8 @@ def derived_settings(config: RunConfig, precision: str) -> dict[str, Any]:
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,
+        # Offloaded, AdamW runs as DeepSpeed's own for the host; another optimizer runs there as it is.
+        **({} if config.optim.name == "adamw" else {"zero_force_ds_cpu_optimizer": False}),
     }
 
 

@@ -1,12 +1,22 @@
-"""ZeRO-3's optimizer as tensors by parameter, wherever DeepSpeed keeps them: device, host memory or a disk.
+"""Where in DeepSpeed's flat tensors parameters are; ZeRO-3's optimizer as tensors by parameter.
 
+They may be on the device, in host memory or on a disk.
 DeepSpeed's own functions for this bring a whole sub-group of parameters, up to 12 GB, in from the disk for each
 tensor. Here it stays until a tensor of another one is asked for.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from pretrain.optim.adafactor import ParameterPart
+from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece
+
+Place = tuple[torch.Tensor, torch.Tensor, int, tuple[tuple[int, int], ...]]
+"""(parameter, flat tensor, where in it its part begins, first element and end of the part of each process)."""
 
 
 class Partitions:
@@ -36,17 +46,30 @@ class Partitions:
             self._optimizer._release_swap_buffers(self._present)
         self._present, self._changed = None, False
 
-    def create_state(self, step: torch.Tensor, moments: tuple[str, ...]) -> None:
-        """Zero moments after `step` steps, which AdamW itself makes in its first step only."""
-        inner = self._optimizer.optimizer
+    def create_state(self, state_of: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]) -> None:
+        """State as after some steps, which the optimizer itself makes in its first step only.
+
+        state_of: (a parameter, the flat tensor that it is in) to the state of that tensor.
+        """
         for group, flat in enumerate(self._optimizer.fp32_partitioned_groups_flat):
             self.bring_in(group)  # without elements until then
-            inner.state[flat] = {key: torch.zeros_like(flat) for key in moments}
-            inner.state[flat]["step"] = step.clone().to(flat.device)
+            self._optimizer.optimizer.state[flat] = state_of(self._optimizer.fp16_groups[group][0], flat)
             if group == self._present:
                 # DeepSpeed takes new tensors on in the next swap, and only then reads them back.
                 self._changed = True
                 self.release()
+
+    def places(self) -> "list[Place]":
+        """Where each parameter's part is."""
+        found = []
+        for parameters, flat in zip(
+            self._optimizer.fp16_groups, self._optimizer.fp32_partitioned_groups_flat, strict=True
+        ):
+            for parameter in parameters:
+                _, offset, elements = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+                ends = [min(parameter.ds_numel, elements * rank) for rank in range(dist.get_world_size() + 1)]
+                found.append((parameter, flat, offset, tuple(pairwise(ends))))
+        return found
 
     def part(self, parameter: torch.Tensor, key: str | None) -> torch.Tensor:
         """This process's elements of a master weight (key None) or of a moment, flat; valid until the next call."""
@@ -77,3 +100,43 @@ class Partitions:
             parameter.ds_tensor.copy_(part)
             if parameter.numel() == whole.numel():  # small ones stay gathered between steps
                 parameter.copy_(whole.view_as(parameter))
+
+
+def fragment_places(groups: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]]) -> list[Place]:
+    """Stages 1 and 2: where each parameter's part is; all processes call together.
+
+    groups: (parameters, this process's part of their flat masters). A process's part begins and ends anywhere.
+    """
+    parameters = [(parameter, flat) for them, flat in groups for parameter in them]
+    fragments = [parameter._hp_mapping for parameter, _ in parameters]
+    starts = [fragment.lp_fragment_address.start if fragment else 0 for fragment in fragments]
+    ends = [start + (f.lp_fragment_address.numel if f else 0) for start, f in zip(starts, fragments, strict=True)]
+    of_rank: list = [None] * dist.get_world_size()
+    dist.all_gather_object(of_rank, list(zip(starts, ends, strict=True)))
+    return [
+        (parameter, flat, fragment.hp_fragment_address.start if fragment else 0, ranges)
+        for (parameter, flat), fragment, ranges in zip(parameters, fragments, zip(*of_rank, strict=True), strict=True)
+    ]
+
+
+def placed_pieces(
+    places: Sequence[Place], matrices: Mapping[torch.Tensor, HiddenMatrix], holders: Holders
+) -> dict[torch.Tensor, list[MatrixPiece]]:
+    """{flat tensor: what it has of the parameters that are matrices}."""
+    pieces: dict[torch.Tensor, list[MatrixPiece]] = {}
+    for parameter, flat, offset, ranges in places:
+        if parameter in matrices:
+            piece = MatrixPiece(matrices[parameter], holders, 0, ranges, offset)
+            pieces.setdefault(flat, []).append(piece)
+    return pieces
+
+
+def placed_parts(places: Sequence[Place], holders: Holders) -> dict[torch.Tensor, list[ParameterPart]]:
+    """{flat tensor: what it has of every parameter}."""
+    parts: dict[torch.Tensor, list[ParameterPart]] = {}
+    for parameter, flat, offset, ranges in places:
+        first, end = ranges[holders.rank]
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        part = ParameterPart(parameter, shape, holders, 0, first if first < end else 0, offset, end - first)
+        parts.setdefault(flat, []).append(part)
+    return parts

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pretrain.config import RunConfig
 from pretrain.gpus import CPU, Gpu
 from pretrain.memory.parts import Sizes
+from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.registry import STRATEGIES
 
@@ -118,4 +119,7 @@ class Speed:
         traffic = StepTraffic(work.sizes, micro_steps, tokens, inside, hardware.bytes_per_second)
         moved, hidden = strategy.traffic(layout, traffic) if hardware.gpus > 1 else (0.0, 0.0)
         exposed = max(0.0, moved - hidden * compute)
+        if hardware.gpus > 1:
+            optimizer = OPTIMIZERS[config.optim.name](work.sizes.shapes)
+            exposed += strategy.exchange_seconds(layout, traffic, optimizer)
         return compute + exposed + strategy.offload_seconds(layout, work.sizes.total), exposed

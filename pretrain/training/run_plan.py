@@ -222,7 +222,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     if model_config is not None:
         problems += too_long(model_config, data.sequence_length)
         losses_of_routers = problems.attempt(router_losses, config.loss, model_config)
-        problems += problems.attempt(optimizer_problems, config.optim.name, model_config, device or "cpu") or []
+        problems += problems.attempt(optimizer_problems, config.optim, model_config, device or "cpu") or []
         problems += problems.attempt(loss_problems, config.loss, model_config) or []
         problems += checkpointing_problems(config.activation_checkpointing, model_config)
     problems.stop_if_any()

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from pretrain.optim import muon
-from pretrain.optim.muon import Muon, batches_of_one_shape, orthogonalized
+from pretrain.optim.matrix_exchange import HiddenMatrix
+from pretrain.optim.muon import COEFFICIENTS, Muon, batches_of_one_shape, iterations, orthogonalized
 
 SHAPES = [(12, 12), (20, 8), (8, 20), (12, 12), (6, 20)]
 SETTINGS = {"weight_decay": 0.3, "momentum": 0.9}
@@ -32,9 +33,24 @@ def train(optimizer, parameters, first=0, last=4):
     return [parameter.detach() for parameter in parameters]
 
 
-def reference(steps=4):
-    """(parameters, momenta) in fp64, one matrix at a time, by singular values instead of products."""
-    a, b, c = muon.COEFFICIENTS
+def polynomials(name):
+    """As published: Jordan's one for all iterations, Polar Express' list with its safety factor."""
+    if name == "jordan":
+        return [(3.4445, -4.7750, 2.0315)] * 5
+    return [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in muon.POLAR_EXPRESS[:5]]
+
+
+def orthogonal(matrix, name):
+    """In fp64, by singular values instead of products, and by the factor of its shape."""
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    values = values / values.square().sum().sqrt() / (1.01 if name == "polar_express" else 1)
+    for a, b, c in polynomials(name):
+        values = a * values + b * values**3 + c * values**5
+    return 0.2 * math.sqrt(max(matrix.shape)) * left @ torch.diag(values) @ right
+
+
+def reference(steps=4, name="jordan", blocks=None):
+    """(parameters, momenta) in fp64, one matrix at a time; `blocks` are (sizes, dim) of matrices by index."""
     results = []
     for index, matrix in enumerate(matrices()):
         weight, momentum = matrix.detach().double(), torch.zeros(matrix.shape, dtype=torch.float64)
@@ -42,12 +58,9 @@ def reference(steps=4):
             gradient, rate = gradients(step)[index].double(), 0.02 * (step + 1)
             momentum = 0.9 * momentum + 0.1 * gradient
             ahead = 0.1 * gradient + 0.9 * momentum
-            left, values, right = torch.linalg.svd(ahead, full_matrices=False)
-            values = values / values.square().sum().sqrt()
-            for _ in range(5):
-                values = a * values + b * values**3 + c * values**5
-            update = left @ torch.diag(values) @ right
-            weight = weight - rate * 0.3 * weight - rate * 0.2 * math.sqrt(max(weight.shape)) * update
+            sizes, dim = (blocks or {}).get(index, (ahead.size(0), 0))
+            update = torch.cat([orthogonal(block, name) for block in ahead.split(sizes, dim)], dim)
+            weight = weight - rate * 0.3 * weight - rate * update
         results.append((weight, momentum))
     return zip(*results, strict=True)
 
@@ -58,17 +71,61 @@ def in_fp32(monkeypatch):
 
 
 @pytest.mark.parametrize("batch_elements", [1, 2 * 144, 2**22], ids=["alone", "pairs", "all"])
-def test_fp32_is_the_formula(in_fp32, monkeypatch, batch_elements):
-    """Momentum, the look ahead, the polynomial, the scale by shape, and decay by the rate of the step."""
+@pytest.mark.parametrize("name", COEFFICIENTS)
+def test_fp32_is_the_formula(in_fp32, monkeypatch, batch_elements, name):
+    """Momentum, the look ahead, the polynomials, the scale by shape, and decay by the rate of the step."""
     monkeypatch.setattr(muon, "BATCH_ELEMENTS", batch_elements)
     parameters = matrices()
-    optimizer = Muon(parameters, lr=1.0, **SETTINGS)
-    weights, momenta = reference()
+    optimizer = Muon(parameters, lr=1.0, coefficients=name, **SETTINGS)
+    weights, momenta = reference(name=name)
     for found, expected in zip(train(optimizer, parameters), weights, strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)
     for parameter, expected in zip(parameters, momenta, strict=True):
         assert optimizer.state[parameter].keys() == {"momentum_buffer"}
         torch.testing.assert_close(optimizer.state[parameter]["momentum_buffer"].double(), expected, rtol=0, atol=1e-6)
+
+
+def test_blocks_are_matrices_of_their_own(in_fp32):
+    """Equal ones along the rows, unequal ones whose factors differ, and along the columns as GPT-2 has them."""
+    blocks = {0: ([4, 4, 4], 0), 1: ([14, 6], 0), 2: ([10, 10], 1)}
+    parameters = matrices()
+    cut = {parameters[i]: HiddenMatrix(SHAPES[i], tuple(sizes), dim) for i, (sizes, dim) in blocks.items()}
+    found = train(Muon(parameters, lr=1.0, matrices=cut, **SETTINGS), parameters)
+    (weights, _), (whole, _) = reference(blocks=blocks), reference()
+    for matrix, expected, uncut in zip(found, weights, whole, strict=True):
+        torch.testing.assert_close(matrix.double(), expected, rtol=0, atol=2e-5)
+        assert torch.equal(expected, uncut) or (expected - uncut).abs().max() > 1e-3
+
+
+def test_polar_express_ends_nearer_to_one_and_beyond_its_list_at_one():
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(16, 48, generator=generator, dtype=torch.float64)
+    off = {}
+    for name in COEFFICIENTS:
+        values = torch.linalg.svdvals(orthogonalized(matrix, iterations(name, 5)))
+        off[name] = (values - 1).abs().max().item()
+    assert off["polar_express"] < 0.15 < off["jordan"] < 0.35
+    values = torch.linalg.svdvals(orthogonalized(matrix, iterations("polar_express", 12)))
+    torch.testing.assert_close(values, torch.ones_like(values), rtol=0, atol=1e-7)
+
+
+def test_a_step_that_is_skipped_on_the_device_changes_nothing_and_the_next_one_goes_on(in_fp32):
+    """As torch's fused kernels: gradients are divided by grad_scale, and found_inf keeps everything as it is."""
+    parameters, plain = matrices(), matrices()
+    optimizer, other = Muon(parameters, lr=1.0, **SETTINGS), Muon(plain, lr=1.0, **SETTINGS)
+    train(optimizer, parameters, 0, 2), train(other, plain, 0, 2)
+    before = [tensor.clone() for p in parameters for tensor in (p.detach(), optimizer.state[p]["momentum_buffer"])]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, math.nan)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(math.inf), torch.tensor(1.0)
+    optimizer.step()
+    after = [tensor for p in parameters for tensor in (p.detach(), optimizer.state[p]["momentum_buffer"])]
+    assert all(map(torch.equal, before, after))
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+    for parameter, twin, gradient in zip(parameters, plain, gradients(2), strict=True):
+        parameter.grad, twin.grad = 4 * gradient, gradient.clone()
+    optimizer.step(), other.step()
+    assert all(map(torch.equal, parameters, plain))
 
 
 def test_bf16_is_what_torch_computes(monkeypatch):
@@ -98,9 +155,9 @@ def test_a_state_of_torchs_muon_goes_on(in_fp32):
 
 def test_matrices_and_their_transposes_go_together_in_bounded_batches(monkeypatch):
     parameters = [nn.Parameter(torch.empty(shape)) for shape in [(4, 8), (3, 3), (8, 4), (4, 8)]]
-    assert [len(batch) for batch in batches_of_one_shape(parameters)] == [3, 1]
+    assert list(batches_of_one_shape(parameters)) == [[0, 2, 3], [1]]
     monkeypatch.setattr(muon, "BATCH_ELEMENTS", 64)
-    assert [len(batch) for batch in batches_of_one_shape(parameters)] == [2, 1, 1]
+    assert list(batches_of_one_shape(parameters)) == [[0, 2], [3], [1]]
 
 
 def test_a_parameter_without_a_gradient_stays_as_it_is():
@@ -112,7 +169,7 @@ def test_a_parameter_without_a_gradient_stays_as_it_is():
 
 
 def test_a_gradient_of_zeros_gives_no_update():
-    assert torch.equal(orthogonalized(torch.zeros(2, 3, 5), 5), torch.zeros(2, 3, 5))
+    assert torch.equal(orthogonalized(torch.zeros(2, 3, 5), iterations("jordan", 5)), torch.zeros(2, 3, 5))
 
 
 def test_what_is_no_matrix_is_refused():

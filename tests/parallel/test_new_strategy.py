@@ -32,8 +32,9 @@ def test_a_plan_lists_it_with_its_own_memory(recipe, monkeypatch):
     found = candidates()
     assert found["toy"].runs and found["toy"].memory.total == found["ddp"].memory.total + 1
     assert found["toy"].step_seconds == found["ddp"].step_seconds
-    assert candidates(("optim.name", "adafactor"))["toy"].problems == [
-        "optim.name: adafactor does not run under toy; choose adamw, or a strategy that runs it, as ddp does"
+    assert candidates(("optim.name", "adamw_8bit"))["toy"].problems == [
+        "optim.name: adamw_8bit does not run under toy; choose adamw or adafactor or muon, or a strategy that runs "
+        "it, as ddp does"
     ]
 
 

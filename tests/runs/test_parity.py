@@ -31,7 +31,7 @@ BOUNDS = (1e-5, 1e-4)
 LOG = """Testing the architecture ...
 [2026-11-21 04:10:12,178] [WARNING] [real_accelerator.py:213:get_accelerator] Setting accelerator to CPU.
 /x/y.py:3: FutureWarning: is deprecated
-optim.name: muon does not run under zero1; choose adamw, or a strategy that runs it, as ddp does
+optim.name: adamw_8bit does not run under zero1; choose adamw or muon, or a strategy that runs it, as ddp does
 batch.sequences_per_micro_batch: 3 is not a multiple of 2
 E1121 05:10:12.243000 28475 api.py:1002] failed (exitcode: 2) local_rank: 0 (pid: 28537) of binary: python
 Traceback (most recent call last):
@@ -62,11 +62,15 @@ def test_those_that_ran_decide_the_exit_status(tmp_path, capsys):
     good = {"single": EQUAL, "ddp": StrategyOutcome(Curve({1: 6.000001, 2: 5.0}, REFERENCE.grad_norm))}
     assert report_parity(good, BOUNDS, tmp_path) == 0
     assert "1 of the 1 that can run this recipe here match single" in capsys.readouterr().out
-    refused = {**good, "tp": StrategyOutcome(None, ("optim.name: muon does not run under tp", "model: too small"))}
+    refused = {
+        **good,
+        "tp": StrategyOutcome(None, ("optim.name: adamw_8bit does not run under tp", "model: too small")),
+    }
     assert report_parity(refused, BOUNDS, tmp_path) == 0
     out = capsys.readouterr().out
     assert (
-        "tp                   refused: optim.name: muon does not run under tp\n" in out and "model: too small" in out
+        "tp                   refused: optim.name: adamw_8bit does not run under tp\n" in out
+        and "model: too small" in out
     )
     assert "1 refused it, which proves nothing" in out
     assert json.loads((tmp_path / "parity.json").read_text())["tp"]["refused"][1] == "model: too small"

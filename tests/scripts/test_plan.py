@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.gpus import GIB, GPUS, find_gpu, gpu_called
+from pretrain.memory.parts import sizes_of
 from pretrain.planning.candidates import command_of, largest_that_fits, micro_batches, storage_of, work_of_run
 from pretrain.planning.report import PARTS, build_plan, comment_of, plan_json, remarks
 from pretrain.planning.step_time import Hardware
@@ -116,9 +118,9 @@ def test_largest_is_found_by_bisection(limit, found):
 
 
 def test_what_cannot_run_is_reported_with_the_reason(recipe):
-    plan = plan_of(recipe, ("optim.name", "adafactor"))
+    plan = plan_of(recipe, ("optim.name", "adamw_8bit"))
     text = "\n".join(remarks(plan))
-    assert "optim.name: adafactor does not run under fsdp2; choose adamw or muon" in text
+    assert "optim.name: adamw_8bit does not run under fsdp2; choose adamw or adafactor or muon" in text
     assert "num_key_value_heads 2" in text and "cannot all be divided by 8" in text
     assert not candidate(plan, "zero2").runs and candidate(plan, "ddp").runs
 
@@ -298,6 +300,7 @@ def test_a_calibrated_plan_follows_from_real_steps(recipe):
     )  # fmt: skip
     plan = json.loads(result.stdout[result.stdout.index("{\n") :])
     found = plan["calibration"]
+    assert re.search(r"Timing 20 steps \.\.\.\nTiming 20 steps, .* s left \.\.\.\n", result.stderr)
     assert plan["gpu"]["name"] == "cpu" or found["device"] == "cuda", "memory and price are this machine's too"
     assert found["tokens_per_second"] == pytest.approx(8192 / found["step_seconds"])
     assert plan["hours"] == pytest.approx(123 * found["step_seconds"] / 3600, rel=0.01)
@@ -323,7 +326,31 @@ def test_the_page_is_readable_when_piped(recipe):
     assert str(ROOT) not in result.stdout
 
 
+def test_what_has_not_been_tested_on_a_disk_is_refused_there(recipe):
+    found = candidate(plan_of(recipe, ("optim.name", "muon"), gpus=1, mfu=0.4), "zero3_offload_nvme")
+    assert any(
+        problem.startswith("optim.name: muon does not run with its state on a disk") for problem in found.problems
+    )
+
+
+def test_muon_sends_matrices_to_their_owners_and_back(recipe):
+    """Beside what AdamW sends: in bf16, all to everyone under ddp, a part there and back under fsdp2 and ZeRO-3."""
+    adamw, muon = (plan_of(recipe, ("optim.name", name), mfu=0.4) for name in ("adamw", "muon"))
+    longer = {
+        name: candidate(muon, name).step_seconds - candidate(adamw, name).step_seconds
+        for name in ("ddp", "fsdp2", "zero1", "zero3")
+    }
+    sizes = sizes_of(planned_model_config(read_run_config(recipe, [])))
+    hidden = 2 * sum(math.prod(s) for n, s in sizes.shapes.shapes.items() if sizes.shapes.is_hidden_matrix(n))
+    rate = muon.hardware.bytes_per_second
+    assert longer["ddp"] == pytest.approx(hidden * 7 / 8 / rate)
+    assert longer["fsdp2"] == pytest.approx(longer["zero3"]) == pytest.approx(2 * hidden / 8 * 7 / 8 / rate)
+    assert longer["zero1"] == 0
+
+
 def test_offload_on_one_gpu_refuses_what_it_refuses_elsewhere(recipe):
-    found = candidate(plan_of(recipe, ("optim.name", "muon"), gpus=1, mfu=0.4), "zero3_offload")
-    assert found.problems[0].startswith("optim.name: muon does not run under zero3_offload; choose adamw")
+    found = candidate(plan_of(recipe, ("optim.name", "adamw_8bit"), gpus=1, mfu=0.4), "zero3_offload")
+    assert found.problems[0].startswith(
+        "optim.name: adamw_8bit does not run under zero3_offload; choose adamw or adafactor or muon"
+    )
     assert candidate(plan_of(recipe, gpus=1, mfu=0.4), "zero3_offload").runs

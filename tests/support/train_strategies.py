@@ -7,6 +7,8 @@ RUNS.json is a list of runs, each with its `strategy` and the `arguments` of tra
     nan_at_call         the call of the model, counted from 0, whose loss becomes NaN on the last rank
     start_from          a checkpoint to copy into the run's folder first
     exits_with          the exit status it must end with, 0 unless given
+    muon_bucket         Muon multiplies in fp32, its buckets hold so many elements of each process, and muon.json
+                        names the collectives of the last update of its matrices
     kill_in_step        [step, seconds]: so long after this step has begun, counted from 1, the launcher and all its
                         processes are killed with SIGKILL
 
@@ -15,6 +17,7 @@ The folder of every run gets a hash of the weights it started from, and in repli
 copies of its weights: at the end of the run, and once more when one number on the last rank was changed.
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -31,10 +34,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from accelerate.state import AcceleratorState
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain.parallel.strategy
 import pretrain.runs.publishing.card
 import train
+from pretrain.optim import matrix_exchange, muon
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.replicas import replica_differences
 from pretrain.parallel.strategy import Strategy
@@ -89,6 +94,33 @@ def spoil_call(number: int):
     return hook
 
 
+class CountedCollectives(TorchDispatchMode):
+    """Operations between processes; what would wait for a device fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(func), "an update waits for no number"
+        if func.namespace == "c10d":
+            self.calls.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def count_exchanges(replace_whole_matrices, run: dict):
+    """Wraps Muon's exchange of matrices."""
+
+    def counted(*arguments):
+        if "muon_bucket" not in run:
+            return replace_whole_matrices(*arguments)
+        with CountedCollectives() as counted:
+            replace_whole_matrices(*arguments)
+        run["exchanges"] = counted.calls
+
+    return counted
+
+
 def kill_in_step(set_learning_rate, run: dict):
     """Wraps Strategy.set_learning_rate, with which every step begins: the last rank may end the whole launch in it."""
 
@@ -127,6 +159,7 @@ def record_replicas(strategy, code: int, run: dict) -> None:
     found.append(replica_differences(groups, strategy.device))
     if strategy.ranks.is_main:
         (strategy.config.output / "replicas.json").write_text(json.dumps(found))
+        (strategy.config.output / "muon.json").write_text(json.dumps(run.get("exchanges")))
     strategy.ranks.barrier()
 
 
@@ -153,10 +186,16 @@ if __name__ == "__main__":
         if "prepare" in vars(strategy_class):
             strategy_class.prepare = record_initial_weights(strategy_class.prepare, run)
     Strategy.set_learning_rate = kill_in_step(Strategy.set_learning_rate, run)
+    # Each group has threads that wake a hundred times a second; those of fifty runs took most of the cores.
+    Ranks.of_launch = functools.cache(Ranks.of_launch)
     Ranks.exit = lambda ranks, code: record_replicas(run.pop("trained_by"), code, run)  # the processes outlive a run
+    bucket, missing_bf16 = matrix_exchange.BUCKET_ELEMENTS, muon.missing_bf16
+    muon.replace_whole_matrices = count_exchanges(muon.replace_whole_matrices, run)
     for description in json.loads(Path(sys.argv[2]).read_text()):
         run.clear()
         run.update(description)
+        matrix_exchange.BUCKET_ELEMENTS = run.get("muon_bucket", bucket)
+        muon.missing_bf16 = (lambda device_type: "asked for") if "muon_bucket" in run else missing_bf16
         for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
             del os.environ[name]
         file = Path(__file__).parents[2] / f"accelerate_configs/{run['strategy']}.yaml"

@@ -1,0 +1,242 @@
+"""Matrices whose elements are spread over processes: each is put together by one owner, worked on, and sent back.
+
+The matrices of a bucket travel together: one collective to the owners and one back, or one in all where every process
+has every matrix already. So the collectives of an update are bounded by its bytes, not by the number of matrices.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+BUCKET_ELEMENTS = 2**24
+"""A bucket holds so many elements for each process that shares it, or one matrix."""
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The processes that hold the same matrices, or parts of them; without a group this process alone."""
+
+    group: dist.ProcessGroup | None
+    device: torch.device
+    """Where they compute and communicate, wherever the optimizer's tensors are."""
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+
+@dataclass(frozen=True)
+class HiddenMatrix:
+    """A matrix as its update sees it."""
+
+    shape: tuple[int, int]
+    blocks: tuple[int, ...] = ()
+    """Sizes of the blocks that are matrices of their own, such as q, k and v; (): it is one."""
+    block_dim: int = 0
+    """Along which the blocks lie."""
+
+    def split(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of the blocks of a tensor of this shape."""
+        return whole.split(self.blocks, self.block_dim) if self.blocks else (whole,)
+
+
+@dataclass(frozen=True)
+class MatrixPiece:
+    """What this process has of a matrix, in one of the tensors that its optimizer updates."""
+
+    matrix: HiddenMatrix
+    holders: Holders
+    tensor: int
+    """Index of the tensor."""
+    ranges: tuple[tuple[int, int], ...] = ()
+    """First element and end of what each process has of the flat matrix; (): all have all of it."""
+    offset: int | None = None
+    """Of the piece in a flat tensor; None: the tensor is the piece."""
+    is_transposed: bool = False
+    """Whether the ranges are those of the transposed matrix."""
+
+    @property
+    def elements(self) -> int:
+        return self.matrix.shape[0] * self.matrix.shape[1]
+
+    @property
+    def owner(self) -> int | None:
+        """The process that has all of it, if only one has any."""
+        return next((rank for rank, (first, end) in enumerate(self.ranges) if end - first == self.elements), None)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process is needed for its update, or has it to do."""
+        return self.holders.size == 1 or self.owner is not None
+
+    def counts(self) -> list[int]:
+        """Elements that each process has."""
+        return [end - first for first, end in self.ranges]
+
+    def part(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What is here, in the order of the ranges."""
+        part = tensors[self.tensor]
+        if self.offset is not None:
+            part = part.narrow(0, self.offset, self.counts()[self.holders.rank] if self.ranges else self.elements)
+        return part.mT if self.is_transposed else part
+
+    def whole(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The matrix, where all of it is here."""
+        return tensors[self.tensor] if self.offset is None else self.part(tensors).view(self.matrix.shape)
+
+    def as_matrix(self, flat: torch.Tensor) -> torch.Tensor:
+        """A view of all its elements, in the order of the ranges, as the matrix."""
+        return flat.view(self.matrix.shape[::-1]).mT if self.is_transposed else flat.view(self.matrix.shape)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor, as a plain one with the same storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def piece_of(parameter: torch.Tensor, matrix: HiddenMatrix, tensor: int, copies: Holders | None) -> MatrixPiece:
+    """Of a parameter that is a matrix, whole or a DTensor that is sharded along one dimension.
+
+    copies: who else has the whole parameter, if they share the work of its update.
+    """
+    if not isinstance(parameter, DTensor):
+        return MatrixPiece(matrix, copies or Holders(None, parameter.device), tensor)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    sharded = [(axis, placement.dim) for axis, placement in enumerate(placements) if placement.is_shard()]
+    if not sharded:
+        return MatrixPiece(matrix, Holders(None, torch.device(mesh.device_type)), tensor)
+    ((axis, dim),) = sharded
+    holders = Holders(mesh.get_group(axis), torch.device(mesh.device_type))
+    rows, columns = matrix.shape if dim == 0 else matrix.shape[::-1]
+    share = -(-rows // holders.size)  # as torch.chunk divides
+    ends = [columns * min(rows, share * rank) for rank in range(holders.size + 1)]
+    return MatrixPiece(matrix, holders, tensor, tuple(pairwise(ends)), is_transposed=dim == 1)
+
+
+def replace_whole_matrices(
+    pieces: Sequence[MatrixPiece],
+    tensors: Sequence[torch.Tensor],
+    dtype: Callable[[torch.device], torch.dtype],
+    replace_all: Callable[[list[tuple[torch.Tensor, HiddenMatrix]]], None],
+) -> None:
+    """Replaces matrices by a function of them, in the tensors in which their pieces are.
+
+    All processes of a group call together, with the same pieces in the same order.
+
+    Args:
+        tensors: of this process, with the pieces in them.
+        dtype: in which matrices travel and are worked on, by device.
+        replace_all: overwrites each of some whole matrices by its result.
+    """
+    shared: dict[Holders, list[MatrixPiece]] = {}
+    here = []
+    for piece in pieces:
+        if not piece.is_alone:
+            shared.setdefault(piece.holders, []).append(piece)
+        elif piece.owner in (None, piece.holders.rank):
+            whole, device = piece.whole(tensors), piece.holders.device
+            if whole.device.type == device.type:
+                here.append((whole, piece.matrix))
+            else:  # offloaded
+                moved = whole.to(device, dtype(device))
+                replace_all([(moved, piece.matrix)])
+                whole.copy_(moved)
+    replace_all(here)
+    for holders, theirs in shared.items():
+        for bucket in buckets_of(theirs, holders.size):
+            is_split = [piece for piece, _ in bucket if piece.ranges]
+            exchange = exchange_parts if is_split else exchange_results
+            exchange(bucket, holders, tensors, dtype(holders.device), replace_all)
+
+
+Bucket = list[tuple[MatrixPiece, int]]
+"""Pieces, each with the rank of its owner."""
+
+
+def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
+    """The pieces in buckets; owners have about equal work, in each bucket as well as in all."""
+    work = [0] * processes
+    buckets: list[Bucket] = []
+    room = 0
+    # Split matrices and copies apart: they travel in other ways. The largest first, and those of one shape together.
+    for piece in sorted(pieces, key=lambda piece: (bool(piece.ranges), -piece.elements, piece.matrix.shape)):
+        owner = work.index(min(work))
+        work[owner] += piece.elements * min(piece.matrix.shape)
+        if not buckets or piece.elements > room or bool(buckets[-1][0][0].ranges) != bool(piece.ranges):
+            buckets.append([])
+            room = BUCKET_ELEMENTS * processes
+        buckets[-1].append((piece, owner))
+        room -= piece.elements
+    return buckets
+
+
+def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype, replace_all) -> None:
+    """For matrices that every process has: the results of each go to all, in one collective."""
+    owned = [[piece for piece, owner in bucket if owner == rank] for rank in range(holders.size)]
+    longest = max(sum(piece.elements for piece in theirs) for theirs in owned)
+    gathered = torch.empty(holders.size, longest, dtype=dtype, device=holders.device)
+    views = [
+        consecutive_views(row, [piece.elements for piece in theirs])
+        for row, theirs in zip(gathered, owned, strict=True)
+    ]
+    mine, own_views = owned[holders.rank], views[holders.rank]
+    matrices = [piece.as_matrix(view) for piece, view in zip(mine, own_views, strict=True)]
+    copy_all(matrices, [piece.whole(tensors) for piece in mine])
+    replace_all([(matrix, piece.matrix) for matrix, piece in zip(matrices, mine, strict=True)])
+    dist.all_gather_single(gathered.view(-1), gathered[holders.rank].clone(), group=holders.group)
+    for theirs, of_rank in zip(owned, views, strict=True):
+        copy_all([piece.whole(tensors) for piece in theirs], map(MatrixPiece.as_matrix, theirs, of_rank))
+
+
+def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype, replace_all) -> None:
+    """For matrices of which every process has a part: all parts to the owners, and the results back."""
+    me, processes = holders.rank, range(holders.size)
+    owned = [[piece for piece, owner in bucket if owner == rank] for rank in processes]
+    mine = owned[me]
+    parts = [piece.part(tensors) for theirs in owned for piece in theirs]
+    outgoing = [sum(part.numel() for part in of_rank) for of_rank in split_like(parts, owned)]
+    incoming = [sum(piece.counts()[rank] for piece in mine) for rank in processes]
+    sent = torch.empty(sum(outgoing), dtype=dtype, device=holders.device)
+    received = torch.empty(sum(incoming), dtype=dtype, device=holders.device)
+    sent_parts = [
+        view.view(part.shape)
+        for view, part in zip(consecutive_views(sent, map(torch.numel, parts)), parts, strict=True)
+    ]
+    copy_all(sent_parts, parts)
+    dist.all_to_all_single(received, sent, incoming, outgoing, group=holders.group)
+
+    wholes = consecutive_views(torch.empty_like(received), [piece.elements for piece in mine])
+    received_parts = consecutive_views(received, [piece.counts()[rank] for rank in processes for piece in mine])
+    places = [
+        whole[slice(*piece.ranges[rank])] for rank in processes for piece, whole in zip(mine, wholes, strict=True)
+    ]
+    copy_all(places, received_parts)
+    replace_all([(piece.as_matrix(whole), piece.matrix) for piece, whole in zip(mine, wholes, strict=True)])
+    copy_all(received_parts, places)
+
+    dist.all_to_all_single(sent, received, outgoing, incoming, group=holders.group)
+    copy_all(parts, sent_parts)
+
+
+def consecutive_views(flat: torch.Tensor, sizes) -> list[torch.Tensor]:
+    """Views of the beginning of a flat tensor, one after the other."""
+    return [flat[first:end] for first, end in pairwise(accumulate(sizes, initial=0))]
+
+
+def split_like(values: Sequence, groups: Sequence[Sequence]) -> list[Sequence]:
+    """The values in groups of the same lengths."""
+    return [values[first:end] for first, end in pairwise(accumulate(map(len, groups), initial=0))]
+
+
+def copy_all(targets, sources) -> None:
+    pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if target.numel()]
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))

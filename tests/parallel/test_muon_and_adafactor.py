@@ -1,0 +1,109 @@
+"""Muon and Adafactor train alike under every strategy, in few collectives, and go on under any other.
+
+Two launches (tests/support/train_strategies.py), one process and two. With STRATEGIES=all in the environment
+(`make test-strategies`) the checkpoint of each strategy is continued under each.
+"""
+
+import json
+import os
+
+import pytest
+import yaml
+
+from support.project import events, launch, losses
+from support.tiny_models import TINY_LLAMA
+
+EVERYTHING = os.environ.get("STRATEGIES") == "all"
+STEPS = 12
+EVERY = ["ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "zero3_offload", "tp", "pp"]
+STRATEGIES = {"muon": EVERY, "adafactor": EVERY if EVERYTHING else ["fsdp2", "zero1", "zero3"]}
+RESUMES = {
+    "muon": ["single zero2", "zero1 fsdp2", "fsdp2 zero3", "zero3 pp", "tp zero1"],
+    "adafactor": ["single zero1", "zero3 fsdp2"],
+}
+"""'saved-by continued-under' of all pairs, by default."""
+if EVERYTHING:
+    PAIRS = [f"{source} {target}" for source in ["single", *EVERY] for target in EVERY]
+    RESUMES = {"muon": PAIRS, "adafactor": PAIRS}
+CASES = [(name, strategy) for name, strategies in STRATEGIES.items() for strategy in strategies]
+BUCKET = 2**13
+"""Elements for each of two processes."""
+BUCKETS = 7
+"""Of all matrices: nine of 8,192 elements, six each of 4,096 and of 2,048."""
+MODEL = TINY_LLAMA | {"num_hidden_layers": 3, "tie_word_embeddings": False}
+"""Of three layers, so that the halves of flat ZeRO partitions meet within a matrix."""
+
+
+@pytest.fixture(scope="module")
+def runs(shards, tmp_path_factory):
+    """A folder with the runs of each optimizer in a folder."""
+    folder = tmp_path_factory.mktemp("optimizers")
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    muon = {"coefficients": "polar_express", "adamw_learning_rate": 0.001}
+    recipe = {
+        "model": str(folder / "model.json"),
+        "output": str(folder / "run"),
+        "seed": 1,
+        "precision": "fp32",
+        "data": {"train": [{"shards": str(shards)}], "sequence_length": 32},
+        "budget": {"steps": STEPS},
+        "batch": {"tokens_per_step": 128, "sequences_per_micro_batch": 2},
+        "optim": {"learning_rate": 0.003, "warmup_steps": 2, "max_grad_norm": 0.5, "muon": muon},
+        "compile": "none",
+        "checkpoint": {"every_steps": STEPS // 2, "keep_last": 9},
+        "logging": {"every_steps": 1},
+        "pipeline": {"schedule": "1F1B"},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+
+    def run(optimizer, name, strategy, **more):
+        arguments = ["--output", str(folder / optimizer / name), "--optim.name", optimizer]
+        return {"strategy": strategy, "arguments": arguments, "muon_bucket": BUCKET, **more}
+
+    def resumed(optimizer, pair):
+        source, target = pair.split()
+        checkpoint = folder / optimizer / source / f"checkpoints/step-{STEPS // 2:08}"
+        return run(optimizer, pair, target, start_from=str(checkpoint))
+
+    def train(launcher, processes, runs):
+        (folder / "runs.json").write_text(json.dumps(runs))
+        program = ["tests/support/train_strategies.py", folder / "recipe.yaml", folder / "runs.json"]
+        launch(launcher, processes, *program, timeout=3000)
+
+    train("single", 1, [run(optimizer, "single", "single") for optimizer in STRATEGIES])
+    first = [run(optimizer, strategy, strategy) for optimizer, strategy in CASES]
+    train("ddp", 2, first + [resumed(optimizer, pair) for optimizer, pairs in RESUMES.items() for pair in pairs])
+    return folder
+
+
+@pytest.mark.parametrize(("optimizer", "strategy"), CASES)
+def test_losses_are_those_of_one_process(runs, optimizer, strategy):
+    expected, found = losses(runs / optimizer / "single"), losses(runs / optimizer / strategy)
+    assert len(found) == STEPS and expected[STEPS] < expected[1] - 0.05
+    assert max(abs(found[step] - expected[step]) for step in expected) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES["muon"])
+def test_collectives_are_bounded_by_buckets(runs, strategy):
+    """One to the owners and one back for each; copies need none to the owners."""
+    gathers, exchanges = ["_allgather_base_"], 2 * ["alltoall_base_"]
+    expected = {
+        "ddp": BUCKETS * gathers,
+        "zero1": exchanges,  # only for the matrix of which both have a part
+        "zero2": exchanges,
+        "hsdp": [],  # on two processes a group has one shard
+        "pp": [],
+    }
+    found = json.loads((runs / "muon" / strategy / "muon.json").read_text())
+    assert found == expected.get(strategy, BUCKETS * exchanges)
+
+
+@pytest.mark.parametrize("optimizer", STRATEGIES)
+def test_any_checkpoint_continues_under_any_strategy(runs, optimizer):
+    """Tensors were compared bit by bit after each load; here the steps that follow."""
+    unbroken = losses(runs / optimizer / "single")
+    for pair in RESUMES[optimizer]:
+        run = runs / optimizer / pair
+        curve = losses(run)
+        assert list(curve) == list(range(7, 13)) and events(run, "resume")[0]["step"] == 6
+        assert max(abs(curve[step] - unbroken[step]) for step in curve) < 1e-5, pair
