@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-strategies test-faults parity bench lint format clean
+.PHONY: install demo test test-strategies test-faults parity bench gpu lint format clean
 
 .venv/requirements: requirements.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -12,6 +12,8 @@ BIN := .venv/bin
 .venv/requirements-dev: requirements-dev.txt .venv/requirements
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
+
+install: .venv/requirements
 
 # The demo's text: the source of Python's standard library, which every machine with Python has.
 STDLIB = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
@@ -44,6 +46,11 @@ test-strategies: .venv/requirements-dev
 # 900 mutated recipes, model JSONs and command lines: about half an hour. Ends with a table of what was injected and what happened.
 test-faults: .venv/requirements-dev
 	FAULTS=all $(BIN)/python -m pytest tests/faults/test_fault_*.py tests/scripts/test_fuzz.py tests/evaluation/test_lm_harness.py
+
+# What a GPU is to prove, correctness and then speed, in the Python that is there: make gpu PYTHON=python. Installs
+# nothing and needs no network; interrupted, the same command goes on. Results and tables are in runs/gpu.
+gpu:
+	$(PYTHON) bench/gpu_check.py
 
 # Groundwork beside a bare loop, the transformers Trainer and a hand-written GPT on this machine; then data preparation,
 # the loader, saving and the guards. Some 40 minutes on two cores that do nothing else.

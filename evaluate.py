@@ -43,7 +43,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--trust_remote_code", action="store_true", help="run the code in the model folder; off by default")
     tasks = parser.add_argument_group("tasks of lm-evaluation-harness")
     add = tasks.add_argument
-    add("--tasks", nargs="+", default=[], metavar="TASK", help="names, groups, patterns, .yaml files [base]")
+    add(
+        "--tasks",
+        nargs="+",
+        default=[],
+        metavar="TASK",
+        help="names, groups, patterns, .yaml files; base: a set",
+    )
     add("--include_path", type=Path, metavar="FOLDER", help="folder of your own task .yaml files")
     add("--num_fewshot", metavar="N", help="examples in the prompt [the task's own]")
     add("--limit", metavar="N", help="documents per task, or a fraction below 1; for quick tests")
@@ -92,7 +98,10 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     if arguments.interactive:
         problems += interactive_problems(arguments)
     elif not arguments.tasks and not arguments.data and arguments.prompt is None:
-        arguments.tasks = ["base"]
+        problems.append(
+            "nothing to do: give --data FOLDER (loss), --tasks NAMES (benchmarks; base: the usual ones), "
+            "--prompt TEXT or --interactive"
+        )
     if problems:
         raise InputError(*problems)
     return arguments

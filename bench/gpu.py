@@ -82,6 +82,25 @@ def measure(contestant: Contestant, labels: tuple[str, str, str], reports: int) 
     )
 
 
+def measure_own(
+    shape: Shape, settings: list[str], labels: tuple[str, str, str], reports: int, report_every: int = REPORT_EVERY
+) -> Row:
+    """Groundwork with one choice of documents, attention and loss, which are the labels."""
+    documents, attention, loss = labels
+    name = "groundwork" if documents == "off" else "groundwork_documents"
+    chosen = [f"attention={attention}", f"loss.backend={loss}", *settings]
+    with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
+        (contestant,) = contestants_of([name], shape, Path(folder), chosen, report_every)
+        return measure(contestant, labels, reports)
+
+
+def measure_peer(name: str, shape: Shape, reports: int, report_every: int = REPORT_EVERY) -> Row:
+    """One of PEERS."""
+    with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
+        (contestant,) = contestants_of([name], shape, Path(folder), [], report_every)
+        return measure(contestant, ("off", "its own", "its own"), reports)
+
+
 def measure_shape(
     shape: Shape,
     settings: list[str],
@@ -93,19 +112,9 @@ def measure_shape(
     report_every: int = REPORT_EVERY,
 ) -> list[Row]:
     """Groundwork with each attention, each loss, with and without documents; then the peers."""
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
-        crossed = itertools.product(("off", "on"), attentions, losses)
-        for number, (documents, attention, loss) in enumerate(crossed):
-            here = Path(folder) / str(number)
-            here.mkdir()
-            name = "groundwork" if documents == "off" else "groundwork_documents"
-            chosen = [f"attention={attention}", f"loss.backend={loss}", *settings]
-            (contestant,) = contestants_of([name], shape, here, chosen, report_every)
-            rows.append(measure(contestant, (documents, attention, loss), reports))
-        for contestant in contestants_of(peers, shape, Path(folder), [], report_every) if peers else []:
-            rows.append(measure(contestant, ("off", "its own", "its own"), reports))
-    return rows
+    crossed = itertools.product(("off", "on"), attentions, losses)
+    rows = [measure_own(shape, settings, labels, reports, report_every) for labels in crossed]
+    return rows + [measure_peer(name, shape, reports, report_every) for name in peers]
 
 
 def table(name: str, shape: Shape, rows: list[Row], peak: float | None) -> list[str]:

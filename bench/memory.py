@@ -2,7 +2,7 @@
 
     python bench/memory.py                    # every case; some minutes on two cores
     python bench/memory.py --only fsdp2       # the cases whose name contains this
-    python bench/memory.py --markdown         # as the table of docs/planning.md
+    python bench/memory.py --markdown         # as the table of docs/performance.md
 
 On a CPU every allocation of the process is counted (pretrain/planning/calibration.py); on a GPU torch's allocator
 says. Processes of the strategies that need two talk over gloo where there are not two GPUs.

@@ -15,3 +15,14 @@ beside this one know no room and may be used by all:
     processes: locks, and which processes live
     units: counts, bytes and durations in words
 """
+
+import sys
+from importlib.util import find_spec
+
+if missing := [name for name in ("torch", "transformers", "pydantic") if find_spec(name) is None]:
+    print(
+        f"{', '.join(missing)}: not installed in {sys.executable}; activate the environment with "
+        "`. .venv/bin/activate`, which `make install` creates",
+        file=sys.stderr,
+    )
+    sys.exit(2)

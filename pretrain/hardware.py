@@ -204,6 +204,11 @@ def use_all_cores() -> None:
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
+def threads_beside(device: torch.device) -> str:
+    """OMP_NUM_THREADS of a process beside a training on this device; as it is, or 1, where that uses the cores."""
+    return str(torch.get_num_threads()) if device.type == "cuda" else os.environ.get("OMP_NUM_THREADS", "1")
+
+
 def keep_freed_memory() -> None:
     """glibc keeps what tensors have freed instead of giving it back to the system (Linux; elsewhere nothing happens).
 

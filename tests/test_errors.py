@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -67,3 +69,12 @@ def test_a_process_of_a_group_leaves_without_the_interpreters_destructors(tmp_pa
         ended = run_script(script, *words, check=False, PYTHONPATH=str(ROOT))
         assert (ended.returncode, ended.stdout.splitlines()) == (code, lines), ended.stderr
         (tmp_path / "meet").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("script", ["train.py", "runs.py"])
+def test_a_python_without_the_packages_is_told_of_the_environment(script):
+    """As the system's Python, where .venv is not activated: -S leaves out what is installed."""
+    result = subprocess.run([sys.executable, "-S", script, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "activate the environment with `. .venv/bin/activate`" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -3,7 +3,7 @@
 import pytest
 
 from support.fake_cuda import outcomes_of
-from support.steps_on_fake_cuda import MIXES, RUNS, STEPS, WAITS
+from support.steps_on_fake_cuda import LOSSES, MIXES, RUNS, STEPS, WAITS
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +25,8 @@ def test_a_step_runs_on_cuda_and_waits_for_nothing(outcomes, name):
     if error is not None and "if not skipped.item()" in error:
         pytest.xfail("this optimizer cannot leave a step out without the host")
     assert error is None, error
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_chunked_loss_waits_for_nothing_and_adds_the_heads_gradient_up_in_its_product(outcomes, name):
+    assert outcomes[name].error is None, outcomes[name].error

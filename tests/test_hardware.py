@@ -229,6 +229,8 @@ def test_processes_share_the_cores_beside_a_gpu_too(monkeypatch, device):
     monkeypatch.setattr(strategy.Strategy, "make_accelerator", lambda self: accelerator)
     strategy.Strategy("fp32")
     assert threads == [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert hardware.threads_beside(torch.device(device)) == ("8" if device == "cuda" else "1"), "an evaluation's"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's
     strategy.Strategy("fp32")
     assert threads == [8]

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import yaml
 
 from pretrain.model.model_config import load_model_config
-from pretrain.recipe import list_fields, read_run_config
+from pretrain.recipe import read_run_config
 from support.project import ROOT, cpu_seconds, run_script
 from support.setting_reads import fields_of, settings_read
 
@@ -241,20 +240,6 @@ def test_paths_in_the_readme_exist():
             assert (ROOT / path).exists(), path
 
 
-def test_commands_in_the_readme_name_real_scripts_and_settings():
-    settings = {re.sub(r"\[\]", "", path) for path, _, _ in list_fields()}
-    for command in re.findall(r"^ {4}(.*\.py .*|make \w+)$", readme().replace("\\\n", ""), re.MULTILINE):
-        if command.startswith("make "):
-            assert re.search(rf"^{command.split()[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
-            continue
-        script = re.search(r"(\w+\.py)", command)[1]
-        assert (ROOT / script).exists(), command
-        flags = re.findall(r"--([\w.]+)", command.split(script)[1])
-        known = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True).stdout
-        for flag in flags:
-            assert flag in settings or f"--{flag}" in known, f"{command}: --{flag}"
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_is_quick(script):
     assert "--" in run_script(script, "--help").stdout
@@ -285,3 +270,23 @@ def test_no_public_name_means_two_things():
                 homes.setdefault(name, set()).add(str(path.relative_to(ROOT)))
     several = {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1 and not name.startswith("_")}
     assert several == {}
+
+
+def anchors_of(page: Path) -> set[str]:
+    """What a link may have after #, as GitHub makes it of a heading."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")], ids=lambda page: page.stem)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if not path.startswith("http"):
+            there = page.parent / path if path else page
+            assert there.exists(), target
+            assert not anchor or anchor in anchors_of(there), target
+
+
+def test_there_are_ten_pages_at_most():
+    assert len(list((ROOT / "docs").glob("*.md"))) <= 10

@@ -75,7 +75,7 @@ def test_the_other_processes_are_silent(capsys, monkeypatch):
     "arguments",
     [
         ["train.py", "recipes/demo.yaml", "--data.train.0.shards", "/no/such"],
-        ["evaluate.py", "--model", "/no/such"],
+        ["evaluate.py", "--model", "/no/such", "--prompt", ""],
         ["plan.py", "--config", "/no/such", "--gpus", "1", "--model", "/no/such"],
     ],
 )

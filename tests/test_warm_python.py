@@ -51,6 +51,18 @@ def test_ends(end):
     assert warm[2].splitlines()[-1:] == cold[2].splitlines()[-1:]
 
 
+@pytest.mark.parametrize("end", ["", "sys.exit()", "sys.exit(-1)", "sys.exit(True)"])
+def test_threads_exit_functions_and_output_come_before_the_end(end):
+    program = (
+        "import atexit, sys, threading, time\n"
+        "atexit.register(print, 'exit function')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.05), print('thread'))).start()\n"
+        f"print('main')\n{end}\n"
+    )
+    warm, cold = (outcome(start, ["-c", program]) for start in (WarmPopen, subprocess.Popen))
+    assert warm == cold and warm[1] == "main\nthread\nexit function\n"
+
+
 def test_it_is_forked_gets_signals_and_starts_others_warm():
     program = (
         "import signal, subprocess, sys\n"

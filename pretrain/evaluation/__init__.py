@@ -1,4 +1,4 @@
-"""evaluate.py: from a model's address to a table of results (docs/evaluation.md).
+"""evaluate.py: from a model's address to a table of results (docs/runs.md).
 
 Nothing here trains.
 

@@ -2,7 +2,7 @@
 
 Weights, gradients and optimizer state follow from the number of parameters and how they are divided (ZeRO, Rajbhandari
 et al., arXiv 1910.02054); activations from a trace of the model's code (pretrain/memory/activations.py); what the
-loss adds from this project's code. docs/planning.md compares all of it with measurements (bench/memory.py).
+loss adds from this project's code. docs/performance.md compares all of it with measurements (bench/memory.py).
 
 All sizes are bytes of tensors in one process.
 """
@@ -243,8 +243,6 @@ def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> float:
         working += chunk * vocabulary * compute  # a CPU's half-precision product copies a transposed operand
     if compute != weight_bytes:
         working += head * compute  # a copy of the head
-    if compute != FP32 and not is_cpu:
-        working += max(0, head * compute - softmax)  # a product, after the softmax is gone
     if weight_bytes != FP32:
         working = max(working, head * weight_bytes)
     return work.head_gradient + hidden + working

@@ -187,20 +187,21 @@ def sdpa(
     length, keys = query_BHTE.shape[2], key_BGTE.shape[2]
     window = None if sliding_window is None or sliding_window >= keys else sliding_window
     device_type = query_BHTE.device.type
+    in_half_on_gpu = device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES
+    has_flash = in_half_on_gpu and has_flash_kernels(query_BHTE.device.index)
     if attention_mask is None and not dropout and value_BGTE.shape[-1] == query_BHTE.shape[-1]:
         in_blocks = length == keys and cpu_attention.SHORTEST_IN_BLOCKS <= length <= cpu_attention.LONGEST_IN_BLOCKS
         if device_type == "cpu" and window is None and (cu_seq_lens_q is not None or in_blocks):
             out_BHTE = cpu_attention.attend(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling)
             return out_BHTE.transpose(1, 2), None
-        in_half_on_gpu = device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES
-        if in_half_on_gpu and cu_seq_lens_q is not None and has_flash_kernels(query_BHTE.device.index):
+        if has_flash and cu_seq_lens_q is not None:
             return _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling, window), None
     mask = attention_mask
     # A single query is the newest token of a generation and sees every key; sdpa's own causal mask fits square only.
     if mask is None and (cu_seq_lens_q is not None or window is not None or 1 < length < keys):
         mask = _dense_mask(query_BHTE, key_BGTE, cu_seq_lens_q, window)
     is_causal, is_grouped = mask is None and length > 1, query_BHTE.shape[1] != key_BGTE.shape[1]
-    if is_grouped and device_type == "cuda" and (mask is not None or query_BHTE.dtype not in HALF_DTYPES):
+    if is_grouped and device_type == "cuda" and (mask is not None or not has_flash):
         # Of torch's kernels flash alone knows groups; for the rest falls to whole (T, T) weights in memory.
         group, is_grouped = query_BHTE.shape[1] // key_BGTE.shape[1], False
         key_BGTE, value_BGTE = (x.repeat_interleave(group, dim=1) for x in (key_BGTE, value_BGTE))

@@ -18,9 +18,9 @@ SIZE_MULTIPLE = 16
 """The fp8 kernels take matrices whose sides are multiples of this; other layers stay in bf16."""
 
 
-def fp8_problem() -> str | None:
-    """Why this machine cannot train in fp8; None if it can."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < SMALLEST_CAPABILITY:
+def fp8_problem(device_type: str) -> str | None:
+    """Why a 'cpu' or the 'cuda' of this machine cannot train in fp8; None if it can."""
+    if device_type != "cuda" or torch.cuda.get_device_capability() < SMALLEST_CAPABILITY:
         return (
             "precision: fp8 needs a GPU with fp8 matrix units (compute capability 8.9 or newer: L4, L40, RTX 4090, "
             "H100); use bf16"

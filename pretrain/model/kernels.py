@@ -6,7 +6,7 @@ import importlib.util
 import torch
 
 from pretrain.config import WindowSpec
-from pretrain.model.attention import FLASH_CAPABILITY, FLASH_PACKAGES, why_not
+from pretrain.model.attention import ATTENTION_NAMES, FLASH_CAPABILITY, FLASH_PACKAGES, why_not
 from pretrain.model.cpu_attention import HALF_DTYPES
 
 
@@ -18,9 +18,9 @@ def kernels_used(attention: str, compile_mode: str, *, dtype: torch.dtype, windo
         dtype: of the matrix products.
     """
     varlen = why_not("varlen", device_type="cuda", dtype=dtype, window=window)
-    if attention in FLASH_PACKAGES:
-        module, _ = FLASH_PACKAGES[attention]
-        used = f"{attention} ({module} {version_of(module)})"
+    if name := next((name for name in FLASH_PACKAGES if ATTENTION_NAMES[name] == attention), None):
+        module, _ = FLASH_PACKAGES[name]
+        used = f"{name} ({module} {version_of(module)})"
     elif attention != "groundwork_sdpa":
         used = f"{attention} of torch {torch.__version__}"
     elif varlen is None:
@@ -51,7 +51,7 @@ def kernels_not_used(
     for name in ("varlen", *FLASH_PACKAGES):
         if problem := why_not(name, device_type="cuda", dtype=dtype, window=window):
             reasons.append(f"{name}: {problem}")
-        elif name != attention and (name, attention) != ("varlen", "groundwork_sdpa"):
+        elif ATTENTION_NAMES[name] != attention:
             reasons.append(f"{name}: runs here, and attention is {requested}")
     return reasons
 

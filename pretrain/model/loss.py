@@ -228,7 +228,9 @@ def _compiled_softmax_less_target_() -> Callable[[Tensor, Tensor, float], tuple[
 
     def softmax_less_target_(logits_CV: Tensor, target_C1: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
         fp32_CV = logits_CV.float()
-        lse_C1 = fp32_CV.logsumexp(-1, keepdim=True)
+        # Inductor finds maximum and sum in one pass only where they are written so: logsumexp takes one for each.
+        largest_C1 = fp32_CV.amax(-1, keepdim=True)
+        lse_C1 = (fp32_CV - largest_C1).exp().sum(-1, keepdim=True).log() + largest_C1
         cross_entropy_C1 = lse_C1 - fp32_CV.gather(1, target_C1)
         is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == target_C1
         less_C1 = 1.0 / (1.0 + 2.0 * z_loss * lse_C1)
@@ -260,6 +262,9 @@ def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
     """total += left @ right, with the sum over chunks in the total's fp32 even where the product is in bf16."""
     if left_VC.dtype == total_VD.dtype:
         total_VD.addmm_(left_VC, right_CD)
+        return
+    if total_VD.is_cuda and torch.version.hip is None:  # in one kernel, which CUDA alone has
+        torch.addmm(total_VD, left_VC, right_CD, out_dtype=total_VD.dtype, out=total_VD)
         return
     rows = total_VD.shape[0]
     if total_VD.device.type == "cpu":  # where a sum of two dtypes first copies one of them

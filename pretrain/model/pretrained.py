@@ -23,11 +23,14 @@ class PretrainedTensors:
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor of its own, on the CPU; integers keep their type."""
-        path, name_in_file = self._places[name]
-        with safe_open(path, framework="pt") as file:
-            tensor = file.get_tensor(name_in_file)
+        tensor = self._found(name)
         # Copied in any case: what safetensors returns is the mapped file.
         return tensor.to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+    def _found(self, name: str) -> torch.Tensor:
+        path, name_in_file = self._places[name]
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(name_in_file)
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
         """Gives the module called `unit` inside `causal_lm`, on the meta device so far, its weights and no others.
@@ -52,6 +55,13 @@ class PretrainedTensors:
         for name, buffer in root.named_buffers(prefix=unit):
             if name in self._places:
                 buffer.copy_(self.read(name))
+
+
+class TensorsInMemory(PretrainedTensors):
+    """Likewise of tensors on the CPU by name; each is let go as it is read, so that no two copies are whole."""
+
+    def _found(self, name: str) -> torch.Tensor:
+        return self._places.pop(name)
 
 
 def open_pretrained(name_or_path: str) -> PretrainedTensors | PreTrainedModel:

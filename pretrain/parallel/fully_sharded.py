@@ -18,7 +18,6 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak
 from pretrain.model.compile import layers_of
@@ -82,7 +81,9 @@ class FullySharded(Strategy):
 
     @classmethod
     def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
-        total, gathered = step.sizes.total, (2 * 2 + FP32) * step.micro_steps * step.sizes.total
+        # Weights in bf16 forward and again backward, but for what is beside the layers; gradients in fp32.
+        total = step.sizes.total
+        gathered = (2 * (2 * total - step.sizes.root) + FP32 * total) * step.micro_steps
         if layout.groups == 1:
             return gathered * layout.ring / step.across, 0.9
         sums = 2 * FP32 * total / layout.per_group / step.across
@@ -112,34 +113,32 @@ class FullySharded(Strategy):
         plugin = self.accelerator.state.fsdp_plugin
         self.reshards = bool(plugin.reshard_after_forward)
         self.mesh = device_mesh(self.device.type, self.replica_count, self.ranks.count)
-        settings = {
-            "mesh": self.mesh,
-            "mp_policy": self._mixed_precision(),
-            "offload_policy": plugin.cpu_offload or OffloadPolicy(),
-        }
+        settings = {"mesh": self.mesh, "offload_policy": plugin.cpu_offload or OffloadPolicy()}
+        inside = MixedPrecisionPolicy()
+        if self.precision == "bf16":
+            # Compute in bf16 on copies of fp32 weights; reduce gradients in fp32 (accelerate's policy would in bf16).
+            inside = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         layers = set(layers_of(causal_lm))
         for unit in units_of(causal_lm):
             weights.fill(causal_lm, unit)
             module = causal_lm.get_submodule(unit)
             if module in layers:
-                fully_shard(module, reshard_after_forward=self.reshards, **settings)
+                fully_shard(module, reshard_after_forward=self.reshards, mp_policy=inside, **settings)
         causal_lm.tie_weights()
-        self.model: FSDPModule = fully_shard(model, reshard_after_forward=self.reshards, **settings)
+        # What is beside the layers is needed last in the forward pass and first in the backward pass: it stays.
+        outside = replace(inside, output_dtype=torch.float32)
+        self.model: FSDPModule = fully_shard(model, reshard_after_forward=False, mp_policy=outside, **settings)
+        self.model.register_forward_hook(reshard_without_backward)
         self.offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         self.optimizer = self.optimizer_of_parameters(build_optimizer)
         return self.model
-
-    def _mixed_precision(self) -> MixedPrecisionPolicy:
-        """Compute in bf16 on copies of fp32 weights; reduce gradients in fp32 (accelerate's policy would in bf16)."""
-        if self.precision == "fp32":
-            return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
         # Gradients that are not reduced stay whole on every process. Where even the weights may not, they are
         # reduced in every micro-step.
         self.model.set_requires_gradient_sync(is_last or self.reshards)
+        self.model.set_requires_all_reduce(is_last)  # between the replicas of HSDP
         self.model.set_is_last_backward(is_last)
         yield
 
@@ -147,8 +146,10 @@ class FullySharded(Strategy):
         loss.backward()
 
     def gradient_norm(self) -> torch.Tensor:
-        grad_norm = total_norm(self.gradients())
-        return (grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm).to(self.device)
+        # One sum, where DTensors make one of each gradient if those are on the host.
+        square = total_norm(gradient.to_local() for gradient in self.gradients()).square().to(self.device)
+        dist.all_reduce(square, group=self.mesh.get_group("dp_shard"))
+        return square.sqrt()
 
     def replicas(self) -> list[ReplicaGroup]:
         """HSDP: the shards, over the groups that each hold a whole model."""
@@ -159,6 +160,12 @@ class FullySharded(Strategy):
     def describe(self) -> dict:
         shape = dict(zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True))
         return {**super().describe(), "mesh": shape, "reshard_after_forward": self.reshards, "offload": self.offloads}
+
+
+def reshard_without_backward(model: FSDPModule, *_) -> None:
+    """A forward hook. Weights that stayed for a backward pass which does not come would outlive the next update."""
+    if not torch.is_grad_enabled():
+        model.reshard()
 
 
 def device_mesh(device: str, replicas: int, processes: int) -> DeviceMesh:

@@ -149,10 +149,15 @@ class ModelParallel(Strategy, ABC):
     def average_over_data(self, gradients: list[torch.Tensor], extra_divisor: int = 1) -> None:
         """Replaces gradients by their mean over the copies of the model, divided by `extra_divisor` too."""
         if self.data_ranks > 1:
-            for work in [dist.all_reduce(gradient, group=self.data_group, async_op=True) for gradient in gradients]:
-                work.wait()
+            sum_in_place(gradients, self.data_group)
         if (divisor := self.data_ranks * extra_divisor) > 1:
             torch._foreach_div_(gradients, divisor)
 
     def describe(self) -> dict:
         return {**super().describe(), self.size_setting: self.model_ranks, "data_parallel_size": self.data_ranks}
+
+
+def sum_in_place(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sums each tensor over the processes of the group, all in one collective; on a GPU without a copy."""
+    if tensors:
+        group.allreduce_coalesced(tensors).wait()

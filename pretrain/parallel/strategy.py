@@ -60,7 +60,7 @@ def device_type() -> str:
 def resolve_precision(requested: str) -> str:
     """auto becomes bf16 where the device multiplies in bf16, else fp32. Raises InputError for what does not run."""
     device = device_type()
-    if requested == "fp8" and (problem := fp8_problem()):
+    if requested == "fp8" and (problem := fp8_problem(device)):
         raise InputError(problem)
     if requested == "fp16" and device == "cpu":
         raise InputError("precision: fp16 needs a GPU; use bf16, fp32, or auto, which takes what the device has")
@@ -259,17 +259,17 @@ class Strategy:
         inner, scaler = self.inner_optimizer, self.accelerator.scaler
         if getattr(inner, "_step_supports_amp_scaling", False):
             # Fused kernels, Muon and Adafactor read both on the device: they divide as they go, a pass over the
-            # gradients less, and leave everything as it is where found_inf is 1.
-            inner.grad_scale, inner.found_inf = divisor, skipped
+            # gradients less, and leave everything as it is where found_inf is 1. Offloaded parameters are on the host:
+            # torch would copy both there without waiting for the copies.
+            device = next(iter(self.name_of)).device
+            inner.grad_scale, inner.found_inf = divisor if divisor is None else divisor.to(device), skipped.to(device)
             inner.step()
         else:
             if divisor is not None and (gradients := self.gradients()):
                 torch._foreach_div_(gradients, divisor.to(gradients[0].device))
             if not skipped.item():
                 inner.step()
-        if (
-            scaler is not None
-        ):  # fp16: not by scaler.step, which waits for the device, or says nothing of a skipped step
+        if scaler is not None:  # fp16; scaler.step waits for the device, or says nothing of a skipped step
             scaler.update()
         self.optimizer.zero_grad()
         return grad_norm, skipped

@@ -2,29 +2,34 @@
 
 By the model's own plan (transformers' base_model_tp_plan) and torch's parallelize_module: a matrix that is split by
 columns needs nothing from the other processes, the one by rows after it one sum of its outputs (Shoeybi et al., arXiv
-1909.08053). Embedding, head and norms stay whole on every process: the loss takes the head's weight as it is.
+1909.08053). Embedding, head and norms stay whole on every process; each computes the loss of its part of the tokens.
 """
 
 import copy
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.config import RunConfig
 from pretrain.memory.parts import FP32, Memory, PlannedRun
 from pretrain.model.initial_weights import InitialWeights, units_of
+from pretrain.model.inputs import IGNORED
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.parallel.launcher import parallel_size
 from pretrain.parallel.layout import Layout, StepTraffic
-from pretrain.parallel.model_parallel import ModelParallel
+from pretrain.parallel.model_parallel import ModelParallel, sum_in_place
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import OptimizerBuilder, replicated
 
@@ -110,27 +115,29 @@ class TensorParallel(ModelParallel):
             split(causal_lm, unit, plan, self.model_mesh, self.device)
         causal_lm.tie_weights()
         model.to(self.device)
+        shared = share_head(model, self.model_group) if model.from_hidden_states else []
         optimizer = separate_kinds(self.optimizer_of_parameters(build_optimizer))
         prefix = f"{causal_lm.base_model_prefix}."
         self.summed = {
             parameter
             for parameter, name in self.name_of.items()
             if style_of(name.removeprefix(prefix).rpartition(".")[0], plan) == SUMMED
-        }
+        }.union(shared)
+        """Whole on each process, with a gradient of its own work alone."""
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
         self.model = AutocastModel(model, self.precision)
         return self.model
 
     def combine_gradients(self) -> None:
-        for parameter in self.name_of:
-            gradient = parameter.grad
-            if gradient is None or (isinstance(gradient, DTensor) and is_split(gradient)):
-                continue
-            whole = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            dist.all_reduce(whole, group=self.model_group)
-            if parameter not in self.summed:
-                # Equal already, but for kernels of a GPU that add in any order: copies must not drift apart.
-                whole /= self.model_ranks
+        gradients = {p: p.grad for p in self.name_of if p.grad is not None}
+        whole = {
+            parameter: gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            for parameter, gradient in gradients.items()
+            if not (isinstance(gradient, DTensor) and is_split(gradient))
+        }
+        sum_in_place(list(whole.values()), self.model_group)
+        # The others are equal already, but for kernels of a GPU that add in any order: copies must not drift apart.
+        torch._foreach_div_([whole[parameter] for parameter in whole.keys() - self.summed], self.model_ranks)
         self.average_over_data([gradient for gradient, _ in self.local_gradients()])
 
     def local_gradients(self) -> list[tuple[Tensor, bool]]:
@@ -168,7 +175,7 @@ class AutocastModel(torch.nn.Module):
         self.model, self.precision = model, precision
 
     def forward(self, input_ids_BT: Tensor, targets_BT: Tensor, **attention_arguments) -> tuple[Tensor, Tensor]:
-        """(loss, cross_entropy) as in `LanguageModelLoss`."""
+        """(loss, cross_entropy) as in `LanguageModelLoss`; of the loss perhaps a share: see `share_head`."""
         with torch.autocast(input_ids_BT.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             return self.model(input_ids_BT, targets_BT, **attention_arguments)
 
@@ -181,10 +188,83 @@ def split(causal_lm: PreTrainedModel, unit: str, plan: Mapping[str, str], mesh: 
     module.to(device)
     inside = unit.removeprefix(f"{causal_lm.base_model_prefix}.")
     styles = {name: style_of(f"{inside}.{name}", plan) for name, _ in module.named_modules() if name}
+    for parent in {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"}:
+        module.get_submodule(parent).register_forward_pre_hook(partial(as_one_input, mesh), with_kwargs=True)
     styles = {name: STYLES[style]() for name, style in styles.items() if style in STYLES}
     if styles:
         # Every process has made the same whole matrices: none has to be sent.
         parallelize_module(module, mesh, styles, src_data_rank=None)
+
+
+def as_one_input(mesh: DeviceMesh, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """A pre-hook of a module whose matrices are split by columns: its hidden states as one DTensor for all of them.
+
+    Each matrix would make a DTensor of its own, and sum its part of the gradient over the processes by itself. In the
+    dtype of autocast, so that they travel in it.
+    """
+
+    def shared(x: Tensor) -> DTensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+
+    if args:
+        return (shared(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": shared(kwargs["hidden_states"])}
+
+
+def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> list[torch.nn.Parameter]:
+    """Makes each process compute the loss of its part of the tokens, whose hidden states all have.
+
+    The loss is then this process's share of it, the cross-entropy that of all tokens. Returns the parameters whose
+    gradients are shares too, to be summed.
+    """
+    whole_loss, ranks = model.loss_of_hidden, dist.get_world_size(group)
+
+    def loss_of_hidden(hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        targets_N = targets_BT.flatten()
+        mine_R = part_of(targets_N, group)
+        share = (mine_R != IGNORED).sum() / (targets_N != IGNORED).sum().clamp(min=1)
+        loss, cross_entropy = whole_loss(PartOfRows.apply(hidden_BTD.flatten(0, 1), group), mine_R)
+        cross_entropy = cross_entropy * share
+        dist.all_reduce(cross_entropy, group=group)
+        return loss * share, cross_entropy
+
+    def share_gradient(module: torch.nn.Module, args: tuple, looked_up: Tensor) -> None:
+        if looked_up.requires_grad:  # every process looks up all tokens
+            looked_up.register_hook(lambda gradient: gradient / ranks)
+
+    model.loss_of_hidden = loss_of_hidden
+    head, embedding = model.causal_lm.get_output_embeddings(), model.causal_lm.get_input_embeddings()
+    if head.weight is embedding.weight:
+        embedding.register_forward_hook(share_gradient)
+    return list(head.parameters())
+
+
+def part_of(x_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This process's rows: equal parts in the order of the ranks, the last perhaps shorter or empty."""
+    rows = math.ceil(x_N.shape[0] / dist.get_world_size(group))
+    start = min(rows * dist.get_rank(group), x_N.shape[0])
+    return x_N[start : start + rows]
+
+
+class PartOfRows(torch.autograd.Function):
+    """`part_of` hidden states that every process has; each gets the gradient of all rows."""
+
+    @staticmethod
+    def forward(ctx, hidden_ND: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.shape, ctx.group = hidden_ND.shape, group
+        return part_of(hidden_ND, group)
+
+    @staticmethod
+    def backward(ctx, grad_RD: Tensor) -> tuple[Tensor, None]:
+        count, width = ctx.shape
+        ranks = dist.get_world_size(ctx.group)
+        rows = math.ceil(count / ranks)
+        grad_ND = grad_RD.new_empty(ranks * rows, width)
+        padded_RD = F.pad(grad_RD, (0, 0, 0, rows - grad_RD.shape[0])).contiguous()
+        dist.all_gather_into_tensor(grad_ND, padded_RD, group=ctx.group)
+        return grad_ND[:count], None
 
 
 def is_split(tensor: DTensor) -> bool:

@@ -1,6 +1,6 @@
 """Before a run: plan.py, train.py --check and --smoke.
 
-Predictions come from memory and step_time; calibration compares them with a few real steps (docs/planning.md).
+Predictions come from memory and step_time; calibration compares them with a few real steps (docs/runs.md).
 
     candidates, report: which strategies fit, ranked; the report
     step_time: time and cost

@@ -20,10 +20,12 @@ from pretrain.model.attention import choose_attention
 from pretrain.model.inputs import model_inputs
 from pretrain.parallel.registry import make_strategy
 from pretrain.parallel.strategy import Strategy
+from pretrain.terminal import say_stage
 from pretrain.training.build import build_training
 from pretrain.training.experts import router_losses
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.run_plan import ModelPlan, RunPlan, derive, plan_model
+from pretrain.units import duration_text
 
 TOKENS_PER_DOCUMENT = 600
 """In the random text that stands in for missing shards."""
@@ -199,7 +201,15 @@ def calibrate(config: RunConfig, flops_per_token: float) -> Calibration:
     micro_steps = min(MOST_MICRO_STEPS, step_tokens // tokens)
     steps = Steps(config, strategy)
     data = steps.data
-    timed = [steps.step(number, micro_steps) for number in range(CALIBRATION_STEPS)][FIRST_STEPS:]
+    say_stage(f"Timing {CALIBRATION_STEPS} steps")
+    timed = []
+    for number in range(CALIBRATION_STEPS):
+        timed.append(steps.step(number, micro_steps))
+        if number == FIRST_STEPS:
+            seconds = (sum(timed[-1][0]) + timed[-1][1]) * (CALIBRATION_STEPS - number - 1)
+            say_stage(f"Timing {CALIBRATION_STEPS} steps, {duration_text(seconds)} left")
+    timed = timed[FIRST_STEPS:]
+    say_stage("Measuring memory")
     del steps  # its tensors must be gone before memory is measured
     gc.collect()
     micro_step_seconds = statistics.median(seconds for all_seconds, _ in timed for seconds in all_seconds)

@@ -63,12 +63,15 @@ def picture_panels(runs: list[RunCurves]) -> list[tuple[str, str, Any]]:
     def measure(title: str, name: str, **options: bool) -> tuple[str, str, Any]:
         return title, "step", lambda axis, at: _draw_measure(axis, runs, at, name, **options)
 
-    panels = [measure("Training loss (bold: smoothed; from 2% of the run on)", "loss", marks=True)]
-    panels += [
-        (f"Training loss by {label}", position, lambda axis, at: _draw_measure(axis, runs, at, "loss"))
-        for position, label in POSITION_LABELS.items()
-        if position != "step" and any(is_number(value) for run in runs for value in run.train[position])
+    loss = measure("Training loss (bold: smoothed)", "loss", marks=True)
+    # By tokens or FLOPs a single curve only has other numbers below it.
+    positions = ("tokens", "hours", "flops") if len(runs) > 1 else ("hours",)
+    losses = [
+        (f"Training loss by {POSITION_LABELS[at]}", at, lambda axis, at: _draw_measure(axis, runs, at, "loss"))
+        for at in positions
+        if any(is_number(value) for run in runs for value in run.train[at])
     ]
+    panels = []
     if any(run.validation for run in runs):
         panels.append(("Validation loss", "step", lambda axis, at: _draw_validation(axis, runs, at)))
     panels += [
@@ -76,6 +79,7 @@ def picture_panels(runs: list[RunCurves]) -> list[tuple[str, str, Any]]:
         measure("Gradient norm, before clipping", "grad_norm", log=True),
         measure("Tokens per second", "tokens_per_second"),
     ]
+    panels = [loss, *losses, *panels] if len(runs) > 1 else [loss, *panels, *losses]
     names = dict.fromkeys(name for run in runs for name in run.scores if not name.endswith("perplexity"))
     return panels + [panel for name in names for panel in _score_panels(runs, name)][:MOST_SCORE_PANELS]
 

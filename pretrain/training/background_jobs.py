@@ -28,10 +28,13 @@ class Evaluations:
 
     evaluations/step-00000500 holds links to the model's files, since the checkpoint may be pruned meanwhile, and is
     removed when its process ends, even if the run has ended before; log and results are kept beside it.
+
+    Args:
+        threads: OMP_NUM_THREADS of each; more than 1 where training leaves the cores free.
     """
 
-    def __init__(self, run: Path, metrics: Metrics):
-        self.run, self.metrics = run, metrics
+    def __init__(self, run: Path, metrics: Metrics, threads: str = "1"):
+        self.run, self.metrics, self.threads = run, metrics, threads
         self._running: dict[Path, subprocess.Popen] = {}
         if metrics.is_main:
             for leftover in (run / EVALUATIONS).glob("step-*/"):  # of evaluations that a crash cut short
@@ -46,7 +49,7 @@ class Evaluations:
             return None  # started before a crash of the run, which it has survived
         environment = environment_alone()
         environment["CUDA_VISIBLE_DEVICES"] = settings.device.removeprefix("cuda:").removeprefix("cpu")
-        environment["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS", "1")
+        environment["OMP_NUM_THREADS"] = self.threads
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)

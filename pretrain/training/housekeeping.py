@@ -10,6 +10,7 @@ from pretrain.checkpoint.export_check import TrainingLosses, verify_export
 from pretrain.checkpoint.run_state import Request, RunState
 from pretrain.data.shards import ShardReader
 from pretrain.errors import EXIT_DONE
+from pretrain.hardware import threads_beside
 from pretrain.training.background_jobs import Evaluations, evaluate_beside, publish_beside
 from pretrain.training.build import Built
 from pretrain.training.guard import Finding, SpeedGuard
@@ -43,7 +44,7 @@ class Housekeeping:
         self.strategy, self.metrics = continuation.strategy, continuation.metrics
         self.validation_readers, self.peak_flops = validation_readers, peak_flops
         self.throughput, self.speed_guard = Throughput(), SpeedGuard(self.config.guard.speed_drop)
-        self.evaluations = Evaluations(self.config.output, self.metrics)
+        self.evaluations = Evaluations(self.config.output, self.metrics, threads_beside(self.strategy.device))
         batches = self.plan.batches
         self.tokenizer = batches.readers[batches.folders[0]].manifest.tokenizer_folder
         self._tokens_at_log = self._tokens_before = self.state.tokens

@@ -1,6 +1,5 @@
 """Text that a model continues: one in training, under every strategy, or one that was loaded."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,8 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 
 from pretrain import config
 from pretrain.errors import InputError
-from pretrain.model.build import build_model, library_attention
+from pretrain.model.build import build_meta_model
+from pretrain.model.pretrained import TensorsInMemory
 from pretrain.parallel.strategy import Strategy
 
 
@@ -99,8 +99,8 @@ def sample_texts(
     device = strategy.device if strategy.holds_whole_model else torch.device("cpu")
 
     def continue_prompts() -> list[tuple[str, str]]:
-        model = build_model(copy.deepcopy(model_config), seed=0, attention=library_attention(model_config))
-        model.load_state_dict(tensors, strict=False)
+        model = build_meta_model(model_config)
+        TensorsInMemory(tensors).fill(model, "")
         model.tie_weights()
         model.eval().to(device)
         tokenizer, texts = AutoTokenizer.from_pretrained(tokenizer_folder), []

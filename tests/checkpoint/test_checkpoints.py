@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,3 +164,17 @@ def test_a_save_in_the_background_keeps_what_was_there_when_it_began(tmp_path, m
         assert all(torch.equal(saved.model[name], tensor.cpu()) for name, tensor in before.items())
         assert saved.optimizer["a.bias.step"] == step
     assert len(places) == 4 and places[:2] == places[2:]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no way to see which pages of a file were read")
+def test_a_rank_reads_its_part_of_a_saved_tensor(tmp_path):
+    """Files are mapped, not read: of 32 MB a rank of eight touches 4, and with that what the system reads ahead."""
+    save_file({"a": torch.ones(2**13, 2**10)}, tmp_path / "model.safetensors")
+    whole = SavedTensors(tmp_path, "model")["a"]
+
+    def megabytes_read() -> float:
+        _, _, mapping = Path("/proc/self/smaps").read_text().partition(str(tmp_path))
+        return int(mapping.partition("Rss:")[2].split()[0]) / 1024
+
+    assert whole[2**12 : 2**12 + 2**10].sum() == 2**20 and 4 <= megabytes_read() < 16
+    assert whole.sum() == 2**23 and megabytes_read() >= 32

@@ -1,11 +1,13 @@
-"""The table of faults in docs/failures.md names tests that there are."""
+"""docs/failures.md: its faults name tests that there are, its messages and statuses are the program's."""
 
 import ast
 import re
 
+from pretrain import errors
 from support.project import ROOT
 
-ROWS = re.findall(r"^\| ([\d, ]+) \|.*\| (.*) \|$", (ROOT / "docs/failures.md").read_text(), re.MULTILINE)
+PAGE = (ROOT / "docs/failures.md").read_text()
+ROWS = re.findall(r"^\| ([\d, ]+) \|.*\| (.*) \|$", PAGE.partition("## What is tested")[2], re.MULTILINE)
 
 
 def test_every_fault_is_listed():
@@ -48,3 +50,37 @@ def test_rows_name_the_tests_that_inject_their_faults():
                 named.setdefault(number, set()).add(test)
     injected = {(number, test) for test, numbers in told.items() for number in numbers}
     assert [(number, test) for number, test in injected if test not in named.get(number, ())] == []
+
+
+def texts_in(source: str) -> list[str]:
+    """Strings of a module, with a sign that no message has in place of what is filled in."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(re.sub(r"\{[^{}]*\}", "\0", node.value))
+    return found
+
+
+def test_every_message_in_the_tables_is_one_of_the_programs():
+    page = PAGE.partition("## Messages")[2].partition("\n## ")[0]
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    texts = [
+        text
+        for path in [*(ROOT / "pretrain").rglob("*.py"), *ROOT.glob("*.py")]
+        for text in texts_in(path.read_text())
+    ]
+    patterns = {message: ".*".join(map(re.escape, message.split("…"))) for message in messages}
+    unknown = [
+        message
+        for message, pattern in patterns.items()
+        if not any(re.search(pattern, text, re.DOTALL) for text in texts)
+    ]
+    assert len(messages) > 30 and unknown == []
+
+
+def test_every_exit_status_of_the_program_is_on_the_page():
+    on_page = {int(code) for code in re.findall(r"^\| (\d+) \| ", PAGE.partition("## Messages")[0], re.MULTILINE)}
+    statuses = {value for name, value in vars(errors).items() if name.startswith("EXIT_") or name == "CRASHED"}
+    assert on_page == statuses

@@ -424,6 +424,26 @@ def test_sdpa_takes_the_kernel_that_the_gpu_has(gpu, monkeypatch, capability, ta
     assert seen == [taken]
 
 
+@pytest.mark.parametrize(("capability", "in_kernel"), [((7, 5), False), ((8, 0), True)])
+def test_groups_of_queries_are_for_the_kernel_that_knows_them(gpu, monkeypatch, capability, in_kernel):
+    """Undivided windows in fp16: elsewhere torch would fall to whole (T, T) weights in memory."""
+    gpu.append(capability)
+    seen = {}
+
+    def attend(query, key, *rest, enable_gqa, **named):
+        seen["heads"], seen["enable_gqa"] = key.shape[1], enable_gqa
+        return SimpleNamespace(transpose=lambda *dims: None)
+
+    def on_gpu(heads):
+        tensor = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float16, shape=(1, heads, 8, 16))
+        tensor.to, tensor.repeat_interleave = lambda dtype: tensor, lambda group, dim: on_gpu(heads * group)
+        return tensor
+
+    monkeypatch.setattr(attention_module.F, "scaled_dot_product_attention", attend)
+    sdpa(torch.nn.Identity(), on_gpu(4), on_gpu(2), on_gpu(2), None)
+    assert seen == {"heads": 2 if in_kernel else 4, "enable_gqa": in_kernel}
+
+
 def test_the_question_for_the_kernel_does_not_break_a_compiled_graph(gpu):
     def scaled(x):
         return x * (2 if attention_module.has_flash_kernels(x.device.index) else 3)

@@ -58,8 +58,12 @@ def test_loss_and_gradients_are_bf16s_within_the_coarser_rounding():
         assert (gradient - expected_gradients[name]).norm() < 0.15 * expected_gradients[name].norm(), name
 
 
-def test_machines_without_fp8_say_so():
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9):
-        assert fp8_problem() is None or "torchao" in fp8_problem()
-    else:
-        assert "needs a GPU with fp8 matrix units" in fp8_problem() and "use bf16" in fp8_problem()
+def test_machines_without_fp8_say_so(monkeypatch):
+    capability = [(8, 6)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability[-1])
+    for device_type in ("cpu", "cuda"):
+        problem = fp8_problem(device_type)
+        assert "needs a GPU with fp8 matrix units" in problem and "use bf16" in problem
+    capability.append((8, 9))
+    assert "needs a GPU" in fp8_problem("cpu"), "on request, beside a GPU that could"
+    assert fp8_problem("cuda") is None or "torchao" in fp8_problem("cuda")

@@ -7,6 +7,7 @@ import torch
 
 from pretrain.config import WindowSpec
 from pretrain.model import kernels
+from pretrain.model.attention import ATTENTION_NAMES
 from pretrain.model.kernels import kernels_not_used, kernels_used
 
 PACKED, UNDIVIDED = WindowSpec(64, True), WindowSpec(64, False)
@@ -32,7 +33,7 @@ def gpu(monkeypatch):
         ("groundwork_sdpa", (7, 5), torch.float16, PACKED, "with a dense mask for the documents"),
         ("groundwork_sdpa", (9, 0), FP32, PACKED, "with a dense mask for the documents"),
         ("groundwork_sdpa", (9, 0), BF16, UNDIVIDED, f"sdpa of torch {torch.__version__}"),
-        ("flash_attention_2", (9, 0), BF16, PACKED, "flash_attention_2 (flash_attn 1.2)"),
+        (ATTENTION_NAMES["flash_attention_2"], (9, 0), BF16, PACKED, "flash_attention_2 (flash_attn 1.2)"),
         ("eager+mask", (9, 0), BF16, PACKED, f"eager+mask of torch {torch.__version__}"),
     ],
 )
@@ -54,7 +55,7 @@ def test_nothing_faster_is_passed_over_in_silence(gpu):
     assert "varlen: has no documents to keep apart" in told(window=UNDIVIDED)
     gpu["modules"] = {"flash_attn", "flash_attn_interface"}
     assert told() == "; ".join(f"flash_attention_{n}: runs here, and attention is auto" for n in (2, 3))
-    assert told(attention="flash_attention_3").count("runs here") == 2
+    assert told(attention=ATTENTION_NAMES["flash_attention_3"]).count("runs here") == 2
     assert "compile is none, and needs Triton, which is not installed" in told(compile_mode="none")
     gpu["capability"] = (7, 5)
     assert told().count("no kernels for a GPU of compute capability 7.5") == 3

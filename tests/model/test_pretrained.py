@@ -8,7 +8,7 @@ import pretrain.model.architectures  # noqa: F401  (registers the local models)
 from pretrain.errors import InputError
 from pretrain.model.build import build_meta_model, build_model, load_pretrained
 from pretrain.model.initial_weights import InitialWeights, units_of
-from pretrain.model.pretrained import PretrainedTensors, find_weights, open_pretrained
+from pretrain.model.pretrained import PretrainedTensors, TensorsInMemory, find_weights, open_pretrained
 from support.tiny_models import TINY
 
 
@@ -41,6 +41,20 @@ def test_weights_are_those_that_transformers_loads(kind, units, tmp_path):
     model = filled(kind, InitialWeights(seed=0, pretrained=pretrained), units)
     assert_same(model, load_pretrained(path))
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_tensors_in_memory_make_a_model_without_drawing_a_number(kind, monkeypatch):
+    trained = build_model(AutoConfig.for_model(**TINY[kind]), seed=7)
+    tensors = {name: parameter.detach() for name, parameter in trained.named_parameters()}
+    drawn = []
+    for draw in ("normal_", "uniform_"):
+        monkeypatch.setattr(torch.Tensor, draw, lambda tensor, *_, **__: drawn.append(tensor.device.type))
+    model = filled(kind, InitialWeights(seed=0, pretrained=TensorsInMemory(dict(tensors))), [""])
+    assert set(drawn) <= {"meta"}
+    assert_same(model, trained)
+    places = {parameter.data_ptr() for parameter in trained.parameters()}
+    assert not places & {parameter.data_ptr() for parameter in model.parameters()}, "training goes on in the others"
 
 
 def test_several_files(tmp_path):

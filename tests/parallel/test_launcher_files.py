@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from pretrain.config import RunConfig
 from pretrain.parallel import launcher_files
 from pretrain.parallel.launcher import launcher_problems
 from pretrain.parallel.launcher_files import command_problems, deepspeed_problems, launcher_file_problems
-from pretrain.parallel.registry import STRATEGIES, requested_strategy
+from pretrain.parallel.registry import STRATEGIES, requested_strategy, strategy_class
 from support.launcher_environment import launcher_environment
 from support.project import ROOT, free_port, run_script
 
@@ -60,6 +61,18 @@ def test_shipped_files_ask_for_a_strategy_that_runs_and_contradict_no_recipe(pat
     assert requested_strategy() == (expected, STRATEGIES[expected])
     assert launcher_problems(config, "fp32", expected) == []
     assert launcher_file_problems(path, expected) == []
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero3"])
+def test_the_environment_for_torchrun_asks_for_what_the_launcher_file_asks_for(name, config, monkeypatch):
+    page = (ROOT / "docs/strategies.md").read_text()
+    said = re.search(rf"^\| {name} \| (?:`(.*)`)? \|$", page.partition("**torchrun**")[2], re.MULTILINE)[1] or ""
+    variables = dict(word.split("=") for word in said.split())
+    shipped = launcher_environment(ROOT / f"accelerate_configs/{name}.yaml", 2)
+    assert {key: shipped[key].lower() for key in variables} == {key: text.lower() for key, text in variables.items()}
+    for key, text in {**variables, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(key, text)
+    assert requested_strategy() == (name, STRATEGIES[name]) and strategy_class(config) is STRATEGIES[name]
 
 
 @pytest.mark.parametrize("path", LAUNCHER_FILES, ids=NAMES)

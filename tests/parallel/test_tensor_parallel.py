@@ -1,15 +1,27 @@
 """Plans, and what is refused before tensor parallelism starts."""
 
 import json
+from unittest import mock
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import pretrain.model.architectures  # noqa: F401  (registers the local models)
 from pretrain.model.build import build_meta_model
-from pretrain.parallel.tensor_parallel import SUMMED, TensorParallel, plan_problem, style_of, tensor_plan_of
+from pretrain.model.inputs import IGNORED
+from pretrain.model.loss import LanguageModelLoss
+from pretrain.parallel import tensor_parallel
+from pretrain.parallel.tensor_parallel import (
+    SUMMED,
+    TensorParallel,
+    plan_problem,
+    share_head,
+    style_of,
+    tensor_plan_of,
+)
 from pretrain.recipe import read_run_config
-from support.tiny_models import TINY_LLAMA
+from support.tiny_models import LLAMA, TINY_LLAMA
 
 
 @pytest.fixture
@@ -84,3 +96,28 @@ def test_refusals_before_the_start(launched, recipe, tmp_path):
     launched(2)
     (tmp_path / "one_head.json").write_text(json.dumps(TINY_LLAMA | {"num_key_value_heads": 1}))
     assert "no number can: use another strategy" in problems(recipe, model=str(tmp_path / "one_head.json"))
+
+
+def test_shares_of_the_loss_add_up_to_it():
+    """Ten tokens on four processes: three each, one on the last; some targets do not count."""
+    causal_lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
+    hidden = torch.randn(2, 5, LLAMA["hidden_size"], requires_grad=True)
+    targets = torch.randint(LLAMA["vocab_size"], (2, 5))
+    targets[0, 1:3] = targets[1, 4] = IGNORED
+    head = causal_lm.get_output_embeddings().weight
+    whole, cross_entropy = LanguageModelLoss(causal_lm, z_loss=1e-2).loss_of_hidden(hidden, targets)
+    expected = torch.autograd.grad(whole, (hidden, head))
+    losses, entropies, of_head, gathered = [], [], [], []
+    for rank in range(4):
+        with mock.patch.object(tensor_parallel, "dist") as dist:
+            dist.get_rank.return_value, dist.get_world_size.return_value = rank, 4
+            dist.all_gather_into_tensor = lambda whole, part, group: gathered.append(part)
+            model = LanguageModelLoss(causal_lm, z_loss=1e-2)
+            assert share_head(model, None) == [head]
+            loss, entropy = model.loss_of_hidden(hidden, targets)
+            of_head.append(torch.autograd.grad(loss, (hidden, head))[1])
+        losses.append(loss.detach())
+        entropies.append(entropy)
+    assert sum(losses) == pytest.approx(whole.item()) and sum(entropies) == pytest.approx(cross_entropy.item())
+    torch.testing.assert_close(sum(of_head), expected[1])
+    torch.testing.assert_close(torch.cat(gathered)[:10].view_as(hidden), expected[0])

@@ -133,6 +133,8 @@ def test_the_picture_has_a_panel_for_everything(tmp_path):
     titles = [title for title, _, _ in picture_panels([busy, *plain])]
     assert len(titles) == 9 and titles[-1] == "Evaluation: arc_easy · acc"
     assert len(picture_panels([busy, plain[0]])) == 8  # a single number is no picture
+    alone = [title for title, _, _ in picture_panels([busy])]
+    assert len(alone) == 6 and alone[-1] == "Training loss by hours of running"  # two rows, no curve drawn twice
 
 
 def test_settings_that_differ_are_found_whichever_run_has_them(tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from pretrain.data.shards import open_shards, verify_shards
 from pretrain.errors import InputError
 from pretrain.recipe import read_run_config
 from support.project import ROOT, run_script
+from support.warm_python import WarmPopen
 
 TINY = replace(LLAMA_14M, layers=1, hidden_size=32, heads=2, vocabulary_size=256, sequence_length=16, sequences=2)
 WRITES_LINES = """
@@ -148,8 +150,16 @@ def test_mistyped_arguments_are_refused_in_words(arguments, message):
     assert message in refused.value.problems
 
 
-def test_gpu_bench_crosses_what_runs_and_says_why_the_rest_does_not():
+class Forked(WarmPopen):
+    """In the place of a contestant's own interpreter."""
+
+    def __init__(self, *arguments, env, **settings):
+        super().__init__(*arguments, env=os.environ | {"HF_HUB_OFFLINE": "1"}, **settings)
+
+
+def test_gpu_bench_crosses_what_runs_and_says_why_the_rest_does_not(monkeypatch):
     """Its logic on a CPU, where flex_attention has no backward pass."""
+    monkeypatch.setattr(contest.subprocess, "Popen", Forked)
     rows = gpu.measure_shape(
         TINY, ["compile=none"], attentions=["auto", "flex_attention"], losses=["logits"], peers=[], reports=1,
         report_every=1,

@@ -167,13 +167,14 @@ def test_help_is_instant_and_importing_does_nothing():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_the_base_set_is_what_is_measured_when_nothing_is_named():
+def test_without_anything_to_do_the_choices_are_named():
     # By its path: the library named `evaluate` must stay importable beside this script.
     spec = importlib.util.spec_from_file_location("evaluation_script", ROOT / "evaluate.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     read_arguments = script.read_arguments
-    assert read_arguments(["--model", "runs/x"]).tasks == ["base"]
+    with pytest.raises(InputError, match=r"nothing to do: give --data FOLDER .*, --prompt TEXT or --interactive"):
+        read_arguments(["--model", "runs/x"])
     assert read_arguments(["--model", "runs/x", "--prompt", ""]).tasks == []
     assert read_arguments(["--model", "runs/x", "--tasks", "a,b", "c"]).tasks == ["a", "b", "c"]
 

@@ -300,6 +300,7 @@ def test_a_calibrated_plan_follows_from_real_steps(recipe):
     )  # fmt: skip
     plan = json.loads(result.stdout[result.stdout.index("{\n") :])
     found = plan["calibration"]
+    assert re.search(r"Timing 20 steps \.\.\.\nTiming 20 steps, .* s left \.\.\.\n", result.stderr)
     assert plan["gpu"]["name"] == "cpu" or found["device"] == "cuda", "memory and price are this machine's too"
     assert found["tokens_per_second"] == pytest.approx(8192 / found["step_seconds"])
     assert plan["hours"] == pytest.approx(123 * found["step_seconds"] / 3600, rel=0.01)
@@ -307,10 +308,10 @@ def test_a_calibrated_plan_follows_from_real_steps(recipe):
 
 
 def test_the_example_on_the_page_and_in_the_recipe_is_what_is_printed(monkeypatch):
-    """docs/planning.md, 1.1B on 8 GPUs; `python plan.py ... --comment` writes the recipe's anew."""
+    """docs/strategies.md, 1.1B on 8 GPUs; `python plan.py ... --comment` writes the recipe's anew."""
     monkeypatch.chdir(ROOT)
     plan = plan_of("recipes/llama_1b.yaml", gpu="h100", gpus=8)
-    page = (ROOT / "docs/planning.md").read_text().partition("### 1.1B on 8 GPUs")[2].partition("###")[0]
+    page = (ROOT / "docs/strategies.md").read_text().partition("### 1.1B on 8 GPUs")[2].partition("###")[0]
     rows = re.findall(r"^\| (\S+) \|((?: [\d.]+ \|){6})", page.replace("**", ""), re.MULTILINE)
     memory = {c.name: [f"{getattr(c.memory, part) / GIB:.1f}" for part in PARTS] for c in plan.candidates if c.memory}
     assert {name: cells.replace("|", "").split() for name, cells in rows} == memory

@@ -1,7 +1,6 @@
 """Every shipped recipe can run: with stand-in shards for its data it passes the check, and the plan in it holds."""
 
 import itertools
-import json
 import re
 import shlex
 
@@ -109,22 +108,6 @@ def test_the_readmes_shards_are_those_of_its_recipe():
     prepared = preparations_in((ROOT / "README.md").read_text())
     (source,) = read_run_config(ROOT / "recipes/llama_125m.yaml").data.train
     assert prepared[str(source.shards)] == ("tokenizers/fineweb_edu", 32_000)
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/data.md"])
-def test_the_chain_for_your_own_text_runs_as_written(page, text_files, tmp_path):
-    """From the text to a run that can start, with the page's own options; only the places are others."""
-    text = (ROOT / page).read_text()
-    lines = [line.strip() for line in text[re.search(r"(?i)your own text(, in|\n)", text).start() :].splitlines()]
-    commands = [shlex.split(line) for line in lines if re.match(r"(python|accelerate) (?!.*--text).*\.py ", line)][:3]
-    for words in commands:
-        words = words[next(place for place, word in enumerate(words) if word.endswith(".py")) :]
-        words = [re.sub(r"\b(?<![/.])(tokenizers/|data/|runs/)(?=mine)", rf"{tmp_path}/\1", word) for word in words]
-        words = [f"{text_files}/*.py" if word.startswith("mine/") else word for word in words]
-        result = run_script(*words, *(["--check"] if words[0] == "train.py" else []))
-    assert "No problems found." in result.stdout
-    ids = json.loads((tmp_path / "data/mine/manifest.json").read_text())["vocabulary_size"]
-    assert re.search(rf"^vocabulary +{ids:,} ids(, padded to [\d,]+)?$", result.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", RECIPES)

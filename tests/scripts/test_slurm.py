@@ -73,4 +73,6 @@ def test_an_end_of_its_own_is_not_requeued(slurm, tmp_path, script):
 def test_without_arguments_a_script_explains_itself(slurm, script):
     found = subprocess.run(["bash", f"slurm/{script}.sbatch"], cwd=ROOT, env=slurm, capture_output=True, text=True)
     assert found.returncode == 2 and found.stderr.startswith("usage: sbatch ")
-    assert script == "prepare" or (" fsdp2 " in found.stderr and " recipes/demo.yaml " in found.stderr)
+    if script != "prepare":
+        for part in (" fsdp2 ", " recipes/demo.yaml ", "--partition P --account A --gpus-per-node 4", "Modules"):
+            assert part in found.stderr

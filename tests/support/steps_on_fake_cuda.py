@@ -19,14 +19,15 @@ import pretrain.training.build
 from pretrain.config import RunConfig, WindowSpec
 from pretrain.errors import InputError
 from pretrain.hardware import DTYPES
+from pretrain.model import loss
 from pretrain.model.attention import choose_attention, document_layout
 from pretrain.model.inputs import HostBatch
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.build import build_training
-from pretrain.training.experts import RouterLosses
-from support.fake_cuda import fake_cuda
+from pretrain.training.experts import router_losses
+from support.fake_cuda import fake_cuda, refuse_waits
 from support.flash_packages import flash_packages
-from support.tiny_models import TINY_LLAMA
+from support.tiny_models import TINY, TINY_LLAMA
 
 CHOICES = {
     "attention": ("auto", "eager", "sdpa", "varlen", "flex_attention", "flash_attention_2", "flash_attention_3"),
@@ -57,13 +58,14 @@ def settings_of(choice: Mapping[str, object]) -> RunConfig:
     )
 
 
-def chosen_attention(choice: Mapping[str, object]) -> str | None:
+@functools.cache
+def chosen_attention(attention: str, precision: str, document_mask: bool) -> str | None:
     """As on a GPU with all packages; None where it is refused."""
-    dtype, window = DTYPES[choice["precision"]], WindowSpec(WINDOW, choice["document_mask"])
+    dtype, window = DTYPES[precision], WindowSpec(WINDOW, document_mask)
     packages = mock.patch("pretrain.model.attention.importlib.util.find_spec", return_value=True)
     with packages, mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0)):
         try:
-            return choose_attention(choice["attention"], device_type="cuda", dtype=dtype, window=window)
+            return choose_attention(attention, device_type="cuda", dtype=dtype, window=window)
         except InputError:
             return None
 
@@ -71,7 +73,11 @@ def chosen_attention(choice: Mapping[str, object]) -> str | None:
 def pairwise(choices: Mapping[str, tuple]) -> list[dict[str, object]]:
     """The allowed combinations; unless CUDA=all, few of them that have every pair of choices in them."""
     combinations = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-    allowed = [choice for choice in combinations if chosen_attention(choice)]
+    allowed = [
+        choice
+        for choice in combinations
+        if chosen_attention(choice["attention"], choice["precision"], choice["document_mask"])
+    ]
     if os.environ.get("CUDA") == "all":
         return allowed
     pairs_of = [set(itertools.combinations(choice.items(), 2)) for choice in allowed]
@@ -134,31 +140,66 @@ def flex_attention(query, key, value, *, score_mod, block_mask, enable_gqa, scal
     return out, SimpleNamespace(lse=query.new_empty(batch, heads, length))
 
 
-def train_a_step(choice: Mapping[str, object]) -> None:
-    """As train.py's loop: two micro-steps and an update."""
-    config, attention = settings_of(choice), chosen_attention(choice)
-    plan = SimpleNamespace(model_config=AutoConfig.for_model(**TINY_LLAMA), attention=attention)
-    plan.from_hidden_states, plan.router_losses = True, RouterLosses()
+def host_arrays(document_mask: bool) -> tuple[np.ndarray, Mapping[str, torch.Tensor] | None]:
+    """Ids (2, WINDOW + 1) of documents of 41 tokens, and their layout."""
     ids = (np.arange(2 * (WINDOW + 1)).reshape(2, -1) % 41).astype(np.uint16)
-    layout = document_layout(ids[:, :-1], 0) if config.data.document_mask else None
-    with replacements(), fake_cuda() as fake:
+    return ids, document_layout(ids[:, :-1], 0) if document_mask else None
+
+
+def train_a_step(choice: Mapping[str, object], model: Mapping[str, object] = TINY_LLAMA) -> None:
+    """As train.py's loop: two micro-steps and an update."""
+    config = settings_of(choice)
+    attention = chosen_attention(config.attention, config.precision, config.data.document_mask)
+    plan = SimpleNamespace(model_config=AutoConfig.for_model(**model), attention=attention, from_hidden_states=True)
+    plan.router_losses = router_losses(config.loss, plan.model_config)
+    ids, layout = host_arrays(config.data.document_mask)
+    with replacements(), fake_cuda(may_wait=True) as fake:
         strategy = Strategy(config.precision, config)
         built = build_training(config, plan, strategy, learning_rate=1e-3)
         built.model.train()
-        strategy.set_learning_rate(1e-3)
-        step_loss = torch.zeros((), device=strategy.device)
         layout = layout and {name: fake.from_tensor(tensor) for name, tensor in layout.items()}
         host_batch = HostBatch(fake.from_tensor(torch.from_numpy(ids)), layout)
-        for micro_step in range(2):
-            batch = host_batch.on_device(strategy.device, attention)
-            with strategy.accumulate(is_last=micro_step == 1):
-                loss, cross_entropy = built.model(**batch)
-                strategy.backward(loss / 2)
-            step_loss += cross_entropy / 2
-        grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
+        with refuse_waits():
+            strategy.set_learning_rate(1e-3)
+            built.experts.begin_step(2)
+            step_loss = torch.zeros((), device=strategy.device)
+            for micro_step in range(2):
+                batch = host_batch.on_device(strategy.device, attention)
+                with strategy.accumulate(is_last=micro_step == 1):
+                    micro_loss, cross_entropy = built.model(**batch)
+                    strategy.backward(micro_loss / 2)
+                built.experts.count()
+                step_loss += cross_entropy / 2
+            grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
+            built.experts.end_step()
         for figure in (step_loss, grad_norm, skipped):
             assert (figure.device.type, figure.dtype, figure.shape) == ("cuda", torch.float32, ())
         assert {parameter.device.type for parameter in built.causal_lm.parameters()} == {"cuda"}
+
+
+def loss_body(dtype: torch.dtype, compiled: bool) -> None:
+    """Of the operator behind the chunked losses, in whose place its fake runs elsewhere."""
+    matrix_products = []
+
+    def addmm(total, left, right, *, out_dtype, out):
+        """As torch's, whose fake knows no `out` of another dtype than the factors'."""
+        assert out is total and total.dtype == out_dtype == torch.float32
+        matrix_products.append(left.shape)
+        return total.copy_(torch.ops.aten.addmm.dtype(total, left, right, out_dtype))
+
+    plain = mock.patch.object(torch, "compile", lambda function, **_: function)
+    with fake_cuda(), mock.patch.object(torch, "addmm", addmm), plain:
+        loss._compiled_softmax_less_target_.cache_clear()
+        hidden, weight = (torch.empty(rows, 64, device="cuda") for rows in (600, 512))
+        targets = torch.empty(600, device="cuda", dtype=torch.int64)
+        sums, count, of_hidden, of_weight, _ = loss._chunked_loss._init_fn(
+            hidden, weight, None, targets, 1e-4, 256, dtype, compiled, [True, True, False]
+        )
+        loss._compiled_softmax_less_target_.cache_clear()
+        assert {x.device.type for x in (sums, count, of_hidden, of_weight)} == {"cuda"}
+        assert (of_hidden.dtype, of_weight.dtype) == (hidden.dtype, torch.float32)
+        in_half = dtype != torch.float32
+        assert matrix_products == [(512, 256), (512, 256), (512, 88)] * in_half, "one kernel a chunk, into the sum"
 
 
 def on_weight(use: Callable[[torch.Tensor], object]) -> Callable[[], None]:
@@ -192,5 +233,18 @@ RUNS = {
 OF_FAKE_CUDA = {"waits": WAITS, "mixes": MIXES, "runs": RUNS}
 STEPS = {", ".join(map(str, choice.values())): functools.partial(train_a_step, choice) for choice in pairwise(CHOICES)}
 
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS = {**TINY, "qwen3_moe": {**TINY_LLAMA, **MIXTURE, "head_dim": 16, "decoder_sparse_step": 1}}
+STEPS |= {
+    name: functools.partial(train_a_step, {name: values[0] for name, values in CHOICES.items()}, model)
+    for name, model in MODELS.items()
+}
+
+LOSSES = {
+    f"{dtype}, compiled {compiled}": functools.partial(loss_body, dtype, compiled)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    for compiled in (True, False)
+}
+
 CASES = {f"{kind}: {name}": on_weight(use) for kind, uses in OF_FAKE_CUDA.items() for name, use in uses.items()}
-CASES |= STEPS
+CASES |= STEPS | LOSSES

@@ -17,6 +17,7 @@ The folder of every run gets a hash of the weights it started from, and in repli
 copies of its weights: at the end of the run, and once more when one number on the last rank was changed.
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -185,6 +186,8 @@ if __name__ == "__main__":
         if "prepare" in vars(strategy_class):
             strategy_class.prepare = record_initial_weights(strategy_class.prepare, run)
     Strategy.set_learning_rate = kill_in_step(Strategy.set_learning_rate, run)
+    # Each group has threads that wake a hundred times a second; those of fifty runs took most of the cores.
+    Ranks.of_launch = functools.cache(Ranks.of_launch)
     Ranks.exit = lambda ranks, code: record_replicas(run.pop("trained_by"), code, run)  # the processes outlive a run
     bucket, missing_bf16 = matrix_exchange.BUCKET_ELEMENTS, muon.missing_bf16
     muon.replace_whole_matrices = count_exchanges(muon.replace_whole_matrices, run)

@@ -1,0 +1,493 @@
+"""All that a GPU is to prove, in one command: correctness, then speed; what it measured stays, and it goes on there.
+
+    python bench/gpu_check.py           # what `make gpu` runs: the most telling first, all of it in hours
+    python bench/gpu_check.py --list    # the rows in their order, with what is known of them
+    python bench/gpu_check.py --only "speed 124m" export   # the rows whose names have one of these in them
+
+Needs torch, transformers, accelerate and pydantic, and no network; rows that need more are left out with the reason.
+Every row is written to results.jsonl as it comes. Cut at any time (Ctrl-C, SIGTERM) it prints the tables and the
+verdict so far, and the next call goes on with the rows that are missing, then tries again those that failed. Results
+of other GPUs, other versions or other code stay in the file and are not counted.
+
+Exit status: 0 all passed, 1 something failed, 2 no GPU or wrong arguments, 75 cut by SIGTERM, 130 by Ctrl-C.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pretrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, one_line, or_exit, run_script, shortened  # noqa: E402
+
+NEEDED = ("torch", "transformers", "accelerate", "pydantic")
+"""Everything else that training imports comes with these."""
+
+
+def require_packages() -> None:
+    """Raises InputError with those that are missing, before anything imports them."""
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise InputError(
+            f"{sys.executable} has no {', '.join(missing)}: install them there (pip install {' '.join(missing)}), "
+            "or name a Python that has them: make gpu PYTHON=python"
+        )
+
+
+if __name__ == "__main__":
+    or_exit(require_packages)
+
+from bench import gpu  # noqa: E402
+from bench.cpu import flops_per_token  # noqa: E402
+from bench.references import (  # noqa: E402
+    FAILED,
+    NOT_RUN,
+    PASSED,
+    Outcome,
+    Runs,
+    check_attention,
+    check_loss,
+    half_precision,
+)
+from bench.shapes import CPU_SHAPES, GPU_SHAPES, Shape  # noqa: E402
+
+RESULTS, TABLE = "results.jsonl", "table.md"
+SOURCES = ("*.py", "pretrain/**/*.py", "bench/*.py", "accelerate_configs/*.yaml", "ds_configs/*.json")
+BARS = {"124m": 0.45, "1.3b": 0.48}
+"""MFU that Groundwork is to reach with whole windows, by shape; judged where the GPU's peak is known."""
+MAIN_PEERS = ("plain_compiled", "bare_compiled", "trainer")
+STRATEGIES = ("ddp", "fsdp2", "hsdp", "tp", "pp", "zero1", "zero2", "zero3", "zero3_offload", "zero3_offload_nvme")
+MOST_PROCESSES = 8
+"""Stages and heads of the model that is trained under each strategy."""
+WINDOWS = {"off": "whole windows", "on": "documents"}
+WORKER_SECONDS = 600
+REPORTS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """How large the checks are."""
+
+    shapes: Mapping[str, Shape]
+    loss_sizes: tuple[int, int, int]
+    report_every: int
+    settings: tuple[str, ...] = ()
+
+
+SCALES = {
+    "cuda": Scale(GPU_SHAPES, (4096, 256, 50_304), gpu.REPORT_EVERY),
+    "cpu": Scale({"small": CPU_SHAPES["small"]}, (256, 64, 1000), 1, ("compile=none",)),
+}
+"""By device; the CPU's is for tests of this script."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One row of the work."""
+
+    name: str
+    """The key of its result: those of earlier calls are found by it."""
+    measure: Callable[[], Outcome]
+    why_not: str | None = None
+    """Why it cannot run here."""
+
+
+class Results:
+    """The file of results, of which those of this GPU, these versions and this code count.
+
+    Args:
+        state: what a result depends on.
+        again: results of earlier calls do not count.
+    """
+
+    def __init__(self, path: Path, state: Mapping[str, Any], again: bool = False):
+        self.path = path
+        self.key = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:12]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [line for line in map(_parsed, path.read_text().splitlines()) if line] if path.exists() else []
+        found = [line for line in lines if "name" in line]
+        self.of_others = sum(line["of"] != self.key for line in found)
+        self._by_name = {line["name"]: line for line in found if line["of"] == self.key and not again}
+        if not any(line["of"] == self.key for line in lines):
+            self._write({"of": self.key, "state": state})
+
+    def add(self, name: str, outcome: Outcome, seconds: float) -> None:
+        """On the disk before it returns."""
+        line = {"name": name, "outcome": outcome.word, "said": outcome.said, "seconds": round(seconds, 1)}
+        self._by_name[name] = line | outcome.figures
+        self._write({**self._by_name[name], "of": self.key, "time": time.time()})
+
+    def of(self, name: str) -> dict[str, Any] | None:
+        """The newest result of a check."""
+        return self._by_name.get(name)
+
+    def word(self, name: str) -> str | None:
+        """Its outcome."""
+        return self._by_name[name]["outcome"] if name in self._by_name else None
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")  # a kill in the middle of a line
+        with self.path.open("a") as file:
+            file.write("\n" * cut + json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+class Worker:
+    """A process in which the kernels' checks run one after the other; a new one after one that failed."""
+
+    def __init__(self):
+        self._pool: concurrent.futures.ProcessPoolExecutor | None = None
+
+    def run(self, check: Callable[..., Outcome], *arguments: Any) -> Outcome:
+        """What the check returns; a failure if it raises, dies or hangs."""
+        if self._pool is None:
+            spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+            ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it too
+            self._pool = concurrent.futures.ProcessPoolExecutor(1, spawn, signal.signal, ignore)
+        try:
+            return self._pool.submit(check, *arguments).result(WORKER_SECONDS)
+        except concurrent.futures.process.BrokenProcessPool:
+            outcome = Outcome(FAILED, "the process died")
+        except TimeoutError:
+            outcome = Outcome(FAILED, f"no result within {WORKER_SECONDS} s")
+        except Exception as error:  # an error of CUDA spoils its process
+            outcome = Outcome(FAILED, one_line(error))
+        self.end()
+        return outcome
+
+    def end(self) -> None:
+        """Frees its memory on the GPU."""
+        for process in multiprocessing.active_children():
+            process.kill()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+
+def checks_of(device: str, gpus: int, folder: Path, worker: Worker) -> list[Check]:
+    """All rows in the order in which they are run: what matters most comes first."""
+    from pretrain.model.attention import ATTENTION_NAMES
+    from pretrain.model.loss import LOSS_BACKENDS
+
+    uncompiled = missing_compiler() if device == "cuda" else None
+    scale, runs = SCALES[device], Runs(folder, device)
+    reasons = {name: refused_attention(name, True, device) for name in ATTENTION_NAMES}
+    reasons["flex_attention"] = reasons["flex_attention"] or uncompiled
+    checks = [
+        Check(f"attention {name}", functools.partial(worker.run, check_attention, name, device), reason)
+        for name, reason in reasons.items()
+    ]
+    checks += [
+        Check(
+            f"loss {name}",
+            functools.partial(worker.run, check_loss, name, device, scale.loss_sizes),
+            uncompiled if name == "chunked_compiled" else None,
+        )
+        for name in LOSS_BACKENDS
+    ]
+    checks += [
+        Check("train single", runs.check_single),
+        Check("train with default kernels", runs.check_defaults, uncompiled),
+        Check("kill -9 and resume", runs.check_kill),
+        Check("export in plain transformers", runs.check_export),
+        *strategy_checks(runs, gpus),
+    ]
+    return checks + speed_checks(scale, device, uncompiled)
+
+
+def strategy_checks(runs: Runs, gpus: int) -> list[Check]:
+    """The losses of one GPU on as many as there are."""
+    processes = min(MOST_PROCESSES, 1 << (gpus.bit_length() - 1)) if gpus else 0
+    few = f"needs two GPUs, and there is {gpus or 'none'}" if processes < 2 else None
+    no_deepspeed = None if importlib.util.find_spec("deepspeed") else "deepspeed is not installed"
+    return [
+        Check(
+            f"strategy {name}",
+            functools.partial(runs.check_like_single, name, processes, name=name, precision="fp32"),
+            few or (no_deepspeed if name.startswith("zero") else None),
+        )
+        for name in STRATEGIES
+    ]
+
+
+def speed_checks(scale: Scale, device: str, uncompiled: str | None) -> list[Check]:
+    """Every shape with the defaults, on whole windows and on documents; its peers; every attention and loss."""
+    defaults = (gpu.ATTENTIONS[0], gpu.LOSSES[0])
+    by_bar = sorted(scale.shapes, key=lambda shape: shape not in BARS)
+    labels = [(shape, (documents, *defaults)) for documents in WINDOWS for shape in by_bar]
+    crossed = [
+        (shape, (documents, attention, loss))
+        for shape in scale.shapes
+        for attention in gpu.ATTENTIONS
+        for loss in gpu.LOSSES
+        for documents in WINDOWS
+        if (attention, loss) != defaults
+    ]
+    peers = [(shape, peer) for shape in scale.shapes for peer in MAIN_PEERS]
+
+    def own(shape: str, label: tuple[str, str, str]) -> Check:
+        given = (
+            scale.shapes[shape],
+            [*gpu.SETTINGS.get(shape, []), *scale.settings],
+            label,
+            REPORTS,
+            scale.report_every,
+        )
+        reason = uncompiled or refused_attention(label[1], label[0] == "on", device)
+        return Check(speed_name(shape, label), functools.partial(speed, shape, gpu.measure_own, *given), reason)
+
+    def beside(shape: str, peer: str) -> Check:
+        # A peer's AdamW in fp32 does not fit where Groundwork needs settings to.
+        large = "fp32 weights with AdamW are too large for this shape" if shape in gpu.SETTINGS else None
+        given = (peer, scale.shapes[shape], REPORTS, scale.report_every)
+        return Check(
+            f"speed {shape} {peer}", functools.partial(speed, shape, gpu.measure_peer, *given), uncompiled or large
+        )
+
+    return [own(*one) for one in labels] + [beside(*one) for one in peers] + [own(*one) for one in crossed]
+
+
+def speed_name(shape: str, label: tuple[str, str, str]) -> str:
+    """The name of Groundwork's row for (documents, attention, loss)."""
+    documents, attention, loss = label
+    return f"speed {shape} {WINDOWS[documents]} {attention} {loss}"
+
+
+def speed(shape: str, measure: Callable[..., gpu.Row], *given: Any) -> Outcome:
+    """A speed; a peer that does not run, or what does not fit, fails nothing."""
+    row = measure(*given)
+    figures = {"shape": shape, "row": dataclasses.asdict(row)}
+    if row.tokens_per_second is None:
+        lenient = row.name in gpu.PEERS or "out of memory" in row.problem.lower()
+        return Outcome(NOT_RUN if lenient else FAILED, row.problem, figures)
+    memory = f"{row.peak_memory_bytes / 2**30:.1f} GiB"
+    return Outcome(PASSED, f"{row.tokens_per_second:,.0f} tokens/s, {memory}", figures)
+
+
+def refused_attention(name: str, documents: bool, device: str) -> str | None:
+    """Why this attention does not run in half precision on windows of documents, or on whole ones."""
+    from pretrain.config import WindowSpec
+    from pretrain.hardware import DTYPES
+    from pretrain.model.attention import why_not
+
+    reason = why_not(
+        name, device_type=device, dtype=DTYPES[half_precision(device)], window=WindowSpec(1024, documents)
+    )
+    return reason and f"{name} {reason}"
+
+
+def missing_compiler() -> str | None:
+    """What torch.compile lacks for a GPU."""
+    if importlib.util.find_spec("triton") is None:
+        return "compiled kernels need triton, which is not installed"
+    if not (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
+        return "compiled kernels need a C compiler (gcc), and there is none"
+    return None
+
+
+def run_checks(checks: list[Check], results: Results) -> None:
+    """Those without a result, in order; then those that failed in an earlier call."""
+    able = [check for check in checks if not check.why_not]
+    todo = [check for word in (None, FAILED) for check in able if results.word(check.name) == word]
+    if known := len(able) - len(todo):
+        print(f"{known} rows are known from earlier calls", flush=True)
+    for number, check in enumerate(todo, start=1):
+        print(f"[{number}/{len(todo)}] {check.name} ...", flush=True)
+        began = time.monotonic()
+        try:
+            outcome = check.measure()
+        except InputError as error:
+            outcome = Outcome(FAILED, shortened("; ".join(error.problems)))
+        seconds = time.monotonic() - began
+        results.add(check.name, outcome, seconds)
+        print(f"    {outcome.word}: {outcome.said} ({seconds:.0f} s)", flush=True)
+
+
+def tables(checks: list[Check], results: Results, shapes: Mapping[str, Shape], peak: float | None) -> list[str]:
+    """Markdown for docs/performance.md: the checks that are no speeds, then one table per shape."""
+    lines = ["| check | | |", "|---|---|---|"]
+    measured: dict[str, list[gpu.Row]] = {}
+    for check in checks:
+        result = results.of(check.name)
+        if result and "row" in result:
+            measured.setdefault(result["shape"], []).append(gpu.Row(**result["row"]))
+        elif not check.name.startswith("speed "):
+            word, said = outcome_in_words(check, results)
+            lines.append(f"| {check.name} | {word} | {said} |")
+    for shape, rows in measured.items():
+        lines += ["", *gpu.table(shape, shapes[shape], rows, peak)]
+    return lines
+
+
+def outcome_in_words(check: Check, results: Results) -> tuple[str, str]:
+    """(passed, failed, not run or missing, the reason or the figures)."""
+    if check.why_not:
+        return NOT_RUN, check.why_not
+    result = results.of(check.name)
+    return (result["outcome"], result["said"]) if result else ("missing", "")
+
+
+def verdict(
+    checks: list[Check], results: Results, shapes: Mapping[str, Shape], peak: float | None
+) -> tuple[list[str], bool]:
+    """What passed, failed and was not run, MFU beside its bars; and whether nothing failed."""
+    by_word: dict[str, list[tuple[str, str]]] = {word: [] for word in (PASSED, FAILED, NOT_RUN, "missing")}
+    for check in checks:
+        word, said = outcome_in_words(check, results)
+        by_word[word].append((check.name, said))
+    missed, lines = 0, []
+    names = {check.name for check in checks}
+    for shape, bar in BARS.items():
+        if (name := speed_name(shape, ("off", gpu.ATTENTIONS[0], gpu.LOSSES[0]))) not in names:
+            continue
+        of_what = f"MFU of {shape} at T={shapes[shape].sequence_length:,}"
+        row = (results.of(name) or {}).get("row") or {}
+        if not row.get("tokens_per_second"):
+            lines.append(f"{of_what}: not measured; the bar is {bar:.0%}")
+        elif not peak:
+            lines.append(f"{of_what}: this GPU's peak is unknown; the bar is {bar:.0%}")
+        else:
+            mfu = flops_per_token(shapes[shape]) * row["tokens_per_second"] / peak
+            missed += mfu < bar
+            lines.append(f"{of_what}: {mfu:.1%}, {'below the' if mfu < bar else 'at or above the'} bar of {bar:.0%}")
+    lines += [f"failed: {name}: {said}" for name, said in by_word[FAILED]]
+    reasons: dict[str, list[str]] = {}
+    for name, said in by_word[NOT_RUN]:
+        reasons.setdefault(said, []).append(name)
+    lines += [
+        f"not run: {found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''}: {said}"
+        for said, found in reasons.items()
+    ]
+    counts = ", ".join(f"{len(found)} {word}" for word, found in by_word.items() if found)
+    good = not by_word[FAILED] and not missed and bool(by_word[PASSED])
+    below = f", {missed} below the bar" if missed else ""
+    word = "FAILED" if by_word[FAILED] or missed else "incomplete" if by_word["missing"] or not good else "passed"
+    return [*lines, f"{word}: {counts or 'nothing'}{below}"], good
+
+
+def state_of(device: str, gpus: int) -> dict[str, Any]:
+    """What a result depends on: the machine, the versions and the code."""
+    import torch
+
+    from pretrain.hardware import describe_machine, driver_version
+
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in SOURCES for path in ROOT.glob(pattern)}):
+        digest.update(path.read_bytes())
+    versions = {name: importlib.metadata.version(name) for name in NEEDED}
+    machine = {"device": describe_machine(torch.device(device))["device"], "gpus": gpus, "driver": driver_version()}
+    return {**machine, "cuda": torch.version.cuda, **versions, "code": digest.hexdigest()[:12]}
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT", help="rows whose name has one of these in it"
+    )
+    parser.add_argument("--list", action="store_true", help="print the rows in order, run none")
+    parser.add_argument("--again", action="store_true", help="repeat rows that have a result")
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="folder of the results (runs/gpu)")
+    parser.add_argument("--device", choices=SCALES, default="cuda", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def require_gpu() -> None:
+    """Raises InputError where torch has none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        from pretrain.hardware import unusable_gpu
+
+        raise InputError(
+            unusable_gpu() or "make gpu needs an NVIDIA GPU, and torch sees none here; on a CPU: make test"
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs what is missing, then prints tables and verdict; returns the exit status."""
+    given = parse_arguments(arguments)
+    if given.device == "cuda":
+        require_gpu()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+
+    from pretrain.hardware import device_in_words, peak_flops
+
+    gpus = torch.cuda.device_count() if given.device == "cuda" else 0
+    results = Results(given.output / RESULTS, state_of(given.device, gpus), given.again)
+    worker, shapes = Worker(), SCALES[given.device].shapes
+    checks = checks_of(given.device, gpus, given.output.resolve() / results.key, worker)
+    checks = [check for check in checks if any(text in check.name for text in given.only)]
+    if not checks:
+        raise InputError(f"--only {' '.join(given.only)}: in no row's name; --list shows them")
+    if given.list:
+        print("\n".join(f"{check.name:<50} {': '.join(outcome_in_words(check, results))}" for check in checks))
+        return 0
+    device = torch.device(given.device)
+    peak, source = peak_flops(device, "bf16")
+    header = [device_in_words(device), f"peak {peak / 1e12:.3g} TFLOP/s, {source}" if peak else source]
+    print("\n".join(header), flush=True)
+    if results.of_others:
+        print(f"{results.path}: {results.of_others} results of other code, versions or GPUs are left out")
+    status = finish_or_cut(lambda: run_checks(checks, results), worker)
+    lines, good = verdict(checks, results, shapes, peak)
+    text = "\n".join([*header, "", *tables(checks, results, shapes, peak)])
+    (given.output / TABLE).write_text(text + "\n")
+    print(f"\n{text}\n\n" + "\n".join(lines), flush=True)
+    if status:
+        print("cut: run the same command again to go on", flush=True)
+    return status or (0 if good else 1)
+
+
+def finish_or_cut(work: Callable[[], None], worker: Worker) -> int:
+    """0, or the status of a cut by a signal, when nothing that was started is left."""
+
+    def cut(number: int, _: Any) -> None:
+        kill_children()  # before the exit unwinds: orphans would not be found
+        sys.exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, cut)
+    try:
+        work()
+    except SystemExit as ended:  # bench/contest.py has a handler of its own
+        return EXIT_INTERRUPTED if ended.code == EXIT_INTERRUPTED else EXIT_PREEMPTED
+    finally:
+        worker.end()
+    return 0
+
+
+def kill_children() -> None:
+    """All processes below this one: launched ranks and suspended contestants too."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,387 @@
+"""What bench/gpu_check.py holds a GPU to: kernels beside fp32 references, and whole runs beside one another.
+
+Every check returns an Outcome. The kernels' are for a process of their own, which they may take down with them.
+"""
+
+import contextlib
+import itertools
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.shapes import END_OF_DOCUMENT_ID, Shape, write_model
+from pretrain.errors import InputError, shortened
+from pretrain.runs.history import read_metrics
+from pretrain.runs.parity import REFERENCE, TOLERANCES, Curve, largest_distance, read_curve, train_under
+
+ROOT = Path(__file__).resolve().parents[1]
+PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+MOST_ERROR = {"fp32": 1e-4, "bf16": 4e-2, "fp16": 1e-2}
+"""Of the gradients as a whole, ||found - reference|| / ||reference||. Rounding alone makes a fifth of it or less; a
+document that ends one token late, or a factor, makes 0.1 and more."""
+LOSS_SCALE = 1024.0
+"""Keeps fp16's gradients from underflow; a power of two, so that it changes no digit."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a check."""
+
+    word: str
+    """passed, failed, or not run."""
+    said: str = ""
+    """The largest error, or the reason."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """Kept with the result."""
+
+
+def check_attention(name: str, device: str) -> Outcome:
+    """Loss and gradients of a small Llama with this attention, beside transformers' own in fp32, document by document.
+
+    Grouped queries, heads of 64 and 128, windows of two and a half blocks, with and without documents.
+    """
+    from pretrain.config import WindowSpec
+    from pretrain.hardware import DTYPES
+    from pretrain.model.attention import choose_attention
+
+    half, errors, refusals = half_precision(device), {}, []
+    for precision, head_width, documents in (
+        (half, 64, True),
+        (half, 64, False),
+        (half, 128, True),
+        ("fp32", 64, True),
+    ):
+        window = WindowSpec(ATTENTION_WINDOW, documents)
+        try:
+            chosen = choose_attention(name, device_type=device, dtype=DTYPES[precision], window=window)
+        except InputError as error:
+            refusals += [reason for reason in error.problems if reason not in refusals]
+            continue
+        error = attention_error(chosen, device, precision, head_width, documents)
+        case = f"{precision}, heads of {head_width}, {'documents' if documents else 'whole windows'}"
+        errors[case] = (error, MOST_ERROR[precision])
+    return judged(errors, refusals)
+
+
+def check_loss(backend: str, device: str, sizes: tuple[int, int, int] = (4096, 256, 50_304)) -> Outcome:
+    """Head and loss with this backend, beside whole logits in fp32: the value, and the gradients by all inputs.
+
+    sizes: tokens, hidden width, vocabulary. One target in eight does not count; z-loss where the backend has it.
+    """
+    errors = {precision: (loss_error(backend, device, precision, sizes), MOST_ERROR[precision])
+              for precision in (half_precision(device), "fp32")}  # fmt: skip
+    return judged(errors, [])
+
+
+def judged(errors: dict[str, tuple[float, float]], refusals: list[str]) -> Outcome:
+    """Passed if every error, in {case: (error, the most allowed)}, is within its bound; not run if there is none."""
+    if not errors:
+        return Outcome(NOT_RUN, "; ".join(refusals))
+    said = "; ".join(f"{case} {error:.1e}" for case, (error, _) in errors.items())
+    wrong = [
+        f"{case}: error {error:.1e}, at most {most:g}" for case, (error, most) in errors.items() if not error <= most
+    ]
+    figures = {"errors": {case: error for case, (error, _) in errors.items()}}
+    return Outcome(FAILED if wrong else PASSED, "; ".join(wrong) or f"error {said}", figures)
+
+
+def half_precision(device: str) -> str:
+    """bf16, or fp16 on a GPU without it."""
+    from pretrain.hardware import missing_bf16
+
+    return "fp16" if device == "cuda" and missing_bf16(device) else "bf16"
+
+
+def autocast(device: str, precision: str) -> contextlib.AbstractContextManager:
+    import torch
+
+    from pretrain.hardware import DTYPES
+
+    return contextlib.nullcontext() if precision == "fp32" else torch.autocast(device, DTYPES[precision])
+
+
+def relative_error(found: list, reference: list) -> float:
+    """||found - reference|| / ||reference|| of tensors taken together; infinite if something is not finite."""
+    pairs = list(zip(found, reference, strict=True))
+    squared = sum(((one.double() - other.double()) ** 2).sum().item() for one, other in pairs)
+    error = math.sqrt(squared / sum((other.double() ** 2).sum().item() for _, other in pairs))
+    return math.inf if math.isnan(error) else error
+
+
+ATTENTION_WINDOW, ATTENTION_WINDOWS, ATTENTION_VOCABULARY = 320, 2, 256
+
+
+def attention_error(implementation: str, device: str, precision: str, head_width: int, documents: bool) -> float:
+    """Error of the gradients, or of the loss if that is larger."""
+    import torch
+
+    from pretrain.model.attention import attention_arguments, document_layout
+    from pretrain.model.loss import LanguageModelLoss
+
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, ATTENTION_VOCABULARY, (ATTENTION_WINDOWS, ATTENTION_WINDOW + 1), generator=generator)
+    if documents:
+        ids[torch.rand(ids.shape, generator=generator) < 1 / 60] = END_OF_DOCUMENT_ID
+        ids[0, 200:230] = 7  # one that crosses a block's edge in any case
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous().to(device)
+    arguments = attention_arguments(document_layout(inputs.numpy(), END_OF_DOCUMENT_ID), implementation, device)
+    inputs = inputs.to(device)
+    model = small_llama(head_width, implementation).to(device)
+    with autocast(device, precision):
+        loss, _ = LanguageModelLoss(model)(inputs, targets, **(arguments if documents else {}))
+    found = gradients(model, loss)
+    model.set_attn_implementation("eager")
+    reference = loss_of_documents_alone(model, inputs, targets) if documents else plain_loss(model, inputs, targets)
+    error = relative_error(found, gradients(model, reference))
+    return max(error, abs(loss.item() / reference.item() - 1))
+
+
+def small_llama(head_width: int, attention: str) -> Any:
+    """Weights that keep activations near 1 and attention far from uniform, so that a wrong mask is seen."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": ATTENTION_VOCABULARY}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_width}
+    config = AutoConfig.for_model("llama", **sizes, **heads, max_position_embeddings=ATTENTION_WINDOW)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            std = 1.0 if "embed" in name else parameter.shape[1] ** -0.5 * (1.5 if "q_proj" in name else 1.0)
+            torch.nn.init.normal_(parameter, std=std, generator=generator)
+    return model
+
+
+def gradients(model: Any, loss: Any) -> list:
+    """By parameter, after the scaled loss's backward pass."""
+    model.zero_grad()
+    (loss * LOSS_SCALE).backward()
+    return [parameter.grad / LOSS_SCALE for parameter in model.parameters()]
+
+
+def plain_loss(model: Any, inputs: Any, targets: Any, reduction: str = "mean") -> Any:
+    from torch.nn.functional import cross_entropy
+
+    logits = model(input_ids=inputs, use_cache=False).logits
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+
+
+def loss_of_documents_alone(model: Any, inputs: Any, targets: Any) -> Any:
+    """Mean over all tokens, every document in a call of its own."""
+    total = 0.0
+    for row, row_targets in zip(inputs, targets, strict=True):
+        starts = [0, *(t for t in range(1, len(row)) if row[t] == END_OF_DOCUMENT_ID), len(row)]
+        for start, end in itertools.pairwise(starts):
+            total = total + plain_loss(model, row[None, start:end], row_targets[None, start:end], "sum")
+    return total / targets.numel()
+
+
+def loss_error(backend: str, device: str, precision: str, sizes: tuple[int, int, int]) -> float:
+    """The largest error of the loss and of its gradients by hidden states, head and bias."""
+    import torch
+
+    from pretrain.model.inputs import IGNORED
+    from pretrain.model.loss import next_token_loss
+
+    tokens, width, vocabulary = sizes
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, tokens, width), (vocabulary, width), (vocabulary,))
+    hidden, weight, bias = (torch.randn(shape, generator=generator) for shape in shapes)
+    targets = torch.randint(0, vocabulary, (1, tokens), generator=generator)
+    targets[0, ::8] = IGNORED
+    inputs = [x.to(device).requires_grad_() for x in (hidden, weight * width**-0.5, bias)]
+    results = []
+    for name, chosen in (("logits", "fp32"), (backend, precision)):
+        with autocast(device, chosen):
+            z_loss = 0.0 if backend == "torch" else 1e-3
+            loss, _ = next_token_loss(
+                inputs[0], inputs[1], targets.to(device), head_bias=inputs[2], z_loss=z_loss, backend=name
+            )
+        results.append((loss.detach(), *(g / LOSS_SCALE for g in torch.autograd.grad(loss * LOSS_SCALE, inputs))))
+    reference, found = results
+    return max(relative_error([one], [other]) for one, other in zip(found, reference, strict=True))
+
+
+MODEL = Shape("llama", 8, 128, 8, 1024, 128, 16)
+"""Layers and heads for as many as eight stages or ranks."""
+STEPS, KILL_AFTER_STEP = 12, 6
+KILL_SECONDS = 600
+"""The longest that a run may take to the step in which it is killed."""
+FORWARD = """\
+import sys, torch
+from transformers import AutoModelForCausalLM
+assert not any(name.partition(".")[0] == "pretrain" for name in sys.modules)
+device, *folders = sys.argv[1:]
+ids = torch.arange(256, device=device).view(2, 128)
+logits = []
+for folder in folders:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    logits.append(model(input_ids=ids).logits)
+assert logits[0].isfinite().all() and logits[0].std() > 0
+print("largest difference", (logits[0] - logits[1]).abs().max().item())
+"""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of one small recipe: fp32 and eager attention, whose kernels add in one order, so that bits repeat.
+
+    Args:
+        folder: for the text's shards, the recipe and the runs, which later checks compare with.
+        device: cuda or cpu.
+    """
+
+    folder: Path
+    device: str
+
+    def recipe(self) -> Path:
+        """The recipe, with the project's documentation as text."""
+        path, shards, tokenizer = (self.folder / name for name in ("recipe.yaml", "shards", "tokenizer"))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        model = write_model(MODEL, self.folder)
+        text = ["prepare_data.py", "--input", "docs/*.md"]
+        self._python(*text, "--train_tokenizer", "1024", "--output", tokenizer)
+        self._python(*text, "--tokenizer", tokenizer, "--validation_fraction", "0.05", "--output", shards)
+        path.write_text(f"""\
+model: {{config: {model}, vocab_size: auto}}
+output: none
+precision: fp32
+attention: eager
+compile: none
+loss: {{backend: chunked}}
+data: {{train: [{{shards: {shards}}}], sequence_length: {MODEL.sequence_length}, document_mask: true}}
+budget: {{steps: {STEPS}}}
+batch: {{tokens_per_step: {MODEL.tokens_per_step}, sequences_per_micro_batch: 2}}
+optim: {{learning_rate: 1e-3, warmup_steps: 2}}
+checkpoint: {{every_steps: 4, keep_last: 9}}
+validation: {{every_steps: 6, sequences: 8}}
+logging: {{every_steps: 1}}
+export: {{dtype: fp32}}
+""")
+        return path
+
+    def train(self, strategy: str, processes: int, name: str, *settings: str) -> Curve | Outcome:
+        """Losses of a new run, or why there are none."""
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        outcome = train_under(strategy, processes, self.recipe(), self.folder / name, list(settings))
+        if outcome.curve is not None:
+            return outcome.curve
+        if outcome.refusals:
+            return Outcome(NOT_RUN, shortened("; ".join(outcome.refusals)))
+        return Outcome(FAILED, last_words(self.folder / f"{name}.log"))
+
+    def reference(self) -> Curve:
+        """The run on one GPU, trained if it is not there. Raises InputError if it does not train."""
+        if (self.folder / REFERENCE / "final").is_dir():
+            return read_curve(self.folder / REFERENCE)
+        outcome = self.train(REFERENCE, 1, REFERENCE)
+        if isinstance(outcome, Outcome):
+            raise InputError(f"one process does not train: {outcome.said}")
+        return outcome
+
+    def check_single(self) -> Outcome:
+        """One GPU trains to the end, and its loss falls."""
+        shutil.rmtree(self.folder / REFERENCE, ignore_errors=True)
+        curve = self.reference()
+        first, last = curve.loss[1], curve.loss[STEPS]
+        return Outcome(PASSED if last < first - 0.1 else FAILED, f"loss {first:.4f} at first, {last:.4f} at the end")
+
+    def check_like_single(self, strategy: str, processes: int, *settings: str, name: str, precision: str) -> Outcome:
+        """The losses of `single`, within runs.py parity's tolerance for the precision."""
+        reference = self.reference()
+        curve = self.train(strategy, processes, name, *settings)
+        if isinstance(curve, Outcome):
+            return curve
+        most, most_norm = TOLERANCES[precision]
+        loss = largest_distance(curve.loss, reference.loss, relative=False)
+        norm = largest_distance(curve.grad_norm, reference.grad_norm, relative=True)
+        same = loss <= most and (most_norm is None or norm <= most_norm)
+        said = f"loss within {loss:.1e} of single's (at most {most:g}), gradient norm within {norm:.1e}"
+        return Outcome(PASSED if same else FAILED, said, {"loss": loss, "grad_norm": norm})
+
+    def check_defaults(self) -> Outcome:
+        """What the recipe's `auto` takes here: half precision, fast attention, compiled layers and loss."""
+        names = ("precision", "attention", "compile", "loss.backend")
+        settings = [part for name in names for part in (f"--{name}", "regional" if name == "compile" else "auto")]
+        return self.check_like_single(REFERENCE, 1, *settings, name="defaults", precision=half_precision(self.device))
+
+    def check_kill(self) -> Outcome:
+        """Killed in a step and started again, the run is the unbroken one to the last bit."""
+        reference, run = self.reference(), self.folder / "killed"
+        shutil.rmtree(run, ignore_errors=True)
+        command = ["train.py", "--config", str(self.recipe()), "--output", str(run)]
+        if problem := self._kill_after(run, KILL_AFTER_STEP, command):
+            return Outcome(FAILED, problem)
+        before = read_curve(run).loss
+        self._python(*command)
+        if not any(event["event"] == "resume" for event in read_metrics(run)):
+            return Outcome(FAILED, "the run did not resume: it began again")
+        curve = read_curve(run)
+        weights = [(folder / "final/model.safetensors").read_bytes() for folder in (run, self.folder / REFERENCE)]
+        if curve == reference and weights[0] == weights[1]:
+            return Outcome(
+                PASSED, f"killed after step {max(before)} of {STEPS}: losses, norms and weights equal to the bit"
+            )
+        differ = [step for step, loss in reference.loss.items() if curve.loss.get(step) != loss]
+        said = f"step {differ[0]} is the first that differs" if differ else "the weights differ"
+        if any(reference.loss[step] != loss for step, loss in before.items()):
+            said += ", before the kill already: the kernels do not repeat their bits"
+        return Outcome(FAILED, said)
+
+    def check_export(self) -> Outcome:
+        """final/ of `single` in an interpreter that has transformers alone: the logits of its last checkpoint."""
+        self.reference()
+        run = self.folder / REFERENCE
+        folders = [str((run / name).resolve()) for name in ("final", f"checkpoints/step-{STEPS:08d}")]
+        command = [sys.executable, "-c", FORWARD, self.device, *folders]
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True)
+        if done.returncode:
+            return Outcome(FAILED, (done.stderr.strip().splitlines() or ["no output"])[-1])
+        difference = float(done.stdout.split()[-1])
+        said = f"logits {difference:.1e} from the last checkpoint's, in transformers alone"
+        verified = [line for line in (run / "train.log").read_text().splitlines() if " verified: " in line]
+        if not verified:
+            return Outcome(FAILED, "train.log does not say that the export is verified")
+        return Outcome(PASSED if difference == 0 else FAILED, said)
+
+    def _kill_after(self, run: Path, step: int, command: list[str]) -> str | None:
+        """Starts it and kills it, with its children, once it has logged that step; the problem if it cannot."""
+        log = self.folder / "killed.log"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, *command], cwd=ROOT, stdout=file, stderr=file, start_new_session=True
+            )
+        end = time.monotonic() + KILL_SECONDS
+        try:
+            while max(read_curve(run).loss, default=0) < step if (run / "metrics.jsonl").exists() else True:
+                if process.poll() is not None:
+                    return f"the run ended before it could be killed: {last_words(log)}"
+                if time.monotonic() > end:
+                    return f"step {step} did not come within {KILL_SECONDS} s"
+                time.sleep(0.02)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return None if process.returncode == -signal.SIGKILL else "the run ended before it could be killed"
+
+    def _python(self, *arguments: Any) -> None:
+        """Runs a script of the project to its end. Raises InputError with its last words if it fails."""
+        command = [sys.executable, *map(str, arguments)]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            raise InputError(f"{arguments[0]} ended with status {done.returncode}", *done.stdout.splitlines()[-3:])
+
+
+def last_words(log: Path) -> str:
+    """The last line that says something, and where the rest is."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"{lines[-1].strip() if lines else 'no output'} (see {log})"

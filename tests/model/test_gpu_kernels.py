@@ -1,0 +1,37 @@
+"""What torch.compile writes for GPUs, compiled for each kind of them without one.
+
+Needs triton, which torch's build for CUDA brings; beside another build: `pip install --target FOLDER triton`, and
+PYTHONPATH=FOLDER.
+"""
+
+import importlib.util
+
+import pytest
+
+from support.fake_cuda import outcomes_of
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+ARCHITECTURES = {"80", "90", "100"}
+
+
+@pytest.fixture(scope="module")
+def kernels_of():
+    def kernels(name):
+        outcome = outcomes_of("support.kernels_on_fake_cuda")[name]
+        assert outcome.error is None, outcome.error
+        assert all(min(kernel["bytes"].values()) > 0 for kernel in outcome.result)
+        return outcome.result
+
+    return kernels
+
+
+def test_the_losss_softmax_reads_a_chunk_twice(kernels_of):
+    """One pass finds maximum and sum, the other writes the gradient; 6 bytes per logit in bf16."""
+    (kernel,) = kernels_of("softmax of the loss")
+    assert kernel["loops"] == 2 and set(kernel["bytes"]) == ARCHITECTURES
+
+
+@pytest.mark.parametrize(("name", "fused"), [("layer in bf16", "rsqrt"), ("layer in fp32", "searchsorted")])
+def test_a_layers_norms_and_masks_are_fused_and_compile_for_every_gpu(kernels_of, name, fused):
+    found = [kernel for kernel in kernels_of(name) if fused in kernel["kernel"]]
+    assert found and all(set(kernel["bytes"]) == ARCHITECTURES for kernel in found)

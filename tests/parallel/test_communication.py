@@ -1,0 +1,203 @@
+"""What each strategy sends, counted on GPUs that are not there, beside the least that would do; docs/performance.md
+has the table."""
+
+import pytest
+
+from support.fake_cuda import outcomes_of
+from support.project import ROOT
+from support.ranks_on_fake_cuda import HIDDEN_STATES, LAUNCHES, MODEL, RANKS
+
+WIDTH, MLP, LAYERS = MODEL["hidden_size"], MODEL["intermediate_size"], MODEL["num_hidden_layers"]
+SPLIT = 4 * WIDTH**2 + 3 * WIDTH * MLP
+"""Elements of a layer's matrices."""
+BESIDE = (2 * MODEL["vocab_size"] + 1) * WIDTH
+"""Elements of embedding, head and final norm."""
+NORMS = 2 * WIDTH
+"""Elements of a layer's norms."""
+TOTAL = LAYERS * (SPLIT + NORMS) + BESIDE
+WHOLE = LAYERS * NORMS + BESIDE
+"""Elements that tensor parallel does not split."""
+HIDDEN = HIDDEN_STATES[0] * HIDDEN_STATES[1] * HIDDEN_STATES[2]
+"""Elements of the hidden states of a micro-batch."""
+BF16, FP32 = 2, 4
+ONE_SUM = {"all-reduce of 8": (1, FP32)}
+
+
+def sharded(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
+    """A layer at a time: bf16 weights forward and again backward, those beside the layers once; fp32 gradients."""
+    gathers = {f"all-gather of {ranks}": (2 * LAYERS + 1, BF16 * (2 * TOTAL - BESIDE))}
+    micro_step = {**gathers, f"reduce-scatter of {ranks}": (LAYERS + 1, FP32 * TOTAL)}
+    return {
+        "micro-step": micro_step,
+        "last micro-step": micro_step,
+        "update": {f"all-reduce of {ranks}": (1, FP32)},
+        "validation": {f"all-gather of {ranks}": (LAYERS + 1, BF16 * TOTAL)},
+    }
+
+
+def split(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
+    """Two sums of hidden states per layer and direction, one of the loss; at the head each rank has the gradient of
+    its tokens. An update sums what every rank has whole, and the norm."""
+    micro_step = {
+        f"all-reduce of {ranks}": (4 * LAYERS + 1, 4 * LAYERS * BF16 * HIDDEN + FP32),
+        f"all-gather of {ranks}": (1, BF16 * HIDDEN),
+    }
+    return {
+        "micro-step": micro_step,
+        "last micro-step": micro_step,
+        "update": {f"all-reduce of {ranks}": (2, FP32 * WHOLE + FP32)},
+        "validation": {f"all-reduce of {ranks}": (2 * LAYERS + 1, 2 * LAYERS * BF16 * HIDDEN + FP32)},
+    }
+
+
+def staged(ranks: int, neighbours: int) -> dict[str, dict[str, tuple[int, int]]]:
+    """Hidden states of each pipeline microbatch, as many as there are ranks, forward and their gradients backward."""
+    passed = (neighbours * ranks, neighbours * ranks * BF16 * HIDDEN)
+    micro_step = {f"receive of {ranks}": passed, f"send of {ranks}": passed}
+    once = (ranks, ranks * BF16 * HIDDEN)
+    forward = {f"receive of {ranks}": once, f"send of {ranks}": once}
+    if neighbours == 1:  # the last stage
+        del forward[f"send of {ranks}"]
+    update = {f"all-reduce of {ranks}": (1, FP32)}
+    return {"micro-step": micro_step, "last micro-step": micro_step, "update": update, "validation": forward}
+
+
+def with_replicas(least: dict, moment: str, times: int, elements: int) -> dict:
+    """A second group, whose two members sum these gradients."""
+    return {**least, moment: {**least[moment], "all-reduce of 2": (times, FP32 * elements)}}
+
+
+STAGE = SPLIT + NORMS + WIDTH + MODEL["vocab_size"] * WIDTH
+"""Elements of a last stage of one layer."""
+GATHERED_ONCE = {"all-gather of 8": (1, BF16 * TOTAL)}
+SCATTERED_ONCE = {"reduce-scatter of 8": (1, FP32 * TOTAL)}
+LEAST = {
+    "ddp": {"last micro-step": {"all-reduce of 8": (1, FP32 * TOTAL)}},
+    "fsdp2": sharded(8),
+    "fsdp2, offloaded": sharded(8),
+    "hsdp, 2 x 4": with_replicas(sharded(4), "last micro-step", 1, TOTAL // 4),
+    "tp": split(8),
+    "tp, 2 x 4": with_replicas(split(4), "update", 1, WHOLE + LAYERS * SPLIT // 4),
+    "pp, an inner stage": staged(8, neighbours=2),
+    "pp, 2 x 4, the last stage": with_replicas(staged(4, neighbours=1), "update", 1, STAGE),
+    "zero1": {"last micro-step": SCATTERED_ONCE, "update": {**GATHERED_ONCE, **ONE_SUM}},
+    "zero2": {"micro-step": SCATTERED_ONCE, "last micro-step": SCATTERED_ONCE, "update": {**GATHERED_ONCE, **ONE_SUM}},
+    "zero3": {
+        "micro-step": {**GATHERED_ONCE, **SCATTERED_ONCE},
+        "last micro-step": {**GATHERED_ONCE, **SCATTERED_ONCE},
+        "update": ONE_SUM,
+    },
+}
+"""{launch: {moment: {'<kind> of <ranks>': (times, bytes of the whole tensors)}}}, from the model's shape alone."""
+ALL_REDUCED = "DeepSpeed all-reduces gradients of which each rank keeps a part"
+FP32_BETWEEN_STAGES = "fp32, as the residual stream is under autocast on one GPU"
+IN_TWO = "DeepSpeed's groups: what decays and what does not"
+REASONS = {
+    ("ddp", "last micro-step"): "buckets of 25 MB, summed during the backward pass",
+    ("hsdp, 2 x 4", "last micro-step"): "a layer at a time, during the backward pass",
+    **{
+        (launch, moment): "the head's gradient in fp32, as hidden states are under autocast on one GPU"
+        for launch in ("tp", "tp, 2 x 4")
+        for moment in ("micro-step", "last micro-step")
+    },
+    **{
+        (launch, moment): FP32_BETWEEN_STAGES
+        for launch in ("pp, an inner stage", "pp, 2 x 4, the last stage")
+        for moment in ("micro-step", "last micro-step", "validation")
+    },
+    ("zero1", "last micro-step"): ALL_REDUCED,
+    ("zero1", "update"): IN_TWO,
+    ("zero2", "micro-step"): ALL_REDUCED,
+    ("zero2", "last micro-step"): ALL_REDUCED,
+    ("zero2", "update"): f"{IN_TWO}; three sums for the norm and its overflow",
+    **{
+        ("zero3", moment): "DeepSpeed fetches ahead in buckets; norms stay whole"
+        for moment in ("micro-step", "last micro-step")
+    },
+    ("zero3", "update"): "DeepSpeed keeps norms whole and gathers them; two sums for the norm and its overflow",
+}
+"""Why a moment takes more than the least."""
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return outcomes_of("support.ranks_on_fake_cuda")
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_prepare_two_micro_steps_and_update_run_as_one_of_eight_gpus_and_never_wait(outcomes, launch):
+    assert outcomes[launch].error is None
+
+
+def sent(collectives: dict[str, tuple[int, int]]) -> float:
+    """MB that a GPU sends: a ring passes a gathered or scattered tensor on once, a summed one twice."""
+    total = 0.0
+    for name, (_, size) in collectives.items():
+        kind, _, ranks = name.partition(" of ")
+        rounds = {"all-reduce": 2, "send": 0, "receive": 0}.get(kind, 1)
+        total += size if kind == "send" else rounds * size * (int(ranks) - 1) / int(ranks)
+    return total / 1e6
+
+
+def in_words(collectives: dict[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{times} {name}" for name, (times, _) in sorted(collectives.items()))
+
+
+def rows(outcomes) -> list[str]:
+    """Of the table in docs/performance.md: moments that are alike in one row, silent ones in none."""
+    lines = []
+    for launch in LAUNCHES:
+        moments = outcomes[launch].result
+        counted = {moment: seen["collectives"] for moment, seen in moments.items()}
+        alike = counted["micro-step"] == counted["last micro-step"]
+        for moment, collectives in counted.items():
+            least = LEAST[launch].get(moment, {})
+            if not collectives or (alike and moment == "last micro-step"):
+                continue
+            name = "every micro-step" if alike and moment == "micro-step" else moment
+            is_least = {kind: tuple(both) for kind, both in collectives.items()} == least
+            beside = "the same" if is_least else f"{in_words(least)}: {sent(least):.2f}"
+            reason = "" if is_least else REASONS.get((launch, moment), "?")
+            cells = (launch, name, in_words(collectives), f"{sent(collectives):.2f}", beside, reason)
+            lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    return lines
+
+
+def test_the_table_in_the_docs_is_what_is_counted(outcomes):
+    """What is more than the least says why; one collective more or less is another row."""
+    counted = rows(outcomes)
+    text = (ROOT / "docs/performance.md").read_text()
+    _, _, table = text.partition("| launch | moment |")
+    assert table.splitlines()[2 : 2 + len(counted)] == counted, "\n" + "\n".join(counted)
+    assert not table.splitlines()[2 + len(counted)].startswith("|")
+    assert "| ? |" not in table, "more than the least, for no reason given"
+
+
+def test_every_reason_is_needed(outcomes):
+    for launch, moment in REASONS:
+        counted = outcomes[launch].result[moment]["collectives"]
+        assert {kind: tuple(both) for kind, both in counted.items()} != LEAST[launch].get(moment, {}), (launch, moment)
+
+
+def test_the_bars_of_sharding(outcomes):
+    """Two micro-steps of two layers: 10 gathers, and 3 sums between the replicas of HSDP."""
+    micro_steps = ("micro-step", "last micro-step")
+    for launch, ranks in {"fsdp2": RANKS, "hsdp, 2 x 4": RANKS // 2}.items():
+        counted = [outcomes[launch].result[moment]["collectives"] for moment in micro_steps]
+        assert sum(moment[f"all-gather of {ranks}"][0] for moment in counted) == 10
+    assert sum(moment.get("all-reduce of 2", (0,))[0] for moment in counted) == 3
+
+
+@pytest.mark.parametrize("launch", ["fsdp2", "hsdp, 2 x 4"])
+def test_sharded_layers_hand_on_bf16(outcomes, launch):
+    """Only norms compute in fp32, forward and backward. Where layers gave fp32, so did the last norm, and the head's
+    product was in fp32 too."""
+    seen = outcomes[launch].result["micro-step"]
+    assert seen["head_dtypes"] == ["torch.bfloat16"]
+    assert seen["casts_to_fp32"] == 2 * (2 * LAYERS + 1)
+
+
+def test_an_update_on_the_host_awaits_what_it_reads(outcomes):
+    """The clipping divisor and whether to skip come from the device; torch would copy them without waiting."""
+    assert outcomes["fsdp2, offloaded"].result["update"]["unawaited_copies"] == 0
+    assert outcomes["fsdp2, offloaded"].result["micro-step"]["unawaited_copies"] > 0, "gradients, which FSDP awaits"

@@ -1,0 +1,217 @@
+"""`make gpu` without a GPU: what it runs in which order, how it goes on, what it says; and its checks on a CPU."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+import torch
+
+from bench import gpu_check, references
+from bench.gpu import Row
+from bench.gpu_check import SCALES, Check, Results, Worker, checks_of, speed_checks, strategy_checks, tables, verdict
+from bench.references import FAILED, NOT_RUN, PASSED, Outcome, Runs, attention_error, check_attention, check_loss
+from bench.shapes import GPU_SHAPES
+from pretrain.errors import InputError
+from pretrain.model import attention as attention_module
+from pretrain.model import loss as loss_module
+from pretrain.runs.parity import Curve, StrategyOutcome
+from support.project import run_script, start_script
+
+GOES_ON = """
+import os, subprocess, sys
+from pathlib import Path
+from bench import gpu_check
+from bench.gpu_check import Check, Outcome
+from pretrain.errors import run_script
+folder, number = Path(sys.argv[1]), int(sys.argv[2])
+
+def row(name, word="passed"):
+    def measure():
+        with (folder / "calls").open("a") as file:
+            file.write(name + "\\n")
+        if name == "slow" and number == 1:
+            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            (folder / "child").write_text(str(child.pid) + "\\n")
+            child.wait()
+        return Outcome(word, f"said by {name}")
+    return Check(name, measure)
+
+wrong = row("wrong", "failed" if number == 2 else "passed")
+other = Check("other", None, "needs two GPUs")
+gpu_check.checks_of = lambda *_: [row("first"), row("slow"), wrong, other, row("last")]
+gpu_check.state_of = lambda *_: {}
+run_script(lambda: gpu_check.main(["--device", "cpu", "--output", str(folder / "out")]))
+"""
+
+
+def test_a_cut_call_says_what_it_has_and_the_next_goes_on_with_the_row_that_was_cut(tmp_path):
+    with start_script("-c", GOES_ON, tmp_path, 1, stdout=subprocess.PIPE) as process:
+        while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text().endswith("\n"):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[0]
+    assert process.returncode == 75 and "cut: run the same command again" in said
+    assert "| first | passed | said by first |" in said and "| slow | missing |" in said
+    assert "incomplete: 1 passed, 1 not run, 3 missing" in said
+    assert not psutil.pid_exists(int((tmp_path / "child").read_text())), "what the row has started lives on"
+    second, third = (run_script("-c", GOES_ON, tmp_path, number, check=False) for number in (2, 3))
+    assert (second.returncode, third.returncode) == (1, 0)
+    assert "failed: wrong: said by wrong" in second.stdout and "FAILED: 3 passed, 1 failed, 1 not run" in second.stdout
+    assert "passed: 4 passed, 1 not run" in third.stdout and "not run: other: needs two GPUs" in third.stdout
+    assert (tmp_path / "calls").read_text().split() == ["first", "slow", "slow", "wrong", "last", "wrong"]
+    assert "| slow | passed | said by slow |" in (tmp_path / "out/table.md").read_text()
+
+
+def test_results_of_other_code_or_another_gpu_do_not_count_and_a_torn_line_is_passed_over(tmp_path):
+    path = tmp_path / "results.jsonl"
+    Results(path, {"device": "A100"}).add("kill", Outcome(PASSED, "well"), 1.0)
+    with path.open("a") as file:
+        file.write('{"name": "torn", "outc')
+    other = Results(path, {"device": "H100"})
+    assert other.word("kill") is None and other.of_others == 1
+    other.add("kill", Outcome(FAILED, "badly", {"loss": 2.0}), 1.0)
+    first = Results(path, {"device": "A100"})
+    assert first.word("kill") == PASSED and first.word("torn") is None
+    assert Results(path, {"device": "H100"}).of("kill")["loss"] == 2.0
+    assert Results(path, {"device": "A100"}, again=True).word("kill") is None
+
+
+def test_what_matters_most_comes_first(tmp_path):
+    names = [check.name for check in checks_of("cpu", 2, tmp_path, Worker())]
+    kinds = list(dict.fromkeys(name.split()[0] for name in names))
+    assert kinds == ["attention", "loss", "train", "kill", "export", "strategy", "speed"] and len(set(names)) == len(
+        names
+    )
+    speeds = [check.name.removeprefix("speed ") for check in speed_checks(SCALES["cuda"], "cpu", None)]
+    default = "auto chunked_compiled"
+    assert speeds[:4] == [f"{shape} whole windows {default}" for shape in ("124m", "1.3b", "350m", "7b")]
+    assert speeds[4:8] == [f"{shape} documents {default}" for shape in ("124m", "1.3b", "350m", "7b")]
+    assert speeds[8:11] == ["124m plain_compiled", "124m bare_compiled", "124m trainer"]
+    assert len(speeds) == len(set(speeds)) == 4 * 2 * 4 * 4 + 4 * 3
+
+
+def test_what_cannot_run_here_says_why(monkeypatch, tmp_path):
+    reasons = {check.name: check.why_not for check in strategy_checks(Runs(tmp_path, "cuda"), 1)}
+    assert reasons["strategy ddp"] == "needs two GPUs, and there is 1"
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
+    checks = {check.name: check for check in strategy_checks(Runs(tmp_path, "cuda"), 6)}
+    assert checks["strategy zero2"].why_not == "deepspeed is not installed" and checks["strategy tp"].why_not is None
+    assert checks["strategy tp"].measure.args == ("tp", 4), "the model's heads and layers are divided by powers of two"
+    assert "triton" in gpu_check.missing_compiler()
+    with pytest.raises(InputError, match=r"has no torch, transformers, accelerate, pydantic: install them"):
+        gpu_check.require_packages()
+    speeds = {check.name: check.why_not for check in speed_checks(SCALES["cuda"], "cpu", None)}
+    assert "flash_attention_2 does not run on cpu" in speeds["speed 124m documents flash_attention_2 logits"]
+    assert "too large" in speeds["speed 7b trainer"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so():
+    ended = run_script("bench/gpu_check.py", check=False)
+    assert ended.returncode == 2 and "torch sees none here" in ended.stderr
+
+
+def results_with(folder, mfu: dict[str, float]) -> tuple[list[Check], Results]:
+    """Speeds that make these MFUs at a peak of 1 PFLOP/s."""
+    results = Results(folder / "results.jsonl", {})
+    checks = [
+        check for check in speed_checks(SCALES["cuda"], "cpu", None) if "whole windows auto chunked_c" in check.name
+    ]
+    for shape, share in mfu.items():
+        speed = share * 1e15 / gpu_check.flops_per_token(GPU_SHAPES[shape])
+        row = Row("groundwork", "off", "auto", "chunked_compiled", speed, 2**30, 9.0)
+        (name,) = (check.name for check in checks if f" {shape} " in check.name)
+        results.add(name, gpu_check.speed(shape, lambda row=row: row), 60.0)
+    return checks, results
+
+
+def test_verdict_has_mfu_beside_its_bars(tmp_path):
+    checks, results = results_with(tmp_path, {"124m": 0.5, "1.3b": 0.47})
+    lines, good = verdict(checks, results, GPU_SHAPES, 1e15)
+    assert lines[:2] == [
+        "MFU of 124m at T=1,024: 50.0%, at or above the bar of 45%",
+        "MFU of 1.3b at T=2,048: 47.0%, below the bar of 48%",
+    ]
+    assert lines[-1] == "FAILED: 2 passed, 2 missing, 1 below the bar" and not good
+    lines, good = verdict(checks, results, GPU_SHAPES, None)
+    assert "peak is unknown" in lines[0] and good
+    printed = "\n".join(tables(checks, results, GPU_SHAPES, 1e15))
+    assert "| groundwork | off | auto | chunked_compiled |" in printed and "| 50.0% | 1.0 GiB | 9 s |" in printed
+    lines, good = verdict(checks[2:], results, GPU_SHAPES, 1e15)
+    assert lines == ["incomplete: 2 missing"] and not good
+
+
+def test_what_does_not_fit_and_a_peer_that_does_not_run_fail_nothing():
+    def outcome(name, problem):
+        return gpu_check.speed("124m", lambda: Row(name, "off", "auto", "logits", problem=problem)).word
+
+    assert outcome("groundwork", "torch.OutOfMemoryError: CUDA out of memory. Tried ...") == NOT_RUN
+    assert outcome("trainer", "AttributeError: x") == NOT_RUN
+    assert outcome("groundwork", "AttributeError: x") == FAILED
+
+
+def test_a_process_that_dies_is_a_failure_and_the_next_check_has_another():
+    worker = Worker()
+    try:
+        assert worker.run(os._exit, 3) == Outcome(FAILED, "the process died")
+        assert worker.run(json.loads, "no json").said.startswith("JSONDecodeError")
+        assert worker.run(Outcome, PASSED) == Outcome(PASSED)
+    finally:
+        worker.end()
+
+
+@pytest.mark.parametrize("backend", ["chunked", "torch", "logits"])
+def test_losses_are_right_on_a_cpu_and_a_wrong_one_is_seen(backend, monkeypatch):
+    assert check_loss(backend, "cpu", SCALES["cpu"].loss_sizes).word == PASSED
+    right = loss_module.LOSS_BACKENDS[backend]
+
+    def wrong(hidden, *rest):
+        loss, cross_entropy = right(hidden * 1.01, *rest)
+        return loss, cross_entropy
+
+    monkeypatch.setitem(loss_module.LOSS_BACKENDS, backend, wrong)
+    if backend != "logits":  # the reference
+        found = check_loss(backend, "cpu", SCALES["cpu"].loss_sizes)
+        assert found.word == FAILED and "fp32: error" in found.said
+
+
+def test_attention_is_right_on_a_cpu_and_a_document_that_ends_late_is_seen(monkeypatch):
+    found = check_attention("sdpa", "cpu")
+    assert found.word == PASSED and len(found.figures["errors"]) == 4
+    layout = attention_module.document_layout
+
+    def one_late(ids, end):
+        made = layout(ids, end)
+        made["cu_seq_lens_q"][1] += 1
+        return made
+
+    monkeypatch.setattr(attention_module, "document_layout", one_late)
+    assert attention_error("groundwork_sdpa", "cpu", "bf16", 64, True) > references.MOST_ERROR["bf16"]
+
+
+def test_numbers_that_are_not_finite_are_infinitely_wrong():
+    assert references.relative_error([torch.tensor([float("nan")])], [torch.ones(1)]) == float("inf")
+
+
+REFERENCE = Curve({step: 7.0 - step / 10 for step in range(1, 13)}, dict.fromkeys(range(1, 13), 1.0))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "word", "said"),
+    [
+        (StrategyOutcome(REFERENCE), PASSED, "loss within 0.0e+00"),
+        (StrategyOutcome(Curve(REFERENCE.loss | {3: 6.8}, REFERENCE.grad_norm)), FAILED, "loss within 1.0e-01"),
+        (StrategyOutcome(None, ("needs libaio",)), NOT_RUN, "needs libaio"),
+    ],
+)
+def test_a_strategy_is_held_to_one_process(outcome, word, said, monkeypatch, tmp_path):
+    monkeypatch.setattr(Runs, "recipe", lambda runs: runs.folder / "recipe.yaml")
+    trained = {"single": StrategyOutcome(REFERENCE), "ddp": outcome}
+    monkeypatch.setattr(references, "train_under", lambda strategy, *_: trained[strategy])
+    found = Runs(tmp_path, "cuda").check_like_single("ddp", 2, name="ddp", precision="fp32")
+    assert found.word == word and said in found.said

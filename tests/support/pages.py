@@ -1,0 +1,54 @@
+"""The commands of README.md and docs/, in the order in which a reader meets them."""
+
+import re
+from dataclasses import dataclass
+
+from support.project import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHELLS = ("bash", "sh", "shell", "console")
+FIRST_WORDS = {
+    "python", "python3", "pip", "pipx", "uv", "conda", "accelerate", "torchrun", "deepspeed", "make", "git", "hf",
+    "ray", "huggingface-cli", "tensorboard", "jupyter", "pytest", "ruff", "lm_eval", "sbatch", "srun", "squeue",
+    "scancel", "salloc", "sudo", "apt", "apt-get", "brew", "docker", "podman", "apptainer", "curl", "wget", "ssh",
+    "scp", "rsync", "cd", "cp", "mv", "ln", "rm", "mkdir", "cat", "head", "tail", "less", "watch", "tar", "unzip",
+    "export", "source", ".", "bash", "sh", "env", "nohup", "tmux", "nvidia-smi",
+}  # fmt: skip
+"""Of a line in an indented block or in one without a language; in a block of a shell every line is a command."""
+
+VARIABLES = r"^([A-Z_]+=\S* +)+"
+"""Set before a command."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command as it stands, continued lines joined."""
+
+    page: str
+    line: int
+    section: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line} ({self.section}): {self.text}"
+
+
+def commands_in(page: str, text: str) -> list[Command]:
+    """The commands of a page's indented and fenced blocks."""
+    found, section, fence = [], "", None
+    lines = iter(enumerate(text.splitlines(), start=1))
+    for number, line in lines:
+        if mark := re.match(r"\s*```(\w*)", line):
+            fence = mark[1] if fence is None else None
+            continue
+        if fence is None and (heading := re.match(r"#+ (.*)", line)):
+            section = heading[1]
+        if fence is None and not line.startswith("    "):
+            continue
+        line = line.strip().removeprefix("$ ")
+        word = re.sub(VARIABLES, "", line).partition(" ")[0]
+        if word in FIRST_WORDS or (fence in SHELLS and line and not line.startswith("#")):
+            while line.endswith("\\"):
+                line = line[:-1] + next(lines)[1].strip()
+            found.append(Command(page, number, section, re.sub(r"\s+# .*", "", line)))
+    return found

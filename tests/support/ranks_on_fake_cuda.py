@@ -1,0 +1,359 @@
+"""Cases of tests/parallel/test_communication.py, for support.fake_cuda to run: each strategy as one of eight GPUs.
+
+torch's "fake" process group has as many ranks as it is told and sends nothing; one process is any one of them. The
+launcher's environment, the Accelerator, model and optimizer are those of a launch. After a first step, which makes
+buffers and optimizer state, two micro-steps, an update and a validation batch are counted, in which nothing may wait
+for the device. ZeRO runs on the host: DeepSpeed reads values.
+"""
+
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed._meta_registrations import create_fakework
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
+from torch.distributed.pipelining.stage import InferenceMode
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pretrain.config import RunConfig
+from pretrain.model.attention import attention_arguments, document_layout
+from pretrain.model.build import build_meta_model
+from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.model_config import load_model_config
+from pretrain.optim.optimizers import optimizer_builder
+from pretrain.parallel.registry import make_strategy
+from pretrain.parallel.strategy import Strategy
+from pretrain.recipe import read_run_config
+from support.fake_cuda import fake_cuda, refuse_waits, torch_cuda_with
+from support.launcher_environment import LAUNCHER_VARIABLES, launcher_environment
+
+ROOT = Path(__file__).parents[2]
+RANKS, SEQUENCES, LENGTH = 8, 8, 256
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": LENGTH,
+    "tie_word_embeddings": False,
+}
+HIDDEN_STATES = (SEQUENCES, LENGTH, MODEL["hidden_size"])
+
+C10D = torch.library.Library("c10d", "IMPL")
+"""Held for as long as this function of it is to be known: torch has one of every other collective in use."""
+C10D.impl("allreduce_coalesced_", lambda *args: create_fakework(args, return_first_arg=False), "Meta")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A strategy on eight GPUs, and which of them is looked at."""
+
+    file: str
+    """In accelerate_configs/."""
+    rank: int = 0
+    environment: tuple[tuple[str, str], ...] = ()
+    """What the launcher's options would change."""
+    layers: int = MODEL["num_hidden_layers"]
+    may_wait: bool = False
+
+    @property
+    def on_host(self) -> bool:
+        return self.file.startswith("zero")
+
+
+KINDS = {
+    "broadcast": "broadcast",
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "allgather": "all-gather",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
+    "send": "send",
+    "recv": "receive",
+}
+
+
+@dataclass
+class Seen:
+    """What can be seen of a moment in its operators alone."""
+
+    collectives: dict[str, list[int]] = field(default_factory=dict)
+    """{'<kind> of <ranks of the group>': [times, bytes of the whole tensors]}."""
+    unawaited_copies: int = 0
+    """From the device to the host."""
+    casts_to_fp32: int = 0
+    """Of hidden states."""
+    head_dtypes: list[str] = field(default_factory=list)
+    """In which each product with the output head is computed."""
+
+
+class Counter(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = Seen()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # it comes back with the collectives that it takes
+        kwargs = kwargs or {}
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func._opname:
+            self.count(func, [*args, *kwargs.values()])
+        elif func is torch.ops.aten._to_copy.default:
+            to, dtype = kwargs.get("device") or args[0].device, kwargs.get("dtype")
+            self.seen.unawaited_copies += args[0].is_cuda and to.type == "cpu" and kwargs.get("non_blocking", False)
+            self.seen.casts_to_fp32 += dtype == torch.float32 and args[0].shape == HIDDEN_STATES
+        elif func is torch.ops.groundwork.chunked_loss.default:
+            self.seen.head_dtypes.append(str(args[6]))
+        return func(*args, **kwargs)
+
+    def count(self, func, arguments: list) -> None:
+        name = func._opname.strip("_")
+        kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), name)
+        ranks = next(size for argument in arguments if (size := ranks_of(argument)))
+        # What is gathered or scattered is there whole and in part; of functional gathers the part alone.
+        size = max(map(bytes_of, arguments))
+        if func.namespace == "_c10d_functional" and kind == "all-gather":
+            size *= ranks
+        times_and_bytes = self.seen.collectives.setdefault(f"{kind} of {ranks}", [0, 0])
+        times_and_bytes[0] += 1
+        times_and_bytes[1] += size
+
+
+def ranks_of(argument: object) -> int | None:
+    """Size of a process group, given as torch's operators are given one."""
+    if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+        return ProcessGroup.unbox(argument).size()
+    if isinstance(argument, str) and argument not in ("sum", "avg"):
+        return _resolve_process_group(argument).size()
+    return None
+
+
+def bytes_of(argument: object) -> int:
+    if isinstance(argument, torch.Tensor):
+        return argument.numel() * argument.element_size()
+    return sum(map(bytes_of, argument)) if isinstance(argument, list | tuple) else 0
+
+
+class NoWeights:
+    """In place of `InitialWeights`: zeros on the host, which have no values where tensors are fake."""
+
+    def fill(self, causal_lm: torch.nn.Module, unit: str) -> None:
+        for module in causal_lm.get_submodule(unit).modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    module._parameters[name] = torch.nn.Parameter(torch.zeros(parameter.shape))
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+
+
+def apply_in_place(module: torch.nn.Module, function, recurse: bool = True) -> torch.nn.Module:
+    """In place of `Module._apply`, to which fake tensors of two devices are of two types: parameters stay the same."""
+    for child in module.children():
+        apply_in_place(child, function)
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            set_data(parameter, function(parameter.detach()))
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else function(buffer)
+    return module
+
+
+def set_data(tensor: torch.Tensor, moved: torch.Tensor) -> None:
+    tensor.data = moved
+    if isinstance(tensor, FakeTensor):
+        tensor.fake_device = moved.fake_device
+
+
+def move_states(parameters: list[torch.Tensor], buffers: list[torch.Tensor], device: torch.device) -> None:
+    """In place of what fully_shard does first."""
+    for tensor in [*parameters, *buffers]:
+        set_data(tensor, tensor.detach().to(device))
+
+
+def real_mesh(*arguments, **settings):
+    """A mesh is a tensor that torch reads."""
+    with unset_fake_temporarily():
+        return init_device_mesh(*arguments, **settings)
+
+
+def agree_on_shapes(schedule, stages: list, *_) -> None:
+    """In place of the vote of a pipeline's stages on whether shapes are known before: they are."""
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC
+
+
+assign_buckets = dist._compute_bucket_assignment_by_size
+
+
+def final_buckets(tensors: list[torch.Tensor], limits: list[int], *rest):
+    """DDP begins with one bucket, and makes these of it after a step."""
+    return assign_buckets(tensors, [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20], *rest)
+
+
+class FixedBuckets:
+    """In place of DDP's reducer, which reads values to build its buckets anew."""
+
+    def __init__(self, reducer):
+        self._reducer = reducer
+
+    def __getattr__(self, name: str):
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def all_reduce_bucket(_, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP does with a bucket; the fake group's own work has no result."""
+    dist.all_reduce(bucket.buffer())
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@contextmanager
+def as_rank_of(launch: Launch) -> Iterator[None]:
+    """The environment and the process group of this rank."""
+    environment = launcher_environment(ROOT / f"accelerate_configs/{launch.file}.yaml", RANKS)
+    environment |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "RANK": str(launch.rank)}
+    environment |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **dict(launch.environment)}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+    new_group = dist.new_group
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {**kept, **environment}, clear=True))
+        fake_group = mock.patch.object(
+            dist, "new_group", lambda *a, **more: new_group(*a, **more | {"backend": "fake"})
+        )
+        stack.enter_context(fake_group)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        if not dist.is_initialized():  # DeepSpeed keeps its groups
+            dist.init_process_group("fake", store=FakeStore(), rank=launch.rank, world_size=RANKS)
+        if not launch.on_host:
+            stack.callback(dist.destroy_process_group)
+        yield
+
+
+@contextmanager
+def fake_devices() -> Iterator[FakeTensorMode]:
+    """Fake CUDA, with what strategies use and fake tensors do not know."""
+    patches = (
+        mock.patch("pretrain.parallel.fully_sharded.init_device_mesh", real_mesh),
+        mock.patch.object(torch.nn.Module, "_apply", apply_in_place),
+        mock.patch("torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device", move_states),
+        mock.patch.multiple(torch.Tensor, pin_memory=lambda tensor: tensor, is_pinned=lambda tensor: True),
+        mock.patch.multiple(torch.cuda, get_rng_state=mock.Mock(), set_rng_state=mock.Mock()),
+        mock.patch("torch.distributed._compute_bucket_assignment_by_size", final_buckets),
+        # They look into tensors by their address.
+        mock.patch("torch.nn.parallel.distributed._verify_param_shape_across_processes"),
+        mock.patch("torch.nn.parallel.distributed._sync_module_states"),
+        mock.patch("torch.distributed.pipelining.schedules._PipelineSchedule._warmup_p2p", agree_on_shapes),
+        # Which microbatch arrives is a value, if one of the host's.
+        mock.patch("pretrain.parallel.pipeline_stages.int", lambda number: 0, create=True),
+    )
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield stack.enter_context(fake_cuda(RANKS, may_wait=True))
+
+
+def read_config(folder: Path, layers: int) -> RunConfig:
+    (folder / "model.json").write_text(json.dumps({**MODEL, "num_hidden_layers": layers}))
+    recipe = {
+        "model": str(folder / "model.json"),
+        "output": str(folder / "run"),
+        "precision": "bf16",
+        "data": {"train": [{"shards": str(folder)}], "sequence_length": LENGTH},
+        "budget": {"steps": 9},
+        "batch": {"tokens_per_step": 2 * RANKS * SEQUENCES * LENGTH, "sequences_per_micro_batch": SEQUENCES},
+        "optim": {"learning_rate": 0.001, "max_grad_norm": 1.0},
+        "pipeline": {"schedule": "1F1B"},
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return read_run_config(folder / "recipe.yaml")
+
+
+def count(launch: Launch) -> dict[str, dict]:
+    """What the second step and a second validation batch do, {moment: its `Seen` as a dictionary}."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config = read_config(folder, launch.layers)
+        stack.enter_context(as_rank_of(launch))
+        stack.enter_context(nullcontext() if launch.on_host else torch_cuda_with(RANKS))
+        strategy = make_strategy(config)
+        causal_lm = build_meta_model(load_model_config(config.model.config), attention="groundwork_sdpa")
+        model = LanguageModelLoss(causal_lm, from_hidden_states=True)
+        build_optimizer = optimizer_builder(
+            config.optim, causal_lm, 0.001, seed=0, device_type="cpu" if launch.on_host else "cuda"
+        )
+        fake = stack.enter_context(nullcontext() if launch.on_host else fake_devices())
+        model = strategy.prepare(model, NoWeights(), build_optimizer)
+        if isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(None, all_reduce_bucket)
+            model.reducer, model.logger = FixedBuckets(model.reducer), mock.Mock()
+        rows, length = (1, 16) if launch.on_host else (SEQUENCES * strategy.micro_batches_per_call, LENGTH)
+        ids = torch.zeros(rows, length, dtype=torch.long, device=strategy.device)
+        with unset_fake_temporarily():
+            layout = document_layout(np.arange(rows * length).reshape(rows, length) % 97, 0)
+        layout = {name: fake.from_tensor(values) if fake else values for name, values in layout.items()}
+        batch = {"input_ids_BT": ids, "targets_BT": ids}
+        batch |= attention_arguments(layout, "groundwork_sdpa", strategy.device)
+        take_step(strategy, model, batch)
+        with nullcontext() if launch.may_wait or launch.on_host else refuse_waits():
+            counters = take_step(strategy, model, batch)
+            model.eval()
+            for _ in range(2):  # what the first leaves behind, the second could use
+                with Counter() as counters["validation"], torch.no_grad():
+                    model(**batch)
+        return {moment: asdict(counter.seen) for moment, counter in counters.items()}
+
+
+def take_step(strategy: Strategy, model: torch.nn.Module, batch: dict) -> dict[str, Counter]:
+    """Two micro-steps and an update, as in train.py."""
+    counters = {moment: Counter() for moment in ("micro-step", "last micro-step", "update")}
+    model.train()
+    strategy.set_learning_rate(0.001)
+    for is_last, moment in enumerate(("micro-step", "last micro-step")):
+        with counters[moment], strategy.accumulate(is_last=bool(is_last)):
+            loss, _ = model(**batch)
+            strategy.backward(loss / 2)
+    with counters["update"]:
+        grad_norm, skipped = strategy.update(1.0)
+    assert grad_norm.device == skipped.device == strategy.device
+    return counters
+
+
+LAUNCHES = {
+    "ddp": Launch("ddp"),
+    "fsdp2": Launch("fsdp2"),
+    "fsdp2, offloaded": Launch("fsdp2", environment=(("FSDP_OFFLOAD_PARAMS", "true"),), may_wait=True),
+    "hsdp, 2 x 4": Launch("hsdp"),
+    "tp": Launch("tp"),
+    "tp, 2 x 4": Launch("tp", rank=7, environment=(("PARALLELISM_CONFIG_TP_SIZE", "4"),)),
+    "pp, an inner stage": Launch("pp", rank=3, layers=8),
+    "pp, 2 x 4, the last stage": Launch("pp", rank=7, environment=(("MEGATRON_LM_PP_DEGREE", "4"),), layers=4),
+    "zero1": Launch("zero1"),
+    "zero2": Launch("zero2"),
+    "zero3": Launch("zero3"),
+}
+CASES = {name: functools.partial(count, launch) for name, launch in LAUNCHES.items()}

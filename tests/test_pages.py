@@ -1,0 +1,258 @@
+"""Every command of README.md and docs/ works as it stands, in the order in which a reader meets it.
+
+Commands run in a clone, typed into a shell, with their budgets cut (support/clone.py). What a test has no time or no
+machine for is read by the script's own parser, and the files that it names are there. What needs more is listed.
+"""
+
+import json
+import re
+import runpy
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+import zstandard
+from accelerate.commands.launch import launch_command_parser
+
+import plan
+import publish
+import runs
+from pretrain.planning.own_text import read_own_text
+from pretrain.preparation.arguments import parse_arguments
+from pretrain.recipe import named_recipe, pair_up, read_command_line, read_run_config
+from support.clone import copy_clone, make_clone, type_in
+from support.pages import PAGES, VARIABLES, Command, commands_in
+from support.project import ROOT
+from support.run_folders import write_tokenizer
+
+NOT_RUN = {
+    r"^git clone ": "this is the clone",
+    r"^(make install && )?(\.|source) \.venv/bin/activate": "the shell of a clone has its environment",
+    r"^make (test|bench)$": "minutes to hours",
+    r"^ATEN_CPU_CAPABILITY=avx2 .* make demo": "the demo again, on another processor",
+    r"^ray start": "an optional package",
+    r"^hf download": "needs the Hub",
+}
+"""{pattern: reason}; of `make` the target is looked up."""
+ONLY_READ = {
+    r"(fsdp2|hsdp|pp|tp)\.yaml": "trains in tests/parallel",
+    r"-m pretrain\.launch": "tests/test_launch.py",
+    r"single\.yaml": "the same as python train.py",
+    r"launch .*(recipes/llama_1b\.yaml|--tasks base)": "days on many GPUs",
+    r"plan\.py .*(--calibrate|llama_7b|llama_13b|--gpus 64)": "seconds each: tests/scripts/test_plan.py",
+    r"train\.py .*--smoke": "300 steps: tests/planning/test_smoke.py",
+    r"runs\.py parity": "trains under every strategy: tests/runs/test_parity.py",
+    r"--branch_from": "needs thousands of steps: tests/training/test_elastic_budget.py",
+    r"^CUDA_VISIBLE_DEVICES=": "GPUs: every process of the tests would import anew",
+    r"--model EleutherAI/": "needs the Hub",
+    r"^python bench/": "minutes to hours: tests/scripts/test_bench.py",
+    r"--ray_address": "an optional package",
+}
+"""{pattern: reason}"""
+PLANNED: set[str] = set()
+"""Commands of plan.py that have run: they need no run and change nothing."""
+RUN = r"^(python|accelerate launch|make demo$)"
+"""What a test may run. Whatever else a page says is listed above or a failure."""
+REFUSED = {
+    r"runs\.py (save|stop|abort|anneal) ": "not active",  # tests/runs/test_control.py has live ones
+    r"--max_iters": "--max_iters: here it is --budget.steps",
+}
+"""{pattern: what is answered, with exit status 2}"""
+STAND_INS = ("runs/x", "runs/a", "runs/b", "runs/trunk", "data/docs", "data/fineweb_edu", "recipes/x.yaml",
+             "recipes/mine.yaml", "recipes/NAME.yaml", "model_configs/mine.json")  # fmt: skip
+"""A reader's own, of which pages speak: here copies of the demo's."""
+DEMOS = {
+    "runs": "runs/demo", "data": "data/demo", "recipes": "recipes/demo.yaml",
+    "model_configs": "model_configs/llama_demo.json",
+}  # fmt: skip
+UNTRACKED = {"runs", "data", "tokenizers", "wandb", "tests"}
+WORDS = {"RANK": "0", "ADDRESS": "127.0.0.1"}
+
+
+def lend_inputs(clone, commands: str, text_files) -> None:
+    """Texts of the reader, and under the name of a dataset or tokenizer a folder, which comes before the Hub."""
+    texts = [path.read_text() for path in sorted(text_files.iterdir())]
+    paragraphs = [part for text in texts for part in text.split("\n\n")]
+    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in paragraphs)
+    for name in set(re.findall(r"--dataset ([\w./-]+)", commands)):
+        (clone / name).mkdir(parents=True)
+        (clone / name / "0.jsonl").write_bytes(lines)
+    for name in set(re.findall(r"--tokenizer (?!tokenizers/)([\w./-]+)", commands)):
+        write_tokenizer(clone / name)
+    for name, ending in set(re.findall(r"--(?:input|text) '?(\w+)/[*/]+\.([\w.]+)", commands)):
+        (clone / name / "deeper").mkdir(parents=True)
+        for number, text in enumerate(texts):
+            content = text.encode() if ending == "txt" else zstandard.compress(lines)
+            for folder in (clone / name, clone / name / "deeper"):
+                (folder / f"{number}.{ending}").write_bytes(content)
+
+
+def write_tasks(clone) -> None:
+    """The task of docs/evaluation.md, and others that have its form under the harness's names."""
+    text = "\n".join(page.read_text() for page in PAGES)
+    task = yaml.safe_load(re.search(r"```yaml\n(task: my_quiz\n.*?)```", text, re.DOTALL)[1])
+    rows = [{"question": str(number), "choices": ["one", "two"], "answer": 0} for number in range(4)]
+    (clone / "quiz.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for folder, name in (("my_tasks", "my_quiz"), ("stand_in_tasks", "hellaswag"), ("stand_in_tasks", "arc_easy")):
+        (clone / folder).mkdir(exist_ok=True)
+        (clone / folder / f"{name}.yaml").write_text(yaml.safe_dump({**task, "task": name}))
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory, text_files):
+    """A clone after `make demo`, with the reader's texts, and nothing else."""
+    clone = make_clone(tmp_path_factory.mktemp("clone") / "groundwork")
+    clone.joinpath("text").symlink_to(text_files)
+    result = type_in(clone, "make demo")
+    assert result.returncode == 0, result.stdout + result.stderr
+    write_tasks(clone)
+    return clone
+
+
+def lend_stand_ins(clone, commands: str) -> None:
+    """Makes what the commands take as the reader's own and none of them makes."""
+    for name in STAND_INS:
+        named = name if name != "data/fineweb_edu" else "recipes/llama_125m.yaml"
+        source, target = clone / DEMOS[name.split("/")[0]], clone / name
+        made = rf"--output {name}\b|--text '?{Path(name).stem}\b"
+        if re.search(rf"{named}\b", commands) and not re.search(made, commands):
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+
+
+def read(words: list[str]) -> None:
+    """Reads a command as its script does, up to where it would look at data. Raises, or exits, if it is refused."""
+    script, arguments = words[0], words[1:]
+    problems = []
+    if script == "train.py" and "--text" in arguments:
+        read_own_text(arguments)
+    elif script == "train.py":
+        read_command_line(arguments, "")
+    elif script == "prepare_data.py":
+        parse_arguments("", arguments)
+    elif script == "evaluate.py":
+        runpy.run_path(str(ROOT / script))["read_arguments"](arguments)  # `evaluate` is a library's name as well
+    elif script == "publish.py":
+        problems = publish.read_arguments(arguments)[1]
+    elif script == "plan.py":
+        own, rest = plan.parse_arguments(named_recipe(arguments))
+        problems = plan.option_problems(own)
+        read_run_config(own.config, pair_up(rest))
+    elif script == "runs.py":
+        own, rest = runs.parser().parse_known_args(arguments)
+        if own.run is runs.parity:
+            read_run_config(own.config, pair_up(rest))
+        else:
+            problems = rest
+    else:
+        assert (ROOT / script).is_file()
+    assert problems == []
+
+
+def read_command(words: list[str]) -> None:
+    """Reads a command with its launcher; the files that it names are there."""
+    words = [WORDS.get(word, word) for word in words]
+    if words[:2] == ["accelerate", "launch"] or words[:3] == ["python", "-m", "pretrain.launch"]:
+        own = launch_command_parser().parse_args(words[2 if words[0] == "accelerate" else 3 :])
+        words = [own.training_script, *own.training_script_args]
+        assert (ROOT / own.config_file).is_file()
+    else:
+        words = words[1:]
+    read(words)
+
+
+def matches(patterns, command: str) -> bool:
+    return any(re.search(pattern, command) for pattern in patterns)
+
+
+def check(command: Command, clone) -> str | None:
+    """Runs or reads a command; returns what went wrong."""
+    if matches(NOT_RUN, command.text):
+        target = re.match(r"make (\S+)", command.text)
+        known = target is None or re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return None if known else "no such target"
+    if not re.search(RUN, re.sub(VARIABLES, "", command.text)):
+        return "is neither run nor read, and not listed in NOT_RUN with the reason"
+    if matches(ONLY_READ, command.text):
+        try:
+            read_command(shlex.split(re.sub(VARIABLES, "", command.text)))
+        except (Exception, SystemExit) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+    if command.text in PLANNED:
+        return None
+    PLANNED.update([command.text] if "plan.py" in command.text else [])
+    result = type_in(clone, command.text)
+    said = result.stdout + result.stderr
+    for answer in [answer for pattern, answer in REFUSED.items() if re.search(pattern, command.text)]:
+        return None if result.returncode == 2 and answer in said else said
+    return f"exit status {result.returncode}\n{said}" if result.returncode else None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_work_in_their_order(page, demo, text_files, tmp_path, monkeypatch):
+    commands = commands_in(page.name, page.read_text())
+    clone = copy_clone(demo, tmp_path / "groundwork")
+    whole = "\n".join(command.text for command in commands)
+    lend_inputs(clone, whole, text_files)
+    lend_stand_ins(clone, whole)
+    monkeypatch.chdir(clone)
+    wrong = [f"{command}\n{problem}" for command in commands if (problem := check(command, clone))]
+    assert not wrong, "\n\n".join(wrong)
+
+
+def test_commands_are_told_from_what_they_print():
+    text = "# Page\n\n    python a.py \\\n        --b 1   # why\n    step 0 · loss 7\n\npython c.py\n\n"
+    text += "```yaml\npython: 1\n```\n## Next\n```bash\n# first\nX=1 anything at all\n```\n"
+    text += "```\ngit clone URL\nCloning\n```\n"
+    found = [(command.line, command.section, command.text) for command in commands_in("page.md", text)]
+    assert found == [
+        (3, "Page", "python a.py --b 1"), (15, "Next", "X=1 anything at all"), (18, "Next", "git clone URL"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("docker run groundwork", "neither run nor read"),
+        ("make coffee", "neither run nor read"),
+        ("accelerate launch --config_file accelerate_configs/fsdp2.yaml train.py --config recipes/none.yaml", "none"),
+        (
+            "accelerate launch --config_file accelerate_configs/fsdp3.yaml train.py --config fsdp2.yaml",
+            "AssertionError",
+        ),
+        ("python runs.py parity --config recipes/demo.yaml --stops 10", "--stops: unknown"),
+        ("python train.py --config recipes/demo.yaml --smoke --optim.learning_rat 1", "learning_rate"),
+        ("python plan.py --config recipes/demo.yaml --calibrate --gpus 0", "--gpus"),
+    ],
+)
+def test_a_command_that_does_not_work_is_seen(text, problem, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert problem in check(Command("page.md", 1, "Page", text), ROOT)
+
+
+def test_a_run_that_is_refused_is_seen(demo):
+    """And one that is accepted leaves what it says."""
+    wrong = check(Command("page.md", 1, "Page", "python evaluate.py --model runs/demo --data data/none"), demo)
+    assert "exit status 2" in wrong and "data/none" in wrong
+    assert (demo / "runs/demo/final/model.safetensors").exists() and (demo / "runs/demo/evaluation.json").exists()
+
+
+def headings(page) -> dict[str, str]:
+    """{anchor: heading} of a page, as GitHub makes anchors."""
+    found = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"): heading for heading in found}
+
+
+def test_pages_and_sections_that_messages_name_exist():
+    """In code, recipes, scripts and other pages."""
+    files = [path for ending in ("py", "yaml", "sbatch", "md", "ipynb") for path in ROOT.glob(f"[!.]*/**/*.{ending}")]
+    named = set()
+    for path in [*ROOT.glob("*.*"), ROOT / "Makefile", *files]:
+        text = path.read_text() if path.is_file() and path.parts[len(ROOT.parts)] not in UNTRACKED else ""
+        named |= set(re.findall(r"\b(docs/\w+\.(?:md|ipynb))(?:, section \"([^\"]+)\")?", text))
+    assert ("docs/failures.md", "Out of memory") in named
+    for page, section in named - {("docs/x.md", "")}:
+        assert (ROOT / page).is_file(), page
+        assert not section or section in headings(ROOT / page).values(), f"{page}, section {section}"
