@@ -223,7 +223,7 @@ def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> list[torch
 
     def loss_of_hidden(hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         targets_N = targets_BT.flatten()
-        mine_R = part_of(targets_N, group)
+        mine_R = share_of(targets_N, group)
         share = (mine_R != IGNORED).sum() / (targets_N != IGNORED).sum().clamp(min=1)
         loss, cross_entropy = whole_loss(PartOfRows.apply(hidden_BTD.flatten(0, 1), group), mine_R)
         cross_entropy = cross_entropy * share
@@ -241,7 +241,7 @@ def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> list[torch
     return list(head.parameters())
 
 
-def part_of(x_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+def share_of(x_N: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This process's rows: equal parts in the order of the ranks, the last perhaps shorter or empty."""
     rows = math.ceil(x_N.shape[0] / dist.get_world_size(group))
     start = min(rows * dist.get_rank(group), x_N.shape[0])
@@ -249,12 +249,12 @@ def part_of(x_N: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class PartOfRows(torch.autograd.Function):
-    """`part_of` hidden states that every process has; each gets the gradient of all rows."""
+    """`share_of` hidden states that every process has; each gets the gradient of all rows."""
 
     @staticmethod
     def forward(ctx, hidden_ND: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.shape, ctx.group = hidden_ND.shape, group
-        return part_of(hidden_ND, group)
+        return share_of(hidden_ND, group)
 
     @staticmethod
     def backward(ctx, grad_RD: Tensor) -> tuple[Tensor, None]:
