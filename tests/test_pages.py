@@ -34,6 +34,9 @@ NOT_RUN = {
     r"^ATEN_CPU_CAPABILITY=avx2 .* make demo": "the demo again, on another processor",
     r"^ray start": "an optional package",
     r"^hf download": "needs the Hub",
+    r"^(MAX_JOBS=4 )?pip install -r requirements-(gpu|flash-attn)\.txt": "gigabytes for GPUs",
+    r"^make gpu": "needs a GPU: tests/scripts/test_bench.py",
+    r"^(export|torchrun) ": "the launcher's variables: tests/parallel/test_launcher_files.py",
 }
 """{pattern: reason}; of `make` the target is looked up."""
 ONLY_READ = {
