@@ -179,7 +179,7 @@ def test_a_skipped_step_changes_nothing_in_the_fused_kernel():
 def updating(model, optimizer, scaler=None) -> Strategy:
     """What `update` uses of a strategy, without processes that talk."""
     strategy = object.__new__(Strategy)
-    strategy.causal_lm, strategy.optimizer = model, optimizer
+    strategy.causal_lm, strategy.optimizer, strategy.name_of = model, optimizer, names_of(model)
     strategy.accelerator = Namespace(scaler=scaler, unscale_gradients=lambda: scaler.unscale_(optimizer))
     return strategy
 
@@ -234,6 +234,7 @@ def test_an_update_waits_for_nothing_and_a_skipped_one_changes_nothing(name):
     model = tiny_model()
     strategy = object.__new__(Strategy)
     strategy.causal_lm, strategy.optimizer, strategy.accelerator = model, build(model, name), Namespace(scaler=None)
+    strategy.name_of = names_of(model)
     before = []
     for value in (1.0, math.nan, math.inf):
         for parameter in model.parameters():

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import time
 
-import psutil
 import pytest
 import torch
 
@@ -18,6 +17,7 @@ from bench.shapes import GPU_SHAPES
 from pretrain.errors import InputError
 from pretrain.model import attention as attention_module
 from pretrain.model import loss as loss_module
+from pretrain.processes import is_alive
 from pretrain.runs.parity import Curve, StrategyOutcome
 from support.project import run_script, start_script
 
@@ -58,7 +58,7 @@ def test_a_cut_call_says_what_it_has_and_the_next_goes_on_with_the_row_that_was_
     assert process.returncode == 75 and "cut: run the same command again" in said
     assert "| first | passed | said by first |" in said and "| slow | missing |" in said
     assert "incomplete: 1 passed, 1 not run, 3 missing" in said
-    assert not psutil.pid_exists(int((tmp_path / "child").read_text())), "what the row has started lives on"
+    assert not is_alive(int((tmp_path / "child").read_text())), "what the row has started lives on"
     second, third = (run_script("-c", GOES_ON, tmp_path, number, check=False) for number in (2, 3))
     assert (second.returncode, third.returncode) == (1, 0)
     assert "failed: wrong: said by wrong" in second.stdout and "FAILED: 3 passed, 1 failed, 1 not run" in second.stdout
