@@ -261,7 +261,7 @@ class Strategy:
             # Fused kernels, Muon and Adafactor read both on the device: they divide as they go, a pass over the
             # gradients less, and leave everything as it is where found_inf is 1. Offloaded parameters are on the host:
             # torch would copy both there without waiting for the copies.
-            device = next(iter(self.name_of)).device
+            device = inner.param_groups[0]["params"][0].device
             inner.grad_scale, inner.found_inf = divisor if divisor is None else divisor.to(device), skipped.to(device)
             inner.step()
         else:
