@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
+import importlib
 import importlib.util
 import json
 import multiprocessing
@@ -397,7 +397,7 @@ def state_of(device: str, gpus: int) -> dict[str, Any]:
     digest = hashlib.sha256()
     for path in sorted({path for pattern in SOURCES for path in ROOT.glob(pattern)}):
         digest.update(path.read_bytes())
-    versions = {name: importlib.metadata.version(name) for name in NEEDED}
+    versions = {name: importlib.import_module(name).__version__ for name in NEEDED}
     machine = {"device": describe_machine(torch.device(device))["device"], "gpus": gpus, "driver": driver_version()}
     return {**machine, "cuda": torch.version.cuda, **versions, "code": digest.hexdigest()[:12]}
 

@@ -2,18 +2,12 @@
 
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
-
-import zstandard
 
 from pretrain.preparation.documents.urls import open_file
 
 READ_BYTES = 1 << 18
-DECOMPRESSORS = {
-    "gz": lambda: zlib.decompressobj(wbits=31),
-    "zst": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),
-}
 
 
 class DamagedFileError(Exception):
@@ -62,14 +56,15 @@ class ByteStream(io.RawIOBase):
             yield block
 
     def _decompress(self, compression: str) -> Iterator[bytes]:
+        new_decompressor, error_class = decompression_of(compression)
         decompressor, fed = None, False
         for raw in self._read_blocks():
             while raw:
                 if decompressor is None:
-                    decompressor, fed = DECOMPRESSORS[compression](), False
+                    decompressor, fed = new_decompressor(), False
                 try:
                     block = decompressor.decompress(raw)
-                except (zlib.error, zstandard.ZstdError) as error:
+                except error_class as error:
                     # Zero bytes after the last gzip member are padding, to gzip itself as well.
                     if compression == "gz" and not fed and not raw.strip(b"\0"):
                         return
@@ -84,3 +79,12 @@ class ByteStream(io.RawIOBase):
             raise DamagedFileError(f"{compression} data ends too early: the file is truncated")
         if self.consumed == 0:
             raise DamagedFileError(f"empty file, not {compression} data")
+
+
+def decompression_of(compression: str) -> tuple[Callable[[], Any], type[Exception]]:
+    """(what makes a decompressor of gz or zst, the error that it raises for damaged data)."""
+    if compression == "gz":
+        return lambda: zlib.decompressobj(wbits=31), zlib.error
+    import zstandard
+
+    return lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(), zstandard.ZstdError
