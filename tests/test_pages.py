@@ -35,7 +35,7 @@ NOT_RUN = {
     r"^ray start": "an optional package",
     r"^hf download": "needs the Hub",
     r"^(MAX_JOBS=4 )?pip install -r requirements-(gpu|flash-attn)\.txt": "gigabytes for GPUs",
-    r"^make gpu": "needs a GPU: tests/scripts/test_bench.py",
+    r"^make gpu": "needs a GPU: tests/scripts/test_gpu_check.py",
     r"^(export|torchrun) ": "the launcher's variables: tests/parallel/test_launcher_files.py",
 }
 """{pattern: reason}; of `make` the target is looked up."""
