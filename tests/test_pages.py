@@ -15,6 +15,7 @@ import pytest
 import yaml
 import zstandard
 from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
 
 import plan
 import publish
@@ -31,6 +32,9 @@ NOT_RUN = {
     r"^git clone ": "this is the clone",
     r"^(make install && )?(\.|source) \.venv/bin/activate": "the shell of a clone has its environment",
     r"^make (test|bench)$": "minutes to hours",
+    r"^make gpu ": "needs a GPU",
+    r"^(MAX_JOBS=\d+ )?pip install ": "the environment of the tests stays as it is",
+    r"^export ": "of the command below it",
     r"^ATEN_CPU_CAPABILITY=avx2 .* make demo": "the demo again, on another processor",
     r"^ray start": "an optional package",
     r"^hf download": "needs the Hub",
@@ -38,10 +42,11 @@ NOT_RUN = {
     r"^make gpu": "needs a GPU: tests/scripts/test_gpu_check.py",
     r"^(export|torchrun) ": "the launcher's variables: tests/parallel/test_launcher_files.py",
 }
-"""{pattern: reason}; of `make` the target is looked up."""
+"""{pattern: reason}; targets of make and files that are named have to be there."""
 ONLY_READ = {
     r"(fsdp2|hsdp|pp|tp)\.yaml": "trains in tests/parallel",
     r"-m pretrain\.launch": "tests/test_launch.py",
+    r"^torchrun ": "as accelerate launch",
     r"single\.yaml": "the same as python train.py",
     r"launch .*(recipes/llama_1b\.yaml|--tasks base)": "days on many GPUs",
     r"plan\.py .*(--calibrate|llama_7b|llama_13b|--gpus 64)": "seconds each: tests/scripts/test_plan.py",
@@ -56,7 +61,7 @@ ONLY_READ = {
 """{pattern: reason}"""
 PLANNED: set[str] = set()
 """Commands of plan.py that have run: they need no run and change nothing."""
-RUN = r"^(python|accelerate launch|make demo$)"
+RUN = r"^(python|accelerate launch|torchrun|make demo$)"
 """What a test may run. Whatever else a page says is listed above or a failure."""
 REFUSED = {
     r"runs\.py (save|stop|abort|anneal) ": "not active",  # tests/runs/test_control.py has live ones
@@ -160,6 +165,9 @@ def read_command(words: list[str]) -> None:
         own = launch_command_parser().parse_args(words[2 if words[0] == "accelerate" else 3 :])
         words = [own.training_script, *own.training_script_args]
         assert (ROOT / own.config_file).is_file()
+    elif words[0] == "torchrun":
+        own = get_args_parser().parse_args(words[1:])
+        words = [own.training_script, *own.training_script_args]
     else:
         words = words[1:]
     read(words)
@@ -174,7 +182,8 @@ def check(command: Command, clone) -> str | None:
     if matches(NOT_RUN, command.text):
         target = re.match(r"make (\S+)", command.text)
         known = target is None or re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        return None if known else "no such target"
+        files = re.findall(r"\b[\w/-]+\.(?:txt|yaml|json)\b", command.text)
+        return None if known and all((ROOT / file).exists() for file in files) else "no such target or file"
     if not re.search(RUN, re.sub(VARIABLES, "", command.text)):
         return "is neither run nor read, and not listed in NOT_RUN with the reason"
     if matches(ONLY_READ, command.text):
@@ -220,6 +229,8 @@ def test_commands_are_told_from_what_they_print():
     [
         ("docker run groundwork", "neither run nor read"),
         ("make coffee", "neither run nor read"),
+        ("pip install -r requirements-none.txt", "no such target or file"),
+        ("torchrun --nproc_per_node 8 train.py --config recipes/none.yaml", "none"),
         ("accelerate launch --config_file accelerate_configs/fsdp2.yaml train.py --config recipes/none.yaml", "none"),
         (
             "accelerate launch --config_file accelerate_configs/fsdp3.yaml train.py --config fsdp2.yaml",
