@@ -34,7 +34,7 @@ demo: .venv/requirements
 	@echo 'The loop itself:      train.py        The run as it went:  runs/demo/train.log, runs/demo/metrics.jsonl'
 
 test: .venv/requirements-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 # Every strategy for 50 steps, checkpoints from each to each on one process and on two, and a SIGKILL in each: about
 # 20 minutes.

@@ -12,6 +12,7 @@ import yaml
 import prepare_data
 from support.project import run_script
 from support.tiny_models import TINY_LLAMA
+from support.warm_python import read_by_imports
 
 # Several processes of a test share two cores. Before anything imports torch, so that it counts here as well: a process
 # that is forked from one with threads of its own may wait for them forever.
@@ -26,6 +27,18 @@ def pytest_terminal_summary(terminalreporter):
         header = ("#", "injected", "what happened", "recovery")
         for row in (header, ("---",) * 4, *sorted(rows, key=lambda row: int(row[0].split(",")[0]))):
             terminalreporter.write_line(f"| {' | '.join(row)} |")
+
+
+@pytest.fixture(autouse=True)
+def variables_that_imports_read():
+    """Stay as they are: after a change no script could be forked from the warm interpreter, and each would import for
+    seconds."""
+    before = read_by_imports(os.environ)
+    yield
+    after = read_by_imports(os.environ)
+    for name in after.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -32,15 +32,12 @@ NOT_RUN = {
     r"^git clone ": "this is the clone",
     r"^(make install && )?(\.|source) \.venv/bin/activate": "the shell of a clone has its environment",
     r"^make (test|bench)$": "minutes to hours",
-    r"^make gpu ": "needs a GPU",
+    r"^make gpu ": "needs a GPU: tests/scripts/test_gpu_check.py",
     r"^(MAX_JOBS=\d+ )?pip install ": "the environment of the tests stays as it is",
     r"^export ": "of the command below it",
     r"^ATEN_CPU_CAPABILITY=avx2 .* make demo": "the demo again, on another processor",
     r"^ray start": "an optional package",
     r"^hf download": "needs the Hub",
-    r"^(MAX_JOBS=4 )?pip install -r requirements-(gpu|flash-attn)\.txt": "gigabytes for GPUs",
-    r"^make gpu": "needs a GPU: tests/scripts/test_gpu_check.py",
-    r"^(export|torchrun) ": "the launcher's variables: tests/parallel/test_launcher_files.py",
 }
 """{pattern: reason}; targets of make and files that are named have to be there."""
 ONLY_READ = {
