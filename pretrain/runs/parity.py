@@ -136,9 +136,10 @@ def refusals(log: str, status: int) -> list[str]:
     stated = re.search(rf"(?:exit ?code *:|non-zero exit status) {EXIT_BAD_INPUT}\b", log)
     if status != EXIT_BAD_INPUT and not stated:
         return []
-    before_launcher = re.split(r"^(?:[EWI]\d{4} |Traceback)", log, maxsplit=1, flags=re.MULTILINE)[0]
+    before_launcher = re.split(r"^(?:E\d{4} |Traceback)", log, maxsplit=1, flags=re.MULTILINE)[0]
     # Libraries prefix their messages with a place or a time, or continue on an indented line; stages end in dots.
-    return [line for line in before_launcher.splitlines() if not re.match(r"\s|\[|$|.*Warning: |.* \.\.\.$", line)]
+    of_others = r"\s|\[|$|[WI]\d{4} |.*Warning: |.* \.\.\.$"
+    return [line for line in before_launcher.splitlines() if not re.match(of_others, line)]
 
 
 def read_curve(run: Path) -> Curve:

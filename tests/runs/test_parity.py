@@ -28,7 +28,8 @@ from support.project import ROOT, run_script
 REFERENCE = Curve({1: 6.0, 2: 5.0}, {1: 2.0, 2: 1.0})
 EQUAL = StrategyOutcome(REFERENCE)
 BOUNDS = (1e-5, 1e-4)
-LOG = """Testing the architecture ...
+LOG = """W1121 05:10:04.368000 28475 run.py:874] Setting OMP_NUM_THREADS environment variable for each process to be 1
+Testing the architecture ...
 [2026-11-21 04:10:12,178] [WARNING] [real_accelerator.py:213:get_accelerator] Setting accelerator to CPU.
 /x/y.py:3: FutureWarning: is deprecated
 optim.name: adamw_8bit does not run under zero1; choose adamw or muon, or a strategy that runs it, as ddp does
@@ -53,7 +54,7 @@ def test_the_largest_is_over_all_steps_and_a_missing_step_is_infinitely_far():
 
 
 def test_refusals_are_read_from_the_log_of_the_launch():
-    assert refusals(LOG, 1) == LOG.splitlines()[3:5]
+    assert refusals(LOG, 1) == LOG.splitlines()[4:6]
     assert refusals(LOG.replace("exitcode  : 2", "exitcode  : 1").replace("exitcode: 2", "exitcode: 1"), 1) == []
     assert refusals("model: nothing of the kind\n", 2) == ["model: nothing of the kind"], "one process, no torchrun"
 
