@@ -163,8 +163,8 @@ class SizedRecipe:
         seconds = sizing.flops / self.machine.peak_flops / self.machine.mfu(shape)
         if seconds < 0.9 * self.machine.seconds:
             rows["time"] = (
-                f"about {duration_text(seconds)}, not all that was given: beyond {most} epochs nothing is "
-                "learned; more text is worth more"
+                f"about {duration_text(seconds)}, not all that was given: beyond {most} epochs a text is "
+                "learned by heart; more text is worth more"
             )
         if not self.has_validation:
             rows["warning"] = (

@@ -22,8 +22,9 @@ LOSS_FLOOR, LOSS_BY_PARAMETERS, LOSS_BY_TOKENS, LOSS_EXPONENT = 1.869, 520.9, 14
 by Muennighoff et al. (arXiv 2305.16264, appendix A). Their models begin at 7M parameters: below, an extrapolation."""
 REPEATED_TOKENS, EXCESS_PARAMETERS = 15.39, 5.31
 """R_D* and R_N* of the latter: the scales, in epochs and in models, on which repeating and enlarging stop to help."""
-MOST_EPOCHS = 40.0
-"""Beyond, they found, repeating is worthless."""
+MOST_EPOCHS = 5.0
+"""They found four epochs worth almost as much as new text. On 1 MB a model of 0.6M parameters, far below theirs, ended
+at a validation loss of 3.96 after four epochs and of 4.11 after nine: it memorises."""
 WORTHWHILE = 0.01
 """Relative gain of the expected loss that a larger model must bring."""
 

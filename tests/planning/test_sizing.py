@@ -40,7 +40,7 @@ def test_more_text_makes_the_model_no_smaller(flops):
     sizes = [found.shape.parameters for found in chosen]
     if flops >= 1e18:
         assert sizes == sorted(sizes) and sizes[-1] > 10 * sizes[0]
-    assert chosen[-1].epochs <= chosen[0].epochs
+    assert chosen[-1].epochs <= chosen[0].epochs * 1.05  # whole steps
 
 
 @pytest.mark.parametrize("tokens", TEXTS)
