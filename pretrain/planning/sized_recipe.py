@@ -18,7 +18,7 @@ from pretrain.units import count_text, duration_text
 MFU = {("cpu", "bf16"): (0.3, 2e6), ("cpu", "fp32"): (0.42, 5e5), ("cuda", "bf16"): (0.35, 1e8)}
 """{(device, precision): (MFU, parameters from which a model reaches it)}. Assumed, from what small models reached on
 two cores: in bf16 0.14 at 0.6M parameters and 0.34 to 0.4 at 2M to 3M; in fp32 with AVX2, whose peak is half as high,
-0.46 and 0.44."""
+0.46 at 0.6M."""
 MFU_EXPONENT = 0.4
 """Below, it falls with that power of the parameters: small products do not fill the device."""
 SHARE_OF_TIME, START_SECONDS, LEAST_SHARE_OF_TIME = 0.85, 5.0, 0.4
