@@ -73,6 +73,7 @@ def measure_parity(
     ]
     if problems:
         raise InputError(*problems)
+    changes = [*changes, *numbers_for_auto(recipe, changes, processes)]
     overrides = run_overrides(recipe, changes, steps, precision)
     outcomes: dict[str, StrategyOutcome] = {}
     for number, name in enumerate(strategies, start=1):
@@ -98,6 +99,24 @@ def updates_in_bf16(optimizer: str) -> bool:
     from pretrain.parallel.strategy import device_type
 
     return OPTIMIZERS[optimizer].updates_in_bf16 and missing_bf16(device_type()) is None
+
+
+def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes: int) -> list[tuple[str, str]]:
+    """What the recipe leaves to `auto`, as it is for the whole run and fits all launches; imports torch then."""
+    config = read_run_config(recipe, changes)
+    optim = config.optim
+    if "auto" not in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps):
+        return []
+    from pretrain.parallel.auto_settings import settled
+
+    there = settled(config, processes)
+    return [
+        ("batch.tokens_per_step", str(there.batch.tokens_per_step)),
+        ("batch.sequences_per_micro_batch", str(there.batch.sequences_per_micro_batch)),
+        ("optim.weight_decay", str(there.optim.weight_decay)),
+        ("optim.warmup_steps", str(there.optim.warmup_steps)),
+        *([("optim.learning_rate", str(there.optim.learning_rate))] if there.optim.learning_rate else []),
+    ]
 
 
 def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, precision: str) -> list[str]:
