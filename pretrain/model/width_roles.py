@@ -55,8 +55,8 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
     """
     if config.get_text_config().tie_word_embeddings:
         raise InputError(
-            "optim.width_transfer: mup: the head is the embedding (tie_word_embeddings), which would need two learning "
-            "rates; set --model.tie_word_embeddings false, or width_transfer: none"
+            "optim.width_transfer: mup: the head is the embedding (tie_word_embeddings), which would need two "
+            "learning rates; set --model.tie_word_embeddings false, or width_transfer: none"
         )
     try:
         here, wide = build_meta_model(config), build_meta_model(at_width(config, 2.0))

@@ -8,6 +8,8 @@ REFERENCE_PARAMETERS, REFERENCE_RATE, RATE_EXPONENT = 108e6, 0.0047 / 2, -1 / 3
 """AdamW's peak (OLMo-core's model ladder, after Porian et al., arXiv 2406.19146, and halved)."""
 REFERENCE_BATCH, REFERENCE_BATCH_EXPONENT = 160 * 2048, 2 / 3
 """The tokens per step which that ladder has at the reference parameters, and how they grow with the parameters."""
+LEAST_PARAMETERS = 1e6
+"""Smaller models get the rate of this many."""
 BATCH_EXPONENT = 0.5
 """Of the rate, in the batch (Malladi et al., arXiv 2205.10287)."""
 LEAST_BATCH_FACTOR, MOST_BATCH_FACTOR = 0.5, 2.0
@@ -39,7 +41,7 @@ def rate_by_law(parameters: float, tokens_per_step: float, relative: float = 1.0
 
     Independent of the length of the run, so that a longer budget does not change rates already used.
     """
-    size = parameters / REFERENCE_PARAMETERS
+    size = max(parameters, LEAST_PARAMETERS) / REFERENCE_PARAMETERS
     batch = tokens_per_step / (REFERENCE_BATCH * size**REFERENCE_BATCH_EXPONENT)
     factor = min(max(batch**BATCH_EXPONENT, LEAST_BATCH_FACTOR), MOST_BATCH_FACTOR)
     return relative * REFERENCE_RATE * size**RATE_EXPONENT * factor

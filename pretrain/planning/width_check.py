@@ -28,8 +28,8 @@ Growth = dict[str, float]
 
 
 def width_verdict(optim: Optim, config: PreTrainedConfig, learning_rate: float) -> str | None:
-    """What grows with the width under `width_transfer: mup`; None if nothing does."""
-    growing = {name: e for name, e in growth(activation_changes(optim, config, learning_rate)).items()}
+    """What grows with the width; None if nothing does."""
+    growing = growth(activation_changes(optim, config, learning_rate))
     worst = max(growing, key=growing.get)
     if growing[worst] <= MOST_GROWTH:
         return None
@@ -64,9 +64,7 @@ def narrow_copy(config: PreTrainedConfig) -> PreTrainedConfig:
     raise InputError("optim.width_transfer: no small copy of this architecture can be built at several widths")
 
 
-def changes_of(
-    optim: Optim, config: PreTrainedConfig, base_width: int, learning_rate: float, seed: int
-) -> Growth:
+def changes_of(optim: Optim, config: PreTrainedConfig, base_width: int, learning_rate: float, seed: int) -> Growth:
     """Of the hidden states of every layer, and of the logits."""
     settings = optim
     if optim.width_transfer == "mup":
