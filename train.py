@@ -128,6 +128,8 @@ def main(
             supervisor.compare_copies()
         if supervisor.request == Request.ANNEAL:
             run = housekeeping.anneal()
+        if due.pauses:
+            supervisor.request = max(supervisor.request, Request.PAUSE)
         if supervisor.ends:
             return housekeeping.end_early()
         supervisor.answer()
