@@ -63,8 +63,8 @@ class Continuation:
         pause_at = config.checkpoint.pause_at
         if not self.is_done and pause_at is not None and self.state.step >= pause_at:
             raise InputError(
-                f"checkpoint.pause_at: {pause_at:,}, but the run is at step {self.state.step:,}; give a later step, or "
-                "null, to continue"
+                f"checkpoint.pause_at: {pause_at:,}, but the run is at step {self.state.step:,}; give a later step, "
+                "or null, to continue"
             )
         if not self.is_done:
             refuse_crash_loop(config.output, self.state.step, strategy.ranks)
