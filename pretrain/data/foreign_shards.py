@@ -28,7 +28,7 @@ LARGEST_COUNTED_WHOLE = 100 << 20
 
 
 def foreign_files(path: Path) -> dict[str, Path] | None:
-    """{split: file} of a .bin or HDF5 file, a Megatron prefix (without suffix), or nanoGPT's folder; None for others."""
+    """{split: file} of a .bin or HDF5 file, a Megatron prefix (no suffix), or nanoGPT's folder; None for others."""
     if path.suffix in (".bin", *HDF5_SUFFIXES) and path.is_file():
         return {_split_of(path): path}
     beside = path.parent / f"{path.name}.bin"

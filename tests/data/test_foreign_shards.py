@@ -1,4 +1,4 @@
-"""Ids that others prepared: nanoGPT's and Megatron's files, as their public readers define them, and the Pile's HDF5."""
+"""Ids that others prepared: nanoGPT's and Megatron's files, as their public readers define them; flat HDF5."""
 
 import json
 import struct
