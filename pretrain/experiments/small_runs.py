@@ -34,7 +34,7 @@ from pretrain.terminal import LIVE_LINE, is_terminal
 from pretrain.units import duration_text
 
 POLL_SECONDS_OF_RUNS = 0.2
-SECONDS_BETWEEN_LINES = 60.0
+SECONDS_BETWEEN_PROGRESS_LINES = 60.0
 """Of progress, where nobody watches a terminal."""
 
 
@@ -168,7 +168,7 @@ class Progress:
     def show(self, active: list[str]) -> None:
         """Redraws the live line, or prints a line now and then."""
         watched, now = is_terminal(sys.stderr), time.monotonic()
-        if now - self._shown < (1.0 if watched else SECONDS_BETWEEN_LINES):
+        if now - self._shown < (1.0 if watched else SECONDS_BETWEEN_PROGRESS_LINES):
             return
         self._shown = now
         parts = []

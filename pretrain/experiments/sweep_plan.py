@@ -30,8 +30,8 @@ PLAN_FILE = "plan.json"
 PLAN_FORMAT = {"format": "groundwork-sweep", "version": 1}
 OPTUNA = "optuna==5.0.0"
 LONGEST_VALUE_IN_NAME = 40
-SHOWN_DIFFERENCES = 8
-BYTES_PER_PARAMETER = 4 + 8 + 2
+MOST_DIFFERENCES = 8
+BYTES_OF_A_KEPT_RUN = 4 + 8 + 2
 """Of a run that is kept: weights and AdamW's state in fp32, and the exported model in bf16."""
 
 
@@ -321,8 +321,8 @@ def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequen
         f"{request.output}: {name} was {json.dumps(before)}, the command now gives {json.dumps(now)}"
         for name, (before, now) in differ.items()
     ]
-    more = [f"... and {len(lines) - SHOWN_DIFFERENCES} more"] if len(lines) > SHOWN_DIFFERENCES else []
-    raise InputError(*lines[:SHOWN_DIFFERENCES], *more, "give the command that began the sweep, or another --output")
+    more = [f"... and {len(lines) - MOST_DIFFERENCES} more"] if len(lines) > MOST_DIFFERENCES else []
+    raise InputError(*lines[:MOST_DIFFERENCES], *more, "give the command that began the sweep, or another --output")
 
 
 def flat_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -353,7 +353,7 @@ def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint], param
             f"halving compares at {', '.join(f'{share:.0%}' for share in request.rungs[:-1])} of the budget, before "
             "the learning rate has decayed: high rates look worse there than they end"
         )
-    needed = len(points) * request.seeds * parameters * BYTES_PER_PARAMETER
+    needed = len(points) * request.seeds * parameters * BYTES_OF_A_KEPT_RUN
     place = next(place for place in (request.output, *request.output.absolute().parents) if place.is_dir())
     if needed > (free := shutil.disk_usage(place).free):
         said.append(f"checkpoints and models of all runs take {bytes_text(needed)}; free are {bytes_text(free)}")

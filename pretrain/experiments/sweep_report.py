@@ -15,7 +15,7 @@ from pretrain.recipe import as_yaml, parse_yaml, read_run_config
 from pretrain.runs.plots import COLOURS, axis_text
 from pretrain.units import count_text, duration_text, table
 
-RESULTS_FILE, PICTURE_FILE, BEST_FILE = "results.json", "results.png", "best.yaml"
+SWEEP_RESULTS, SWEEP_PICTURE, BEST_RECIPE = "results.json", "results.png", "best.yaml"
 RATIO_FOR_LOG = 4.0
 """Values further apart than this are drawn on a logarithmic axis."""
 MOST_LINES = 8
@@ -74,17 +74,17 @@ def report_sweep(request: SweepRequest, results: Sequence[PointResult]) -> int:
     """Prints the table and writes the files; 1 if no setting has finished."""
     results = sorted(results, key=lambda result: (result.mean_loss, result.last_loss))
     print(sweep_table(request, results))
-    write_durably(request.output / RESULTS_FILE, json.dumps(as_values(request, results), indent=1) + "\n")
+    write_durably(request.output / SWEEP_RESULTS, json.dumps(as_values(request, results), indent=1) + "\n")
     finished = [result for result in results if math.isfinite(result.mean_loss)]
     if not finished:
         print(f"\nNo setting has finished; see {request.output / 'logs'}. The same command tries again what failed.")
         return 1
-    draw_sweep(request, results, request.output / PICTURE_FILE)
-    write_durably(request.output / BEST_FILE, best_recipe(request, finished[0]))
+    draw_sweep(request, results, request.output / SWEEP_PICTURE)
+    write_durably(request.output / BEST_RECIPE, best_recipe(request, finished[0]))
     print(f"\n{verdict_of_sweep(finished)}")
     if failed := [result for result in results if result.state == "failed"]:
         print(f"{len(failed)} of {len(results)} settings failed; the same command tries them again.")
-    for name in (RESULTS_FILE, PICTURE_FILE, BEST_FILE):
+    for name in (SWEEP_RESULTS, SWEEP_PICTURE, BEST_RECIPE):
         print(request.output / name)
     return 0
 
