@@ -139,6 +139,7 @@ ROOMS = (
     "memory",
     "parallel",
     "preparation/documents",
+    "preparation/cleaning",
     "preparation",
     "runs",
     "runs/publishing",
@@ -146,6 +147,7 @@ ROOMS = (
     "training",
     "planning",
     "evaluation",
+    "experiments",
 )
 """Folders of pretrain/ in the order of their imports: a room imports from itself and from those before it."""
 MOST_MODULES = 20
