@@ -3,7 +3,7 @@
     python bench/width_rates.py --shards data/english --minutes 60
     python bench/width_rates.py --table
 
-Trains two-layer Llamas with an untied head for a hundred steps and adds each loss, the mean of the last ten steps, to
+Trains two-layer Llamas with an untied head for sixty steps and adds each loss, the mean of the last ten steps, to
 bench/width_rates.json; run it again to go on. Narrow models come first, and rates around the best one found so far.
 """
 
@@ -30,7 +30,7 @@ from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes  # noqa: E402
 
 RESULTS = ROOT / "bench" / "width_rates.json"
 WIDTHS, BASE = (64, 128, 256, 512), 64
-STEPS, WARMUP, SEQUENCES, LENGTH = 100, 10, 8, 64
+STEPS, WARMUP, SEQUENCES, LENGTH = 60, 6, 8, 64
 STEP = 2.0
 """Between two rates."""
 FIRST = {"adamw": 2**-7, "muon": 2**-6}

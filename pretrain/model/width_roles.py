@@ -43,7 +43,7 @@ class WidthRole:
         return ratio**-0.5 if orthogonalized else 1 / ratio
 
 
-def width_of(config: PreTrainedConfig) -> int:
+def hidden_width(config: PreTrainedConfig) -> int:
     """Of the hidden states."""
     return config.get_text_config().hidden_size
 
@@ -107,6 +107,6 @@ def at_width(config: PreTrainedConfig, ratio: float) -> PreTrainedConfig:
 
 def initial_scales(config: PreTrainedConfig, base_width: int) -> Mapping[str, float]:
     """{name: factor of the architecture's own initial values}, those that are not 1."""
-    ratio = width_of(config) / base_width
+    ratio = hidden_width(config) / base_width
     scales = {name: role.initial_scale(ratio) for name, role in width_roles(config).items()}
     return {name: scale for name, scale in scales.items() if scale != 1}

@@ -13,7 +13,7 @@ from pretrain.config import Optim
 from pretrain.errors import InputError
 from pretrain.hardware import missing_bf16
 from pretrain.model.build import build_meta_model, embedding_parameter_names
-from pretrain.model.width_roles import WidthRole, transposed_names, width_of, width_roles
+from pretrain.model.width_roles import WidthRole, hidden_width, transposed_names, width_roles
 from pretrain.optim.adafactor import Adafactor, factored_shapes
 from pretrain.optim.matrix_exchange import BUCKET_ELEMENTS, HiddenMatrix
 from pretrain.optim.muon import BATCH_ELEMENTS, Muon, MuonWithAdamW
@@ -42,7 +42,7 @@ class ModelShapes:
         names = embedding_parameter_names(causal_lm), transposed_names(causal_lm)
         if settings is None or settings.width_transfer == "none":
             return cls(shapes, *map(frozenset, names))
-        roles, ratio = width_roles(causal_lm.config), width_of(causal_lm.config) / settings.base_width
+        roles, ratio = width_roles(causal_lm.config), hidden_width(causal_lm.config) / settings.base_width
         return cls(shapes, *map(frozenset, names), roles, ratio)
 
     def rate_scale(self, name: str, *, orthogonalized: bool = False) -> float:

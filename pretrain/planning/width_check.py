@@ -16,7 +16,7 @@ from pretrain.config import Optim
 from pretrain.errors import InputError
 from pretrain.model.build import build_meta_model, build_model
 from pretrain.model.small_copy import VOCABULARY, small_copies
-from pretrain.model.width_roles import at_width, initial_scales, width_of
+from pretrain.model.width_roles import at_width, hidden_width, initial_scales
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes
 
 RATIOS = (1, 2, 4)
@@ -47,14 +47,14 @@ def activation_changes(
     widths = {}
     for ratio in ratios:
         wide = at_width(narrow, ratio)
-        found = [changes_of(optim, wide, width_of(narrow), learning_rate, seed) for seed in SEEDS]
-        widths[width_of(wide)] = {name: fmean(each[name] for each in found) for name in found[0]}
+        found = [changes_of(optim, wide, hidden_width(narrow), learning_rate, seed) for seed in SEEDS]
+        widths[hidden_width(wide)] = {name: fmean(each[name] for each in found) for name in found[0]}
     return widths
 
 
 def narrow_copy(config: PreTrainedConfig) -> PreTrainedConfig:
     """The smallest copy that can be built at other widths too. Raises InputError where there is none."""
-    copies = sorted(small_copies(config, []), key=width_of)
+    copies = sorted(small_copies(config, []), key=hidden_width)
     for copy in copies:
         try:
             build_meta_model(at_width(copy, 2))

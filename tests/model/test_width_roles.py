@@ -7,7 +7,7 @@ from pretrain.errors import InputError
 from pretrain.model.build import build_model
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.model_config import load_model_config
-from pretrain.model.width_roles import WidthRole, at_width, initial_scales, width_of, width_roles
+from pretrain.model.width_roles import WidthRole, at_width, hidden_width, initial_scales, width_roles
 from support.project import ROOT
 
 HIDDEN, HEAD, OTHER = WidthRole(True, True), WidthRole(True, False), WidthRole(False, True)
@@ -37,20 +37,20 @@ def test_roles_are_those_that_names_tell(name):
 def test_the_same_shape_at_another_width_has_more_heads_of_one_width():
     config = untied("llama_demo")
     wide = at_width(config, 2)
-    assert width_of(wide) == 2 * width_of(config)
+    assert hidden_width(wide) == 2 * hidden_width(config)
     assert wide.num_attention_heads == 2 * config.num_attention_heads and wide.head_dim == config.head_dim
     assert wide.vocab_size == config.vocab_size and wide.num_hidden_layers == config.num_hidden_layers
 
 
 def test_initial_weights_are_the_architectures_own_at_the_base_width():
-    assert initial_scales(untied("llama_demo"), width_of(untied("llama_demo"))) == {}
+    assert initial_scales(untied("llama_demo"), hidden_width(untied("llama_demo"))) == {}
 
 
 def test_initial_weights_are_scaled_by_role():
     config = at_width(untied("llama_demo"), 0.25)
     own = build_model(config, seed=1)
     scaled = build_model(config, seed=1)
-    scales = initial_scales(config, width_of(config) // 4)
+    scales = initial_scales(config, hidden_width(config) // 4)
     InitialWeights(seed=1, scales=scales).fill(scaled, "")
     for (name, before), after in zip(own.named_parameters(), scaled.parameters(), strict=True):
         factor = 0.25 if name == "lm_head.weight" else 0.5 if "proj" in name else 1.0
