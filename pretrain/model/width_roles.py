@@ -5,16 +5,19 @@ another if a parameter's initial scale and rate follow from which of its dimensi
 forward pass, so an exported model is an ordinary one.
 """
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.errors import InputError
 from pretrain.model.build import build_meta_model, embedding_parameter_names
+from pretrain.model.compile import layers_of
 from pretrain.model.small_copy import GROWING, in_a_line
 
 
@@ -51,13 +54,8 @@ def hidden_width(config: PreTrainedConfig) -> int:
 def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
     """{name of a parameter: its role}. Raises InputError for a model that cannot be told apart by its width.
 
-    A matrix whose both dimensions grow is a hidden one; with a tied head an embedding would need two rates.
+    A tied head is an embedding, whose rate and scale do not change; in its place those of the norm before it do.
     """
-    if config.get_text_config().tie_word_embeddings:
-        raise InputError(
-            "optim.width_transfer: mup: the head is the embedding (tie_word_embeddings), which would need two "
-            "learning rates; set --model.tie_word_embeddings false, or width_transfer: none"
-        )
     try:
         here, wide = build_meta_model(config), build_meta_model(at_width(config, 2.0))
     except Exception as error:  # whatever the library's own checks raise at other sizes
@@ -77,11 +75,43 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
             outputs, inputs = grown[-2:][::-1] if name in transposed else grown[-2:]
             both = all(grown[-2:])
             roles[name] = WidthRole(inputs=both or inputs, outputs=both or outputs)
+    if config.get_text_config().tie_word_embeddings:
+        head = WidthRole(inputs=True, outputs=False)
+        roles |= {name: head for name in roles if name.rpartition(".")[0] == norm_before_head(here)}
     if not any(role.inputs and role.outputs for role in roles.values()):
         raise InputError(
             "optim.width_transfer: mup: no matrix of this model grows with its width in both directions; use none"
         )
     return roles
+
+
+def norm_before_head(model: PreTrainedModel) -> str:
+    """Name of the norm behind the last layer, whose gain scales the logits. Raises InputError where none can be told.
+
+    It is beside the layers and not before them, and its gain is one at first: a gain of 1 + weight cannot be scaled.
+    """
+    layers = layers_of(model)
+    names = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
+    beside = [
+        (name, module)
+        for name, module in model.named_modules()
+        if list(module.parameters(recurse=False))
+        and all(parameter.dim() == 1 for parameter in module.parameters(recurse=False))
+        and not any(name.startswith(f"{layer}.") for layer in names)
+    ]
+    order = [name for name, _ in model.named_modules()]
+    last = [pair for pair in beside if order.index(pair[0]) > order.index(names[-1])] if names else []
+    (name, norm), *others = last or beside or [("", None)]
+    if norm is not None and not others:
+        norm = copy.deepcopy(norm)
+        with torch.no_grad():
+            model._init_weights(norm.to_empty(device="cpu"))
+        if norm.weight.eq(1).all():
+            return name
+    raise InputError(
+        "optim.width_transfer: mup: the head is the embedding (tie_word_embeddings), and there is no norm before it "
+        "whose gain could stand for its scale; set --model.tie_word_embeddings false, or width_transfer: none"
+    )
 
 
 def transposed_names(model: nn.Module) -> set[str]:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import GemmaConfig
 
 from pretrain.errors import InputError
 from pretrain.model.build import build_model
@@ -57,8 +58,15 @@ def test_initial_weights_are_scaled_by_role():
         torch.testing.assert_close(after, factor * before)
 
 
-def test_a_tied_head_is_refused():
-    config = untied("llama_demo")
+@pytest.mark.parametrize(("name", "norm"), [("llama_demo", "model.norm"), ("gpt2_124m", "transformer.ln_f")])
+def test_before_a_tied_head_the_norm_stands_for_its_scale(name, norm):
+    config = untied(name)
     config.tie_word_embeddings = True
+    heads = {parameter for parameter, role in width_roles(config).items() if role == HEAD}
+    assert heads == {parameter for parameter in width_roles(config) if parameter.startswith(norm)}
+
+
+def test_a_tied_head_behind_a_norm_of_one_plus_weight_is_refused():
+    config = GemmaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
     with pytest.raises(InputError, match="tie_word_embeddings"):
         width_roles(config)

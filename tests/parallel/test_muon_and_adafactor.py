@@ -48,7 +48,15 @@ def runs(shards, tmp_path_factory):
         "data": {"train": [{"shards": str(shards)}], "sequence_length": 32},
         "budget": {"steps": STEPS},
         "batch": {"tokens_per_step": 128, "sequences_per_micro_batch": 2},
-        "optim": {"learning_rate": 0.003, "warmup_steps": 2, "max_grad_norm": 0.5, "muon": muon},
+        # Rates and initial weights by width too: groups of several rates under every strategy.
+        "optim": {
+            "learning_rate": 0.003,
+            "warmup_steps": 2,
+            "max_grad_norm": 0.5,
+            "muon": muon,
+            "width_transfer": "mup",
+            "base_width": 16,
+        },
         "compile": "none",
         "checkpoint": {"every_steps": STEPS // 2, "keep_last": 9},
         "logging": {"every_steps": 1},
