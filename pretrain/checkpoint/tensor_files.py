@@ -28,6 +28,14 @@ class SavedTensors(Mapping[str, torch.Tensor]):
         with safe_open(self._file_of[name], framework="pt") as file:
             return file.get_tensor(name)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """{name: shape}, from the files' headers."""
+        found: dict[str, tuple[int, ...]] = {}
+        for path in dict.fromkeys(self._file_of.values()):
+            with safe_open(path, framework="pt") as file:
+                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        return found
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
 

@@ -261,7 +261,7 @@ def evaluation_section(facts: CardFacts) -> str:
             [f"{source}, average", f"{loss:.4f}", "", ""] for source, loss in averages.items() if loss is not None
         ]
         step = next(reversed(facts.validation.values()))["step"]
-        which = ", whose average these weights are" if facts.setting("export.weights") == "average" else ""
+        which = "; the run's final model has the average" if facts.setting("export.weights") == "average" else ""
         parts.append(f"During training, at step {step:,}{which}:\n\n{grid(header, rows)}")
     if facts.scores:
         scores = sorted(facts.scores, key=marked_name)
