@@ -86,17 +86,17 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, weights: Mapping[str, torch.Tensor], share: float) -> None:
         """Moves the mean by `share` of the way to the weights. Nothing is sent and nothing waits."""
-        torch._foreach_lerp_(parts_of(self.means.values()), parts_of(weights.values()), share)
+        torch._foreach_lerp_(held_here(self.means.values()), held_here(weights.values()), share)
 
     @torch.no_grad()
     def exchange(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Puts the mean in the weights' place and the weights in its own, to the last bit: twice is as before."""
-        for mean, weight in zip(parts_of(self.means.values()), parts_of(weights.values()), strict=True):
+        for mean, weight in zip(held_here(self.means.values()), held_here(weights.values()), strict=True):
             kept = weight.clone()
             weight.copy_(mean)
             mean.copy_(kept)
 
 
-def parts_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def held_here(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What this process holds of each."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]

@@ -137,12 +137,14 @@ class Continuation:
             return
         self.strategy.load_average(self.saved.average)
 
-    def average(self, total_steps: int) -> None:
-        """Takes the weights of the step into their average, if it is the step's turn."""
+    def step_taken(self, run: RunPlan) -> None:
+        """After an update: counts the step, and takes its weights into their average if it is the step's turn."""
         settings, state = self.config.averaging, self.state
+        state.step += 1
+        state.tokens, state.validation_loss = run.tokens_before(state.step), None
         if settings.kind == "none" or state.step % settings.every_steps:
             return
-        state.average, share = average_after_step(settings, state.average, state.step, total_steps)
+        state.average, share = average_after_step(settings, state.average, state.step, run.total_steps)
         if state.average is None:
             self.strategy.average = None
         else:
