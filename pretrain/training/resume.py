@@ -132,7 +132,9 @@ class Continuation:
         if settings.kind == "none" or not can_continue(settings, state.average, total_steps):
             state.average = self.strategy.average = None
             if settings.kind != "none" and state.step > averages_after(settings, total_steps):
-                message = f"averaging: the checkpoint has none of kind {settings.kind}; it begins from its weights"
+                message = (
+                    f"averaging: the checkpoint has no average of kind {settings.kind}; one begins from its weights"
+                )
                 self.metrics.write("warning", step=state.step, message=message)
             return
         self.strategy.load_average(self.saved.average)
