@@ -21,7 +21,7 @@ from pretrain.preparation.cleaning.account import KEPT, recorded_account
 from pretrain.units import bytes_text
 
 NEAR_DUPLICATES_FILE = "near_duplicates.json"
-PAGE = Path(__file__).with_name("report_page.html")
+REPORT_PAGE = Path(__file__).with_name("report_page.html")
 SKIPPED_RULES = {
     "filtered_documents": "--only, --min_characters, --max_characters",
     "empty_documents": "empty",
@@ -31,7 +31,7 @@ SKIPPED_RULES = {
 }
 """Count in the manifest's `skipped`, in the order of the preparation, to what removed the documents."""
 BEFORE_CLEANING = ("filtered_documents", "empty_documents", "bad_records")
-MOST_SOURCES, MOST_DOMAINS, MOST_VALUES = 50, 30, 40
+MOST_SOURCE_ROWS, MOST_DOMAIN_ROWS, MOST_VALUE_ROWS = 50, 30, 40
 """Rows shown of a table."""
 
 
@@ -108,7 +108,7 @@ def _shares(values: Iterable[str]) -> dict[str, float]:
     counts = Counter(values)
     total = sum(counts.values())
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return {value: count / total for value, count in ordered[:MOST_DOMAINS]}
+    return {value: count / total for value, count in ordered[:MOST_DOMAIN_ROWS]}
 
 
 def report_page(facts: Mapping[str, Any]) -> str:
@@ -125,7 +125,7 @@ def report_page(facts: Mapping[str, Any]) -> str:
         _sources_section(facts["by_source"]),
         _options_section(facts["options"]),
     ]
-    page = PAGE.read_text(encoding="utf-8")
+    page = REPORT_PAGE.read_text(encoding="utf-8")
     for name, text in (
         ("TITLE", _escape(facts["folder"])),
         ("HEAD", _escape(head)),
@@ -208,8 +208,8 @@ def _histograms_section(facts: Mapping[str, Any]) -> str:
 
 def _histogram(name: str, values: Mapping[str, int]) -> str:
     total, rows = sum(values.values()), list(values.items())
-    if len(rows) > MOST_VALUES and not name.startswith("length"):
-        rows = sorted(rows, key=lambda item: (-item[1], item[0]))[:MOST_VALUES]
+    if len(rows) > MOST_VALUE_ROWS and not name.startswith("length"):
+        rows = sorted(rows, key=lambda item: (-item[1], item[0]))[:MOST_VALUE_ROWS]
     table = _table(["", "", ""], [[_escape(value), f"{n:,}", _bar(n, total)] for value, n in rows])
     return f"<div><h3>{_escape(name)}</h3>{table}</div>"
 
@@ -218,7 +218,7 @@ def _sources_section(sources: Mapping[str, Mapping[str, Sequence[int]]]) -> str:
     def amounts(rules: Mapping[str, Sequence[int]]) -> tuple[int, int]:
         return sum(n for n, _ in rules.values()), sum(size for _, size in rules.values())
 
-    largest = sorted(sources.items(), key=lambda item: (-amounts(item[1])[1], item[0]))[:MOST_SOURCES]
+    largest = sorted(sources.items(), key=lambda item: (-amounts(item[1])[1], item[0]))[:MOST_SOURCE_ROWS]
     rows = []
     for source, rules in largest:
         total, size = amounts(rules)
@@ -228,7 +228,7 @@ def _sources_section(sources: Mapping[str, Mapping[str, Sequence[int]]]) -> str:
         rows.append([_escape(source), f"{total:,}", _bytes(size), _bar(gone, total), _escape(by)])
     if not rows:
         return ""
-    more = f"<p>The {MOST_SOURCES} largest of {len(sources):,}.</p>" if len(sources) > MOST_SOURCES else ""
+    more = f"<p>The {MOST_SOURCE_ROWS} largest of {len(sources):,}.</p>" if len(sources) > MOST_SOURCE_ROWS else ""
     columns = ["source", "documents in", "text in", "removed", "mostly by"]
     return "<h2>By source</h2>" + more + _table(columns, rows)
 
