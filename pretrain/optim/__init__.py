@@ -10,4 +10,5 @@ learning_rate, a new optimizer one class and one line in optimizers (docs/traini
     scaling_laws: what `auto` stands for
     batch_ramp: sequences per step
     gradient_norm: norms of gradients wherever they are
+    averaging: a running mean of the weights
 """
