@@ -121,11 +121,12 @@ def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes
 
 def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, precision: str) -> list[str]:
     """`changes`, and what a short run sets differently; batch, data, model and optimizer stay."""
-    config = read_run_config(recipe, changes)
+    warmup = read_run_config(recipe, changes).optim.warmup_steps
+    warmup = steps // 10 if warmup == "auto" else min(warmup, steps // 10)
     return [
         *(f"--{path}={value}" for path, value in changes),
         *("--budget", f"{{steps: {steps}}}", "--precision", precision, "--trackers", "[]", "--cadence", "1"),
-        *("--optim.warmup_steps", str(min(config.optim.warmup_steps, steps // 10)), "--logging.every_steps", "1"),
+        *("--optim.warmup_steps", str(warmup), "--logging.every_steps", "1"),
         *("--checkpoint", f"{{every_steps: {steps}, keep_last: 1}}", "--validation.every_steps", str(steps)),
     ]
 
