@@ -31,7 +31,7 @@ HUBER_WIDTH = 1.345
 REFITS = 500
 QUANTILES = (0.05, 0.95)
 MOST_ITERATIONS = 60
-COEFFICIENTS = ("E", "A", "alpha", "B", "beta")
+LAW_COEFFICIENTS = ("E", "A", "alpha", "B", "beta")
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class ScalingLaw:
     @cached_property
     def coefficients(self) -> dict[str, float]:
         """E, A, alpha, B, beta of the formula."""
-        return dict(zip(COEFFICIENTS, map(float, self._as_formula(self.theta)), strict=True))
+        return dict(zip(LAW_COEFFICIENTS, map(float, self._as_formula(self.theta)), strict=True))
 
     @cached_property
     def coefficient_intervals(self) -> dict[str, tuple[float, float]]:
         """90 % of the refits."""
         low, high = np.quantile(self._as_formula(self.refits.T), QUANTILES, axis=-1)
-        return {name: (float(a), float(b)) for name, a, b in zip(COEFFICIENTS, low, high, strict=True)}
+        return {name: (float(a), float(b)) for name, a, b in zip(LAW_COEFFICIENTS, low, high, strict=True)}
 
     @property
     def prior_shares(self) -> dict[str, float]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pretrain.experiments.scaling_law import (
-    COEFFICIENTS,
+    LAW_COEFFICIENTS,
     _fit,
     _objective,
     fit_scaling_law,
@@ -37,7 +37,7 @@ def test_many_exact_runs_give_the_law_that_made_them():
     assert found.coefficients["beta"] == pytest.approx(0.45, abs=0.02)
     assert found.coefficients["E"] == pytest.approx(2.0, rel=0.01)
     assert max(found.prior_shares.values()) < 0.3 and found.noise < 0.0015
-    for name, value in zip(COEFFICIENTS, OTHERS[1], strict=True):
+    for name, value in zip(LAW_COEFFICIENTS, OTHERS[1], strict=True):
         low, high = found.coefficient_intervals[name]
         assert low <= value <= high, name
 
