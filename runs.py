@@ -7,6 +7,7 @@ python runs.py compare RUN...                # differing settings and results, s
 python runs.py summary RUN                   # a run on one page
 python runs.py export RUN... --output x.csv  # every logged line as a table
 python runs.py documents RUN --step N        # the text that a step was trained on
+python runs.py merge RUN --last 5            # the mean of its last checkpoints, as a model folder
 python runs.py save|stop|abort|anneal RUN    # controls a live run, from any machine that shares its disk
 python runs.py parity --config recipes/NAME.yaml --steps 50     # same losses under every strategy?
 python runs.py sweep --config recipes/NAME.yaml --vary optim.learning_rate=1e-3,2e-3 --output sweeps/x
@@ -134,6 +135,18 @@ def documents(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def merge(arguments: argparse.Namespace) -> int:
+    """Writes the mean of several models."""
+    from pretrain.checkpoint.merge import merge_models
+
+    folder, names = merge_models(
+        arguments.models, last=arguments.last, weights=arguments.weights, output=arguments.output
+    )
+    print(f"The mean of {', '.join(names)} is in {folder}.")
+    print(f"Try: python evaluate.py --model {folder} --data FOLDER")
+    return 0
+
+
 def steer(arguments: argparse.Namespace) -> int:
     """Sends a command to a live run and waits until it is done."""
     command, run = arguments.command, arguments.run_folder
@@ -231,6 +244,7 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = root.add_subparsers(required=True, metavar="COMMAND", dest="command")
     add_readers(commands)
+    add_merge(commands)
     for name, text in COMMANDS.items():
         command = add_command(commands, name, steer, text)
         command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default 60)")
@@ -276,6 +290,19 @@ def add_readers(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--step", type=natural, required=True, help="as logged: the first step is 1")
     command.add_argument("--limit", type=natural, default=8, help="sequences to show (default 8)")
     command.add_argument("--characters", type=natural, default=600, help="shown of each document (default 600)")
+
+
+def add_merge(commands: argparse._SubParsersAction) -> None:
+    """The command that writes a model."""
+    command = commands.add_parser("merge", help="the mean of checkpoints or models, as a model folder")
+    command.set_defaults(run=merge)
+    command.add_argument("models", nargs="+", metavar="MODEL", help="a run, RUN@STEP, or a model folder")
+    command.add_argument("--last", type=natural, metavar="N", help="of a run: its N newest checkpoints")
+    command.add_argument(
+        "--weights", choices=["raw", "average"], default="raw",
+        help="raw, or average: the mean that each checkpoint has of its own; of one model that is an export (raw)",
+    )  # fmt: skip
+    command.add_argument("--output", type=Path, metavar="FOLDER", help="(default: merged-FIRST-LAST in the run)")
 
 
 def add_parity(commands: argparse._SubParsersAction) -> None:
