@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
+from pretrain.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain.preparation.documents.records import Reading
 from pretrain.preparation.documents.sources import (
     BEGINNING,
@@ -102,6 +103,7 @@ class PreparationOptions:
     max_errors: int = 100
     deduplicate: bool = False
     megatron: bool = False
+    near_duplicates: NearDuplicates | None = None
     slice: str | None = None
 
     def as_plan(self) -> dict[str, Any]:

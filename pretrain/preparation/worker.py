@@ -19,6 +19,7 @@ from pretrain.data.document_index import document_table, tokens_of
 from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
+from pretrain.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain.preparation.deduplicate import document_hashes
 from pretrain.preparation.documents.records import Reading
 from pretrain.preparation.documents.sources import Part, Position
@@ -41,6 +42,7 @@ class EncodingSettings:
     split: ValidationSplit
     stop_at_problem: bool
     deduplicate: bool = False
+    near_duplicates: NearDuplicates | None = None
 
 
 class Problem(NamedTuple):
@@ -65,9 +67,13 @@ class EncodedPart:
     hashes: np.ndarray | None
     """None unless duplicates are looked for."""
     after: Position
+    signatures: np.ndarray | None = None
+    """(documents, signature_bytes) uint8; None unless near duplicates are looked for."""
     input_bytes: int = 0
     empty_documents: int = 0
     filtered_documents: int = 0
+    near_duplicate_documents: int = 0
+    near_duplicate_bytes: int = 0
     problems: tuple[Problem, ...] = ()
     disagreement: str | None = None
     """The text for which the fast path gave wrong ids, if any."""
@@ -89,6 +95,7 @@ class EncodedPart:
             documents=documents,
             is_validation=self.is_validation[kept],
             hashes=None if self.hashes is None else self.hashes[kept],
+            signatures=None if self.signatures is None else self.signatures[kept],
             problems=tuple(problems),
         )
 
@@ -134,21 +141,29 @@ class PartEncoder:
             first += len(array) + 1
         documents = document_table(tokens, [len(text) for text in read.texts], read.sources, read.places)
         hashes = document_hashes(ids, np.cumsum(tokens)) if settings.deduplicate else None
+        hashed = time.perf_counter()
+        near = settings.near_duplicates
+        signatures = None if near is None else near.signatures(ids, np.cumsum(tokens))
+        signed = time.perf_counter()
+        stages = {} if near is None else {"signatures": signed - hashed}
         disagreement = self._disagreement(read.texts)
         ended = time.perf_counter()
+        stages |= {"parse": parsed - began, "tokenise": tokenised - parsed}
+        stages["check"] = hashed - tokenised + ended - signed
         return EncodedPart(
             ids=ids,
             documents=documents,
             source_names=tuple(read.names),
             is_validation=np.array(read.is_validation, dtype=bool),
             hashes=hashes,
+            signatures=signatures,
             empty_documents=read.empty,
             filtered_documents=read.filtered,
             problems=tuple(read.problems),
             disagreement=disagreement,
             after=part.after,
             input_bytes=part.input_bytes,
-            stage_seconds={"parse": parsed - began, "tokenise": tokenised - parsed, "check": ended - tokenised},
+            stage_seconds=stages,
         )
 
     def _read(self, part: Part) -> _Texts:
