@@ -10,6 +10,7 @@ from pretrain.data.manifest import SPLITS, Manifest, Shard, id_dtype
 from pretrain.errors import InputError
 
 MOST_OPEN_FILES = 4096
+NO_DOCUMENT = np.iinfo(np.int64).max
 
 
 class InputOrder:
@@ -31,8 +32,8 @@ class InputOrder:
                 shards = manifest.of_split(split)
                 self._shards[split] += [(manifest.folder / shard.file, shard, dtype) for shard in shards]
                 self.documents += sum(shard.documents for shard in shards)
-        self._held = np.concatenate(held)
-        """The numbers of the validation documents."""
+        self._held = np.concatenate([*held, [NO_DOCUMENT]])
+        """The numbers of the validation documents, and one that none has."""
         self._ends = {
             split: np.cumsum([shard.documents for _, shard, _ in shards], dtype=np.int64)
             for split, shards in self._shards.items()
@@ -72,8 +73,7 @@ class InputOrder:
     def positions(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(is_validation, row in the split over all folders) of documents."""
         held_before = np.searchsorted(self._held, numbers)
-        padded = np.append(self._held, -1)
-        is_validation = padded[held_before] == numbers
+        is_validation = self._held[held_before] == numbers
         return is_validation, np.where(is_validation, held_before, numbers - held_before)
 
     def table(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -132,10 +132,11 @@ class InputOrder:
         return self._index(self._shards[split][shard][0])[row]
 
     def _place(self, number: int) -> tuple[int, int, str]:
-        is_validation, rows = self.positions(np.array([number]))
-        split = SPLITS[int(is_validation[0])]
-        shard, row = next(self._by_shard(split, rows))
-        return shard, int(row[0]), split
+        held_before = int(np.searchsorted(self._held, number))
+        is_validation = int(self._held[held_before]) == number
+        split, row = SPLITS[is_validation], held_before if is_validation else number - held_before
+        shard = int(np.searchsorted(self._ends[split], row, side="right"))
+        return shard, row - (int(self._ends[split][shard - 1]) if shard else 0), split
 
 
 def _input_keys(index: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "max_characters": {"metavar": "N", "help": "leave out longer documents"},
         "deduplicate": {"action": "store_true", "help": "leave out exact copies of earlier documents"},
         "near_duplicates": {"metavar": "JACCARD", "help": "leave out near copies of earlier documents, such as 0.8"},
-        "near_duplicate_bands": {"default": "25x5", "metavar": "NxROWS", "help": "bands of MinHash (default: 25x5)"},
+        "near_duplicate_bands": {"metavar": "NxROWS", "help": "MinHash bands (for 0.8: 25x5)"},
         "near_duplicate_shingle": {"default": "5", "metavar": "N", "help": "tokens per shingle (default: 5)"},
         "input_format": {"help": "jsonl, json, csv, txt, parquet, arrow, hdf5, tar (default: by suffix)"},
         "documents": {"default": "file", "help": "unit of plain text: file (default), line or paragraph"},

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pretrain.data.document_index import tokens_of
+from pretrain.data.document_index import ids_of, tokens_of
 from pretrain.errors import InputError
 from pretrain.preparation.deduplicate import SeenDocuments
 from pretrain.preparation.plan import PreparationOptions
@@ -106,7 +106,7 @@ class Intake:
                 of_split = documents[chosen]
                 of_split["end"] = np.cumsum(tokens[chosen])
                 of_signatures = None if signatures is None else signatures[chosen]
-                self._writer.write(split, ids[np.repeat(chosen, tokens)], of_split, of_signatures)
+                self._writer.write(split, ids_of(ids, tokens, chosen), of_split, of_signatures)
         return int(tokens[is_validation].sum())
 
     def _check_problems(self, problems: list[Problem]) -> None:

@@ -109,6 +109,7 @@ class PreparationOptions:
     def as_plan(self) -> dict[str, Any]:
         """The options as the manifest records them."""
         fields = asdict(self)
+        fields["near_duplicates"] = self.near_duplicates and self.near_duplicates.as_plan()
         reading = fields.pop("reading")
         del reading["tab_separated"]
         reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None

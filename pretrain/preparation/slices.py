@@ -110,12 +110,13 @@ def slice_parts(
         documents, is_validation, ends = documents[:taken], is_validation[:taken], ends[:taken]
         tokens = documents["end"].astype(np.int64)
         ids = np.empty(int(ends[-1]), id_dtype(manifest.dtype))
-        of_validation = np.repeat(is_validation, tokens)
-        for split, chosen in zip(SPLITS, (~of_validation, of_validation), strict=True):
-            piece = np.empty(int(np.count_nonzero(chosen)), ids.dtype)
-            readers[split].read(read[split], piece)
-            read[split] += len(piece)
-            ids[chosen] = piece
+        runs = np.flatnonzero(np.diff(is_validation)) + 1
+        start = 0
+        for run, stop in zip([0, *runs], ends[np.append(runs, taken) - 1].tolist(), strict=True):
+            split = SPLITS[int(is_validation[run])]
+            readers[split].read(read[split], ids[start:stop])
+            read[split] += stop - start
+            start = stop
         names, sources = np.unique(documents["source"], return_inverse=True)
         number_of_first = first_of_slice + first
         left, right = np.searchsorted(removed, (number_of_first, number_of_first + taken))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pretrain.data.document_index import document_table, tokens_of
+from pretrain.data.document_index import document_table, ids_of, tokens_of
 from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
@@ -91,7 +91,7 @@ class EncodedPart:
         problems = [p._replace(documents_before=int(kept_before[p.documents_before])) for p in self.problems]
         return replace(
             self,
-            ids=self.ids[np.repeat(kept, tokens)],
+            ids=ids_of(self.ids, tokens, kept),
             documents=documents,
             is_validation=self.is_validation[kept],
             hashes=None if self.hashes is None else self.hashes[kept],

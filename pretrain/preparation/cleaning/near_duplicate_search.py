@@ -3,7 +3,7 @@
 Three stages, each of which writes files that are complete or absent:
 
     runs        for every band, the keys of RUN_DOCUMENTS documents, sorted: 8 bytes per document and band
-    pairs       band by band: documents with equal keys are compared, exactly; the pairs that are near duplicates
+    pairs       band by band: documents with equal keys are compared, exactly; those that are near duplicates
     duplicates  connected components of all pairs: of each, the first document in the order of the input stays
 
 In memory are 4 bytes per document (the components), 8 per validation document and about half a gigabyte.
@@ -11,6 +11,7 @@ In memory are 4 bytes per document (the components), 8 per validation document a
 
 import shutil
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 
 from pretrain.data.input_order import InputOrder
 from pretrain.data.manifest import Manifest
-from pretrain.data.tokenizer import LoadedTokenizer
+from pretrain.data.tokenizer import LoadedTokenizer, backend_of
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.preparation.cleaning.near_duplicates import NearDuplicates, jaccard
@@ -42,7 +43,8 @@ NEAR_DUPLICATES_FILE = "near_duplicates.json"
 """Beside the manifest: how many components there are of each size, and examples."""
 EXAMPLES = 100
 EXCERPT_TOKENS = 200
-SECONDS_BETWEEN_LINES = 10.0
+LINE_SECONDS = 10.0
+PAIRS_COMMIT_SECONDS = 30.0
 
 
 class StageProgress:
@@ -58,7 +60,7 @@ class StageProgress:
         now = time.monotonic()
         if stage != self._stage:
             self._stage, self._began, self._first = stage, now, done
-        if now - self._last >= SECONDS_BETWEEN_LINES and done > self._first:
+        if now - self._last >= LINE_SECONDS and done > self._first:
             rate = (done - self._first) / (now - self._began)
             left = (total - done) / rate
             self._say(f"near duplicates, {stage}: {done:,} of {total:,} {unit}, {rate:,.3g}/s, {left:,.0f} s left")
@@ -153,18 +155,22 @@ class DuplicateSearch:
 
     def _components(self) -> np.ndarray:
         parents = np.arange(self.order.documents, dtype=np.uint32)
-        for band in range(self._settings.bands):
-            path = self._work / f"pairs-{band:03d}"
-            if path.is_file():
-                for one, other in np.fromfile(path, "<u4").reshape(-1, 2).tolist():
-                    _join(parents, one, other)
-                continue
-            found = []
-            for partition in range(self._partitions):
-                done, total = band * self._partitions + partition, self._settings.bands * self._partitions
-                self._progress.update("pairs", "partitions", done, total)
-                found += self._near_duplicates_among(_candidates(self._partition(band, partition)), parents)
-            write_durably(path, np.array(found, "<u4").tobytes())
+        path, total, done = self._work / "pairs", self._settings.bands * self._partitions, 0
+        found = array("I")
+        if path.is_file():
+            written = np.fromfile(path, np.uint32)
+            done, found = int(written[0]), array("I", written[1:].tobytes())
+            for one, other in zip(found[::2], found[1::2], strict=True):
+                _join(parents, one, other)
+        committed = time.monotonic()
+        for part in range(done, total):
+            self._progress.update("pairs", "partitions", part, total)
+            pairs = _candidates(self._partition(*divmod(part, self._partitions)))
+            for pair in self._near_duplicates_among(pairs, parents):
+                found.extend(pair)
+            if time.monotonic() - committed > PAIRS_COMMIT_SECONDS:
+                write_durably(path, np.uint32(part + 1).tobytes() + found.tobytes())
+                committed = time.monotonic()
         parents = _roots(parents, parents)
         documents = np.flatnonzero(parents != np.arange(len(parents), dtype=np.uint32))
         duplicates = np.empty(len(documents), DUPLICATE)
@@ -259,12 +265,10 @@ def report_of(
 
     The examples are spread evenly over the input; their texts are decoded from the first EXCERPT_TOKENS ids.
     """
-    from tokenizers import Tokenizer
-
     kept, copies = np.unique(duplicates["kept"], return_counts=True)
     sizes, clusters = np.unique(2 ** np.ceil(np.log2(copies + 1)).astype(np.int64), return_counts=True)
     chosen = duplicates[np.unique(np.linspace(0, len(duplicates) - 1, EXAMPLES).astype(np.int64))] if len(kept) else []
-    decoder = Tokenizer.from_str(tokenizer.json.decode())
+    decoder = backend_of(tokenizer.json, tokenizer.name)
 
     def described(number: int) -> dict[str, Any]:
         record = search.order.record(number)

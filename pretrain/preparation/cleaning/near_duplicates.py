@@ -17,8 +17,10 @@ import numpy as np
 
 from pretrain.errors import Problems
 
-MOST_BINS = 1024
-IDS_AT_ONCE = 1 << 13
+DEFAULT_BINS, MOST_BINS = 128, 1024
+COMPARED_AT_THRESHOLD = 0.999
+"""The least share of pairs at the threshold that the bands chosen for it compare."""
+IDS_AT_ONCE = 1 << 14
 """So that all arrays of a step stay in the cache of a core."""
 EMPTY = np.uint32(0xFFFFFFFF)
 DONORS = 8
@@ -38,8 +40,11 @@ class NearDuplicates:
     shingle_tokens: int = 5
 
     @classmethod
-    def parse(cls, threshold: str, bands: str, shingle_tokens: str) -> Self:
-        """From the command line: '0.8', '25x5', '5'. Raises InputError with everything that is wrong."""
+    def parse(cls, threshold: str, bands: str | None, shingle_tokens: str) -> Self:
+        """From the command line: '0.8', '25x5', '5'. Raises InputError with everything that is wrong.
+
+        bands: None takes as many rows, which compare fewer pairs in vain, as still find those at the threshold.
+        """
         problems = Problems()
         try:
             similarity = float(threshold)
@@ -47,21 +52,23 @@ class NearDuplicates:
             similarity = 0.0
         if not 0.3 <= similarity <= 1.0:
             problems.append(f"--near_duplicates {threshold}: must be a Jaccard similarity from 0.3 to 1, such as 0.8")
-        count, _, rows = bands.partition("x")
-        given = [int(text) if text.isdigit() else 0 for text in (count, rows)]
+        given = [int(text) if text.isdigit() else 0 for text in (bands or "1x1").partition("x")[::2]]
         if min(given) < 1 or given[0] * given[1] > MOST_BINS:
             problems.append(
-                f"--near_duplicate_bands {bands}: must be BANDSxROWS, such as 25x5, with at most {MOST_BINS} rows in all"
+                f"--near_duplicate_bands {bands}: must be BANDSxROWS, such as 25x5, at most {MOST_BINS} rows in all"
             )
         shingle = int(shingle_tokens) if shingle_tokens.isdigit() else 0
         if not 1 <= shingle <= 64:
             problems.append(f"--near_duplicate_shingle {shingle_tokens}: must be a number of tokens from 1 to 64")
         problems.stop_if_any()
-        return cls(similarity, given[0], given[1], shingle)
+        if bands is not None:
+            return cls(similarity, given[0], given[1], shingle)
+        choices = [cls(similarity, DEFAULT_BINS // rows, rows, shingle) for rows in range(DEFAULT_BINS, 0, -1)]
+        return next(choice for choice in choices if choice.compared(similarity) >= COMPARED_AT_THRESHOLD)
 
     def as_plan(self) -> dict[str, Any]:
         """What the manifest records."""
-        return asdict(self)
+        return asdict(self) | {"compared_at_threshold": round(self.compared(self.threshold), 4)}
 
     @property
     def signature_bytes(self) -> int:
@@ -80,7 +87,7 @@ class NearDuplicates:
         row_of = np.repeat(np.arange(len(ends)) * bins, ends - starts)
         # Shingles that would reach over the end of a document.
         beyond = (ends[:, None] - np.arange(self.shingle_tokens, 0, -1)).ravel()
-        beyond = np.unique(beyond[beyond >= np.repeat(starts, self.shingle_tokens)])
+        beyond = beyond[beyond >= np.repeat(starts, self.shingle_tokens)]
         bits = np.uint32(bins.bit_length() - 1)
         for first in range(0, len(ids), IDS_AT_ONCE):
             hashes = shingle_hashes(ids[first : first + IDS_AT_ONCE + self.shingle_tokens - 1], self.shingle_tokens)
@@ -109,7 +116,9 @@ class NearDuplicates:
         if len(ids) < self.shingle_tokens:
             closed = np.append(ids, 0)
             return self._hashes_of_short(closed, np.array([0]), np.array([len(closed)]))
-        return np.unique(shingle_hashes(ids, self.shingle_tokens))
+        hashes = shingle_hashes(ids, self.shingle_tokens)
+        hashes.sort()
+        return hashes[np.append(True, hashes[1:] != hashes[:-1])]
 
     def band_keys(self, signatures: np.ndarray, band: int) -> np.ndarray:
         """(documents,) uint64 below 2^40: equal where two signatures agree in a band."""
