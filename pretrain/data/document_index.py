@@ -36,7 +36,7 @@ def tokens_of(documents: np.ndarray) -> np.ndarray:
     return np.diff(documents["end"].astype(np.int64), prepend=0)
 
 
-def ids_of(ids: np.ndarray, tokens: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+def chosen_ids(ids: np.ndarray, tokens: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """The ids of those documents, of all that stand end to end in `ids`. tokens, chosen: (documents,), chosen bool."""
     edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
     if 100 * len(edges) > len(ids):

@@ -21,6 +21,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "near_duplicates": {"metavar": "JACCARD", "help": "leave out near copies of earlier documents, such as 0.8"},
         "near_duplicate_bands": {"metavar": "NxROWS", "help": "MinHash bands (for 0.8: 25x5)"},
         "near_duplicate_shingle": {"default": "5", "metavar": "N", "help": "tokens per shingle (default: 5)"},
+        "filter": {"nargs": "+", "default": [], "metavar": "FILTER", "help": "clean: a FILE.py:FUNCTION of your own"},
+        "url_field": {"metavar": "FIELD", "help": "field or column of a document's URL, for filters"},
         "input_format": {"help": "jsonl, json, csv, txt, parquet, arrow, hdf5, tar (default: by suffix)"},
         "documents": {"default": "file", "help": "unit of plain text: file (default), line or paragraph"},
         "max_documents": {"metavar": "N", "help": "stop after N documents"},

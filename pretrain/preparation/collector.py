@@ -1,11 +1,13 @@
 """Encoded documents to the shards of both splits: without duplicates, within the limits, counted."""
 
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 
-from pretrain.data.document_index import ids_of, tokens_of
+from pretrain.data.document_index import chosen_ids, tokens_of
 from pretrain.errors import InputError
+from pretrain.preparation.cleaning.account import CleaningAccount
 from pretrain.preparation.deduplicate import SeenDocuments
 from pretrain.preparation.plan import PreparationOptions
 from pretrain.preparation.shard_writer import ShardWriter
@@ -32,6 +34,7 @@ class Tally:
     bad_records: int = 0
     bad_examples: list[str] = field(default_factory=list)
     input_bytes: int = 0
+    cleaning: CleaningAccount = field(default_factory=CleaningAccount)
 
     def skipped(self) -> dict[str, int | list[str]]:
         """What was left out, as the manifest records it."""
@@ -39,6 +42,11 @@ class Tally:
         near = {name: getattr(self, name) for name in NEAR_DUPLICATE_COUNTS if getattr(self, name)}
         counts = {name: getattr(self, name) for name in SKIPPED_COUNTS} | near
         return counts | {"first_bad_records": self.bad_examples}
+
+    @classmethod
+    def from_progress(cls, fields: dict[str, Any]) -> Self:
+        """The tally that a preparation's progress recorded."""
+        return cls(**fields | {"cleaning": CleaningAccount(**fields.get("cleaning", {}))})
 
 
 class DisagreementError(Exception):
@@ -90,6 +98,8 @@ class Intake:
         tally.near_duplicate_documents += encoded.near_duplicate_documents
         tally.near_duplicate_bytes += encoded.near_duplicate_bytes
         tally.input_bytes += encoded.input_bytes
+        if encoded.cleaning is not None:
+            tally.cleaning.add(encoded.cleaning)
         return complete
 
     def _write(
@@ -106,7 +116,7 @@ class Intake:
                 of_split = documents[chosen]
                 of_split["end"] = np.cumsum(tokens[chosen])
                 of_signatures = None if signatures is None else signatures[chosen]
-                self._writer.write(split, ids_of(ids, tokens, chosen), of_split, of_signatures)
+                self._writer.write(split, chosen_ids(ids, tokens, chosen), of_split, of_signatures)
         return int(tokens[is_validation].sum())
 
     def _check_problems(self, problems: list[Problem]) -> None:

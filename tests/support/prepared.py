@@ -59,8 +59,8 @@ def as_csv(documents):
 WRITERS = {"jsonl.zst": as_jsonl_zst, "parquet": as_parquet, "csv": as_csv}
 
 
-# Runs prepare_data.py with tiny parts, a commit after each, and SIGKILL at a call of fsync: by its number, or the first
-# of a file whose path contains a text.
+# Runs prepare_data.py with tiny parts, a commit after each, and SIGKILL at a call of fsync: by its number, or at the
+# first of a file whose path contains a text.
 KILLED = """
 import os, signal, sys
 from pretrain.preparation.documents import byte_stream

@@ -41,7 +41,7 @@ IDS_IN_MEMORY = 1 << 24
 REJECTED_IN_MEMORY = 1 << 20
 NEAR_DUPLICATES_FILE = "near_duplicates.json"
 """Beside the manifest: how many components there are of each size, and examples."""
-EXAMPLES = 100
+EXAMPLES_SHOWN = 100
 EXCERPT_TOKENS = 200
 LINE_SECONDS = 10.0
 PAIRS_COMMIT_SECONDS = 30.0
@@ -261,13 +261,17 @@ def _join(parents: np.ndarray, one: int, other: int) -> None:
 def report_of(
     search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequence[Manifest], tokenizer: LoadedTokenizer
 ) -> dict[str, Any]:
-    """Components by size, and at most EXAMPLES of the documents that go, beside those that stay instead.
+    """Components by size, and at most EXAMPLES_SHOWN of the documents that go, beside those that stay instead.
 
     The examples are spread evenly over the input; their texts are decoded from the first EXCERPT_TOKENS ids.
     """
     kept, copies = np.unique(duplicates["kept"], return_counts=True)
     sizes, clusters = np.unique(2 ** np.ceil(np.log2(copies + 1)).astype(np.int64), return_counts=True)
-    chosen = duplicates[np.unique(np.linspace(0, len(duplicates) - 1, EXAMPLES).astype(np.int64))] if len(kept) else []
+    chosen = (
+        duplicates[np.unique(np.linspace(0, len(duplicates) - 1, EXAMPLES_SHOWN).astype(np.int64))]
+        if len(kept)
+        else []
+    )
     decoder = backend_of(tokenizer.json, tokenizer.name)
 
     def described(number: int) -> dict[str, Any]:

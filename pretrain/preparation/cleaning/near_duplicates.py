@@ -82,7 +82,7 @@ class NearDuplicates:
     def signatures(self, ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """(documents, signature_bytes) uint8 of documents end to end in `ids`, each closed by one more id."""
         bins = 1 << (self.signature_bytes - 1).bit_length()
-        starts = np.concatenate([[0], ends[:-1]])
+        starts = np.concatenate([[0], ends])[:-1]
         smallest = np.full(len(ends) * bins, EMPTY)
         row_of = np.repeat(np.arange(len(ends)) * bins, ends - starts)
         # Shingles that would reach over the end of a document.

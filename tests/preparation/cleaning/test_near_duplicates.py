@@ -153,7 +153,7 @@ MOMENTS = (
     "broken/.unfinished/.progress.json",
     "broken/.manifest.json",
 )
-"""In the first pass, at its end, in the search, before and in the second pass, and when only the manifest is missing."""
+"""In the first pass, at its end, in the search, before and in the second pass, and before the manifest."""
 
 
 @pytest.mark.parametrize("workers", [1, 2])
