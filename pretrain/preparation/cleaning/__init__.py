@@ -7,4 +7,5 @@ Stages depend on a document alone, so workers, slices and interruptions change n
     account: what was removed by which rule, in counts and in samples
     near_duplicates: signatures of documents, and how alike two are
     near_duplicate_search: the search for near duplicates in prepared folders, on disk
+    report: the account as a page, with what else a prepared folder records
 """
