@@ -320,7 +320,8 @@ def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequen
     if not differ:
         return
     lines = [
-        f"{request.output}: {name} was {shortened(json.dumps(before))}, the command now gives {shortened(json.dumps(now))}"
+        f"{request.output}: {name} was {shortened(json.dumps(before))}, "
+        f"the command now gives {shortened(json.dumps(now))}"
         for name, (before, now) in differ.items()
     ]
     more = [f"... and {len(lines) - MOST_DIFFERENCES} more"] if len(lines) > MOST_DIFFERENCES else []
