@@ -113,6 +113,9 @@ def print_summary(outcome: "PreparationOutcome", output: str, is_slice: bool, fr
         rows["seconds by stage"] = f"{stages} (of all processes together, which overlap)"
     for name, value in rows.items():
         print(f"  {name:<16} {value}")
+    removed = tally.cleaning.as_manifest()["removed"]
+    for rule, amounts in sorted(removed.items(), key=lambda item: -item[1]["documents"]):
+        print(f"  removed          {amounts['documents']:,} documents, {amounts['bytes']:,} bytes: {rule}")
     for example in tally.bad_examples:
         print(f"  skipped          {example}")
     if is_slice:

@@ -18,6 +18,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "min_characters": {"metavar": "N", "help": "leave out shorter documents"},
         "max_characters": {"metavar": "N", "help": "leave out longer documents"},
         "deduplicate": {"action": "store_true", "help": "leave out exact copies of earlier documents"},
+        "filter": {"nargs": "+", "default": [], "metavar": "FILTER", "help": "clean: a FILE.py:FUNCTION of your own"},
+        "url_field": {"metavar": "FIELD", "help": "field or column of a document's URL, for filters"},
         "input_format": {"help": "jsonl, json, csv, txt, parquet, arrow, hdf5, tar (default: by suffix)"},
         "documents": {"default": "file", "help": "unit of plain text: file (default), line or paragraph"},
         "max_documents": {"metavar": "N", "help": "stop after N documents"},
