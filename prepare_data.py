@@ -12,6 +12,7 @@
 Run the same command again to resume an interrupted preparation; a complete folder is left unchanged.
 """
 
+import json
 import os
 import signal
 import sys
@@ -97,6 +98,8 @@ def prepare_shards(request: "PreparationRequest") -> int:
 
 def print_summary(outcome: "PreparationOutcome", output: str, is_slice: bool, fraction: float) -> None:
     """What was made, in figures, and what to do with it. fraction: of validation, as asked."""
+    from pretrain.preparation.cleaning.decontamination import contamination_of, contamination_text
+
     tally, manifest = outcome.tally, outcome.manifest
     ids_bytes = tally.tokens * manifest.bytes_per_id
     rows = {
@@ -116,6 +119,8 @@ def print_summary(outcome: "PreparationOutcome", output: str, is_slice: bool, fr
     removed = tally.cleaning.as_manifest()["removed"]
     for rule, amounts in sorted(removed.items(), key=lambda item: -item[1]["documents"]):
         print(f"  removed          {amounts['documents']:,} documents, {amounts['bytes']:,} bytes: {rule}")
+    for row in contamination_of(json.loads((Path(output) / "manifest.json").read_bytes())):
+        print(f"  decontaminated   {contamination_text(row)}")
     for example in tally.bad_examples:
         print(f"  skipped          {example}")
     if is_slice:

@@ -46,7 +46,7 @@ def folding_table() -> np.ndarray:
         folded = base[0] if len(base) == 1 else character  # Hangul and ligatures are several: as they are
         # By way of upper case, so that both of a sigma's small forms are one.
         folded = folded.upper().lower() if len(folded.upper().lower()) == 1 else folded
-        table[number] = ord(folded) if ord(folded) < 1 << 16 else 0
+        table[number] = ord(folded) if ord(folded) < 1 << 16 else number
     return table
 
 
@@ -178,6 +178,23 @@ def _shift(bits):
 
 
 @numba.njit(cache=True)
+def _whole_run(starts, text_stop, start, stop, words):
+    """The part of letters [start, stop) of a text that is runs of `words` words, or all of a shorter text.
+
+    starts: of the text's words; runs of less than LEAST_LETTERS do not count. Empty where there is none.
+    """
+    words = min(words, len(starts))
+    first, last = stop, stop
+    for word in range(np.searchsorted(starts, start), len(starts) - words + 1):
+        end = starts[word + words] if word + words < len(starts) else text_stop
+        if end > stop:
+            break
+        if end - starts[word] >= LEAST_LETTERS:
+            first, last = min(first, starts[word]), end
+    return first, last
+
+
+@numba.njit(cache=True)
 def _find(content, ends, table, texts, hashed, words, found):
     """Writes (document, text, first letter, letter after the last) of each run while there is room; how many."""
     letters, word_starts, first_words, first_letters, seeds_text, seeds_letter, seeds_word = texts
@@ -216,17 +233,12 @@ def _find(content, ends, table, texts, hashed, words, found):
                     stop, our_stop = stop + 1, our_stop + 1
                 while theirs > left and ours > 0 and letters[theirs - 1] == own[ours - 1]:
                     theirs, ours = theirs - 1, ours - 1
-                if stop - seeds_letter[seed] >= SEED_LETTERS and stop - theirs >= LEAST_LETTERS:
-                    # Whole words: from the first that begins within to the last that ends within.
-                    starts = word_starts[begin:end]
-                    first = np.searchsorted(starts, theirs)
-                    last = (
-                        len(starts) if stop == first_letters[text + 1] else np.searchsorted(starts, stop, "right") - 1
-                    )
-                    if last - first >= min(words, len(starts)):
+                if stop - seeds_letter[seed] >= SEED_LETTERS:
+                    first, last = _whole_run(word_starts[begin:end], first_letters[text + 1], theirs, stop, words)
+                    if last > first:
                         if count < len(found):
                             found[count, 0], found[count, 1] = document, text
-                            found[count, 2], found[count, 3] = ours + starts[first] - theirs, our_stop
+                            found[count, 2], found[count, 3] = ours + first - theirs, ours + last - theirs
                         count += 1
                 seed = chain_next[seed]
     return count

@@ -65,7 +65,7 @@ def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str
         return choices, []
     question = max(questions, key=len)
     end = " ".join(question.split()[-12:])
-    return [question], [*(text for text in questions if text != question), *(f"{end} {text}" for text in choices)]
+    return [question, *(f"{end} {text}" for text in choices)], [text for text in questions if text != question]
 
 
 def answers_of(task: Any, document: dict[str, Any]) -> list[str]:
