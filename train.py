@@ -128,7 +128,7 @@ def main(
             supervisor.compare_copies()
         if supervisor.request == Request.ANNEAL:
             run = housekeeping.anneal()
-        if supervisor.ends:
+        if supervisor.ends or due.pauses:
             return housekeeping.end_early()
         supervisor.answer()
         if step == first_step:

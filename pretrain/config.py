@@ -311,6 +311,8 @@ class Checkpoint(Cadence):
     """Number of best checkpoints by validation loss to keep."""
     milestones_every: Count | None = None
     """Checkpoints at multiples of this many steps are never deleted."""
+    pause_at: Count | None = None
+    """Save and stop after this step, on the schedule of the whole run; a later step, or null, continues."""
     in_background: bool = True
     """Keep training while a checkpoint is written; needs host memory for a copy of weights and optimizer."""
 

@@ -50,6 +50,7 @@ ONLY_READ = {
     r"plan\.py .*(--calibrate|llama_7b|llama_13b|--gpus 64)": "seconds each: tests/scripts/test_plan.py",
     r"train\.py .*--smoke": "300 steps: tests/planning/test_smoke.py",
     r"runs\.py parity": "trains under every strategy: tests/runs/test_parity.py",
+    r"runs\.py sweep": "trains many runs: tests/experiments/test_sweep.py",
     r"--branch_from": "needs thousands of steps: tests/training/test_elastic_budget.py",
     r"^CUDA_VISIBLE_DEVICES=": "GPUs: every process of the tests would import anew",
     r"--model EleutherAI/": "needs the Hub",
@@ -150,7 +151,7 @@ def read(words: list[str]) -> None:
         read_run_config(own.config, pair_up(rest))
     elif script == "runs.py":
         own, rest = runs.parser().parse_known_args(arguments)
-        if own.run is runs.parity:
+        if own.run in (runs.parity, runs.sweep):
             read_run_config(own.config, pair_up(rest))
         else:
             problems = rest

@@ -25,9 +25,11 @@ class Request(IntEnum):
     """Save and end, to be continued: SIGTERM, or a scheduler's time limit."""
     INTERRUPT = 4
     """Save and end: Ctrl-C."""
-    STOP = 5
+    PAUSE = 5
+    """Save and end: `checkpoint.pause_at`."""
+    STOP = 6
     """Save and end: `runs.py stop`."""
-    ABORT = 6
+    ABORT = 7
     """End without saving."""
 
 

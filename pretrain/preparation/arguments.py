@@ -43,11 +43,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "ray_address": {"metavar": "ADDRESS", "help": "address of the Ray cluster (default: Ray on this machine)"},
         "slice": {"metavar": "I/N", "help": "prepare only part I of N, from 0: one task of a SLURM array"},
         "merge_slices": {"metavar": "N", "help": "merge N prepared slices into the folder"},
+        "dry_run": {"metavar": "N", "help": "try all this on N documents; writes OUTPUT.dry_run.html and .json only"},
     },
     "instead": {
         "train_tokenizer": {"metavar": "SIZE", "help": "train a byte-level BPE tokenizer of this vocabulary size"},
         "tokenizer_sample_bytes": {"default": "200M", "metavar": "N", "help": "most text to train it on, in bytes"},
         "verify": {"metavar": "FOLDER", "help": "verify every hash and count of a prepared folder"},
+        "report": {"metavar": "FOLDER", "help": "write FOLDER/report.html and .json: what was removed, with samples"},
         "inspect": {"metavar": "FOLDER", "help": "show what a prepared folder contains: lengths, tokens, a sample"},
     },
 }  # fmt: skip

@@ -53,6 +53,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         vocabulary_size=_count(problems, arguments, "train_tokenizer"),
         sample_bytes=_count(problems, arguments, "tokenizer_sample_bytes"),
         destination=destination,
+        dry_run=_count(problems, arguments, "dry_run"),
     )
     problems += _division_problems(request)
     problems.stop_if_any()
@@ -74,7 +75,15 @@ def _missing(arguments: argparse.Namespace) -> list[str]:
 
 
 def _division_problems(request: PreparationRequest) -> list[str]:
-    """What is wrong with --slice and --merge_slices."""
+    """What is wrong with --slice and --merge_slices, and what --dry_run does not go with."""
+    others = {
+        "--slice": request.slice,
+        "--merge_slices": request.merge_slices,
+        "--train_tokenizer": request.vocabulary_size,
+    }
+    given = [name for name, value in others.items() if value is not None]
+    if request.dry_run and given:
+        return [f"--dry_run tries a whole preparation on a few documents; leave out {' and '.join(given)}"]
     if request.slice is None and request.merge_slices is None:
         return []
     problems = Problems(slice_problems(request.options) if request.options else [])

@@ -172,7 +172,9 @@ class Housekeeping:
         return run
 
     def end_early(self) -> int:
-        """Ends the run on request, after a save unless it is aborted; returns the exit status."""
+        """Ends the run on request or for a pause, after a save unless it is aborted; returns the exit status."""
+        if not self.supervisor.ends:
+            self.supervisor.request = Request.PAUSE
         if self.supervisor.request != Request.ABORT:
             self.save(wait=True, required=True)
         self.evaluations.stop()

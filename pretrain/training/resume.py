@@ -60,6 +60,12 @@ class Continuation:
         metrics.stands_at(self.state.step, self.state.tokens)
         final = config.output / "final" / SEAL_FILE
         self.is_done: bool = strategy.ranks.gather(self.state.step >= self.run.total_steps and final.exists())[0]
+        pause_at = config.checkpoint.pause_at
+        if not self.is_done and pause_at is not None and self.state.step >= pause_at:
+            raise InputError(
+                f"checkpoint.pause_at: {pause_at:,}, but the run is at step {self.state.step:,}; give a later step, "
+                "or null, to continue"
+            )
         if not self.is_done:
             refuse_crash_loop(config.output, self.state.step, strategy.ranks)
         publish_cut_short(config, metrics)

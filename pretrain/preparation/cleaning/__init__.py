@@ -6,4 +6,5 @@ Stages depend on a document alone, so workers, slices and interruptions change n
     filters, user_function: filters by name; a function of the user's
     decontamination: benchmarks kept out; benchmarks, lm_eval_items: their items; item_index: where these stand
     account: what was removed by which rule, in counts and in samples
+    report: the account as a page, with what else a prepared folder records
 """

@@ -115,4 +115,5 @@ class Cleaning:
                 kept = [kept[number] for number in stay]
         for original in kept:
             account.add_document(KEPT, sources[original], places[original], texts[original])
+        account.add_domains(batch.texts, batch.urls)
         return Cleaned(kept, batch.texts, account)
