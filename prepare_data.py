@@ -123,8 +123,6 @@ def prepare_shards(request: "PreparationRequest") -> int:
 
 def print_summary(outcome: "PreparationOutcome", output: str, is_slice: bool, fraction: float) -> None:
     """What was made, in figures, and what to do with it. fraction: of validation, as asked."""
-    from pretrain.preparation.cleaning.decontamination import contamination_of, contamination_text
-
     tally, manifest = outcome.tally, outcome.manifest
     print_figures(outcome)
     if is_slice:
@@ -137,6 +135,8 @@ def print_summary(outcome: "PreparationOutcome", output: str, is_slice: bool, fr
 
 def print_figures(outcome: "PreparationOutcome") -> None:
     """What was made."""
+    from pretrain.preparation.cleaning.decontamination import contamination_of, contamination_text
+
     tally, manifest = outcome.tally, outcome.manifest
     ids_bytes = tally.tokens * manifest.bytes_per_id
     rows = {
@@ -156,8 +156,12 @@ def print_figures(outcome: "PreparationOutcome") -> None:
     removed = tally.cleaning.as_manifest()["removed"]
     for rule, amounts in sorted(removed.items(), key=lambda item: -item[1]["documents"]):
         print(f"  removed          {amounts['documents']:,} documents, {amounts['bytes']:,} bytes: {rule}")
-    for row in contamination_of(json.loads((Path(output) / "manifest.json").read_bytes())):
-        print(f"  decontaminated   {contamination_text(row)}")
+    benchmarks = contamination_of(json.loads((manifest.folder / "manifest.json").read_bytes()))
+    for row in benchmarks:
+        if row["found"]:
+            print(f"  decontaminated   {contamination_text(row)}")
+    if benchmarks and not any(row["found"] for row in benchmarks):
+        print(f"  decontaminated   no item of {len(benchmarks)} benchmarks was found")
     for example in tally.bad_examples:
         print(f"  skipped          {example}")
 
