@@ -7,9 +7,11 @@ python runs.py compare RUN...                # differing settings and results, s
 python runs.py summary RUN                   # a run on one page
 python runs.py export RUN... --output x.csv  # every logged line as a table
 python runs.py documents RUN --step N        # the text that a step was trained on
+python runs.py merge RUN --last 5            # the mean of its last checkpoints, as a model folder
 python runs.py save|stop|abort|anneal RUN    # controls a live run, from any machine that shares its disk
 python runs.py parity --config recipes/NAME.yaml --steps 50     # same losses under every strategy?
 python runs.py sweep --config recipes/NAME.yaml --vary optim.learning_rate=1e-3,2e-3 --output sweeps/x
+python runs.py ladder SWEEP --predict parameters=30M,tokens=600M     # the loss of a larger run
 """
 
 import argparse
@@ -133,6 +135,18 @@ def documents(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def merge(arguments: argparse.Namespace) -> int:
+    """Writes the mean of several models."""
+    from pretrain.checkpoint.merge import merge_models
+
+    folder, names = merge_models(
+        arguments.models, last=arguments.last, weights=arguments.weights, output=arguments.output
+    )
+    print(f"The mean of {', '.join(names)} is in {folder}.")
+    print(f"Try: python evaluate.py --model {folder} --data FOLDER")
+    return 0
+
+
 def steer(arguments: argparse.Namespace) -> int:
     """Sends a command to a live run and waits until it is done."""
     command, run = arguments.command, arguments.run_folder
@@ -193,6 +207,25 @@ def sweep(arguments: argparse.Namespace) -> int:
     return run_sweep(request, arguments.parallel)
 
 
+def ladder(arguments: argparse.Namespace) -> int:
+    """Fits the loss by size and tokens and predicts."""
+    from pretrain.errors import Problems
+    from pretrain.experiments.ladder import common_place, make_ladder, read_ladder_runs, read_predictions, rungs_of
+    from pretrain.experiments.ladder_report import ladder_text, write_ladder
+
+    problems = Problems()
+    asked = problems.attempt(read_predictions, arguments.predict, arguments.count)
+    found = problems.attempt(read_ladder_runs, arguments.runs, arguments.count, arguments.intermediate)
+    base = arguments.output or common_place(arguments.runs)
+    problems.attempt(require_writable, base)
+    problems.stop_if_any()
+    made = make_ladder(rungs_of(found[0]), asked, arguments.count)
+    print(ladder_text(made, found[1]))
+    for path in write_ladder(made, base):
+        print(path)
+    return 0
+
+
 def positive(text: str, kind: type = float) -> float:
     """A number of that kind above zero, for argparse."""
     value = kind(text.replace(",", ""))
@@ -211,11 +244,13 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = root.add_subparsers(required=True, metavar="COMMAND", dest="command")
     add_readers(commands)
+    add_merge(commands)
     for name, text in COMMANDS.items():
         command = add_command(commands, name, steer, text)
         command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default 60)")
     add_parity(commands)
     add_sweep(commands)
+    add_ladder(commands)
     return root
 
 
@@ -257,6 +292,19 @@ def add_readers(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--characters", type=natural, default=600, help="shown of each document (default 600)")
 
 
+def add_merge(commands: argparse._SubParsersAction) -> None:
+    """The command that writes a model."""
+    command = commands.add_parser("merge", help="the mean of checkpoints or models, as a model folder")
+    command.set_defaults(run=merge)
+    command.add_argument("models", nargs="+", metavar="MODEL", help="a run, RUN@STEP, or a model folder")
+    command.add_argument("--last", type=natural, metavar="N", help="of a run: its N newest checkpoints")
+    command.add_argument(
+        "--weights", choices=["raw", "average"], default="raw",
+        help="raw, or average: the mean that each checkpoint has of its own; of one model that is an export (raw)",
+    )  # fmt: skip
+    command.add_argument("--output", type=Path, metavar="FOLDER", help="(default: merged-FIRST-LAST in the run)")
+
+
 def add_parity(commands: argparse._SubParsersAction) -> None:
     """The command that trains under every strategy."""
     command = commands.add_parser(
@@ -296,6 +344,28 @@ def add_sweep(commands: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     command.add_argument("--search", type=natural, metavar="N", help="try N settings, picked by optuna")
     command.add_argument("--parallel", type=natural, metavar="N", help="runs at a time (default: the GPUs, or 1)")
+
+
+def add_ladder(commands: argparse._SubParsersAction) -> None:
+    """The command that predicts losses."""
+    help_of_runs = {"metavar": "RUN_OR_SWEEP", "nargs": "+", "given": "runs"}
+    command = add_command(
+        commands, "ladder", ladder, "loss by size and tokens, fitted to runs; predictions", **help_of_runs
+    )
+    command.add_argument(
+        "--predict", action="append", default=[], metavar="RUN",
+        help="parameters=30M,tokens=600M, or a recipe; may be repeated",
+    )  # fmt: skip
+    command.add_argument(
+        "--count", choices=["matrix", "total"], default="matrix", help="what N counts: parameters in matrix products, "
+        "without embeddings that are looked up, or all (default matrix)",
+    )  # fmt: skip
+    command.add_argument(
+        "--intermediate", action="store_true", help="of runs of constant rate, losses on the way as well"
+    )
+    command.add_argument(
+        "--output", type=Path, metavar="PATH", help="without a suffix (default: ladder, in the folder)"
+    )
 
 
 def main() -> int:

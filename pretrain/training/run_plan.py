@@ -24,6 +24,7 @@ from pretrain.model.inputs import HostBatch, host_batch
 from pretrain.model.loss import loss_problems
 from pretrain.model.model_config import load_model_config
 from pretrain.model.pretrained import find_weights
+from pretrain.optim.averaging import averaging_problems
 from pretrain.optim.batch_ramp import BatchRamp, batch_ramp
 from pretrain.optim.learning_rate import (
     Annealing,
@@ -237,6 +238,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     ramp = problems.attempt(ramp_of, config, sequences_per_step, model.active_parameters)
     problems.stop_if_any()
     schedule = problems.attempt(schedule_of, config, ramp.total_steps)
+    problems += averaging_problems(config, ramp.total_steps)
     batches = problems.attempt(Batches, data, seed=config.seed, ramp=ramp)
     problems.stop_if_any()
     return RunPlan(
