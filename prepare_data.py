@@ -180,6 +180,7 @@ def warn_of_empty_splits(tally: "Tally", fraction: float) -> None:
 def skipped_text(tally: "Tally") -> str:
     """What was left out, in words."""
     counts = {"filtered": tally.filtered_documents, "copies": tally.duplicate_documents}
+    counts["near copies"] = tally.near_duplicate_documents
     more = "".join(f", {number:,} {name}" for name, number in counts.items() if number)
     return f"{tally.empty_documents:,} empty, {tally.bad_records:,} bad{more}"
 

@@ -9,6 +9,7 @@ from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import Problems
 from pretrain.preparation.cleaning.decontamination import REMOVALS, SHORTEST_RUN_WORDS, read_decontamination
 from pretrain.preparation.cleaning.filters import read_cleaning
+from pretrain.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain.preparation.cleaning.stages import Cleaning
 from pretrain.preparation.documents.formats import DOCUMENT_UNITS
 from pretrain.preparation.documents.hub_dataset import open_dataset
@@ -129,6 +130,12 @@ def _options(arguments: argparse.Namespace) -> PreparationOptions:
         if given not in allowed:
             also = "; and ray, alone or after a comma" if name == "engine" else ""
             problems.append(f"--{name} {given}: must be {', '.join(allowed[:-1])} or {allowed[-1]}{also}")
+    near = None
+    if arguments.near_duplicates is not None:
+        given = (arguments.near_duplicates, arguments.near_duplicate_bands, arguments.near_duplicate_shingle)
+        near = problems.attempt(NearDuplicates.parse, *given)
+        if arguments.deduplicate:
+            problems.append("--deduplicate: --near_duplicates leaves out exact copies as well; give one of them")
     options = PreparationOptions(
         reading=_reading(arguments, problems),
         format=arguments.input_format,
@@ -140,6 +147,7 @@ def _options(arguments: argparse.Namespace) -> PreparationOptions:
         max_errors=_count(problems, arguments, "max_errors", smallest=0),
         deduplicate=arguments.deduplicate,
         megatron=arguments.format == "megatron",
+        near_duplicates=near,
         cleaning=_cleaning(arguments, problems),
     )
     problems.stop_if_any()

@@ -19,9 +19,9 @@ from pretrain.data.shards import read_manifest
 from pretrain.files import as_json, write_durably
 from pretrain.preparation.cleaning.account import KEPT, recorded_account
 from pretrain.preparation.cleaning.decontamination import contamination_of
+from pretrain.preparation.cleaning.near_duplicate_search import NEAR_DUPLICATES_FILE
 from pretrain.units import bytes_text
 
-NEAR_DUPLICATES_FILE = "near_duplicates.json"
 REPORT_PAGE = Path(__file__).with_name("report_page.html")
 SKIPPED_RULES = {
     "filtered_documents": "--only, --min_characters, --max_characters",
