@@ -18,7 +18,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "min_characters": {"metavar": "N", "help": "leave out shorter documents"},
         "max_characters": {"metavar": "N", "help": "leave out longer documents"},
         "deduplicate": {"action": "store_true", "help": "leave out exact copies of earlier documents"},
-        "filter": {"nargs": "+", "default": [], "metavar": "FILTER", "help": "clean: a FILE.py:FUNCTION of your own"},
+        "filter": {"nargs": "+", "default": [], "metavar": "FILTER", "help": "clean by rules: NAME(PARAMETER=VALUE) or FILE.py:KEEP"},
+        "clean": {"action": "store_true", "help": "clean by FineWeb's set of filters, and leave out exact copies"},
+        "language": {"metavar": "CODES", "help": "keep documents in these languages, such as en,de"},
         "url_field": {"metavar": "FIELD", "help": "field or column of a document's URL, for filters"},
         "input_format": {"help": "jsonl, json, csv, txt, parquet, arrow, hdf5, tar (default: by suffix)"},
         "documents": {"default": "file", "help": "unit of plain text: file (default), line or paragraph"},
@@ -44,6 +46,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "instead": {
         "train_tokenizer": {"metavar": "SIZE", "help": "train a byte-level BPE tokenizer of this vocabulary size"},
         "tokenizer_sample_bytes": {"default": "200M", "metavar": "N", "help": "most text to train it on, in bytes"},
+        "train_classifier": {"nargs": 2, "metavar": "GLOB", "help": "train a quality filter on good and on other texts"},
         "verify": {"metavar": "FOLDER", "help": "verify every hash and count of a prepared folder"},
         "inspect": {"metavar": "FOLDER", "help": "show what a prepared folder contains: lengths, tokens, a sample"},
     },

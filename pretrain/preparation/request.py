@@ -57,6 +57,18 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     return request
 
 
+def read_examples(arguments: argparse.Namespace) -> tuple[Path, Reading]:
+    """(output, how to read) of --train_classifier. Raises InputError with everything that is wrong."""
+    problems = Problems()
+    if not arguments.output or is_url(arguments.output):
+        problems.append("give --output FOLDER, a folder of this machine for the classifier")
+    if arguments.input or arguments.dataset or arguments.tokenizer or arguments.train_tokenizer:
+        problems.append("--train_classifier GOOD OTHER: takes its texts itself; leave out --input and --tokenizer")
+    reading = _reading(arguments, problems)
+    problems.stop_if_any()
+    return Path(arguments.output), reading
+
+
 def _missing(arguments: argparse.Namespace) -> list[str]:
     """What is missing from the command line or given twice."""
     problems = []
@@ -66,8 +78,10 @@ def _missing(arguments: argparse.Namespace) -> list[str]:
         problems.append("give --output FOLDER, the folder to create")
     if bool(arguments.tokenizer) == bool(arguments.train_tokenizer):
         problems.append("give either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one")
-    if arguments.train_tokenizer and arguments.filter:
-        problems.append("--filter: a tokenizer is trained on the text as it is; leave the filters out")
+    if arguments.train_tokenizer and (arguments.filter or arguments.language or arguments.clean):
+        problems.append(
+            "--filter, --language and --clean: a tokenizer is trained on the text as it is; leave them out"
+        )
     return problems
 
 
@@ -126,9 +140,11 @@ def _options(arguments: argparse.Namespace) -> PreparationOptions:
         max_tokens=_count(problems, arguments, "max_tokens"),
         on_error=arguments.on_error,
         max_errors=_count(problems, arguments, "max_errors", smallest=0),
-        deduplicate=arguments.deduplicate,
+        deduplicate=arguments.deduplicate or arguments.clean,
         megatron=arguments.format == "megatron",
-        cleaning=problems.attempt(read_cleaning, arguments.filter),
+        cleaning=problems.attempt(
+            read_cleaning, arguments.filter, arguments.language, arguments.clean, arguments.url_field is not None
+        ),
     )
     problems.stop_if_any()
     return options

@@ -1,73 +1,13 @@
-"""C4's rules, which drop lines and then documents, compiled.
-
-Raffel et al. 2020, https://arxiv.org/abs/1910.10683, 2.2, and where the paper leaves it open, as its code has it.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+"""C4's rules, which drop lines and then documents, compiled: published.C4Quality."""
 
 import numpy as np
 
-from pretrain.preparation.cleaning.published import NamedFilter
-from pretrain.preparation.cleaning.stages import TextBatch, Verdicts
 from pretrain.preparation.cleaning.word_rules import LINE_END, PUNCTUATION_CATEGORY, SENTENCE_END, SPACE
-from pretrain.preparation.cleaning.words import before, code_at, compiled, divide_words, joined_texts, word_tables
+from pretrain.preparation.cleaning.words import before, code_at, compiled, divide_words
 
 DOCUMENT_RULES = ("", "lorem_ipsum", "curly_bracket", "few_sentences")
 LINE_RULES = ("long_word", "no_end", "few_words", "javascript", "policy")
 LOREM, JAVASCRIPT, POLICY, CITATION_NEEDED = 1, 2, 4, 8
-
-
-@dataclass(frozen=True)
-class C4Quality(NamedFilter):
-    """C4's rules: lines without an end of a sentence, with few words, about policies; documents with few sentences.
-
-    `citations`, `endings`, `placeholders` (lorem ipsum), `javascript`, `curly_brackets` and `policies` are yes or off.
-    """
-
-    name: ClassVar[str] = "c4"
-    min_sentences: int | None = 5
-    min_words_per_line: int | None = 3
-    max_word_characters: int | None = 1000
-    endings: str | None = "yes"
-    citations: str | None = "yes"
-    placeholders: str | None = "yes"
-    javascript: str | None = "yes"
-    curly_brackets: str | None = "yes"
-    policies: str | None = "yes"
-
-    def open(self) -> Callable[[TextBatch], Verdicts]:
-        largest = np.iinfo(np.int64).max
-        numbers = np.array(
-            [
-                self.min_sentences or 0,
-                self.min_words_per_line or 0,
-                largest if self.max_word_characters is None else self.max_word_characters,
-            ],
-            np.int64,
-        )
-        named = (self.endings, self.citations, self.placeholders, self.javascript, self.curly_brackets, self.policies)
-        switches = np.array([switch is not None for switch in named])
-        tables = word_tables()
-
-        def judge(batch: TextBatch) -> Verdicts:
-            text, bounds = joined_texts(batch.texts)
-            left, rules = np.empty(len(text) + len(batch), np.uint8), np.zeros(len(batch), np.int64)
-            longest = max(map(len, batch.texts)) + 8
-            words, hashes = np.empty((longest, 3), np.int32), np.empty(longest, np.uint64)
-            left_bounds, counts = np.zeros_like(bounds), np.zeros(len(LINE_RULES), np.int64)
-            clean_lines(text, bounds, tables, numbers, switches, left, left_bounds, words, hashes, rules, counts)
-            verdicts = Verdicts(removed={n: DOCUMENT_RULES[rule] for n, rule in enumerate(rules.tolist()) if rule})
-            for number, (start, end) in enumerate(left_bounds.tolist()):
-                if not rules[number] and (changed := left[start:end].tobytes()) != batch.texts[number]:
-                    verdicts.changed[number] = changed
-            for rule, count in zip(LINE_RULES, counts.tolist(), strict=True):
-                verdicts.counts[f"lines.{rule}"] += count
-            return verdicts
-
-        judge(TextBatch([b"compiled once, before workers are forked"], [None]))
-        return judge
 
 
 def _as_array(phrase: str) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""The filters of Gopher and FineWeb, by their published rules and numbers.
+"""The filters of Gopher, C4 and FineWeb, by their published rules and numbers.
 
-Gopher: Rae et al. 2021, https://arxiv.org/abs/2112.11446, A.1.1; FineWeb: Penedo et al. 2024,
-https://arxiv.org/abs/2406.17557, 3.6. Where the papers leave it open, as datatrove has it, which made FineWeb.
+Gopher: Rae et al. 2021, https://arxiv.org/abs/2112.11446, A.1.1; C4: Raffel et al. 2020,
+https://arxiv.org/abs/1910.10683, 2.2; FineWeb: Penedo et al. 2024, https://arxiv.org/abs/2406.17557, 3.6. Where the
+papers leave it open, as datatrove has it, which made FineWeb.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,8 @@ class NamedFilter:
         return self.name
 
     def as_plan(self) -> dict[str, Any]:
-        return {"name": self.name, **asdict(self)}
+        values = asdict(self)
+        return {"name": self.name, **{name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}}
 
 
 def first_rules(rules: dict[str, np.ndarray]) -> dict[int, str]:
@@ -171,6 +173,60 @@ class FineWebQuality(NamedFilter):
                 "many_lines": _exceeds(of["newlines"], words, self.max_newlines_per_word),
             }
             return Verdicts(removed=first_rules(rules))
+
+        judge(TextBatch([b"compiled once, before workers are forked"], [None]))
+        return judge
+
+
+@dataclass(frozen=True)
+class C4Quality(NamedFilter):
+    """C4's rules: lines without an end of a sentence, with few words, about policies; documents with few sentences.
+
+    `citations`, `endings`, `placeholders` (lorem ipsum), `javascript`, `curly_brackets` and `policies` are on or off.
+    """
+
+    name: ClassVar[str] = "c4"
+    min_sentences: int | None = 5
+    min_words_per_line: int | None = 3
+    max_word_characters: int | None = 1000
+    endings: bool = True
+    citations: bool = True
+    placeholders: bool = True
+    javascript: bool = True
+    curly_brackets: bool = True
+    policies: bool = True
+
+    def open(self) -> Callable[[TextBatch], Verdicts]:
+        from pretrain.preparation.cleaning.c4 import DOCUMENT_RULES, LINE_RULES, clean_lines
+        from pretrain.preparation.cleaning.words import joined_texts, word_tables
+
+        largest = np.iinfo(np.int64).max
+        numbers = np.array(
+            [
+                self.min_sentences or 0,
+                self.min_words_per_line or 0,
+                largest if self.max_word_characters is None else self.max_word_characters,
+            ],
+            np.int64,
+        )
+        named = (self.endings, self.citations, self.placeholders, self.javascript, self.curly_brackets, self.policies)
+        switches = np.array(named)
+        tables = word_tables()
+
+        def judge(batch: TextBatch) -> Verdicts:
+            text, bounds = joined_texts(batch.texts)
+            left, rules = np.empty(len(text) + len(batch), np.uint8), np.zeros(len(batch), np.int64)
+            longest = max(map(len, batch.texts)) + 8
+            words, hashes = np.empty((longest, 3), np.int32), np.empty(longest, np.uint64)
+            left_bounds, counts = np.zeros_like(bounds), np.zeros(len(LINE_RULES), np.int64)
+            clean_lines(text, bounds, tables, numbers, switches, left, left_bounds, words, hashes, rules, counts)
+            verdicts = Verdicts(removed={n: DOCUMENT_RULES[rule] for n, rule in enumerate(rules.tolist()) if rule})
+            for number, (start, end) in enumerate(left_bounds.tolist()):
+                if not rules[number] and (changed := left[start:end].tobytes()) != batch.texts[number]:
+                    verdicts.changed[number] = changed
+            for rule, count in zip(LINE_RULES, counts.tolist(), strict=True):
+                verdicts.counts[f"lines.{rule}"] += count
+            return verdicts
 
         judge(TextBatch([b"compiled once, before workers are forked"], [None]))
         return judge

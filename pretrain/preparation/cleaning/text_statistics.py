@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pretrain.preparation.cleaning.word_rules import ALPHABETIC, LINE_END, PUNCTUATION, SPACE, TERMINAL
+from pretrain.preparation.cleaning.word_rules import ALPHABETIC, DIGIT, LINE_END, PUNCTUATION, SPACE, TERMINAL
 from pretrain.preparation.cleaning.words import HASH_FACTOR, HASH_START, before, code_at, compiled, mixed
 
 QUALITY = (
@@ -356,3 +356,86 @@ def line_statistics(text, bounds, classes, short_line_characters, scratch, stati
         row[0], row[1], row[2], row[3], row[4], row[5], row[6] = (
             lines, ending, short, repeated, total, newlines, chunks
         )  # fmt: skip
+
+
+@compiled
+def character_statistics(text, bounds, classes, counts):
+    """Fills `counts`, (documents, 4) int64: characters that are not space, letters, digits, damaged ones."""
+    for document in range(len(bounds)):
+        position, end = bounds[document, 0], bounds[document, 1]
+        visible = letters = digits = damaged = 0
+        while position < end:
+            code, size = code_at(text, position)
+            kind = classes[code]
+            if not kind & SPACE:
+                visible += 1
+                letters += kind & ALPHABETIC != 0
+                digits += kind & DIGIT != 0
+                damaged += code == 0xFFFD or code < 32 or 127 <= code < 160
+            position += size
+        counts[document, 0], counts[document, 1], counts[document, 2], counts[document, 3] = (
+            visible, letters, digits, damaged
+        )  # fmt: skip
+
+
+@compiled
+def hashed_features(text, bounds, buckets, features, ends):
+    """Writes the buckets of words, in lower case, and of pairs of them; returns their number. No sign is a word."""
+    count = np.int64(0)
+    mask = np.uint64(buckets - 1)
+    for document in range(len(bounds)):
+        value, previous, inside = HASH_START, np.uint64(0), False
+        for position in range(bounds[document, 0], bounds[document, 1] + 1):
+            byte = text[position] if position < bounds[document, 1] else np.uint8(32)
+            if 65 <= byte <= 90:
+                byte |= 32
+            if 97 <= byte <= 122 or 48 <= byte <= 57 or byte >= 0x80:
+                value, inside = (value ^ np.uint64(byte)) * HASH_FACTOR, True
+            elif inside:
+                word = mixed(value)
+                features[count] = np.int32(word >> np.uint64(9) & mask)
+                count += 1
+                if previous:
+                    features[count] = np.int32(mixed(previous * HASH_FACTOR ^ word) >> np.uint64(9) & mask)
+                    count += 1
+                value, previous, inside = HASH_START, word, False
+        ends[document] = count
+    return count
+
+
+@compiled
+def linear_scores(features, ends, weights, scores):
+    """Writes the mean weight of each document's features, plus the bias."""
+    start = np.int64(0)
+    for document in range(len(ends)):
+        total = 0.0
+        for index in range(start, ends[document]):
+            total += weights[features[index]]
+        scores[document] = total / max(1, ends[document] - start) + weights[len(weights) - 1]
+        start = ends[document]
+
+
+@compiled
+def fit_logistic(features, ends, labels, shares, weights, squares, epochs, rate, decay):
+    """Fits `weights` to labels of 0 and 1, each with its share of the loss, a document at a time by AdaGrad.
+
+    squares: (len(weights),) float64, the sums of squared gradients.
+    """
+    bias = len(weights) - 1
+    for _ in range(epochs):
+        start = np.int64(0)
+        for document in range(len(ends)):
+            size = max(1, ends[document] - start)
+            total = 0.0
+            for index in range(start, ends[document]):
+                total += weights[features[index]]
+            score = total / size + weights[bias]
+            error = (1.0 / (1.0 + np.exp(-score)) - labels[document]) * shares[document]
+            for index in range(start, ends[document]):
+                feature = features[index]
+                gradient = error / size + decay * weights[feature]
+                squares[feature] += gradient * gradient
+                weights[feature] -= rate * gradient / np.sqrt(squares[feature])
+            squares[bias] += error * error
+            weights[bias] -= rate * error / np.sqrt(squares[bias])
+            start = ends[document]

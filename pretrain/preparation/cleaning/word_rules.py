@@ -40,18 +40,19 @@ _PUNCTUATION = """0-8 b-1f 22-2d 2f 3a-3e 40 5b-60 7b-9f ab b4 bb 2013-2014 2019
 _UNCASED_SCRIPTS = "580-6ff 880-9ff b80-cff d80-dff 1100-137f 3000-30ff 3400-9fff ac00-d77f f900-feff 20000-2ebff"
 _UNCASED = "591-5f4 640-64a 670-6d3 6fa-6fc 900-9ff b80-c7f"
 
-_EMOTICONS = r""":) :)) :))) :( :(( :((( :-) :-)) :-))) :-( :-(( :-((( (: (; (= (-: (-; (-8 (o: )-: ): :* :-* :-/ :-0 :-3 :-> :-D
-:-O :-P :-X :-] :-o :-p :-x :-| :-} :/ :0 :1 :3 :> :D :O :P :X :] :o :o) :p :x :| :} :() :'( :') :'-( :'-) :’(
-:’) :’-( :’-) ;) ;-) ;-D ;D ;_; =( =) =/ =3 =D =[ =] =| [-: [: [= ]= <3 <33 <333 </3 >:( >:o >.< >.> <.< ><(((*>
-8) 8-) 8-D 8D XD XDD xD xDD ^_^ ^__^ ^___^ -_- -__- @_@ (*_*) (-_-) (._.) (>_<) (^_^) (¬_¬) (ಠ_ಠ) ಠ_ಠ O.O O.o
-O_O O_o o.O o.o o_O o_o o.0 o_0 0.0 0.o 0_0 0_o V.V V_V v.v v_v ._. C++ \") ¯\(ツ)/¯"""
+_EMOTICONS = r""":) :)) :))) :( :(( :((( :-) :-)) :-))) :-( :-(( :-((( (: (; (= (-: (-; (-8 (o: )-: ): :* :-* :-/
+:-0 :-3 :-> :-D :-O :-P :-X :-] :-o :-p :-x :-| :-} :/ :0 :1 :3 :> :D :O :P :X :] :o :o) :p :x :|
+:} :() :'( :') :'-( :'-) :’( :’) :’-( :’-) ;) ;-) ;-D ;D ;_; =( =) =/ =3 =D =[ =] =| [-: [: [= ]=
+<3 <33 <333 </3 >:( >:o >.< >.> <.< ><(((*> 8) 8-) 8-D 8D XD XDD xD xDD ^_^ ^__^ ^___^ -_- -__-
+@_@ (*_*) (-_-) (._.) (>_<) (^_^) (¬_¬) (ಠ_ಠ) ಠ_ಠ O.O O.o O_O O_o o.O o.o o_O o_o o.0 o_0 0.0 0.o
+0_0 0_o V.V V_V v.v v_v ._. C++ \") ¯\(ツ)/¯"""
 EMOTICONS = _EMOTICONS.split()
-_WHOLE_WORDS = """Adm. Ak. Ala. Apr. Ariz. Ark. Aug. Bros. Calif. Co. Colo. Conn. Corp. D.C. Dec. Del. Dr. E.G. E.g. Feb. Fla. Ga.
-Gen. Gov. I.E. I.e. Ia. Id. Ill. Inc. Ind. Jan. Jr. Jul. Jun. Kan. Kans. Ky. La. Ltd. Mar. Mass. Md. Messrs.
-Mich. Minn. Miss. Mo. Mont. Mr. Mrs. Ms. Mt. N.C. N.D. N.H. N.J. N.M. N.Y. Neb. Nebr. Nev. Nov. Oct. Okla. Ore.
-Pa. Ph.D. Prof. Rep. Rev. S.C. Sen. Sep. Sept. St. Tenn. Va. Wash. Wis. a.m. p.m. co. e.g. i.e. v.s. vs. ä. ö.
-ü. and/or w/o ' '' 'S 's 'd 'em 'll 're 'bout 'cause 'cos 'coz 'cuz 'nuff 'Cause 'Cos 'Coz 'Cuz ma'am Ma'am
-o'clock O'clock ol' Ol'"""
+_WHOLE_WORDS = """Adm. Ak. Ala. Apr. Ariz. Ark. Aug. Bros. Calif. Co. Colo. Conn. Corp. D.C. Dec. Del. Dr. E.G. E.g.
+Feb. Fla. Ga. Gen. Gov. I.E. I.e. Ia. Id. Ill. Inc. Ind. Jan. Jr. Jul. Jun. Kan. Kans. Ky. La.
+Ltd. Mar. Mass. Md. Messrs. Mich. Minn. Miss. Mo. Mont. Mr. Mrs. Ms. Mt. N.C. N.D. N.H. N.J. N.M.
+N.Y. Neb. Nebr. Nev. Nov. Oct. Okla. Ore. Pa. Ph.D. Prof. Rep. Rev. S.C. Sen. Sep. Sept. St. Tenn.
+Va. Wash. Wis. a.m. p.m. co. e.g. i.e. v.s. vs. ä. ö. ü. and/or w/o ' '' 'S 's 'd 'em 'll 're
+'bout 'cause 'cos 'coz 'cuz 'nuff 'Cause 'Cos 'Coz 'Cuz ma'am Ma'am o'clock O'clock ol' Ol'"""
 _WHOLE = _WHOLE_WORDS.split() + [f"{letter}." for letter in "abcdefghijklmnopqrstuvwxyz"]
 _G_DROPPED = ("doin", "goin", "havin", "lovin", "nothin", "nuthin", "somethin")
 _SUBJECTS = {
@@ -105,8 +106,8 @@ def special_words() -> dict[str, list[str]]:
 
 JOINED = [*EMOTICONS, *(word for word in _WHOLE if "'" in word), *(w.replace("'", "’") for w in _WHOLE if "'" in w)]
 """Whole even where the rules divided them as parts of something longer."""
-_UNITS = """km km² km³ m m² m³ dm dm² dm³ cm cm² cm³ mm mm² mm³ ha µm nm yd in ft kg g mg µg t lb oz m/s km/h kmh mph hPa Pa
-mbar mb MB kb KB gb GB tb TB T G M K %"""
+_UNITS = """km km² km³ m m² m³ dm dm² dm³ cm cm² cm³ mm mm² mm³ ha µm nm yd in ft kg g mg µg t lb oz m/s km/h
+kmh mph hPa Pa mbar mb MB kb KB gb GB tb TB T G M K %"""
 UNITS = _UNITS.split()
 """That are divided from a digit before them."""
 

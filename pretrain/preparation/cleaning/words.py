@@ -229,9 +229,9 @@ def _suffix_bytes(text, start, end, has_digit, tables):
             if 48 <= text[position] <= 57:
                 break
             position = before(text, start, position)
-        if start <= position < last + 1 and 48 <= text[position] <= 57 and position + 1 < end:
-            if find_slot(tables.units, hash_of(text, position + 1, end)) >= 0:
-                return end - position - 1
+        is_digit = start <= position <= last and 48 <= text[position] <= 57
+        if is_digit and position + 1 < end and find_slot(tables.units, hash_of(text, position + 1, end)) >= 0:
+            return end - position - 1
     return 0
 
 
@@ -254,9 +254,9 @@ def _infix_bytes(text, position, start, end, classes):
         return size
     previous = _class_before(text, start, position, classes)
     following = _class_at(text, position + size, end, classes)
-    if previous & DIGIT and code in (0x2B, 0x2D, 0x2A, 0x5E):
-        if following & DIGIT or (position + 1 < end and text[position + 1] == 0x2D):
-            return 1
+    is_before_number = following & DIGIT != 0 or (position + 1 < end and text[position + 1] == 0x2D)
+    if previous & DIGIT and is_before_number and code in (0x2B, 0x2D, 0x2A, 0x5E):
+        return 1
     if code == 0x2C:
         return 1 if previous & _LETTER and following & _LETTER else 0
     if previous & (_LETTER | DIGIT):
