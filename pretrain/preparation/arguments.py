@@ -18,7 +18,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "min_characters": {"metavar": "N", "help": "leave out shorter documents"},
         "max_characters": {"metavar": "N", "help": "leave out longer documents"},
         "deduplicate": {"action": "store_true", "help": "leave out exact copies of earlier documents"},
-        "filter": {"nargs": "+", "default": [], "metavar": "FILTER", "help": "clean by rules: NAME(PARAMETER=VALUE) or FILE.py:KEEP"},
+        "filter": {"nargs": "+", "default": [], "metavar": "FILTER", "help": "clean: NAME(NUMBER=VALUE), FILE.py:KEEP"},
         "clean": {"action": "store_true", "help": "clean by FineWeb's set of filters, and leave out exact copies"},
         "language": {"metavar": "CODES", "help": "keep documents in these languages, such as en,de"},
         "url_field": {"metavar": "FIELD", "help": "field or column of a document's URL, for filters"},
@@ -46,7 +46,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "instead": {
         "train_tokenizer": {"metavar": "SIZE", "help": "train a byte-level BPE tokenizer of this vocabulary size"},
         "tokenizer_sample_bytes": {"default": "200M", "metavar": "N", "help": "most text to train it on, in bytes"},
-        "train_classifier": {"nargs": 2, "metavar": "GLOB", "help": "train a quality filter on good and on other texts"},
+        "train_classifier": {"nargs": 2, "metavar": "GLOB", "help": "train a quality filter on good and other texts"},
         "verify": {"metavar": "FOLDER", "help": "verify every hash and count of a prepared folder"},
         "inspect": {"metavar": "FOLDER", "help": "show what a prepared folder contains: lengths, tokens, a sample"},
     },

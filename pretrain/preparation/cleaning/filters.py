@@ -92,7 +92,7 @@ def parse_filter(text: str) -> CleaningStage:
 
 
 def _value(what: str, given: str, allowed: Any) -> Any:
-    """A parameter's value, by its field's type: int, float, bool, str or tuple of str; `| None` where it may be off."""
+    """A parameter's value, by its field's type: int, float, bool, str, tuple of str; `| None` where it may be off."""
     if allowed is bool:
         if given not in ("on", OFF):
             raise InputError(f"{what}={given}: must be on or {OFF}")

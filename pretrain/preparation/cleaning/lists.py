@@ -21,7 +21,7 @@ _LABEL = rb"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
 _OCTET = rb"(?:25[0-5]|2[0-4][0-9]|[01]?[0-9][0-9]?)"
 MAIL = re.compile(rb"\b%(name)s(?:\.%(name)s)*@(?:(?:%(label)s\.)+%(label)s|\[%(ip)s\])" % {
     b"name": _NAME, b"label": _LABEL, b"ip": rb"(?:%s\.){3}%s" % (_OCTET, _OCTET)})  # fmt: skip
-IP = re.compile(rb"(?:%s\.){3}%s" % (_OCTET, _OCTET))
+IP = re.compile(rb"(?<![0-9.])(?:%s\.){3}%s(?![0-9]|\.[0-9])" % (_OCTET, _OCTET))
 MAYBE_IP = re.compile(rb"\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]")
 """Begins with one byte that is rare, so it is searched ten times as fast as IP."""
 SPACES = b" \t\n\r\v\f"

@@ -104,7 +104,7 @@ def special_words() -> dict[str, list[str]]:
     return curled | words
 
 
-JOINED = [*EMOTICONS, *(word for word in _WHOLE if "'" in word), *(w.replace("'", "’") for w in _WHOLE if "'" in w)]
+JOINED = sorted({*EMOTICONS, *_WHOLE, *(word.replace("'", "’") for word in _WHOLE)})
 """Whole even where the rules divided them as parts of something longer."""
 _UNITS = """km km² km³ m m² m³ dm dm² dm³ cm cm² cm³ mm mm² mm³ ha µm nm yd in ft kg g mg µg t lb oz m/s km/h
 kmh mph hPa Pa mbar mb MB kb KB gb GB tb TB T G M K %"""

@@ -262,9 +262,6 @@ def _infix_bytes(text, position, start, end, classes):
     if previous & (_LETTER | DIGIT):
         if code in (0x2013, 0x2014, 0x7E, 0x3A, 0x3C, 0x3E, 0x3D, 0x2F) and following & _LETTER:
             return size
-        if code == 0x2014 and position + 6 < end and code_at(text, position + 3)[0] == 0x2014:
-            if code_at(text, position + 6)[0] in (0x2014,):
-                return 0
         if code == 0x2D:
             run = position
             while run < end and text[run] == 0x2D:
@@ -423,7 +420,7 @@ def _join_emoticons(text, tables, words, first, count):
     written, index = first, first
     while index < count:
         last = index
-        if words[index, 1] - words[index, 0] <= 3:
+        if words[index, 1] - words[index, 0] <= 5:
             for other in range(min(count, index + _EMOTICON_TOKENS) - 1, index, -1):
                 size = words[other, 1] - words[index, 0]
                 if size <= 16 and find_slot(tables.emoticons, hash_of(text, words[index, 0], words[other, 1])) >= 0:
