@@ -18,7 +18,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "min_characters": {"metavar": "N", "help": "leave out shorter documents"},
         "max_characters": {"metavar": "N", "help": "leave out longer documents"},
         "deduplicate": {"action": "store_true", "help": "leave out exact copies of earlier documents"},
-        "filter": {"nargs": "+", "default": [], "metavar": "FILTER", "help": "clean: NAME(NUMBER=VALUE), FILE.py:KEEP"},
+        "filter": {"nargs": "+", "default": [], "metavar": "FILTER", "help": "clean: NAME(NUMBER=VALUE) or FILE.py:F"},
         "clean": {"action": "store_true", "help": "clean by FineWeb's set of filters, and leave out exact copies"},
         "language": {"metavar": "CODES", "help": "keep documents in these languages, such as en,de"},
         "url_field": {"metavar": "FIELD", "help": "field or column of a document's URL, for filters"},

@@ -21,8 +21,9 @@ FUNCTION_WORDS = {
     "nl": "het een van en dat niet voor met zijn op te aan die ook naar maar door bij wordt deze uit er",
 }
 """Frequent words by language; those that another of these has as well count for both."""
-WORDS_SAMPLE_BYTES = 1000
-LEAST_WORDS, CERTAIN_SHARE, CERTAIN_LEAD = 20, 0.2, 2.0
+WORDS_SAMPLES_BYTES = (600, 4000)
+"""A second look at more of the text where the first leaves a doubt."""
+LEAST_WORDS, LEAST_DIFFERENT, CERTAIN_SHARE, CERTAIN_LEAD = 20, 4, 0.12, 2.0
 """Of the words of the sample: a language is certain with this share of them, that many times the next one's."""
 
 
@@ -136,13 +137,19 @@ _LANGUAGES_BY_WORD = _languages_by_word()
 
 def certain_language(text: bytes) -> tuple[str, float] | None:
     """(language, 1.0) of a text whose function words leave no doubt; None otherwise."""
-    start = max(0, (len(text) - WORDS_SAMPLE_BYTES) // 2)
-    words = text[start : start + WORDS_SAMPLE_BYTES].lower().split()
-    if len(words) < LEAST_WORDS:
-        return None
-    counts: Counter[str] = Counter()
-    for languages, count in Counter(map(_LANGUAGES_BY_WORD.get, words)).items():
-        for language in languages or ():
-            counts[language] += count
-    (best, most), (_, second) = [*counts.most_common(2), ("", 0), ("", 0)][:2]
-    return (best, 1.0) if most >= CERTAIN_SHARE * len(words) and most >= CERTAIN_LEAD * second else None
+    for size in WORDS_SAMPLES_BYTES:
+        start = max(0, (len(text) - size) // 2)
+        words = text[start : start + size].lower().split()
+        if len(words) < LEAST_WORDS:
+            return None
+        counts: Counter[str] = Counter()
+        for languages, count in Counter(map(_LANGUAGES_BY_WORD.get, words)).items():
+            for language in languages or ():
+                counts[language] += count
+        (best, most), (_, second) = [*counts.most_common(2), ("", 0), ("", 0)][:2]
+        if most >= CERTAIN_SHARE * len(words) and most >= CERTAIN_LEAD * second:
+            different = sum(best in _LANGUAGES_BY_WORD.get(word, ()) for word in set(words))
+            return (best, 1.0) if different >= LEAST_DIFFERENT else None
+        if len(text) <= size:
+            break
+    return None
