@@ -147,6 +147,7 @@ ROOMS = (
     "training",
     "planning",
     "evaluation",
+    "experiments",
 )
 """Folders of pretrain/ in the order of their imports: a room imports from itself and from those before it."""
 MOST_MODULES = 20

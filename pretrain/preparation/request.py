@@ -8,6 +8,7 @@ from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import Problems
 from pretrain.preparation.cleaning.filters import read_cleaning
+from pretrain.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain.preparation.documents.formats import DOCUMENT_UNITS
 from pretrain.preparation.documents.hub_dataset import open_dataset
 from pretrain.preparation.documents.records import Reading, template_problem
@@ -19,6 +20,9 @@ from pretrain.preparation.slices import parse_slice, slice_problems
 from pretrain.preparation.tokenizer_training import RECORD_FILE
 from pretrain.preparation.upload import Destination, destination_of
 from pretrain.units import parse_count
+
+CLEAN_NEAR_DUPLICATES = "0.8"
+"""The similarity from which --clean leaves out near copies."""
 
 
 def read_request(arguments: argparse.Namespace) -> PreparationRequest:
@@ -51,6 +55,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         vocabulary_size=_count(problems, arguments, "train_tokenizer"),
         sample_bytes=_count(problems, arguments, "tokenizer_sample_bytes"),
         destination=destination,
+        dry_run=_count(problems, arguments, "dry_run"),
     )
     problems += _division_problems(request)
     problems.stop_if_any()
@@ -86,7 +91,15 @@ def _missing(arguments: argparse.Namespace) -> list[str]:
 
 
 def _division_problems(request: PreparationRequest) -> list[str]:
-    """What is wrong with --slice and --merge_slices."""
+    """What is wrong with --slice and --merge_slices, and what --dry_run does not go with."""
+    others = {
+        "--slice": request.slice,
+        "--merge_slices": request.merge_slices,
+        "--train_tokenizer": request.vocabulary_size,
+    }
+    given = [name for name, value in others.items() if value is not None]
+    if request.dry_run and given:
+        return [f"--dry_run tries a whole preparation on a few documents; leave out {' and '.join(given)}"]
     if request.slice is None and request.merge_slices is None:
         return []
     problems = Problems(slice_problems(request.options) if request.options else [])
@@ -131,6 +144,15 @@ def _options(arguments: argparse.Namespace) -> PreparationOptions:
         if given not in allowed:
             also = "; and ray, alone or after a comma" if name == "engine" else ""
             problems.append(f"--{name} {given}: must be {', '.join(allowed[:-1])} or {allowed[-1]}{also}")
+    near = None
+    threshold = arguments.near_duplicates
+    if arguments.clean and not arguments.deduplicate:
+        threshold = threshold or CLEAN_NEAR_DUPLICATES
+    if threshold is not None:
+        given = (threshold, arguments.near_duplicate_bands, arguments.near_duplicate_shingle)
+        near = problems.attempt(NearDuplicates.parse, *given)
+        if arguments.deduplicate:
+            problems.append("--deduplicate: --near_duplicates leaves out exact copies as well; give one of them")
     options = PreparationOptions(
         reading=_reading(arguments, problems),
         format=arguments.input_format,
@@ -140,11 +162,12 @@ def _options(arguments: argparse.Namespace) -> PreparationOptions:
         max_tokens=_count(problems, arguments, "max_tokens"),
         on_error=arguments.on_error,
         max_errors=_count(problems, arguments, "max_errors", smallest=0),
-        deduplicate=arguments.deduplicate or arguments.clean,
+        deduplicate=arguments.deduplicate,
         megatron=arguments.format == "megatron",
         cleaning=problems.attempt(
             read_cleaning, arguments.filter, arguments.language, arguments.clean, arguments.url_field is not None
         ),
+        near_duplicates=near,
     )
     problems.stop_if_any()
     return options

@@ -1,4 +1,4 @@
-"""What removes or changes documents before they are encoded, and the account of it.
+"""What removes or changes documents before they are encoded, and the account of it; and near duplicates.
 
 Stages depend on a document alone, so workers, slices and interruptions change nothing.
 
@@ -9,4 +9,7 @@ Stages depend on a document alone, so workers, slices and interruptions change n
     quality_classifier: a linear model of quality, trained here
     words, word_rules, text_statistics: compiled: words, and what is measured of texts
     account: what was removed by which rule, in counts and in samples
+    near_duplicates: signatures of documents, and how alike two are
+    near_duplicate_search: the search for near duplicates in prepared folders, on disk
+    report: the account as a page, with what else a prepared folder records
 """

@@ -6,14 +6,18 @@ Accounts of parts add up to that of the whole in any division, so workers, slice
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 KEPT = "kept"
 """Stands for a rule where documents were not removed."""
 SAMPLES_PER_RULE = 10
 EXCERPT_BYTES = 1200
+DOMAIN_SAMPLE = 2000
+"""The error of a domain's share is at most 0.011 (one standard deviation)."""
 MOST_SOURCES_COUNTED = 1000
 OTHER_SOURCES = "other sources"
 SAMPLES_FILE = "cleaning_samples.json"
@@ -34,6 +38,8 @@ class CleaningAccount:
     """{anything that a stage counts: how often}."""
     histograms: dict[str, dict[str, int]] = field(default_factory=dict)
     """{measure: {value: documents}}."""
+    domains: dict[str, str] = field(default_factory=dict)
+    """{hash of the text: host of its URL}: the DOMAIN_SAMPLE documents that stay with the smallest hashes."""
     samples: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """{rule: {hash: source, place, text}}: the SAMPLES_PER_RULE documents with the smallest hashes."""
 
@@ -59,6 +65,17 @@ class CleaningAccount:
         for value in values:
             histogram[value] = histogram.get(value, 0) + 1
 
+    def add_domains(self, texts: Iterable[bytes], urls: Iterable[str | None]) -> None:
+        """Draws from documents that stay, by their hash, those whose domains are recorded."""
+        for text, url in zip(texts, urls, strict=True):
+            if url is not None:
+                digest = hashlib.blake2b(text[:EXCERPT_BYTES], digest_size=8).hexdigest()
+                self.domains[digest] = domain_of(url)
+        self._keep_domains()
+
+    def _keep_domains(self) -> None:
+        self.domains = {digest: self.domains[digest] for digest in sorted(self.domains)[:DOMAIN_SAMPLE]}
+
     def add_change(self, stage: str, bytes_fewer: int) -> None:
         """Counts a document that a stage changed."""
         _add(self.changed, stage, (1, bytes_fewer))
@@ -75,6 +92,8 @@ class CleaningAccount:
             histogram = self.histograms.setdefault(measure, {})
             for value, documents in values.items():
                 histogram[value] = histogram.get(value, 0) + documents
+        self.domains = other.domains | self.domains
+        self._keep_domains()
         for rule, drawn in other.samples.items():
             _keep_smallest(self.samples.setdefault(rule, {}), drawn)
 
@@ -98,6 +117,7 @@ class CleaningAccount:
             "changed": {stage: _named(self.changed[stage], "fewer_bytes") for stage in sorted(self.changed)},
             "counts": dict(sorted(self.counts.items())),
             "histograms": {name: dict(sorted(self.histograms[name].items())) for name in sorted(self.histograms)},
+            "domains": self.domains,
             "by_source": {
                 source: {rule: _named(rules[rule]) for rule in sorted(rules)} for source, rules in self.sources.items()
             },
@@ -110,12 +130,21 @@ class CleaningAccount:
             counts=dict(recorded["counts"]),
             changed={stage: list(named.values()) for stage, named in recorded["changed"].items()},
             histograms=recorded["histograms"],
+            domains=recorded["domains"],
             samples=samples,
         )
         for source, rules in recorded["by_source"].items():
             for rule, named in rules.items():
                 account.add_counts(rule, source, named["documents"], named["bytes"])
         return account
+
+
+def domain_of(url: str) -> str:
+    """'https://www.example.org/a' -> 'example.org'."""
+    with suppress(ValueError):  # of what is no URL
+        if host := urlsplit(url).hostname:
+            return host.removeprefix("www.")
+    return "no domain"
 
 
 def recorded_account(folder: Path, manifest: dict[str, Any]) -> CleaningAccount:

@@ -129,4 +129,5 @@ class Cleaning:
                 kept = [original for number, original in enumerate(kept) if number not in removed]
         for original in kept:
             account.add_document(KEPT, sources[original], places[original], texts[original])
+        account.add_domains(batch.texts, batch.urls)
         return Cleaned(kept, batch.texts, account)
