@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pretrain.preparation.cleaning.word_rules import LINE_END, PUNCTUATION_CATEGORY, SENTENCE_END, SPACE
+from pretrain.preparation.cleaning.word_rules import IS_SPACE, LINE_END, PUNCTUATION_CATEGORY, SENTENCE_END
 from pretrain.preparation.cleaning.words import before, code_at, compiled, divide_words
 
 DOCUMENT_RULES = ("", "lorem_ipsum", "curly_bracket", "few_sentences")
@@ -108,12 +108,12 @@ def _sentences(text, start, end, tables, words, hashes):
 def _stripped(text, start, end, classes):
     while start < end:
         code, size = code_at(text, start)
-        if not classes[code] & SPACE:
+        if not classes[code] & IS_SPACE:
             break
         start += size
     while end > start:
         last = before(text, start, end)
-        if not classes[code_at(text, last)[0]] & SPACE:
+        if not classes[code_at(text, last)[0]] & IS_SPACE:
             break
         end = last
     return start, end
@@ -143,7 +143,7 @@ def clean_lines(text, bounds, tables, numbers, switches, left, left_bounds, word
                 else:
                     code, size = code_at(text, position)
                     kind = classes[code]
-                if kind & SPACE:
+                if kind & IS_SPACE:
                     characters = 0
                     if kind & LINE_END:
                         stop = position

@@ -26,7 +26,7 @@ BUCKETS = 1 << 18
 MOST_BYTES = 20_000
 """Of a text that are looked at: its beginning."""
 HELD_OUT = 0.1
-EPOCHS, LEARNING_RATE, L2 = 10, 0.5, 1e-6
+TRAINING_EPOCHS, STEP_SIZE, L2 = 10, 0.5, 1e-6
 FEWEST_TEXTS = 50
 WEIGHTS_FILE, RECORD_FILE_OF_CLASSIFIER = "weights.npy", "classifier.json"
 CLASSIFIER_FORMAT = {"format": "groundwork-classifier", "version": 1}
@@ -155,7 +155,7 @@ def _fitted(texts: list[bytes], labels: np.ndarray) -> np.ndarray:
     shares = np.where(labels == 1.0, len(labels) / (2 * max(good, 1)), len(labels) / (2 * max(len(labels) - good, 1)))
     weights = np.zeros(BUCKETS + 1, np.float32)
     squares = np.full(len(weights), 1e-8)
-    fit_logistic(features, ends, labels, shares, weights, squares, EPOCHS, LEARNING_RATE, L2)
+    fit_logistic(features, ends, labels, shares, weights, squares, TRAINING_EPOCHS, STEP_SIZE, L2)
     return weights
 
 

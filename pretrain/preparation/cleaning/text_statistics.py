@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pretrain.preparation.cleaning.word_rules import ALPHABETIC, DIGIT, LINE_END, PUNCTUATION, SPACE, TERMINAL
+from pretrain.preparation.cleaning.word_rules import ALPHABETIC, DIGIT, IS_SPACE, LINE_END, PUNCTUATION, TERMINAL
 from pretrain.preparation.cleaning.words import HASH_FACTOR, HASH_START, before, code_at, compiled, mixed
 
 QUALITY = (
@@ -76,7 +76,7 @@ def _line_marks(text, start, end, classes, row):
                 hashes += 1
             elif code == 0x2026:
                 ellipses += 1
-        if not kind & SPACE:
+        if not kind & IS_SPACE:
             if first < 0:
                 first = position
             last = position + size
@@ -199,12 +199,12 @@ def _repeated_blocks(text, start, end, paragraphs, classes, scratch, stamp):
     if paragraphs:
         while start < end:
             code, size = code_at(text, start)
-            if not classes[code] & SPACE:
+            if not classes[code] & IS_SPACE:
                 break
             start += size
         while end > start:
             last = before(text, start, end)
-            if not classes[code_at(text, last)[0]] & SPACE:
+            if not classes[code_at(text, last)[0]] & IS_SPACE:
                 break
             end = last
     newlines = 0
@@ -333,7 +333,7 @@ def line_statistics(text, bounds, classes, short_line_characters, scratch, stati
                     last = classes[code]
                     for index in range(position, position + size):
                         value = (value ^ np.uint64(text[index])) * HASH_FACTOR
-                if last & SPACE:
+                if last & IS_SPACE:
                     in_chunk = False
                 else:
                     blank = False
@@ -367,7 +367,7 @@ def character_statistics(text, bounds, classes, counts):
         while position < end:
             code, size = code_at(text, position)
             kind = classes[code]
-            if not kind & SPACE:
+            if not kind & IS_SPACE:
                 visible += 1
                 letters += kind & ALPHABETIC != 0
                 digits += kind & DIGIT != 0

@@ -11,7 +11,7 @@ import unicodedata
 
 import numpy as np
 
-SPACE, ALPHABETIC, LOWER, UPPER, DIGIT, PREFIX, SUFFIX, QUOTE = (1 << bit for bit in range(8))
+IS_SPACE, ALPHABETIC, LOWER, UPPER, DIGIT, PREFIX, SUFFIX, QUOTE = (1 << bit for bit in range(8))
 SIGN, ICON, PUNCTUATION, TERMINAL, CURRENCY, SENTENCE_END, PUNCTUATION_CATEGORY, LINE_END = (
     1 << n for n in range(8, 16)
 )
@@ -108,7 +108,7 @@ JOINED = sorted({*EMOTICONS, *_WHOLE, *(word.replace("'", "’") for word in _WH
 """Whole even where the rules divided them as parts of something longer."""
 _UNITS = """km km² km³ m m² m³ dm dm² dm³ cm cm² cm³ mm mm² mm³ ha µm nm yd in ft kg g mg µg t lb oz m/s km/h
 kmh mph hPa Pa mbar mb MB kb KB gb GB tb TB T G M K %"""
-UNITS = _UNITS.split()
+UNITS_OF_MEASURE = _UNITS.split()
 """That are divided from a digit before them."""
 
 
@@ -134,7 +134,7 @@ def character_classes() -> np.ndarray:
         if character.isalpha():
             flags |= ALPHABETIC
         if character.isspace():
-            flags |= SPACE
+            flags |= IS_SPACE
         if category[0] == "P":
             flags |= PUNCTUATION_CATEGORY
         classes[code] = flags

@@ -14,14 +14,14 @@ from pretrain.preparation.cleaning.word_rules import (
     CURRENCY,
     DIGIT,
     ICON,
+    IS_SPACE,
     JOINED,
     LOWER,
     PREFIX,
     QUOTE,
     SIGN,
-    SPACE,
     SUFFIX,
-    UNITS,
+    UNITS_OF_MEASURE,
     UPPER,
     character_classes,
     special_words,
@@ -102,7 +102,7 @@ def word_tables() -> WordTables:
         text = word.encode()
         hints[(text[0] & 31) << 10 | (text[-1] & 31) << 5 | len(text)] = True
     emoticons, _ = table({word: [word] for word in JOINED}, 1 << 10)
-    units, _ = table({unit: [unit] for unit in UNITS}, 1 << 9)
+    units, _ = table({unit: [unit] for unit in UNITS_OF_MEASURE}, 1 << 9)
     return WordTables(character_classes(), *table(specials, SPECIAL_SLOTS), hints, emoticons, units)
 
 
@@ -449,7 +449,7 @@ def divide_words(text, start, end, tables, words, hashes, count):
             if byte < 0x80:
                 kind = classes[byte]
                 if not kind & ALPHABETIC:
-                    if kind & SPACE:
+                    if kind & IS_SPACE:
                         break
                     plain = False
                     has_digit = has_digit or kind & DIGIT != 0
@@ -459,7 +459,7 @@ def divide_words(text, start, end, tables, words, hashes, count):
             else:
                 code, size = code_at(text, position)
                 kind = classes[code]
-                if kind & SPACE:
+                if kind & IS_SPACE:
                     break
                 plain = plain and kind & ALPHABETIC != 0 and not kind & (PREFIX | SUFFIX)
                 for index in range(position, position + size):
@@ -489,12 +489,12 @@ def divide_words(text, start, end, tables, words, hashes, count):
         while position < end:
             byte = text[position]
             if byte < 0x80:
-                if not classes[byte] & SPACE:
+                if not classes[byte] & IS_SPACE:
                     break
                 position += 1
             else:
                 code, size = code_at(text, position)
-                if not classes[code] & SPACE:
+                if not classes[code] & IS_SPACE:
                     break
                 position += size
     return count

@@ -7,6 +7,7 @@ import pytest
 
 from pretrain.preparation.cleaning.published import C4Quality, FineWebQuality, GopherQuality, GopherRepetition
 from pretrain.preparation.cleaning.stages import TextBatch
+from support.prepared import PROSE
 
 SENTENCES = [
     "The committee decided to publish all of its records, and that was a relief to everyone.",
@@ -28,12 +29,6 @@ SENTENCES = [
     "Is this it? Yes! Really?! (Of course.)",
     "# # # ##",
 ]
-PROSE = (
-    "The old mill by the river was built in the last century and it has been closed for many years. People of the "
-    "village say that the miller left one winter night with all of his flour. Nobody knows where he went, but they "
-    "have many stories to tell. Children play near the wheel in summer. In autumn the leaves cover everything that "
-    "is left of the garden, and the owls come back to the roof."
-)
 
 
 @cache
