@@ -7,8 +7,10 @@ from pathlib import Path
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import Problems
+from pretrain.preparation.cleaning.decontamination import REMOVALS, SHORTEST_RUN_WORDS, read_decontamination
 from pretrain.preparation.cleaning.filters import read_cleaning
 from pretrain.preparation.cleaning.near_duplicates import NearDuplicates
+from pretrain.preparation.cleaning.stages import Cleaning
 from pretrain.preparation.documents.formats import DOCUMENT_UNITS
 from pretrain.preparation.documents.hub_dataset import open_dataset
 from pretrain.preparation.documents.records import Reading, template_problem
@@ -83,9 +85,11 @@ def _missing(arguments: argparse.Namespace) -> list[str]:
         problems.append("give --output FOLDER, the folder to create")
     if bool(arguments.tokenizer) == bool(arguments.train_tokenizer):
         problems.append("give either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one")
-    if arguments.train_tokenizer and (arguments.filter or arguments.language or arguments.clean):
+    if arguments.train_tokenizer and (
+        arguments.filter or arguments.language or arguments.clean or arguments.decontaminate
+    ):
         problems.append(
-            "--filter, --language and --clean: a tokenizer is trained on the text as it is; leave them out"
+            "--filter, --language, --clean, --decontaminate: a tokenizer is trained on the text as it is; leave out"
         )
     return problems
 
@@ -139,6 +143,7 @@ def _options(arguments: argparse.Namespace) -> PreparationOptions:
         "on_error": (arguments.on_error, ("stop", "skip")),
         "engine": (_engine(arguments)[0], ENGINES),
         "format": (arguments.format, ("shards", "megatron")),
+        "decontaminate_remove": (arguments.decontaminate_remove, REMOVALS),
     }
     for name, (given, allowed) in choices.items():
         if given not in allowed:
@@ -164,13 +169,24 @@ def _options(arguments: argparse.Namespace) -> PreparationOptions:
         max_errors=_count(problems, arguments, "max_errors", smallest=0),
         deduplicate=arguments.deduplicate,
         megatron=arguments.format == "megatron",
-        cleaning=problems.attempt(
-            read_cleaning, arguments.filter, arguments.language, arguments.clean, arguments.url_field is not None
-        ),
         near_duplicates=near,
+        cleaning=_cleaning(arguments, problems),
     )
     problems.stop_if_any()
     return options
+
+
+def _cleaning(arguments: argparse.Namespace, problems: list[str]) -> Cleaning | None:
+    """The filters, and after them the decontamination; adds what is wrong to `problems`."""
+    words, remove = (
+        _count(problems, arguments, "decontaminate_words", smallest=SHORTEST_RUN_WORDS),
+        arguments.decontaminate_remove,
+    )
+    has_urls = arguments.url_field is not None
+    filters = problems.attempt(read_cleaning, arguments.filter, arguments.language, arguments.clean, has_urls)
+    decontamination = problems.attempt(read_decontamination, arguments.decontaminate, words, remove)
+    stages = (*(filters.stages if filters else ()), *([decontamination] if decontamination else []))
+    return Cleaning(stages) if stages else None
 
 
 def _reading(arguments: argparse.Namespace, problems: list[str]) -> Reading:

@@ -8,6 +8,8 @@ Stages depend on a document alone, so workers, slices and interruptions change n
     language, lists: by language, words, addresses, length and characters; personal data replaced
     quality_classifier: a linear model of quality, trained here
     words, word_rules, text_statistics: compiled: words, and what is measured of texts
+    decontamination, item_index: benchmarks kept out; where their items stand in documents
+    benchmarks, lm_eval_items: the items of benchmarks; those of lm-eval's tasks
     account: what was removed by which rule, in counts and in samples
     near_duplicates: signatures of documents, and how alike two are
     near_duplicate_search: the search for near duplicates in prepared folders, on disk
