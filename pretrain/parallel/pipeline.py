@@ -111,7 +111,7 @@ class PipelineModel(nn.Module):
         with torch.compiler.set_stance("force_eager") if eager else nullcontext():
             if self.training:
                 # The loop seeds all ranks of a pipeline alike; stages must not drop the same elements.
-                torch.manual_seed((torch.initial_seed() + self.rank) % 2**63)
+                seed_dropout((torch.initial_seed() + self.rank) % 2**63, self.device)
                 self.run_schedule(input_ids_BT)
             else:
                 self.run_forward(input_ids_BT)

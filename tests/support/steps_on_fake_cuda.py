@@ -108,7 +108,7 @@ class FakeWeights:
 @contextlib.contextmanager
 def replacements() -> Iterator[None]:
     """Of what fake tensors cannot do, or what is not installed; what accelerate remembers is of this case alone."""
-    attend = F.scaled_dot_product_attention
+    attend, generator = F.scaled_dot_product_attention, torch.Generator
 
     def of_a_kernel(query, key, value, attn_mask=None, *arguments, enable_gqa=False, **settings):
         has_flash = query.dtype != torch.float32 and attn_mask is None
@@ -121,6 +121,7 @@ def replacements() -> Iterator[None]:
             (torch.nn.Module, "to", lambda module, *_, **__: module),
             (transformers.integrations.flex_attention, "compile_friendly_flex_attention", flex_attention),
             (F, "scaled_dot_product_attention", of_a_kernel),
+            (torch, "Generator", lambda device="cpu": generator()),  # a GPU's is of CUDA's library
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(flash_packages())
