@@ -7,8 +7,12 @@ python runs.py compare RUN...                # differing settings and results, s
 python runs.py summary RUN                   # a run on one page
 python runs.py export RUN... --output x.csv  # every logged line as a table
 python runs.py documents RUN --step N        # the text that a step was trained on
+python runs.py merge RUN --last 5            # the mean of its last checkpoints, as a model folder
 python runs.py save|stop|abort|anneal RUN    # controls a live run, from any machine that shares its disk
 python runs.py parity --config recipes/NAME.yaml --steps 50     # same losses under every strategy?
+python runs.py sweep --config recipes/NAME.yaml --vary optim.learning_rate=1e-3,2e-3 --output sweeps/x
+python runs.py ladder SWEEP --predict parameters=30M,tokens=600M     # the loss of a larger run
+python runs.py mixture --config recipes/NAME.yaml --output sweeps/y  # weights of the sources, by many small runs
 """
 
 import argparse
@@ -132,6 +136,18 @@ def documents(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def merge(arguments: argparse.Namespace) -> int:
+    """Writes the mean of several models."""
+    from pretrain.checkpoint.merge import merge_models
+
+    folder, names = merge_models(
+        arguments.models, last=arguments.last, weights=arguments.weights, output=arguments.output
+    )
+    print(f"The mean of {', '.join(names)} is in {folder}.")
+    print(f"Try: python evaluate.py --model {folder} --data FOLDER")
+    return 0
+
+
 def steer(arguments: argparse.Namespace) -> int:
     """Sends a command to a live run and waits until it is done."""
     command, run = arguments.command, arguments.run_folder
@@ -174,6 +190,53 @@ def parity(arguments: argparse.Namespace) -> int:
     )
 
 
+def sweep(arguments: argparse.Namespace) -> int:
+    """Trains the recipe under every combination of settings and compares."""
+    from pretrain.errors import Problems
+    from pretrain.experiments.sweep import run_sweep
+    from pretrain.experiments.sweep_plan import SweepRequest, read_axes
+    from pretrain.recipe import pair_up
+
+    problems = Problems()
+    axes = problems.attempt(read_axes, arguments.vary)
+    changes = problems.attempt(pair_up, arguments.changes)
+    problems.stop_if_any()
+    request = SweepRequest(
+        arguments.config, tuple(axes), tuple(changes), arguments.seeds, arguments.halving, arguments.search,
+        arguments.output,
+    )  # fmt: skip
+    return run_sweep(request, arguments.parallel)
+
+
+def mixture(arguments: argparse.Namespace) -> int:
+    """Trains on many mixtures and proposes weights."""
+    from pretrain.experiments.mixture import mixture_request, run_mixture
+    from pretrain.recipe import pair_up
+
+    changes = pair_up(arguments.changes)
+    request = mixture_request(arguments.config, changes, arguments.runs, arguments.seeds, arguments.output)
+    return run_mixture(request, arguments.parallel)
+
+
+def ladder(arguments: argparse.Namespace) -> int:
+    """Fits the loss by size and tokens and predicts."""
+    from pretrain.errors import Problems
+    from pretrain.experiments.ladder import common_place, make_ladder, read_ladder_runs, read_predictions, rungs_of
+    from pretrain.experiments.ladder_report import ladder_text, write_ladder
+
+    problems = Problems()
+    asked = problems.attempt(read_predictions, arguments.predict, arguments.count)
+    found = problems.attempt(read_ladder_runs, arguments.runs, arguments.count, arguments.intermediate)
+    base = arguments.output or common_place(arguments.runs)
+    problems.attempt(require_writable, base)
+    problems.stop_if_any()
+    made = make_ladder(rungs_of(found[0]), asked, arguments.count)
+    print(ladder_text(made, found[1]))
+    for path in write_ladder(made, base):
+        print(path)
+    return 0
+
+
 def positive(text: str, kind: type = float) -> float:
     """A number of that kind above zero, for argparse."""
     value = kind(text.replace(",", ""))
@@ -192,10 +255,14 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = root.add_subparsers(required=True, metavar="COMMAND", dest="command")
     add_readers(commands)
+    add_merge(commands)
     for name, text in COMMANDS.items():
         command = add_command(commands, name, steer, text)
         command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default 60)")
     add_parity(commands)
+    add_sweep(commands)
+    add_mixture(commands)
+    add_ladder(commands)
     return root
 
 
@@ -237,6 +304,19 @@ def add_readers(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--characters", type=natural, default=600, help="shown of each document (default 600)")
 
 
+def add_merge(commands: argparse._SubParsersAction) -> None:
+    """The command that writes a model."""
+    command = commands.add_parser("merge", help="the mean of checkpoints or models, as a model folder")
+    command.set_defaults(run=merge)
+    command.add_argument("models", nargs="+", metavar="MODEL", help="a run, RUN@STEP, or a model folder")
+    command.add_argument("--last", type=natural, metavar="N", help="of a run: its N newest checkpoints")
+    command.add_argument(
+        "--weights", choices=["raw", "average"], default="raw",
+        help="raw, or average: the mean that each checkpoint has of its own; of one model that is an export (raw)",
+    )  # fmt: skip
+    command.add_argument("--output", type=Path, metavar="FOLDER", help="(default: merged-FIRST-LAST in the run)")
+
+
 def add_parity(commands: argparse._SubParsersAction) -> None:
     """The command that trains under every strategy."""
     command = commands.add_parser(
@@ -253,10 +333,72 @@ def add_parity(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--output", type=Path, default=Path("runs/parity"), help="(default runs/parity)")
 
 
+def add_sweep(commands: argparse._SubParsersAction) -> None:
+    """The command that trains under several settings."""
+    command = commands.add_parser(
+        "sweep",
+        help="train a recipe under several settings and compare; the same command continues",
+        epilog="Any other setting of the recipe can be changed by its path, as with train.py: --budget.steps 500",
+    )
+    command.set_defaults(run=sweep)
+    command.add_argument("--config", type=Path, required=True, metavar="RECIPE")
+    command.add_argument(
+        "--vary", action="append", required=True, metavar="SETTING=V1,V2", help="every combination is trained; or, "
+        "with --search, a range: optim.learning_rate=1e-4..1e-2",
+    )  # fmt: skip
+    command.add_argument(
+        "--seeds", type=natural, default=1, help="runs of each, from the recipe's seed on (default 1)"
+    )
+    command.add_argument("--output", type=Path, required=True, metavar="FOLDER")
+    command.add_argument(
+        "--halving", type=natural, metavar="RUNGS", help="successive halving: 3 ends the worse half after a quarter "
+        "of the steps, and half of the rest after half of them",
+    )  # fmt: skip
+    command.add_argument("--search", type=natural, metavar="N", help="try N settings, picked by optuna")
+    command.add_argument("--parallel", type=natural, metavar="N", help="runs at a time (default: the GPUs, or 1)")
+
+
+def add_mixture(commands: argparse._SubParsersAction) -> None:
+    """The command that proposes weights of sources."""
+    command = commands.add_parser(
+        "mixture",
+        help="train a small recipe on many mixtures of its sources and propose weights; the same command continues",
+        epilog="Any setting of the recipe can be changed by its path, as with train.py: --budget.steps 500",
+    )
+    command.set_defaults(run=mixture)
+    command.add_argument("--config", type=Path, required=True, metavar="RECIPE")
+    command.add_argument("--runs", type=natural, default=16, help="mixtures, the recipe's own first (default 16)")
+    command.add_argument("--seeds", type=natural, default=1, help="runs of each (default 1)")
+    command.add_argument("--output", type=Path, required=True, metavar="FOLDER")
+    command.add_argument("--parallel", type=natural, metavar="N", help="runs at a time (default: the GPUs, or 1)")
+
+
+def add_ladder(commands: argparse._SubParsersAction) -> None:
+    """The command that predicts losses."""
+    help_of_runs = {"metavar": "RUN_OR_SWEEP", "nargs": "+", "given": "runs"}
+    command = add_command(
+        commands, "ladder", ladder, "loss by size and tokens, fitted to runs; predictions", **help_of_runs
+    )
+    command.add_argument(
+        "--predict", action="append", default=[], metavar="RUN",
+        help="parameters=30M,tokens=600M, or a recipe; may be repeated",
+    )  # fmt: skip
+    command.add_argument(
+        "--count", choices=["matrix", "total"], default="matrix", help="what N counts: parameters in matrix products, "
+        "without embeddings that are looked up, or all (default matrix)",
+    )  # fmt: skip
+    command.add_argument(
+        "--intermediate", action="store_true", help="of runs of constant rate, losses on the way as well"
+    )
+    command.add_argument(
+        "--output", type=Path, metavar="PATH", help="without a suffix (default: ladder, in the folder)"
+    )
+
+
 def main() -> int:
     arguments, rest = parser().parse_known_args(sys.argv[1:])
     arguments.changes = rest
-    if arguments.changes and arguments.run is not parity:
+    if arguments.changes and arguments.run not in (parity, sweep, mixture):
         parser().error(f"unrecognized arguments: {' '.join(arguments.changes)}")
     return arguments.run(arguments)
 
