@@ -23,7 +23,12 @@ from pretrain.hardware import DTYPES
 from pretrain.parallel.strategy import device_type, resolve_precision
 
 DEVICE, DTYPE = device_type(), DTYPES[resolve_precision("auto")]
-LOSS_SHAPES = {"65": (768, 128, 65), "1,024": (2048, 256, 1024), "8,192": (4096, 384, 8192), "131,072": (1024, 384, 131_072)}
+LOSS_SHAPES = {
+    "65": (768, 128, 65),
+    "1,024": (2048, 256, 1024),
+    "8,192": (4096, 384, 8192),
+    "131,072": (1024, 384, 131_072),
+}
 """Vocabulary to (tokens, hidden width, vocabulary)."""
 LOSSES = {
     "chunked (auto)": "chunked",
@@ -73,7 +78,7 @@ def loss_step(backend: str, shape: tuple[int, int, int], device: str, *, compile
     compute = torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss
 
     def step() -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=DTYPE == torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16, enabled=DTYPE is not torch.float32):
             loss, _ = compute(hidden, weight, targets, backend=backend)
         loss.backward()
         hidden.grad = weight.grad = None

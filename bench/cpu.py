@@ -71,7 +71,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return given
 
 
-def recipe(shape: Shape, model: Path, shards: Path, output: Path, report_every: int = 1, precision: str = "bf16") -> str:
+def recipe(
+    shape: Shape, model: Path, shards: Path, output: Path, report_every: int = 1, precision: str = "bf16"
+) -> str:
     """A recipe that trains the shape as its peers do, without end, validation or checkpoints."""
     return f"""\
 model: {model}

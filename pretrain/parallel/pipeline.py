@@ -18,6 +18,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from transformers import PreTrainedConfig
 
 from pretrain.config import Pipeline, RunConfig
+from pretrain.hardware import seed_dropout
 from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak, loss_bytes
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss

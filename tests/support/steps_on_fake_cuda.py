@@ -105,10 +105,17 @@ class FakeWeights:
                 module._buffers[name] = torch.empty_like(buffer, device="cuda")
 
 
+class HostGenerator(torch.Generator):
+    """For any device: a GPU's is made by CUDA's library."""
+
+    def __new__(cls, device="cpu"):
+        return super().__new__(cls)
+
+
 @contextlib.contextmanager
 def replacements() -> Iterator[None]:
     """Of what fake tensors cannot do, or what is not installed; what accelerate remembers is of this case alone."""
-    attend, generator = F.scaled_dot_product_attention, torch.Generator
+    attend = F.scaled_dot_product_attention
 
     def of_a_kernel(query, key, value, attn_mask=None, *arguments, enable_gqa=False, **settings):
         has_flash = query.dtype != torch.float32 and attn_mask is None
@@ -121,7 +128,7 @@ def replacements() -> Iterator[None]:
             (torch.nn.Module, "to", lambda module, *_, **__: module),
             (transformers.integrations.flex_attention, "compile_friendly_flex_attention", flex_attention),
             (F, "scaled_dot_product_attention", of_a_kernel),
-            (torch, "Generator", lambda device="cpu": generator()),  # a GPU's is of CUDA's library
+            (torch, "Generator", HostGenerator),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(flash_packages())
