@@ -12,7 +12,8 @@ from pretrain.data.tokenizer import load_decoder
 from pretrain.hardware import DTYPES, measured_matrix_flops, memory_bytes, peak_flops, use_all_cores
 from pretrain.optim.learning_rate import learning_rate_for_parameters
 from pretrain.parallel.strategy import device_type, resolve_precision
-from pretrain.planning.sizing import MOST_EPOCHS, Shape, Sizing
+from pretrain.planning.families import Shape
+from pretrain.planning.sizing import MOST_EPOCHS, Sizing
 from pretrain.units import count_text, duration_text
 
 MFU = {("cpu", "bf16"): (0.3, 2e6), ("cpu", "fp32"): (0.42, 5e5), ("cuda", "bf16"): (0.35, 1e8)}
@@ -176,21 +177,7 @@ class SizedRecipe:
     def model_text(self) -> str:
         """The model's JSON: a Llama with a tied head."""
         shape = self.sizing.shape
-        values = {
-            "model_type": "llama",
-            "vocab_size": shape.vocabulary,
-            "hidden_size": shape.width,
-            "intermediate_size": shape.intermediate,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.heads,
-            "max_position_embeddings": 2 * shape.sequence_length,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "rms_norm_eps": 1e-5,
-            "initializer_range": 0.02,
-            "tie_word_embeddings": True,
-        }
-        return json.dumps(values, indent=2) + "\n"
+        return json.dumps(shape.config_values(2 * shape.sequence_length), indent=2) + "\n"
 
     def text(self, header: str) -> str:
         """The recipe; its first line is `header`."""
