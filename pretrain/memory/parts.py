@@ -7,6 +7,7 @@ loss adds from this project's code. docs/performance.md compares all of it with 
 All sizes are bytes of tensors in one process.
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -170,6 +171,14 @@ class PlannedRun:
     device_type: str = "cuda"
     """cuda or cpu: the loss works in pieces of another size on a CPU."""
 
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        return sizes_of(self.model_config)
+
+    def trace(self, call: ForwardPass) -> Activations:
+        """What one of its forward passes leaves in memory."""
+        return trace_activations(self.model_config, call)
+
     def work(self, sequences: int, micro_batches: int, parts: int = 1) -> Work:
         """What a process computes in one forward pass.
 
@@ -197,9 +206,9 @@ class PlannedRun:
         if projects_hidden_states(self.model_config):
             loss = choose_loss(config.loss.backend, device_type=self.device_type, compile_mode=config.compile)
         return Work(
-            sizes=sizes_of(self.model_config),
-            activations=trace_activations(self.model_config, call),
-            activations_in_bf16=trace_activations(self.model_config, in_bf16),
+            sizes=self.sizes,
+            activations=self.trace(call),
+            activations_in_bf16=self.trace(in_bf16),
             sequences=rows,
             tokens=rows * config.data.sequence_length,
             compute=2 if is_half else FP32,

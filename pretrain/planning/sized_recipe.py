@@ -14,14 +14,9 @@ from pretrain.optim.learning_rate import learning_rate_for_parameters
 from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.planning.families import Shape
 from pretrain.planning.sizing import MOST_EPOCHS, Sizing
+from pretrain.planning.step_time import mfu_of_small
 from pretrain.units import count_text, duration_text
 
-MFU = {("cpu", "bf16"): (0.3, 2e6), ("cpu", "fp32"): (0.42, 5e5), ("cuda", "bf16"): (0.35, 1e8)}
-"""{(device, precision): (MFU, parameters from which a model reaches it)}. Assumed, from what small models reached on
-two cores: in bf16 0.14 at 0.6M parameters and 0.34 to 0.4 at 2M to 3M; in fp32 with AVX2, whose peak is half as high,
-0.46 at 0.6M."""
-MFU_EXPONENT = 0.4
-"""Below, it falls with that power of the parameters: small products do not fill the device."""
 SHARE_OF_TIME, START_SECONDS, LEAST_SHARE_OF_TIME = 0.85, 5.0, 0.4
 """Of the minutes, for steps: the rest is validation, samples, saving and export; and the start takes seconds."""
 BYTES_PER_PARAMETER, MEMORY_SHARE = 24, 0.5
@@ -77,8 +72,7 @@ class Machine:
 
     def mfu(self, shape: Shape) -> float:
         """Assumed."""
-        most, parameters = MFU.get((self.device_type, self.precision), MFU["cuda", "bf16"])
-        return most * min(1.0, shape.parameters / parameters) ** MFU_EXPONENT
+        return mfu_of_small(shape.parameters, self.device_type, self.precision)
 
     def flops(self, shape: Shape) -> float:
         """Of all steps, of a model of that shape."""
