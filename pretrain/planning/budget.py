@@ -5,17 +5,15 @@ micro-batches and activation checkpointing; the size with the lowest expected lo
 those sizes is scaled from one that is traced, so that a search takes seconds; the one chosen is traced itself.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from transformers import AutoConfig
 
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
-from pretrain.memory.activations import Activations, ForwardPass, Line, trace_activations
+from pretrain.memory.activations import Activations, ForwardPass, Line
 from pretrain.memory.parts import PlannedRun
 from pretrain.optim.learning_rate import learning_rate_for_parameters
 from pretrain.parallel.registry import STRATEGIES
@@ -23,7 +21,7 @@ from pretrain.planning.candidates import SIMPLEST_FIRST, Candidate, consider, mi
 from pretrain.planning.families import Family, Shape
 from pretrain.planning.sizing import MOST_EPOCHS, batch_for, best_shape, expected_loss
 from pretrain.planning.step_time import Hardware, RunWork, Speed, mfu_of_size
-from pretrain.units import count_text, duration_text
+from pretrain.units import count_text, counted, duration_text
 
 SHARE_OF_TIME = {"cuda": 0.95, "cpu": 0.85}
 START_SECONDS = {"cuda": 60.0, "cpu": 5.0}
@@ -31,15 +29,16 @@ START_SECONDS = {"cuda": 60.0, "cpu": 5.0}
 LARGEST_BATCH = 2**22
 """Tokens: what Llama was trained with."""
 FEWEST_STEPS = 100
+NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+"""The classes' defaults are another tokenizer's."""
 MICRO_BATCH_TOKENS = {"cuda": 16_384, "cpu": 1024}
 """From there on larger products are hardly faster."""
 ABOUT_AS_FAST, WORTH_A_STRATEGY = 1.01, 1.03
-LEFT_OUT = ("zero3_offload", "zero3_offload_nvme")
-"""Strategies for models that fit in no other way: slow, and bound to a machine's own memory and disk."""
+DATA_PARALLEL = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "hsdp")
+COMPARED = (*DATA_PARALLEL, "tp", "pp")
+"""Offloading is left out: it is for models that fit in no other way, and bound to a machine's own memory and disk."""
 MOST_TIMES_TOO_LONG = 1.5
 """Tokens per parameter of the largest model, relative to what was asked for, from which a budget is too large."""
-BELOW, ABOVE = 3, 1
-"""Rungs searched around the one that the budget would buy without communication and recomputation."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +94,10 @@ class Budget:
         return best_shape(tokens, self.unique_tokens, tokens_per_parameter=self.tokens_per_parameter)
 
     def in_words(self) -> str:
-        unit = "CPU processes" if self.hardware.device_type == "cpu" else self.hardware.gpu.name
         given = f"{self.flops:.3g} FLOPs" if self.flops else duration_text(3600 * self.hours)
-        return f"{given} on {self.hardware.gpus} x {unit}"
+        if self.hardware.device_type == "cpu":
+            return f"{given} on a CPU, {counted(self.hardware.gpus, 'process')}"
+        return f"{given} on {self.hardware.gpus} x {self.hardware.gpu.name}"
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,6 @@ class Combination:
 
     candidate: Candidate
     checkpointing: str
-    bytes: float
-    """Of a GPU's memory."""
 
     @property
     def seconds(self) -> float:
@@ -222,39 +220,52 @@ class Sized:
 def choose_run(budget: Budget) -> tuple[Sized, list[Sized]]:
     """(the run, the others of its family that were searched). Raises InputError for a budget that fits no model."""
     found = search_family(budget)
-    chosen = best_of(budget, found)
-    if chosen.run is not found[chosen.shape].run or isinstance(chosen.run, ScaledRun):
-        chosen = size(budget, chosen.shape)
+    chosen = size(budget, best_of(budget, found).shape, names=COMPARED)
     if not chosen.combinations:  # scaled memory said that it fits, by a hair
         others = {shape: sized for shape, sized in found.items() if shape.parameters < chosen.shape.parameters}
-        chosen = size(budget, best_of(budget, others).shape)
+        chosen = size(budget, best_of(budget, others).shape, names=COMPARED)
     if problem := too_small(chosen) or too_large(chosen):
         raise InputError(problem)
     return chosen, [sized for shape, sized in found.items() if shape != chosen.shape]
 
 
-def search_family(budget: Budget, like: PlannedRun | None = None, like_shape: Shape | None = None) -> dict[Shape, Sized]:
-    """{shape: its run} around the best one, smallest first.
+def search_family(budget: Budget) -> dict[Shape, Sized]:
+    """{shape: its run} of the best one and those next to it, smallest first."""
+    refuse_less_than_a_start(budget)
+    shapes = budget.shapes
+    middle = shapes.index(guess(budget))
+    like = planned_run(budget, shapes[middle]), shapes[middle]
+    low, high = max(0, middle - 1), min(len(shapes), middle + 2)
+    found = {shape: size(budget, shape, like) for shape in shapes[low:high]}
+    while low > 0:  # communication and recomputing leave less than was guessed, or nothing
+        able = {shape: sized for shape, sized in found.items() if sized.combinations}
+        if able and best_of(budget, able).shape != shapes[low]:
+            break
+        low -= 1
+        found = {shapes[low]: size(budget, shapes[low], like), **found}
+    return found
 
-    Args:
-        like: a run of another family that is traced already, to scale memory from; `like_shape`: its shape.
-    """
+
+def guess(budget: Budget) -> Shape:
+    """The shape for a budget if GPUs did nothing but compute."""
+    return budget.best({shape: budget.tokens_at_mfu(shape) for shape in budget.shapes})
+
+
+def alternative(budget: Budget, like: Sized) -> Sized | None:
+    """The run of another budget, its memory scaled from `like`, which may be of another family; None if none fits."""
+    refuse_less_than_a_start(budget)
+    shapes = budget.shapes
+    for shape in reversed(shapes[: shapes.index(guess(budget)) + 1]):
+        sized = size(budget, shape, (like.run, like.shape))
+        if sized.combinations:
+            return sized if sized.steps >= FEWEST_STEPS else None
+    return None
+
+
+def refuse_less_than_a_start(budget: Budget) -> None:
     if budget.hours is not None and budget.seconds <= 0:
         start = START_SECONDS[budget.hardware.device_type]
         raise InputError(f"budget: {budget.in_words()}: the start alone takes some {start:.0f} s; give more time")
-    shapes = budget.shapes
-    middle = shapes.index(budget.best({shape: budget.tokens_at_mfu(shape) for shape in shapes}))
-    traced, traced_shape = like or planned_run(budget, shapes[middle]), like_shape or shapes[middle]
-    low, high = max(0, middle - BELOW), min(len(shapes), middle + ABOVE + 1)
-    found: dict[Shape, Sized] = {}
-    while True:
-        for shape in shapes[low:high]:
-            found.setdefault(shape, size(budget, shape, traced, traced_shape))
-        able = {shape: sized for shape, sized in found.items() if sized.combinations}
-        best = shapes.index(best_of(budget, able).shape) if able else -1
-        if low == 0 or best > low:
-            return dict(sorted(found.items(), key=lambda item: shapes.index(item[0])))
-        low = max(0, low - BELOW)
 
 
 def best_of(budget: Budget, found: dict[Shape, Sized]) -> Sized:
@@ -300,14 +311,20 @@ def too_large(sized: Sized) -> str | None:
 
 
 def size(
-    budget: Budget, shape: Shape, traced: PlannedRun | None = None, traced_shape: Shape | None = None
+    budget: Budget,
+    shape: Shape,
+    like: tuple[PlannedRun, Shape] | None = None,
+    names: Sequence[str] = DATA_PARALLEL,
 ) -> Sized:
-    """The fastest way to train a shape within a budget; its memory traced, or scaled from a run that is."""
+    """The fastest way to train a shape within a budget, by these strategies.
+
+    Args:
+        like: a run that is traced and its shape, to scale memory from.
+    """
     run = planned_run(budget, shape)
-    if traced is not None and shape != traced_shape:
-        run = ScaledRun(**vars_of(run), shape=shape, traced=traced, traced_shape=traced_shape)
-    elif traced is not None:
-        run = traced
+    if like is not None and like[1] != shape:
+        given = {name: getattr(run, name) for name in ("config", "model_config", "precision", "device_type")}
+        run = ScaledRun(**given, shape=shape, traced=like[0], traced_shape=like[1])
     batch = run.config.batch.tokens_per_step
     tokens = max(batch, budget.tokens_at_mfu(shape))
     work = RunWork(
@@ -320,18 +337,14 @@ def size(
         flops_per_token=shape.flops_per_token,
         recompute=1.0,
     )
-    combinations, searched = search(run, work, budget.hardware, budget.speed(shape))
+    combinations, searched = search(run, work, budget.hardware, budget.speed(shape), names)
     return Sized(budget, shape, run, work, tuple(combinations), searched)
-
-
-def vars_of(run: PlannedRun) -> dict[str, Any]:
-    return {name: getattr(run, name) for name in ("config", "model_config", "precision", "device_type")}
 
 
 def planned_run(budget: Budget, shape: Shape) -> PlannedRun:
     """A shape's run with a micro-batch of one sequence: the search chooses it."""
     hardware, is_cpu = budget.hardware, budget.hardware.device_type == "cpu"
-    model_config = AutoConfig.for_model(**shape.config_values(2 * shape.sequence_length))
+    model_config = AutoConfig.for_model(**shape.config_values(2 * shape.sequence_length), **NO_SPECIAL_TOKENS)
     tokens = budget.tokens_at_mfu(shape)
     config = RunConfig.model_validate(
         {
@@ -356,26 +369,21 @@ def batch_of(budget: Budget, shape: Shape, tokens: float) -> int:
 
 
 def search(
-    run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed
+    run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed, names: Sequence[str]
 ) -> tuple[list[Combination], int]:
     """(the best combination of every strategy that fits, best first; how many were compared)."""
     best: dict[str, Combination] = {}
-    compared = 0
-    for checkpointing in ("none", "full"):
+    enough, compared = MICRO_BATCH_TOKENS[hardware.device_type] // run.config.data.sequence_length, 0
+    for checkpointing, recompute in (("none", 1.0), ("full", 4 / 3)):
         config = run.config.model_copy(update={"activation_checkpointing": checkpointing})
-        with_it = replace(run, config=config)
-        its_work = replace(work, recompute=1.0 if checkpointing == "none" else 4 / 3)
-        for name in STRATEGIES:
-            if name in LEFT_OUT:
-                continue
-            able = [
-                Combination(candidate, checkpointing, candidate.memory.total)
-                for candidate in fitting(name, with_it, its_work, hardware, speed)
-            ]
+        with_it, its_work = replace(run, config=config), replace(work, recompute=recompute)
+        for name in names:
+            candidates = fitting(name, with_it, its_work, hardware, speed)
+            able = [Combination(candidate, checkpointing) for candidate in candidates]
             compared += len(able)
-            both = [*filter(None, [best.get(name)]), *able]
-            if both:
-                best[name] = quickest(both, MICRO_BATCH_TOKENS[hardware.device_type] // run.config.data.sequence_length)
+            if able := [*filter(None, [best.get(name)]), *able]:
+                best[name] = quickest(able, enough)
+    best = {name: with_memory(found, run, hardware) for name, found in best.items()}
     fastest = min((found.seconds for found in best.values()), default=0.0)
 
     def rank(found: Combination) -> tuple[bool, float]:
@@ -397,10 +405,18 @@ def fitting(name: str, run: PlannedRun, work: RunWork, hardware: Hardware, speed
     for sequences in micro_batches(run.config, strategy.micro_batches(layout)):
         if sequences % parts == 0 and sequences <= found.largest_micro_batch:
             seconds, exposed = speed.step_seconds(run.config, work, hardware, layout, sequences)
-            memory = strategy.footprint(run, layout, sequences)
             timing = {"step_seconds": seconds, "communication_seconds": exposed}
-            candidates.append(replace(found, memory=memory, fits=True, micro_batch=sequences, **timing))
+            candidates.append(replace(found, micro_batch=sequences, fits=True, **timing))
     return candidates
+
+
+def with_memory(found: Combination, run: PlannedRun, hardware: Hardware) -> Combination:
+    """With the memory of its own micro-batch, which was the smallest's."""
+    name, sequences = found.candidate.name, found.candidate.micro_batch
+    config = run.config.model_copy(update={"activation_checkpointing": found.checkpointing})
+    layout = STRATEGIES[name].layout(name, hardware.gpus, hardware.machines)
+    memory = STRATEGIES[name].footprint(replace(run, config=config), layout, sequences)
+    return replace(found, candidate=replace(found.candidate, memory=memory))
 
 
 def quickest(able: Sequence[Combination], enough: int) -> Combination:
