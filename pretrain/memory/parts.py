@@ -19,7 +19,7 @@ from pretrain.memory.activations import FLASH, Activations, ForwardPass, trace_a
 from pretrain.model.build import build_meta_model, library_attention
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import CHUNK_BYTES, CPU_PIECE_BYTES, MIN_CHUNK_TOKENS, choose_loss
-from pretrain.model.reference import projects_hidden_states
+from pretrain.model.reference import KeyedConfig, projects_hidden_states
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
 
 FP32 = 4
@@ -141,8 +141,13 @@ class Memory:
 
 
 def sizes_of(model_config: Any) -> Sizes:
-    """Counts the parameters of a model, which is built without storage."""
-    model = build_meta_model(model_config)
+    """Counts the parameters of a model, which is built without storage, once per configuration."""
+    return _sizes(KeyedConfig.of(model_config))
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes(keyed: KeyedConfig) -> Sizes:
+    model = build_meta_model(keyed.config)
     parameters = ModelShapes.of(model)
     elements = {name: math.prod(shape) for name, shape in parameters.shapes.items()}
     heads = [name for name in elements if is_output_head(name) and name not in parameters.embeddings]
@@ -155,8 +160,8 @@ def sizes_of(model_config: Any) -> Sizes:
         layers=len(layers),
         largest=max(elements.values()),
         shapes=parameters,
-        vocabulary=model_config.vocab_size,
-        width=model_config.hidden_size,
+        vocabulary=keyed.config.vocab_size,
+        width=keyed.config.hidden_size,
     )
 
 
@@ -171,9 +176,10 @@ class PlannedRun:
     device_type: str = "cuda"
     """cuda or cpu: the loss works in pieces of another size on a CPU."""
 
-    @functools.cached_property
-    def sizes(self) -> Sizes:
-        return sizes_of(self.model_config)
+    @property
+    def projects(self) -> bool:
+        """Whether the loss can be computed from hidden states, without whole logits."""
+        return projects_hidden_states(self.model_config)
 
     def trace(self, call: ForwardPass) -> Activations:
         """What one of its forward passes leaves in memory."""
@@ -203,10 +209,10 @@ class PlannedRun:
         )
         in_bf16 = replace(call, weights=torch.bfloat16, autocast=False) if is_half else call
         rows, loss = max(1, sequences // parts), "logits"
-        if projects_hidden_states(self.model_config):
+        if self.projects:
             loss = choose_loss(config.loss.backend, device_type=self.device_type, compile_mode=config.compile)
         return Work(
-            sizes=self.sizes,
+            sizes=sizes_of(self.model_config),
             activations=self.trace(call),
             activations_in_bf16=self.trace(in_bf16),
             sequences=rows,

@@ -1,25 +1,27 @@
 """From hours, dollars or FLOPs to a run: size, tokens, batch, and the fastest way to train it that fits.
 
 Every size of a family near the one that the budget would buy at the assumed MFU is searched over strategies,
-micro-batches and activation checkpointing; the size with the lowest expected loss is taken, at its own speed. Memory of
-those sizes is scaled from one that is traced, so that a search takes seconds; the one chosen is traced itself.
+micro-batches and activation checkpointing; the size with the lowest expected loss is taken, at its own speed. Memory
+of those sizes is scaled from one that is traced, so that a search takes seconds; the one chosen is traced itself.
 """
 
+import functools
 import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-from transformers import AutoConfig
+from pathlib import Path
 
 from pretrain.config import RunConfig
+from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.memory.activations import Activations, ForwardPass, Line
-from pretrain.memory.parts import PlannedRun
+from pretrain.memory.parts import PlannedRun, sizes_of
 from pretrain.optim.learning_rate import learning_rate_for_parameters
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.planning.candidates import SIMPLEST_FIRST, Candidate, consider, micro_batches, planned_precision
 from pretrain.planning.families import Family, Shape
-from pretrain.planning.sizing import MOST_EPOCHS, batch_for, best_shape, expected_loss
+from pretrain.planning.sizing import MOST_EPOCHS, batch_for, best_shape, expected_loss, nearest_shape
 from pretrain.planning.step_time import Hardware, RunWork, Speed, mfu_of_size
 from pretrain.units import count_text, counted, duration_text
 
@@ -29,14 +31,14 @@ START_SECONDS = {"cuda": 60.0, "cpu": 5.0}
 LARGEST_BATCH = 2**22
 """Tokens: what Llama was trained with."""
 FEWEST_STEPS = 100
-NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-"""The classes' defaults are another tokenizer's."""
 MICRO_BATCH_TOKENS = {"cuda": 16_384, "cpu": 1024}
 """From there on larger products are hardly faster."""
 ABOUT_AS_FAST, WORTH_A_STRATEGY = 1.01, 1.03
 DATA_PARALLEL = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "hsdp")
 COMPARED = (*DATA_PARALLEL, "tp", "pp")
 """Offloading is left out: it is for models that fit in no other way, and bound to a machine's own memory and disk."""
+COMPUTE_OPTIMAL = 20.0
+"""Tokens per parameter (Hoffmann et al., arXiv 2203.15556)."""
 MOST_TIMES_TOO_LONG = 1.5
 """Tokens per parameter of the largest model, relative to what was asked for, from which a budget is too large."""
 
@@ -91,7 +93,11 @@ class Budget:
         return self.tokens(shape, self.hardware.gpus * gpu.bf16_flops * mfu / shape.flops_per_token)
 
     def best(self, tokens: dict[Shape, float]) -> Shape:
-        return best_shape(tokens, self.unique_tokens, tokens_per_parameter=self.tokens_per_parameter)
+        """By the ratio that was asked for, else by 20; where text would be repeated, by the law for that."""
+        nearest = nearest_shape(tokens, self.tokens_per_parameter or COMPUTE_OPTIMAL)
+        if self.tokens_per_parameter or tokens[nearest] <= self.unique_tokens:
+            return nearest
+        return best_shape(tokens, self.unique_tokens)
 
     def in_words(self) -> str:
         given = f"{self.flops:.3g} FLOPs" if self.flops else duration_text(3600 * self.hours)
@@ -108,6 +114,10 @@ class ScaledRun(PlannedRun):
     shape: Shape | None = None
     traced: PlannedRun | None = None
     traced_shape: Shape | None = None
+
+    @property
+    def projects(self) -> bool:
+        return not self.shape.family.caps_logits
 
     def trace(self, call: ForwardPass) -> Activations:
         like = self.traced_shape
@@ -217,8 +227,8 @@ class Sized:
         return max(1, min(500, self.steps // 50))
 
 
-def choose_run(budget: Budget) -> tuple[Sized, list[Sized]]:
-    """(the run, the others of its family that were searched). Raises InputError for a budget that fits no model."""
+def choose_run(budget: Budget) -> Sized:
+    """Raises InputError for a budget that fits no model."""
     found = search_family(budget)
     chosen = size(budget, best_of(budget, found).shape, names=COMPARED)
     if not chosen.combinations:  # scaled memory said that it fits, by a hair
@@ -226,29 +236,35 @@ def choose_run(budget: Budget) -> tuple[Sized, list[Sized]]:
         chosen = size(budget, best_of(budget, others).shape, names=COMPARED)
     if problem := too_small(chosen) or too_large(chosen):
         raise InputError(problem)
-    return chosen, [sized for shape, sized in found.items() if shape != chosen.shape]
+    return chosen
 
 
 def search_family(budget: Budget) -> dict[Shape, Sized]:
-    """{shape: its run} of the best one and those next to it, smallest first."""
+    """{shape: its run} of those that may be the best one, smallest first."""
     refuse_less_than_a_start(budget)
     shapes = budget.shapes
-    middle = shapes.index(guess(budget))
-    like = planned_run(budget, shapes[middle]), shapes[middle]
-    low, high = max(0, middle - 1), min(len(shapes), middle + 2)
-    found = {shape: size(budget, shape, like) for shape in shapes[low:high]}
-    while low > 0:  # communication and recomputing leave less than was guessed, or nothing
+    place = shapes.index(guess(budget))
+    like = planned_run(budget, shapes[place]), shapes[place]
+    found = {shapes[place]: size(budget, shapes[place], like)}
+    while place > 0:  # communication and recomputing leave less than was guessed, or nothing
+        place -= 1
+        found = {shapes[place]: size(budget, shapes[place], like), **found}
         able = {shape: sized for shape, sized in found.items() if sized.combinations}
-        if able and best_of(budget, able).shape != shapes[low]:
+        if able and best_of(budget, able).shape != shapes[place]:
             break
-        low -= 1
-        found = {shapes[low]: size(budget, shapes[low], like), **found}
     return found
 
 
 def guess(budget: Budget) -> Shape:
     """The shape for a budget if GPUs did nothing but compute."""
     return budget.best({shape: budget.tokens_at_mfu(shape) for shape in budget.shapes})
+
+
+def other_size(like: Sized, factor: float) -> Sized | None:
+    """The run of a model that is larger by this factor, within the same budget; None beyond the ladder."""
+    budget, wanted = like.budget, factor * like.shape.parameters
+    shape = min(budget.shapes, key=lambda shape: abs(math.log(shape.parameters / wanted)))
+    return None if shape == like.shape else size(budget, shape, (like.run, like.shape))
 
 
 def alternative(budget: Budget, like: Sized) -> Sized | None:
@@ -298,7 +314,7 @@ def too_small(sized: Sized) -> str | None:
 
 def too_large(sized: Sized) -> str | None:
     budget, largest = sized.budget, sized.budget.shapes[-1]
-    asked = budget.tokens_per_parameter or 20.0
+    asked = budget.tokens_per_parameter or COMPUTE_OPTIMAL
     ratio = sized.affordable / sized.shape.parameters
     if sized.shape != largest or ratio <= MOST_TIMES_TOO_LONG * asked:
         return None
@@ -327,10 +343,11 @@ def size(
         run = ScaledRun(**given, shape=shape, traced=like[0], traced_shape=like[1])
     batch = run.config.batch.tokens_per_step
     tokens = max(batch, budget.tokens_at_mfu(shape))
+    sizes = sizes_of(run.model_config)
     work = RunWork(
-        sizes=run.sizes,
-        active=run.sizes.total,
-        non_embedding=run.sizes.total - (0 if run.sizes.is_tied else run.sizes.embedding),
+        sizes=sizes,
+        active=sizes.total,
+        non_embedding=sizes.total - (0 if sizes.is_tied else sizes.embedding),
         tokens=int(tokens),
         steps=int(tokens / batch),
         tokens_per_step=batch,
@@ -341,14 +358,21 @@ def size(
     return Sized(budget, shape, run, work, tuple(combinations), searched)
 
 
+@functools.cache
+def scratch() -> tempfile.TemporaryDirectory:
+    """For models' JSONs, until this process ends: strategies judge the model that a recipe names."""
+    return tempfile.TemporaryDirectory()
+
+
 def planned_run(budget: Budget, shape: Shape) -> PlannedRun:
     """A shape's run with a micro-batch of one sequence: the search chooses it."""
     hardware, is_cpu = budget.hardware, budget.hardware.device_type == "cpu"
-    model_config = AutoConfig.for_model(**shape.config_values(2 * shape.sequence_length), **NO_SPECIAL_TOKENS)
+    model = Path(scratch().name, f"{shape.family.name}_{shape.layers}_{shape.width}_{shape.vocabulary}.json")
+    model.write_text(shape.json_text)
     tokens = budget.tokens_at_mfu(shape)
     config = RunConfig.model_validate(
         {
-            "model": "model.json",
+            "model": str(model),
             "output": "run",
             "precision": budget.precision,
             "data": {"train": [{"shards": "shards"}], "sequence_length": shape.sequence_length},
@@ -358,7 +382,9 @@ def planned_run(budget: Budget, shape: Shape) -> PlannedRun:
             "compile": "none" if is_cpu else "regional",
         }
     )
-    return PlannedRun(config, model_config, planned_precision(config, hardware.gpu), hardware.device_type)
+    return PlannedRun(
+        config, planned_model_config(config), planned_precision(config, hardware.gpu), hardware.device_type
+    )
 
 
 def batch_of(budget: Budget, shape: Shape, tokens: float) -> int:

@@ -16,7 +16,9 @@ from pretrain.files import write_durably
 from pretrain.gpus import GIB
 from pretrain.model.model_config import padded_vocabulary
 from pretrain.planning.budget import (
+    COMPUTE_OPTIMAL,
     MICRO_BATCH_TOKENS,
+    MOST_TIMES_TOO_LONG,
     SHARE_OF_TIME,
     START_SECONDS,
     Budget,
@@ -24,6 +26,7 @@ from pretrain.planning.budget import (
     Sized,
     alternative,
     choose_run,
+    other_size,
 )
 from pretrain.planning.budget_request import Place, Request
 from pretrain.planning.candidates import command_of
@@ -59,8 +62,6 @@ class Answer:
     chosen: Sized
     alternatives: list[tuple[str, Sized | None, Combination | None]]
     """(what differs, the run, its combination); None: does not fit."""
-    unfitting: list[Shape]
-    """Next to the chosen one, and too large for the memory."""
     expected: tuple[float, float, float] | None
     """(loss, low, high) by the ladder."""
     ladder: Path | None
@@ -98,26 +99,23 @@ def make_recipe(request: Request, hardware: Hardware, command: str) -> None:
 
 def answer(budget: Budget, place: Place, ladder: Path | None = None) -> Answer:
     """Raises InputError for a budget that fits no model."""
-    chosen, neighbours = choose_run(budget)
+    chosen = choose_run(budget)
     rows: list[tuple[str, Sized | None, Combination | None]] = []
     for name, factor in (("half", 0.5), ("double", 2.0)):
         scaled = {"flops": factor * budget.flops} if budget.flops else {"hours": factor * budget.hours}
         rows.append(
             (f"{name} the {'FLOPs' if budget.flops else 'time'}", tried(replace(budget, **scaled), chosen), None)
         )
-    rows += [
-        ("smaller" if sized.shape.parameters < chosen.shape.parameters else "larger", sized, None)
-        for sized in neighbours
-        if sized.combinations and sized.steps
-    ]
+    for name, factor in (("half the size", 0.5), ("double the size", 2.0)):
+        if (sized := other_size(chosen, factor)) is not None:
+            rows.append((name, sized if sized.combinations and sized.steps else None, None))
     rows += [
         (family.name, tried(replace(budget, family=family), chosen), None)
         for family in FAMILIES.values()
         if family is not budget.family
     ]
     rows += [(found.candidate.name, chosen, found) for found in chosen.combinations[1:]]
-    unfitting = [sized.shape for sized in neighbours if not sized.combinations]
-    return Answer(chosen, rows, unfitting, None, ladder, place)
+    return Answer(chosen, rows, None, ladder, place)
 
 
 def tried(budget: Budget, like: Sized) -> Sized | None:
@@ -136,7 +134,7 @@ def choices(found: Answer) -> list[Choice]:
     ratio = run.tokens / shape.parameters
     rows = [Choice("budget", budget.in_words(), budget_reason(run))]
     rows += [
-        Choice("model", f"{budget.family.name}, {count_text(run.run.sizes.total)} parameters", size_reason(found)),
+        Choice("model", f"{budget.family.name}, {count_text(run.work.sizes.total)} parameters", size_reason(found)),
         Choice("shape", f"{shape.layers} layers x {shape.width:,}", shape_reason(shape)),
         Choice("tokens", f"{count_text(run.tokens)}, {ratio:.3g} per parameter", tokens_reason(run)),
         Choice("window", f"{length:,} tokens", "grows with the model: 256 in a demo, GPT-2's 1,024, Llama's 2,048"),
@@ -186,14 +184,15 @@ def choices(found: Answer) -> list[Choice]:
 def size_reason(found: Answer) -> str:
     run = found.chosen
     budget, ratio = run.budget, run.tokens / run.shape.parameters
-    asked = budget.tokens_per_parameter
-    law = "the lowest expected loss (Hoffmann et al., arXiv 2203.15556: 20 tokens per parameter)"
-    why = f"nearest to {asked:g} tokens per parameter" if asked else law
-    larger = [shape for shape in budget.shapes if shape.parameters > run.shape.parameters]
+    why = f"nearest to {budget.tokens_per_parameter or COMPUTE_OPTIMAL:g} tokens per parameter"
+    if not budget.tokens_per_parameter:
+        why += ", where the loss is lowest for the computation (Hoffmann et al., arXiv 2203.15556)"
+        if run.tokens > budget.unique_tokens:
+            why = "the lowest expected loss within 1 %, repeated text counted (Muennighoff et al., arXiv 2305.16264)"
     if run.shape == budget.shapes[0] and ratio < 10:
         return "the smallest there is, and too large for such a budget"
-    if larger and larger[0] in found.unfitting:
-        return f"the largest that fits in memory; else {why}"
+    if not budget.tokens_per_parameter and ratio > MOST_TIMES_TOO_LONG * COMPUTE_OPTIMAL:
+        return f"the largest that fits in memory: at {COMPUTE_OPTIMAL:g} tokens per parameter it would be larger"
     return why
 
 
@@ -257,7 +256,7 @@ def alternative_rows(found: Answer) -> list[dict[str, Any]]:
                 "family": sized.budget.family.name,
                 "layers": sized.shape.layers,
                 "width": sized.shape.width,
-                "parameters": sized.run.sizes.total,
+                "parameters": sized.work.sizes.total,
                 "tokens": sized.tokens,
                 "strategy": used.candidate.name,
                 "sequences_per_micro_batch": used.candidate.micro_batch,
@@ -284,7 +283,7 @@ def answer_json(found: Answer) -> str:
     values = {
         "choices": [asdict(choice) for choice in choices(found)],
         "model": run.shape.config_values(2 * run.shape.sequence_length),
-        "parameters": run.run.sizes.total,
+        "parameters": run.work.sizes.total,
         "tokens": run.tokens,
         "steps": run.steps,
         "tokens_per_step": run.batch,
@@ -370,8 +369,7 @@ def preparation_command(found: Answer) -> str:
 def write_recipe(found: Answer, command: str) -> None:
     """The model's JSON and the recipe."""
     place, shape = found.place, found.chosen.shape
-    model = json.dumps(shape.config_values(2 * shape.sequence_length), indent=2) + "\n"
-    for path, text in ((place.model, model), (place.recipe, recipe_text(found, command))):
+    for path, text in ((place.model, shape.json_text), (place.recipe, recipe_text(found, command))):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, text)
 

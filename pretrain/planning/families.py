@@ -5,11 +5,17 @@ layers. The loss depends little on it: 6 x 4,288 ends within 3 % of 48 x 1,600 (
 section 3.2).
 """
 
+import itertools
+import json
 import math
 from dataclasses import dataclass
 from typing import Any
 
-SMALL_RUNGS = ((2, 128), (4, 128), (4, 192), (4, 256), (6, 320), (6, 384), (8, 512), (10, 640))
+SMALL_RUNGS = ((2, 128), (4, 128), (4, 192), (4, 256), (6, 320), (6, 384), (8, 512))
+STEPS_BY_WIDTH = ((1024, 64), (2048, 128), (math.inf, 256))
+"""(width below which it holds, step of the widths between published ones)."""
+LEAST_RISE = 1.15
+"""In size, from a shape to the next."""
 NARROW_HEAD, WIDE_HEAD = 64, 128
 WIDE_HEADS_FROM = 2560
 """Width of the model: GPT-3's and Llama's heads are 64 wide in small models and 128 in large ones."""
@@ -17,6 +23,20 @@ UNTIED_FROM_WIDTH = 4096
 """Of Llama and Qwen3: their models below 5B share the embedding with the head, larger ones do not."""
 CONTEXTS = ((2e7, 256), (8e7, 512), (2e8, 1024), (4e9, 2048), (math.inf, 4096))
 """(parameters in layers below which it holds, tokens of a window): the demo's, GPT-2's, Llama's and Llama 2's."""
+
+
+def filled(published: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """(layers, width) of these and of widths between, their layers on a straight line."""
+    rungs = [*published[:1]]
+    for (layers_0, width_0), (layers_1, width_1) in itertools.pairwise(published):
+        step = next(step for limit, step in STEPS_BY_WIDTH if width_0 < limit)
+        for width in range(width_0 + step, width_1, step):
+            layers = round(layers_0 + (layers_1 - layers_0) * (width - width_0) / (width_1 - width_0))
+            size = layers * width**2
+            if size >= LEAST_RISE * rungs[-1][0] * rungs[-1][1] ** 2 and LEAST_RISE * size <= layers_1 * width_1**2:
+                rungs.append((layers, width))
+        rungs.append((layers_1, width_1))
+    return tuple(rungs)
 
 
 @dataclass(frozen=True)
@@ -37,38 +57,31 @@ class Family:
     """Whether the head is the embedding, up to UNTIED_FROM_WIDTH."""
     ties_always: bool = False
     learns_positions: bool = False
+    caps_logits: bool = False
+    """So that the loss needs them whole."""
 
 
 GPT3, LLAMA_SHAPES = "GPT-3's table 2.1 (arXiv 2005.14165)", "Llama's table 2 (arXiv 2302.13971)"
 LLAMA = Family(
     "llama",
-    (
-        *SMALL_RUNGS, (12, 768), (14, 896), (16, 1024), (18, 1280), (20, 1408), (24, 1536), (24, 1792), (24, 2048),
-        (26, 2304), (28, 2560), (28, 3072), (32, 3584), (32, 4096), (36, 4608), (40, 5120),
-    ),
-    f"12 x 768 to 24 x 2,048 of {GPT3}, 28 x 3,072 of Llama 3.2, 32 x 4,096 and 40 x 5,120 of {LLAMA_SHAPES}",
-)  # fmt: skip
+    filled((*SMALL_RUNGS, (12, 768), (16, 1024), (24, 1536), (24, 2048), (28, 3072), (32, 4096), (40, 5120))),
+    f"12 x 768, 24 x 1,536, 24 x 2,048 of {GPT3}, 28 x 3,072 of Llama 3.2, 32 x 4,096, 40 x 5,120 of {LLAMA_SHAPES}",
+)
 QWEN3 = Family(
     "qwen3",
-    (
-        *SMALL_RUNGS, (12, 704), (16, 768), (20, 896), (24, 960), (28, 1024), (28, 1280), (28, 1536), (28, 1792),
-        (28, 2048), (32, 2560), (36, 3072), (36, 3584), (36, 4096), (40, 4608), (40, 5120),
-    ),
+    filled((*SMALL_RUNGS, (16, 768), (28, 1024), (28, 2048), (36, 4096), (40, 5120))),
     "28 x 1,024, 28 x 2,048, 36 x 4,096 and 40 x 5,120 of Qwen3's table 1 (arXiv 2505.09388)",
     feed_forward=3.0,
-)  # fmt: skip
+)
 GPT2 = Family(
     "gpt2",
-    (
-        *SMALL_RUNGS, (12, 768), (18, 896), (24, 1024), (30, 1152), (36, 1280), (42, 1408), (48, 1600), (32, 2560),
-        (32, 3072), (32, 3584), (32, 4096), (36, 4608), (40, 5120),
-    ),
+    filled((*SMALL_RUNGS, (12, 768), (24, 1024), (36, 1280), (48, 1600), (32, 2560), (32, 4096), (40, 5120))),
     f"12 x 768, 24 x 1,024, 36 x 1,280 and 48 x 1,600 of GPT-2, 32 x 2,560 and more of {GPT3}",
     gated=False,
     feed_forward=4.0,
     ties_always=True,
     learns_positions=True,
-)  # fmt: skip
+)
 NANOCHAT = Family(
     "nanochat",
     tuple((depth, 128 * math.ceil(depth / 2)) for depth in (2, 3, *range(4, 40, 2), *range(40, 65, 4))),
@@ -76,17 +89,15 @@ NANOCHAT = Family(
     gated=False,
     feed_forward=4.0,
     ties=False,
+    caps_logits=True,
 )
 DEEPONE = Family(
     "deepone",
-    (
-        *SMALL_RUNGS, (13, 704), (16, 768), (20, 960), (24, 1152), (28, 1344), (32, 1536), (36, 1792), (40, 2048),
-        (48, 2304), (52, 2560), (56, 3072), (64, 3584), (64, 4096),
-    ),
-    "16 x 768 of model_configs/deepone_162m.json and its 48 wide per layer: DeepNet's norms are for deep models "
+    filled((*SMALL_RUNGS, (16, 768), (43, 2048), (64, 4096))),
+    "16 x 768 of model_configs/deepone_162m.json, 48 to 64 wide per layer: DeepNet's norms are for deep models "
     "(arXiv 2203.00555)",
     ties=False,
-)  # fmt: skip
+)
 FAMILIES = {family.name: family for family in (LLAMA, QWEN3, GPT2, NANOCHAT, DEEPONE)}
 
 
@@ -150,8 +161,13 @@ class Shape:
         products = self.layer_parameters + self.vocabulary * self.width
         return 6 * products + 12 * self.layers * self.heads * self.head_width * self.sequence_length
 
+    @property
+    def json_text(self) -> str:
+        """The model's JSON, for windows of up to twice the length (learned positions: of the length)."""
+        return json.dumps(self.config_values(2 * self.sequence_length), indent=2) + "\n"
+
     def config_values(self, positions: int) -> dict[str, Any]:
-        """The model's JSON, for windows of up to that many positions."""
+        """The same as a dict, for that many positions."""
         if self.family is GPT2:
             return {
                 "model_type": "gpt2",

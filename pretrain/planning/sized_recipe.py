@@ -168,11 +168,6 @@ class SizedRecipe:
             )
         return rows
 
-    def model_text(self) -> str:
-        """The model's JSON: a Llama with a tied head."""
-        shape = self.sizing.shape
-        return json.dumps(shape.config_values(2 * shape.sequence_length), indent=2) + "\n"
-
     def text(self, header: str) -> str:
         """The recipe; its first line is `header`."""
         sizing, shape, machine = self.sizing, self.sizing.shape, self.machine

@@ -117,25 +117,24 @@ def choose_sizing(
     shapes = [Shape(*rung, vocabulary) for rung in LADDER]
     shapes = [shape for shape in shapes if shape.parameters <= most_parameters] or shapes[:1]
     tokens = {shape: min(flops(shape) / shape.flops_per_token, MOST_EPOCHS * unique_tokens) for shape in shapes}
-    shape = best_shape(tokens, unique_tokens, WORTHWHILE)
+    shape = best_shape(tokens, unique_tokens)
     batch = batch_for(tokens[shape], max(SMALLEST_BATCH, shape.sequence_length), LARGEST_BATCH)
     return Sizing(shape, unique_tokens, batch, 4 * max(1, round(tokens[shape] / batch / 4)))
 
 
-def best_shape(
-    tokens: Mapping[Shape, float], unique_tokens: float, slack: float = 0.0, tokens_per_parameter: float | None = None
-) -> Shape:
-    """The first of these, smallest first, whose expected loss is within `slack` of the best.
+def best_shape(tokens: Mapping[Shape, float], unique_tokens: float) -> Shape:
+    """The first of these, smallest first, whose expected loss no other beats by more than WORTHWHILE.
 
-    Args:
-        tokens: that each can be trained on.
-        tokens_per_parameter: choose by that ratio instead, the nearest.
+    tokens: that each can be trained on.
     """
-    if tokens_per_parameter is not None:
-        return min(tokens, key=lambda shape: abs(math.log(tokens[shape] / shape.parameters / tokens_per_parameter)))
     losses = {shape: expected_loss(shape.parameters, tokens[shape], unique_tokens) for shape in tokens}
     best = min(losses.values())
-    return next(shape for shape in tokens if losses[shape] <= (1 + slack) * best)
+    return next(shape for shape in tokens if losses[shape] <= (1 + WORTHWHILE) * best)
+
+
+def nearest_shape(tokens: Mapping[Shape, float], tokens_per_parameter: float) -> Shape:
+    """The one that is trained on the ratio nearest to this."""
+    return min(tokens, key=lambda shape: abs(math.log(tokens[shape] / shape.parameters / tokens_per_parameter)))
 
 
 def batch_for(tokens: float, smallest: int, largest: int) -> int:
