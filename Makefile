@@ -52,14 +52,14 @@ test-faults: .venv/requirements-dev
 gpu:
 	$(PYTHON) bench/gpu_check.py
 
-# Groundwork beside a bare loop, the transformers Trainer and a hand-written GPT on this machine; then data preparation,
-# the loader, saving and the guards. Some 40 minutes on two cores that do nothing else.
+# Groundwork beside a bare loop, the transformers Trainer and a hand-written GPT on this machine; then saving,
+# the guards, data preparation and the loader. Some 40 minutes on two cores that do nothing else.
 bench: .venv/requirements
 	$(BIN)/python bench/cpu.py
 	$(BIN)/python bench/backends.py
-	-$(BIN)/python bench/data.py
 	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/guards.py
+	$(BIN)/python bench/data.py
 
 # One recipe under every strategy: make parity RECIPE=recipes/mine.yaml
 RECIPE ?= recipes/demo.yaml

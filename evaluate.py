@@ -22,6 +22,7 @@ from pretrain.errors import InputError, Problems, did_you_mean, run_script
 from pretrain.terminal import begin
 
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
+WEIGHTS = ("raw", "average")
 SPLITS = ("validation", "train")
 NUMBERS = {
     "batch_size": (int, 1), "num_fewshot": (int, 0), "sequences": (int, 1), "sequence_length": (int, 1),
@@ -39,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", nargs="+", default=[], metavar="MODEL", help="model or models to evaluate; see above")
     add("--output", type=Path, metavar="FILE", help="also write everything as JSON")
     add("--plot", type=Path, metavar="FILE", help="scores against training tokens (.png, .svg, .pdf); for RUN@all")
+    add("--weights", default="raw", help="raw, or average: the mean of the weights that a checkpoint has [raw]")
     add("--precision", default="auto", help="auto, bf16, fp16 or fp32; auto: tasks as saved, data as the run trained")
     add("--trust_remote_code", action="store_true", help="run the code in the model folder; off by default")
     tasks = parser.add_argument_group("tasks of lm-evaluation-harness")
@@ -88,7 +90,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     problems += [f"{word}: belongs to no setting; quote a prompt of several words" for word in stray]
     if not arguments.model:
         problems.append("--model is missing: give a run, RUN@STEP, a Hugging Face folder or a Hub id")
-    for name, allowed in (("precision", PRECISIONS), ("split", SPLITS)):
+    for name, allowed in (("weights", WEIGHTS), ("precision", PRECISIONS), ("split", SPLITS)):
         if (given := getattr(arguments, name)) not in allowed:
             problems.append(f"--{name} {given}{did_you_mean(given, allowed)}")
     if arguments.document_mask not in (None, "on", "off"):

@@ -6,6 +6,9 @@
     python prepare_data.py --input 'docs/*.txt' --train_tokenizer 32000 --output tokenizers/mine
     python prepare_data.py --dataset tinystories --tokenizer gpt2 --output data/tinystories
     python prepare_data.py --input 's3://mine/docs/*.parquet' --tokenizer gpt2 --output s3://mine/tokens
+    python prepare_data.py --input 'web/*.parquet' --filter mine.py:keep --dry_run 5000 \\
+        --tokenizer gpt2 --output data/web
+    python prepare_data.py --report data/web
     python prepare_data.py --inspect data/docs
     python prepare_data.py --verify data/docs
 
@@ -40,7 +43,11 @@ def main() -> int:
     if arguments.inspect:
         print(inspection_text(Path(arguments.inspect)))
         return 0
+    if arguments.report:
+        return report(Path(arguments.report))
     request = read_request(arguments)
+    if request.dry_run:
+        return try_out(request)
     if request.destination:
         request.destination.open()
     status = train(request) if request.vocabulary_size else prepare_shards(request)
@@ -59,6 +66,24 @@ def verify(folder: str) -> int:
         raise InputError(*problems)
     shards = read_manifest(folder).shards
     print(f"{folder}: all {len(shards)} shards verified, unchanged ({sum(s.tokens for s in shards):,} tokens)")
+    return 0
+
+
+def report(folder: Path) -> int:
+    """Writes the report on a prepared folder into it."""
+    from pretrain.preparation.cleaning.report import write_report
+
+    print(*write_report(folder, folder / "report"), sep="\n")
+    return 0
+
+
+def try_out(request: "PreparationRequest") -> int:
+    """Prepares a few documents and keeps the report."""
+    from pretrain.preparation.dry_run import dry_run
+
+    outcome, written = dry_run(request, request.dry_run, say=lambda line: print(line, file=sys.stderr))
+    print_figures(outcome)
+    print(*written, sep="\n")
     return 0
 
 
@@ -98,6 +123,18 @@ def prepare_shards(request: "PreparationRequest") -> int:
 def print_summary(outcome: "PreparationOutcome", output: str, is_slice: bool, fraction: float) -> None:
     """What was made, in figures, and what to do with it. fraction: of validation, as asked."""
     tally, manifest = outcome.tally, outcome.manifest
+    print_figures(outcome)
+    if is_slice:
+        print("Next: once all slices are prepared, run the same command with --merge_slices N instead of --slice")
+        return
+    warn_of_empty_splits(tally, fraction)
+    print(f"Next: train a model; with vocab_size auto, as here, it takes over the {manifest.vocabulary_size:,} ids")
+    print(f"  python train.py --config recipes/demo.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
+
+
+def print_figures(outcome: "PreparationOutcome") -> None:
+    """What was made."""
+    tally, manifest = outcome.tally, outcome.manifest
     ids_bytes = tally.tokens * manifest.bytes_per_id
     rows = {
         "documents": f"{tally.documents:,}; skipped {skipped_text(tally)}",
@@ -113,14 +150,11 @@ def print_summary(outcome: "PreparationOutcome", output: str, is_slice: bool, fr
         rows["seconds by stage"] = f"{stages} (of all processes together, which overlap)"
     for name, value in rows.items():
         print(f"  {name:<16} {value}")
+    removed = tally.cleaning.as_manifest()["removed"]
+    for rule, amounts in sorted(removed.items(), key=lambda item: -item[1]["documents"]):
+        print(f"  removed          {amounts['documents']:,} documents, {amounts['bytes']:,} bytes: {rule}")
     for example in tally.bad_examples:
         print(f"  skipped          {example}")
-    if is_slice:
-        print("Next: once all slices are prepared, run the same command with --merge_slices N instead of --slice")
-        return
-    warn_of_empty_splits(tally, fraction)
-    print(f"Next: train a model; with vocab_size auto, as here, it takes over the {manifest.vocabulary_size:,} ids")
-    print(f"  python train.py --config recipes/demo.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
 
 
 def warn_of_empty_splits(tally: "Tally", fraction: float) -> None:

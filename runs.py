@@ -7,8 +7,10 @@ python runs.py compare RUN...                # differing settings and results, s
 python runs.py summary RUN                   # a run on one page
 python runs.py export RUN... --output x.csv  # every logged line as a table
 python runs.py documents RUN --step N        # the text that a step was trained on
+python runs.py merge RUN --last 5            # the mean of its last checkpoints, as a model folder
 python runs.py save|stop|abort|anneal RUN    # controls a live run, from any machine that shares its disk
 python runs.py parity --config recipes/NAME.yaml --steps 50     # same losses under every strategy?
+python runs.py sweep --config recipes/NAME.yaml --vary optim.learning_rate=1e-3,2e-3 --output sweeps/x
 """
 
 import argparse
@@ -132,6 +134,18 @@ def documents(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def merge(arguments: argparse.Namespace) -> int:
+    """Writes the mean of several models."""
+    from pretrain.checkpoint.merge import merge_models
+
+    folder, names = merge_models(
+        arguments.models, last=arguments.last, weights=arguments.weights, output=arguments.output
+    )
+    print(f"The mean of {', '.join(names)} is in {folder}.")
+    print(f"Try: python evaluate.py --model {folder} --data FOLDER")
+    return 0
+
+
 def steer(arguments: argparse.Namespace) -> int:
     """Sends a command to a live run and waits until it is done."""
     command, run = arguments.command, arguments.run_folder
@@ -174,6 +188,24 @@ def parity(arguments: argparse.Namespace) -> int:
     )
 
 
+def sweep(arguments: argparse.Namespace) -> int:
+    """Trains the recipe under every combination of settings and compares."""
+    from pretrain.errors import Problems
+    from pretrain.experiments.sweep import run_sweep
+    from pretrain.experiments.sweep_plan import SweepRequest, read_axes
+    from pretrain.recipe import pair_up
+
+    problems = Problems()
+    axes = problems.attempt(read_axes, arguments.vary)
+    changes = problems.attempt(pair_up, arguments.changes)
+    problems.stop_if_any()
+    request = SweepRequest(
+        arguments.config, tuple(axes), tuple(changes), arguments.seeds, arguments.halving, arguments.search,
+        arguments.output,
+    )  # fmt: skip
+    return run_sweep(request, arguments.parallel)
+
+
 def positive(text: str, kind: type = float) -> float:
     """A number of that kind above zero, for argparse."""
     value = kind(text.replace(",", ""))
@@ -192,10 +224,12 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = root.add_subparsers(required=True, metavar="COMMAND", dest="command")
     add_readers(commands)
+    add_merge(commands)
     for name, text in COMMANDS.items():
         command = add_command(commands, name, steer, text)
         command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default 60)")
     add_parity(commands)
+    add_sweep(commands)
     return root
 
 
@@ -237,6 +271,19 @@ def add_readers(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--characters", type=natural, default=600, help="shown of each document (default 600)")
 
 
+def add_merge(commands: argparse._SubParsersAction) -> None:
+    """The command that writes a model."""
+    command = commands.add_parser("merge", help="the mean of checkpoints or models, as a model folder")
+    command.set_defaults(run=merge)
+    command.add_argument("models", nargs="+", metavar="MODEL", help="a run, RUN@STEP, or a model folder")
+    command.add_argument("--last", type=natural, metavar="N", help="of a run: its N newest checkpoints")
+    command.add_argument(
+        "--weights", choices=["raw", "average"], default="raw",
+        help="raw, or average: the mean that each checkpoint has of its own; of one model that is an export (raw)",
+    )  # fmt: skip
+    command.add_argument("--output", type=Path, metavar="FOLDER", help="(default: merged-FIRST-LAST in the run)")
+
+
 def add_parity(commands: argparse._SubParsersAction) -> None:
     """The command that trains under every strategy."""
     command = commands.add_parser(
@@ -253,10 +300,35 @@ def add_parity(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--output", type=Path, default=Path("runs/parity"), help="(default runs/parity)")
 
 
+def add_sweep(commands: argparse._SubParsersAction) -> None:
+    """The command that trains under several settings."""
+    command = commands.add_parser(
+        "sweep",
+        help="train a recipe under several settings and compare; the same command continues",
+        epilog="Any other setting of the recipe can be changed by its path, as with train.py: --budget.steps 500",
+    )
+    command.set_defaults(run=sweep)
+    command.add_argument("--config", type=Path, required=True, metavar="RECIPE")
+    command.add_argument(
+        "--vary", action="append", required=True, metavar="SETTING=V1,V2", help="every combination is trained; or, "
+        "with --search, a range: optim.learning_rate=1e-4..1e-2",
+    )  # fmt: skip
+    command.add_argument(
+        "--seeds", type=natural, default=1, help="runs of each, from the recipe's seed on (default 1)"
+    )
+    command.add_argument("--output", type=Path, required=True, metavar="FOLDER")
+    command.add_argument(
+        "--halving", type=natural, metavar="RUNGS", help="successive halving: 3 ends the worse half after a quarter "
+        "of the steps, and half of the rest after half of them",
+    )  # fmt: skip
+    command.add_argument("--search", type=natural, metavar="N", help="try N settings, picked by optuna")
+    command.add_argument("--parallel", type=natural, metavar="N", help="runs at a time (default: the GPUs, or 1)")
+
+
 def main() -> int:
     arguments, rest = parser().parse_known_args(sys.argv[1:])
     arguments.changes = rest
-    if arguments.changes and arguments.run is not parity:
+    if arguments.changes and arguments.run not in (parity, sweep):
         parser().error(f"unrecognized arguments: {' '.join(arguments.changes)}")
     return arguments.run(arguments)
 

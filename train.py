@@ -106,7 +106,7 @@ def main(
         throughput.step_done()
 
         # Between steps: all ranks agree on what happened, on what was asked for, and so on what to do.
-        state.step, state.tokens, state.validation_loss = step + 1, run.tokens_before(step + 1), None
+        continuation.step_taken(run)  # its weights enter their average, if the run keeps one
         due = cadences.after(state.step, run.total_steps)
         outcome = supervisor.after_step(state.step, (step_loss, grad_norm, skipped), run, settle=due.settles)
         state.skipped_steps += outcome.skipped_steps
@@ -128,7 +128,7 @@ def main(
             supervisor.compare_copies()
         if supervisor.request == Request.ANNEAL:
             run = housekeeping.anneal()
-        if supervisor.ends:
+        if supervisor.ends or due.pauses:
             return housekeeping.end_early()
         supervisor.answer()
         if step == first_step:

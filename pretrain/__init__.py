@@ -2,8 +2,8 @@
 
 The scripts at the root use it; nothing in it imports a script. A room imports only from those named before it
 (tests/test_structure.py holds the order): these files, model, optim, data, parallel, memory,
-preparation/documents, preparation, runs, runs/publishing, checkpoint, training, planning, evaluation. The files
-beside this one know no room and may be used by all:
+preparation/documents, preparation, runs, runs/publishing, checkpoint, training, planning, evaluation, experiments. The
+files beside this one know no room and may be used by all:
 
     config, recipe: every setting of a run; reading it from YAML and the command line
     foreign_flags: what other projects call our settings

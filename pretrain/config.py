@@ -233,6 +233,19 @@ class Optim(Section):
         return self
 
 
+class Averaging(Section):
+    """A running mean of the weights beside those that train; see docs/training.md."""
+
+    kind: Literal["none", "ema", "tail"] = "none"
+    """ema: exponential moving average. tail: uniform mean over the end of the run."""
+    half_life_fraction: PositiveFraction = 0.05
+    """ema: steps in which the share of older weights halves, as a fraction of the run."""
+    tail_fraction: PositiveFraction = 0.2
+    """tail: final fraction of the run over which weights are averaged."""
+    every_steps: Count = 10
+    """Steps between two that enter the average; the decay of ema follows it."""
+
+
 class Pipeline(Section):
     """Used only by the pipeline strategy (accelerate_configs/pp.yaml)."""
 
@@ -311,6 +324,8 @@ class Checkpoint(Cadence):
     """Number of best checkpoints by validation loss to keep."""
     milestones_every: Count | None = None
     """Checkpoints at multiples of this many steps are never deleted."""
+    pause_at: Count | None = None
+    """Save and stop after this step, on the schedule of the whole run; a later step, or null, continues."""
     in_background: bool = True
     """Keep training while a checkpoint is written; needs host memory for a copy of weights and optimizer."""
 
@@ -360,6 +375,8 @@ class Logging(Section):
 class Export(Section):
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Dtype of the weights in final/."""
+    weights: Literal["raw", "average"] = "raw"
+    """The weights in final/: as trained, or their average."""
 
 
 class Publish(Section):
@@ -442,6 +459,7 @@ class RunConfig(Section):
     budget: Budget = Budget(tokens_per_parameter=20)
     batch: Batch
     optim: Optim
+    averaging: Averaging = Averaging()
     loss: Loss = Loss()
     pipeline: Pipeline = Pipeline()
     attention: Literal[

@@ -25,6 +25,7 @@ from pretrain.preparation.arguments import parse_arguments
 from pretrain.recipe import named_recipe, pair_up, read_command_line, read_run_config
 from support.clone import copy_clone, make_clone, type_in
 from support.pages import PAGES, VARIABLES, Command, commands_in
+from support.prepared import as_parquet
 from support.project import ROOT
 from support.run_folders import write_tokenizer
 
@@ -48,7 +49,9 @@ ONLY_READ = {
     r"launch .*(recipes/llama_1b\.yaml|--tasks base)": "days on many GPUs",
     r"plan\.py .*(--calibrate|llama_7b|llama_13b|--gpus 64)": "seconds each: tests/scripts/test_plan.py",
     r"train\.py .*--smoke": "300 steps: tests/planning/test_smoke.py",
+    r"runs\.py merge": "more checkpoints than the demo keeps: tests/checkpoint/test_merge.py",
     r"runs\.py parity": "trains under every strategy: tests/runs/test_parity.py",
+    r"runs\.py sweep": "trains many runs: tests/experiments/test_sweep.py",
     r"--branch_from": "needs thousands of steps: tests/training/test_elastic_budget.py",
     r"^CUDA_VISIBLE_DEVICES=": "GPUs: every process of the tests would import anew",
     r"--model EleutherAI/": "needs the Hub",
@@ -86,10 +89,13 @@ def lend_inputs(clone, commands: str, text_files) -> None:
         (clone / name / "0.jsonl").write_bytes(lines)
     for name in set(re.findall(r"--tokenizer (?!tokenizers/)([\w./-]+)", commands)):
         write_tokenizer(clone / name)
+    for name, function in set(re.findall(r"--filter (\w+\.py):(\w+)", commands)):
+        (clone / name).write_text(f"def {function}(text):\n    return True\n")
     for name, ending in set(re.findall(r"--(?:input|text) '?(\w+)/[*/]+\.([\w.]+)", commands)):
         (clone / name / "deeper").mkdir(parents=True)
         for number, text in enumerate(texts):
-            content = text.encode() if ending == "txt" else zstandard.compress(lines)
+            content = as_parquet([text]) if ending == "parquet" else zstandard.compress(lines)
+            content = text.encode() if ending == "txt" else content
             for folder in (clone / name, clone / name / "deeper"):
                 (folder / f"{number}.{ending}").write_bytes(content)
 
@@ -146,7 +152,7 @@ def read(words: list[str]) -> None:
         read_run_config(own.config, pair_up(rest))
     elif script == "runs.py":
         own, rest = runs.parser().parse_known_args(arguments)
-        if own.run is runs.parity:
+        if own.run in (runs.parity, runs.sweep):
             read_run_config(own.config, pair_up(rest))
         else:
             problems = rest

@@ -139,6 +139,7 @@ ROOMS = (
     "memory",
     "parallel",
     "preparation/documents",
+    "preparation/cleaning",
     "preparation",
     "runs",
     "runs/publishing",
@@ -146,6 +147,7 @@ ROOMS = (
     "training",
     "planning",
     "evaluation",
+    "experiments",
 )
 """Folders of pretrain/ in the order of their imports: a room imports from itself and from those before it."""
 MOST_MODULES = 20
@@ -290,5 +292,5 @@ def test_links_between_pages_lead_somewhere(page):
             assert not anchor or anchor in anchors_of(there), target
 
 
-def test_there_are_ten_pages_at_most():
-    assert len(list((ROOT / "docs").glob("*.md"))) <= 10
+def test_there_are_eleven_pages_at_most():
+    assert len(list((ROOT / "docs").glob("*.md"))) <= 11

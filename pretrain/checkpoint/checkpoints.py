@@ -3,6 +3,7 @@
     checkpoints/step-00000500/
       config.json, tokenizer files, model*.safetensors    a model that from_pretrained loads
       optimizer*.safetensors                              optimizer state as '<parameter>.<state>', whole tensors
+      average*.safetensors                                the average of the weights, where there is one
       trainer_state.json                                  step, tokens, what was skipped, what data and model were
       MANIFEST.json                                       size and sha256 of every file, written last
 
@@ -111,7 +112,7 @@ class Checkpoints:
 
         Args:
             contents: of trainer_state.json.
-            groups: {"model": ..., "optimizer": ...}; each rank writes its share of the files.
+            groups: {"model": ..., "optimizer": ..., "average": ...}; each rank writes its share of the files.
             describe: writes the rest of a HF model folder (config, tokenizer) into the folder given; main rank only.
             beat: called now and then while training waits.
         """
@@ -316,6 +317,8 @@ class SavedRun:
 
     model: SavedTensors
     optimizer: SavedTensors
+    average: SavedTensors
+    """Of no tensors where the state says that there is none."""
     contents: dict[str, Any]
     """trainer_state.json: state, identity, strategy, guard, validation_loss."""
 
@@ -324,6 +327,6 @@ def load_saved(folder: Path) -> SavedRun:
     """The contents of a valid checkpoint."""
     try:
         contents = json.loads((folder / "trainer_state.json").read_bytes())
-        return SavedRun(SavedTensors(folder, "model"), SavedTensors(folder, "optimizer"), contents)
+        return SavedRun(*(SavedTensors(folder, prefix) for prefix in ("model", "optimizer", "average")), contents)
     except (OSError, ValueError, SafetensorError) as error:
         raise NoValidCheckpointError(f"{folder}: {error}") from error

@@ -25,9 +25,11 @@ class Request(IntEnum):
     """Save and end, to be continued: SIGTERM, or a scheduler's time limit."""
     INTERRUPT = 4
     """Save and end: Ctrl-C."""
-    STOP = 5
+    PAUSE = 5
+    """Save and end: `checkpoint.pause_at`."""
+    STOP = 6
     """Save and end: `runs.py stop`."""
-    ABORT = 6
+    ABORT = 7
     """End without saving."""
 
 
@@ -46,6 +48,8 @@ class RunState:
     expert_counts: list[list[int]] | None = None
     """Mixtures of experts: tokens routed to each expert in the checkpoint's step, by layer; set when one is saved,
     for the balancing loss of the next step."""
+    average: dict[str, Any] | None = None
+    """What is in the average of the weights, if there is one: kind, first_step, count."""
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
     """Every rollback: to_step, first_step and last_step of the bad stretch, samples (first, count) left out since,
     learning_rate_factor, reason."""

@@ -28,6 +28,14 @@ class SavedTensors(Mapping[str, torch.Tensor]):
         with safe_open(self._file_of[name], framework="pt") as file:
             return file.get_tensor(name)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """{name: shape}, from the files' headers."""
+        found: dict[str, tuple[int, ...]] = {}
+        for path in dict.fromkeys(self._file_of.values()):
+            with safe_open(path, framework="pt") as file:
+                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        return found
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
 
@@ -75,9 +83,9 @@ def shares(
     on_host: whether tensors are copied there; else each is where it was assembled, perhaps the one being trained.
 
     All ranks walk through all tensors in the same order, since fetching one may need all of them; files go to ranks
-    in turn, the optimizer's from the last rank on, so that the two large files have different writers.
+    in turn, the optimizer's from the last rank on, so that the large files have different writers.
     """
-    first = 0 if prefix == "model" else ranks - 1
+    first = {"model": 0, "optimizer": ranks - 1}.get(prefix, (ranks - 1) // 2)
     for number, (file, names) in enumerate(plan_files(group, prefix).items()):
         mine = (first + number) % ranks == rank
         for name in names:

@@ -4,7 +4,7 @@ Which window is read is a pure function of (seed, step, micro-step, rank): whoev
 run that continues. The on-disk format is manifest and shards (docs/data.md).
 
     manifest, shards: prepared folders
-    foreign_shards, megatron: the formats of others
+    foreign_shards, megatron, hdf5: the formats of others
     document_index: which documents are in a shard
     tokenizer: tokenizers, read from wherever they are
     batches: which windows a step takes

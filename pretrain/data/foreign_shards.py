@@ -1,4 +1,4 @@
-"""Ids prepared by other tools: nanoGPT's .bin and Megatron's .bin with .idx, read in place.
+"""Ids prepared by other tools, read in place: nanoGPT's .bin, Megatron's .bin with .idx, and HDF5 (data/hdf5.py).
 
 A nanoGPT .bin (karpathy/nanoGPT, data/openwebtext/prepare.py) is raw uint16 ids, each document followed by the
 end-of-text id; its folder holds train.bin and val.bin. A Megatron .bin is raw ids too, of the type named in its .idx.
@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.data import megatron
+from pretrain.data.hdf5 import HDF5_SUFFIXES, hdf5_ids, ids_bytes, open_ids
 from pretrain.data.manifest import TOKENIZER_FOLDER, Manifest, Shard, dtype_for, id_dtype
 from pretrain.errors import InputError
 from pretrain.files import fingerprint_of
 
 NANOGPT_FILES = {"train": "train.bin", "validation": "val.bin"}
-VALIDATION_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")
+VALIDATION_NAME = re.compile(r"(^|[_.-])(val(id|idation)?|dev)([_.-]|$)")
 LLM_C_MAGIC = (20240520, 20240801)
 """First int32 of a llm.c .bin, which has a header of 1,024 bytes."""
 COUNTED_IDS = 1 << 20
@@ -27,8 +28,8 @@ LARGEST_COUNTED_WHOLE = 100 << 20
 
 
 def foreign_files(path: Path) -> dict[str, Path] | None:
-    """{split: .bin} of a .bin, a Megatron prefix (a path without suffix), or nanoGPT's folder; None for others."""
-    if path.suffix == ".bin" and path.is_file():
+    """{split: file} of a .bin or HDF5 file, a Megatron prefix (no suffix), or nanoGPT's folder; None for others."""
+    if path.suffix in (".bin", *HDF5_SUFFIXES) and path.is_file():
         return {_split_of(path): path}
     beside = path.parent / f"{path.name}.bin"
     if beside.is_file() and beside.with_suffix(megatron.IDX_SUFFIX).is_file():
@@ -68,7 +69,7 @@ def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
     digest = hashlib.sha256(loaded.sha256.encode())
     shards = []
     for split, file in files.items():
-        tokens = file.stat().st_size // id_dtype(dtype).itemsize
+        tokens = ids_bytes(file, dtype) // id_dtype(dtype).itemsize
         documents, text_bytes = _counts(file, dtype, sizes, loaded.end_of_document_id)
         shards.append(Shard(file.name, split, tokens, documents, text_bytes, sha256=""))
         with file.open("rb") as content:
@@ -101,6 +102,8 @@ def _tokenizer_folder(name_or_path: str) -> Path:
 
 
 def _dtype_of(file: Path, vocabulary_size: int) -> str:
+    if file.suffix in HDF5_SUFFIXES:
+        return "uint16" if hdf5_ids(file).dtype.itemsize <= 2 else "uint32"
     index = file.with_suffix(megatron.IDX_SUFFIX)
     dtype, tokens = dtype_for(vocabulary_size), None
     if index.is_file():
@@ -132,19 +135,18 @@ def _token_bytes(tokenizer_json: bytes, vocabulary_size: int, end: int) -> np.nd
 
 def _counts(file: Path, dtype: str, sizes: np.ndarray, end: int) -> tuple[int, int]:
     """(documents, bytes of text) of a file. Raises InputError for ids beyond the vocabulary."""
-    if not file.stat().st_size:
+    if not ids_bytes(file, dtype):
         return 0, 0
-    ids = np.memmap(file, id_dtype(dtype), mode="r").view(np.ndarray)
+    ids = open_ids(file, dtype)
     pieces = range(0, len(ids), COUNTED_IDS)
     if len(ids) > LARGEST_COUNTED_WHOLE:
         pieces = range(0, len(ids) - COUNTED_IDS, (len(ids) - COUNTED_IDS) // 64)
     documents = text_bytes = counted = 0
     for first in pieces:
         piece = ids[first : first + COUNTED_IDS]
-        if int(piece.max()) >= len(sizes):
+        if wrong := [number for number in (int(piece.min()), int(piece.max())) if not 0 <= number < len(sizes)]:
             raise InputError(
-                f"{file}: holds id {int(piece.max()):,}, the tokenizer has 0 to {len(sizes) - 1:,}; "
-                "name the one that made it"
+                f"{file}: holds id {wrong[-1]:,}, the tokenizer has 0 to {len(sizes) - 1:,}; name the one that made it"
             )
         documents += int(np.count_nonzero(piece == end))
         text_bytes += int(sizes[piece].sum())

@@ -12,12 +12,17 @@ import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pretrain.data.hdf5 import ids_bytes, open_ids
 from pretrain.data.manifest import MANIFEST_FILE, SHARDS_FORMAT, Manifest, Shard, id_dtype
 from pretrain.errors import InputError
 from pretrain.files import sha256_of
+
+if TYPE_CHECKING:
+    import h5py
 
 VERIFY_BLOCK_BYTES = 1 << 24
 SHARD_FIELDS = {"file": str, "split": str, "tokens": int, "documents": int, "text_bytes": int, "sha256": str}
@@ -112,15 +117,13 @@ class ShardReader:
         self.split = split
         self._shards = [shard for shard in manifest.of_split(split) if shard.tokens]
         self._ends = list(itertools.accumulate(shard.tokens for shard in self._shards))
-        self._maps: list[np.ndarray | None] = [None] * len(self._shards)
+        self._maps: list[np.ndarray | h5py.Dataset | None] = [None] * len(self._shards)
         self.tokens = self._ends[-1] if self._shards else 0
 
-    def _ids(self, number: int) -> np.ndarray:
+    def _ids(self, number: int) -> "np.ndarray | h5py.Dataset":
         ids = self._maps[number]
         if ids is None:
-            path = self.manifest.folder / self._shards[number].file
-            # A view as a plain array: np.memmap's own slicing costs several times more per read.
-            ids = np.memmap(path, dtype=id_dtype(self.manifest.dtype), mode="r").view(np.ndarray)
+            ids = open_ids(self.manifest.folder / self._shards[number].file, self.manifest.dtype)
             if len(ids) != self._shards[number].tokens:
                 raise InputError(*_size_problems(self.manifest, [self._shards[number]]))
             self._maps[number] = ids
@@ -150,7 +153,7 @@ def _size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[str]:
     problems = []
     for shard in shards:
         path, expected = manifest.folder / shard.file, shard.tokens * manifest.bytes_per_id
-        size = path.stat().st_size if path.is_file() else None
+        size = ids_bytes(path, manifest.dtype) if path.is_file() else None
         if size != expected:
             given = "is missing" if size is None else f"has {size:,} bytes"
             problems.append(

@@ -4,7 +4,9 @@ import argparse
 import gc
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from transformers.utils import logging as transformers_logging
 
 import pretrain.model.architectures  # noqa: F401  (registers the local models, which then need no trust_remote_code)
+from pretrain.checkpoint.average_folder import average_folder, require_average
 from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.errors import InputError, Problems
 from pretrain.evaluation.interactive import interact
@@ -95,7 +98,7 @@ def measures_in_bf16(jobs: list[Job], tasks: TaskSelection | None, precision: st
 def track(evaluation: ModelResults) -> None:
     """Sends the scores to the trackers of the model's run, unless it trains now and so fetches them itself."""
     run = evaluation.address.run
-    if run is None or is_training(run):
+    if run is None or is_training(run) or evaluation.address.weights != "raw":
         return
     try:
         config = run_config_of(evaluation.address)
@@ -125,6 +128,8 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
     """Finds models, shards and tasks. Raises InputError with every problem of all of them."""
     problems = Problems(output_problems("--output", arguments.output))
     addresses = [address for text in arguments.model for address in problems.attempt(find_models, text) or []]
+    if arguments.weights == "average":
+        addresses = [found for address in addresses if (found := problems.attempt(averaged_address, address))]
     for folder in arguments.data:
         problems.attempt(read_manifest, folder, arguments.tokenizer)
     jobs = []
@@ -149,6 +154,17 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
     if problems:
         raise InputError(*dict.fromkeys(problems))  # of several models each may have the same
     return jobs, tasks
+
+
+def averaged_address(address: ModelAddress) -> ModelAddress:
+    """The average in that checkpoint. Raises InputError if there is none."""
+    require_average(f"--weights average: {address.name}", address.folder)
+    return replace(address, name=f"{address.name}, average", weights="average")
+
+
+def weights_of(address: ModelAddress) -> AbstractContextManager[Path]:
+    """The folder that has the address' weights as its model, for as long as it is open."""
+    return average_folder(address.folder) if address.weights == "average" else nullcontext(address.folder)
 
 
 def add_sources(job: Job, arguments: argparse.Namespace) -> None:
@@ -184,8 +200,16 @@ def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
 
 def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy) -> ModelResults:
     """Everything asked for of one model."""
+    with weights_of(job.address) as folder:
+        return measure_folder(folder, job, tasks, arguments, strategy)
+
+
+def measure_folder(
+    folder: Path, job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy
+) -> ModelResults:
+    """The same of the weights in this folder."""
     started = time.perf_counter()
-    model = load_pretrained(str(job.address.folder), trust_remote_code=arguments.trust_remote_code)
+    model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)
     model.eval()
     result = ModelResults(job.address, parameters=sum(parameter.numel() for parameter in model.parameters()))
     if job.prompt_ids_BT is not None and strategy.ranks.is_main:
@@ -210,7 +234,7 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
             precision=arguments.precision,
             trust_remote_code=arguments.trust_remote_code,
         )
-        result.tasks = score_tasks(job.address.folder, tasks, strategy, settings)
+        result.tasks = score_tasks(folder, tasks, strategy, settings)
     result.seconds = time.perf_counter() - started
     return result
 
@@ -231,10 +255,13 @@ def talk_to_model(arguments: argparse.Namespace) -> None:
         address, *others = find_models(arguments.model[0])
         if others:
             raise InputError(f"--interactive: continues text with one model, not {arguments.model[0]}")
+        if arguments.weights == "average":
+            address = averaged_address(address)
         config = load_model_config(str(address.folder), trust_remote_code=arguments.trust_remote_code)
         job = Job(address, config)
         add_tokenizer(job, arguments)
-        model = load_pretrained(str(address.folder), trust_remote_code=arguments.trust_remote_code)
+        with weights_of(address) as folder:
+            model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)
         return model, job.tokenizer, address.name
 
     transformers_logging.disable_progress_bar()

@@ -83,7 +83,12 @@ class ModelResults:
 
 
 def append_to_run(evaluation: ModelResults) -> None:
-    """Adds the lines to the metrics.jsonl of the model's run, if it has one; nothing that stands there changes."""
+    """Adds the lines to the metrics.jsonl of the model's run, if it has one; nothing that stands there changes.
+
+    Not those of averaged weights: its scores are one curve, of the weights that train.
+    """
+    if evaluation.address.weights != "raw":
+        return
     run, lines = evaluation.address.run, [finite(line) for line in evaluation.lines()]
     if run is None or not lines:
         return

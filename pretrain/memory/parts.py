@@ -78,6 +78,8 @@ class Work:
     loss: str
     """A key of LOSS_BACKENDS."""
     optimizer: str
+    averages: bool
+    """Whether an average of the weights is kept."""
     rounds_stochastically: bool
     device_type: str
 
@@ -97,9 +99,10 @@ class Work:
         return spec.update_bytes(self.device_type, self.rounds_stochastically, form, processes)
 
     def optimizer_bytes(self, share: float = 1.0) -> float:
-        """State of the optimizer for this share of the parameters."""
+        """State of the optimizer, and the average of the weights, for this share of the parameters."""
+        average = share * FP32 * self.sizes.total if self.averages else 0.0
         share = 1.0 if OPTIMIZERS[self.optimizer].state_is_whole else share
-        return share * FP32 * optimizer_elements(self.optimizer, self.sizes)
+        return average + share * FP32 * optimizer_elements(self.optimizer, self.sizes)
 
     def activation_bytes(self, activations: Activations, weight_bytes: int, waiting: float) -> dict[str, float]:
         """What activations and the loss take at each moment until the backward pass has arrived at the embedding.
@@ -125,6 +128,7 @@ class Memory:
     parameters: float
     gradients: float
     optimizer: float
+    """And the average of the weights."""
     activations: float
     buffers: float
     """What else the strategy holds: gathered layers, buckets of gradients."""
@@ -221,6 +225,7 @@ class PlannedRun:
             accumulates=config.batch.tokens_per_step >= 2 * sequences * config.data.sequence_length * micro_batches,
             loss=loss,
             optimizer=config.optim.name,
+            averages=config.averaging.kind != "none",
             rounds_stochastically=config.optim.stochastic_rounding,
             device_type=self.device_type,
         )

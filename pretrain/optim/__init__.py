@@ -9,4 +9,5 @@ learning_rate, a new optimizer one class and one line in optimizers (docs/traini
     learning_rate: schedules
     batch_ramp: sequences per step
     gradient_norm: norms of gradients wherever they are
+    averaging: a running mean of the weights
 """

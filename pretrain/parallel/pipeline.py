@@ -374,6 +374,9 @@ class PipelineParallel(ModelParallel):
     def optimizer_tensors(self) -> TensorGroup:
         return self.staged(super().optimizer_tensors().tensors)
 
+    def average_tensors(self) -> TensorGroup:
+        return self.staged(super().average_tensors().tensors)
+
     def staged(self, mine: dict[str, Tensor]) -> StagedTensors:
         """The tensors of all stages, of which this process has these; in the whole model's order on every rank."""
         facts = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in mine.items()}

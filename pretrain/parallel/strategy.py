@@ -25,6 +25,7 @@ from pretrain.memory.parts import FP32, Memory, PlannedRun, Work, at_peak
 from pretrain.model.fp8 import fp8_problem, use_fp8
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
+from pretrain.optim.averaging import WeightAverage
 from pretrain.optim.gradient_norm import total_norm
 from pretrain.optim.matrix_exchange import Holders
 from pretrain.optim.muon import MuonWithAdamW
@@ -106,6 +107,8 @@ class Strategy:
         """How many times batch.sequences_per_micro_batch one call of the model takes."""
         self.optimizer_built = ""
         """A description, once prepared."""
+        self.average: WeightAverage | None = None
+        """Of the weights, if there is one."""
         use_all_cores()  # beside a GPU too: an offloaded AdamW, initialisation and export checks compute on the host
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -310,11 +313,43 @@ class Strategy:
 
     def model_tensors(self) -> TensorGroup:
         """The parameters by HF name, tied ones once, in fp32."""
+        return TensorGroup.of(self.weights() | self.saved_buffers())
+
+    def saved_buffers(self) -> dict[str, torch.Tensor]:
+        """What belongs to the model's weights without being trained by gradients."""
         saved = self.causal_lm.state_dict().keys()
-        buffers = {
+        return {
             name: buffer for name, buffer in self.causal_lm.named_buffers() if name in saved and not buffer.is_meta
         }
-        return TensorGroup.of({name: parameter for parameter, name in self.name_of.items()} | buffers)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """This process's parts of the weights that the optimizer updates, in fp32, by name."""
+        return {name: parameter for parameter, name in self.name_of.items()}
+
+    def update_average(self, share: float) -> None:
+        """Moves the average by this share of the way to the weights; 1 begins it."""
+        if share == 1.0:
+            self.average = WeightAverage(self.weights())
+        else:
+            self.average.update(self.weights(), share)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it the model has the average for weights; after it, to the last bit, those that train."""
+        self.average.exchange(self.weights())
+        try:
+            yield
+        finally:
+            self.average.exchange(self.weights())
+
+    def average_tensors(self) -> TensorGroup:
+        """The average by HF name, in fp32, complete as `model_tensors` are."""
+        return TensorGroup.of(self.average.means | self.saved_buffers())
+
+    def load_average(self, average: Mapping[str, torch.Tensor]) -> None:
+        """Puts whole tensors by name into the average."""
+        self.average = WeightAverage(self.weights())
+        load_parts(self.average.means, average)
 
     def optimizer_tensors(self) -> TensorGroup:
         """The optimizer's state as '<parameter>.<state>'."""

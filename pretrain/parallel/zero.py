@@ -5,11 +5,13 @@ the weights as well. The file in ds_configs/ says how; what follows from the rec
 configuration here and compared with what DeepSpeed then has in effect.
 """
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from pretrain.model.compile import layers_of
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.adafactor import Adafactor
+from pretrain.optim.averaging import WeightAverage
 from pretrain.optim.matrix_exchange import Holders
 from pretrain.optim.muon import MuonWithAdamW
 from pretrain.optim.optimizers import OptimizerSpec, load_optimizer_state
@@ -131,6 +134,11 @@ class Zero(Strategy):
             problems.append(
                 f"optim.name: {config.optim.name} does not run with its state on a disk, where only adamw's has been "
                 "tested; use accelerate_configs/zero3_offload.yaml, or adamw"
+            )
+        if (uses_nvme() or name == "zero3_offload_nvme") and config.averaging.kind != "none":
+            problems.append(
+                f"averaging.kind: {config.averaging.kind} does not run with weights on a disk, which it would read "
+                "every few steps; use accelerate_configs/zero3_offload.yaml, or none"
             )
         if uses_nvme() and (missing := missing_for_nvme()):
             problems.append(
@@ -289,6 +297,57 @@ class Zero(Strategy):
             for name in self.parameter_of:
                 shapes |= {f"{name}.{key}": shape for key, shape in self.spec.state_shapes(name).items()}
         return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), {}, self.get)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The flat masters, by their number."""
+        return {str(number): flat for number, flat in enumerate(flat_masters(self.optimizer))}
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        try:
+            with super().averaged():
+                self._compute_with_masters()
+                yield
+        finally:
+            self._compute_with_masters()
+
+    def _compute_with_masters(self) -> None:
+        """Gives the weights that compute the masters' values, which were changed."""
+        for name, parameter in self.parameter_of.items():
+            if self.partitions is not None:
+                self.partitions.set(parameter, None, self.get(name))
+            else:
+                parameter.data.copy_(self.get(name))
+
+    def average_tensors(self) -> TensorGroup:
+        return replace(self.model_tensors(), get=self._average)
+
+    def _average(self, name: str) -> torch.Tensor:
+        """The average of a weight, whole on every process; all call together."""
+        part, first, end = self._average_part(name)
+        whole = torch.zeros(math.prod(full_shape(self.parameter_of[name])), device=self.device)
+        whole[first:end] = part
+        dist.all_reduce(whole)
+        return whole
+
+    def _average_part(self, name: str) -> tuple[torch.Tensor, int, int]:
+        """This process's part of a weight's average, and its first and end element in the whole."""
+        flat, offset, first, end = self._places[name]
+        return self.average.means[flat].narrow(0, offset, end - first), first, end
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[str, int, int, int]]:
+        """{parameter: (its flat master, where in it this process's part begins, the part's first and end element)}"""
+        places = self.partitions.places() if self.stage == 3 else fragment_places(self._groups_and_masters())
+        number_of = {flat: number for number, flat in self.weights().items()}
+        rank = dist.get_rank()
+        return {self.name_of[p]: (number_of[flat], offset, *ranges[rank]) for p, flat, offset, ranges in places}
+
+    def load_average(self, average: Mapping[str, torch.Tensor]) -> None:
+        self.average = WeightAverage(self.weights())
+        for name in self.parameter_of:
+            part, first, end = self._average_part(name)
+            part.copy_(average[name].flatten()[first:end])
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         for name in self.parameter_of:

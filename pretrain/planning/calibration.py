@@ -181,6 +181,8 @@ def measure_peak(config: RunConfig, strategy: Strategy, micro_steps: int) -> flo
         for number in range(FIRST_STEPS + 1):
             with peak.marked() if number == FIRST_STEPS else nullcontext():
                 run.step(number, micro_steps)
+            if number == 0 and config.averaging.kind != "none":
+                strategy.update_average(1.0)
     return peak.bytes
 
 

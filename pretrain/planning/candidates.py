@@ -204,7 +204,7 @@ class Storage:
     """Bytes on disk."""
 
     checkpoint: float
-    """Weights and optimizer state in fp32."""
+    """Weights, optimizer state and the weights' average, if there is one, in fp32."""
     kept: int
     """Checkpoints that stay at the end, milestones included."""
     total: float
@@ -216,6 +216,7 @@ def storage_of(config: RunConfig, work: RunWork) -> Storage:
     settings = config.checkpoint
     model = FP32 * work.sizes.total
     checkpoint = model + FP32 * optimizer_elements(config.optim.name, work.sizes)
+    checkpoint += model if config.averaging.kind != "none" else 0
     every = settings.every_steps
     if settings.every_tokens:
         every = max(1, round(settings.every_tokens / work.tokens_per_step))

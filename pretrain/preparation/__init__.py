@@ -10,6 +10,6 @@ The same input gives the same bytes, whatever the workers and interruptions; pla
     worker, ray_workers: a worker's part of the input; workers on other machines
     collector, deduplicate, shard_writer: encoded parts to shards
     slices, upload: a preparation over several machines; outputs that are URLs
-    inspect: contents of a prepared folder
+    inspect, dry_run: contents of a prepared folder; a report on a few documents before a long preparation
     tokenizer_training: tokenizers from text
 """

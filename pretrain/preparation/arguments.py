@@ -18,6 +18,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "min_characters": {"metavar": "N", "help": "leave out shorter documents"},
         "max_characters": {"metavar": "N", "help": "leave out longer documents"},
         "deduplicate": {"action": "store_true", "help": "leave out exact copies of earlier documents"},
+        "filter": {"nargs": "+", "default": [], "metavar": "FILTER", "help": "clean: a FILE.py:FUNCTION of your own"},
+        "url_field": {"metavar": "FIELD", "help": "field or column of a document's URL, for filters"},
         "input_format": {"help": "jsonl, json, csv, txt, parquet, arrow, hdf5, tar (default: by suffix)"},
         "documents": {"default": "file", "help": "unit of plain text: file (default), line or paragraph"},
         "max_documents": {"metavar": "N", "help": "stop after N documents"},
@@ -38,11 +40,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "ray_address": {"metavar": "ADDRESS", "help": "address of the Ray cluster (default: Ray on this machine)"},
         "slice": {"metavar": "I/N", "help": "prepare only part I of N, from 0: one task of a SLURM array"},
         "merge_slices": {"metavar": "N", "help": "merge N prepared slices into the folder"},
+        "dry_run": {"metavar": "N", "help": "try all this on N documents; writes OUTPUT.dry_run.html and .json only"},
     },
     "instead": {
         "train_tokenizer": {"metavar": "SIZE", "help": "train a byte-level BPE tokenizer of this vocabulary size"},
         "tokenizer_sample_bytes": {"default": "200M", "metavar": "N", "help": "most text to train it on, in bytes"},
         "verify": {"metavar": "FOLDER", "help": "verify every hash and count of a prepared folder"},
+        "report": {"metavar": "FOLDER", "help": "write FOLDER/report.html and .json: what was removed, with samples"},
         "inspect": {"metavar": "FOLDER", "help": "show what a prepared folder contains: lengths, tokens, a sample"},
     },
 }  # fmt: skip

@@ -1,11 +1,13 @@
 """Encoded documents to the shards of both splits: without duplicates, within the limits, counted."""
 
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 
 from pretrain.data.document_index import tokens_of
 from pretrain.errors import InputError
+from pretrain.preparation.cleaning.account import CleaningAccount
 from pretrain.preparation.deduplicate import SeenDocuments
 from pretrain.preparation.plan import PreparationOptions
 from pretrain.preparation.shard_writer import ShardWriter
@@ -29,10 +31,16 @@ class Tally:
     bad_records: int = 0
     bad_examples: list[str] = field(default_factory=list)
     input_bytes: int = 0
+    cleaning: CleaningAccount = field(default_factory=CleaningAccount)
 
     def skipped(self) -> dict[str, int | list[str]]:
         """What was left out, as the manifest records it."""
         return {name: getattr(self, name) for name in SKIPPED_COUNTS} | {"first_bad_records": self.bad_examples}
+
+    @classmethod
+    def from_progress(cls, fields: dict[str, Any]) -> Self:
+        """The tally that a preparation's progress recorded."""
+        return cls(**fields | {"cleaning": CleaningAccount(**fields.get("cleaning", {}))})
 
 
 class DisagreementError(Exception):
@@ -81,6 +89,8 @@ class Intake:
         tally.empty_documents += encoded.empty_documents
         tally.filtered_documents += encoded.filtered_documents
         tally.input_bytes += encoded.input_bytes
+        if encoded.cleaning is not None:
+            tally.cleaning.add(encoded.cleaning)
         return complete
 
     def _write(self, ids: np.ndarray, documents: np.ndarray, is_validation: np.ndarray) -> int:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
+from pretrain.preparation.cleaning.stages import Cleaning
 from pretrain.preparation.documents.records import Reading
 from pretrain.preparation.documents.sources import (
     BEGINNING,
@@ -102,11 +103,14 @@ class PreparationOptions:
     max_errors: int = 100
     deduplicate: bool = False
     megatron: bool = False
+    cleaning: Cleaning | None = None
     slice: str | None = None
 
     def as_plan(self) -> dict[str, Any]:
         """The options as the manifest records them."""
-        fields = asdict(self)
+        # Without what asdict would copy: a stage may hold an index.
+        fields = asdict(replace(self, cleaning=None))
+        fields["cleaning"] = self.cleaning and self.cleaning.as_plan()
         reading = fields.pop("reading")
         del reading["tab_separated"]
         reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None
@@ -141,6 +145,8 @@ class PreparationRequest:
     vocabulary_size: int | None = None
     sample_bytes: int | None = None
     destination: Destination | None = None
+    dry_run: int | None = None
+    """Documents to try it on, instead."""
 
     @cached_property
     def split(self) -> ValidationSplit:

@@ -19,6 +19,7 @@ from pretrain.data.manifest import MANIFEST_FILE, SHARDS_FORMAT, SPLITS, TOKENIZ
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.files import as_json, sync_files, sync_folder, write_durably
+from pretrain.preparation.cleaning.account import SAMPLES_FILE, recorded_account
 from pretrain.preparation.collector import SKIPPED_COUNTS, DisagreementError, Intake, Tally
 from pretrain.preparation.deduplicate import seen_in_shards
 from pretrain.preparation.documents.sources import BEGINNING, Position
@@ -121,6 +122,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
         text_bytes=sum(total[2] for total in totals),
         validation_tokens=totals[1][0],
         **{name: made_from["skipped"].get(name, 0) for name in SKIPPED_COUNTS},
+        cleaning=recorded_account(output, made_from),
     )
     return PreparationOutcome(manifest, tally, already_done=True, continued=False, seconds=0.0, tokens_made=0)
 
@@ -129,6 +131,7 @@ def _discard(output: Path, existed: bool) -> None:
     """Removes what a preparation without result wrote, and nothing else."""
     for path in shard_files(output):
         path.unlink()
+    (output / SAMPLES_FILE).unlink(missing_ok=True)
     for name in (TOKENIZER_FOLDER, UNFINISHED_FOLDER):
         shutil.rmtree(output / name, ignore_errors=True)
     if not existed:
@@ -196,7 +199,7 @@ class _Run:
 
     def _tokenise(self, progress: dict[str, Any] | None, encoder: Encoder) -> tuple[Tally, list[Shard]]:
         options, dtype = self.request.options, self.plan["dtype"]
-        tally = Tally(**progress["tally"]) if progress else Tally()
+        tally = Tally.from_progress(progress["tally"]) if progress else Tally()
         position = Position(*progress["position"]) if progress else BEGINNING
         writer = ShardWriter(
             self.output, dtype, options.shard_tokens, progress["writer"] if progress else None, options.megatron
@@ -237,6 +240,8 @@ class _Run:
         skipped = f"{tally.empty_documents:,} empty documents and {tally.bad_records:,} bad records were skipped"
         if tally.filtered_documents:
             skipped += f", {tally.filtered_documents:,} left out by filters"
+        if tally.cleaning.removed_documents:
+            skipped += f", {tally.cleaning.removed_documents:,} removed by cleaning"
         limit = self.request.options.max_tokens
         if limit is not None:
             skipped += f", and --max_tokens {limit:,} is less than the first document"
@@ -254,6 +259,7 @@ class _Run:
             request.split,
             stop_at_problem=options.on_error == "stop",
             deduplicate=options.deduplicate,
+            cleaning=options.cleaning,
         )
         parts = request.documents.parts(options.reading, start)
         if request.on_ray:
@@ -280,6 +286,9 @@ class _Run:
         manifest["shards"] = [asdict(shard) for shard in shards]
         manifest["totals"] = {split: counts_in(shards, split) for split in SPLITS}
         manifest["skipped"] = tally.skipped()
+        if self.request.options.cleaning is not None:
+            manifest["cleaning"] = tally.cleaning.as_manifest()
+            write_durably(self.output / SAMPLES_FILE, as_json(tally.cleaning.samples))
         manifest["sources"] = sources
         sync_folder(self.output)
         write_durably(self.output / MANIFEST_FILE, as_json(manifest))

@@ -7,6 +7,7 @@ from pathlib import Path
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import Problems
+from pretrain.preparation.cleaning.filters import read_cleaning
 from pretrain.preparation.documents.formats import DOCUMENT_UNITS
 from pretrain.preparation.documents.hub_dataset import open_dataset
 from pretrain.preparation.documents.records import Reading, template_problem
@@ -50,6 +51,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         vocabulary_size=_count(problems, arguments, "train_tokenizer"),
         sample_bytes=_count(problems, arguments, "tokenizer_sample_bytes"),
         destination=destination,
+        dry_run=_count(problems, arguments, "dry_run"),
     )
     problems += _division_problems(request)
     problems.stop_if_any()
@@ -65,11 +67,21 @@ def _missing(arguments: argparse.Namespace) -> list[str]:
         problems.append("give --output FOLDER, the folder to create")
     if bool(arguments.tokenizer) == bool(arguments.train_tokenizer):
         problems.append("give either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one")
+    if arguments.train_tokenizer and arguments.filter:
+        problems.append("--filter: a tokenizer is trained on the text as it is; leave the filters out")
     return problems
 
 
 def _division_problems(request: PreparationRequest) -> list[str]:
-    """What is wrong with --slice and --merge_slices."""
+    """What is wrong with --slice and --merge_slices, and what --dry_run does not go with."""
+    others = {
+        "--slice": request.slice,
+        "--merge_slices": request.merge_slices,
+        "--train_tokenizer": request.vocabulary_size,
+    }
+    given = [name for name, value in others.items() if value is not None]
+    if request.dry_run and given:
+        return [f"--dry_run tries a whole preparation on a few documents; leave out {' and '.join(given)}"]
     if request.slice is None and request.merge_slices is None:
         return []
     problems = Problems(slice_problems(request.options) if request.options else [])
@@ -125,6 +137,7 @@ def _options(arguments: argparse.Namespace) -> PreparationOptions:
         max_errors=_count(problems, arguments, "max_errors", smallest=0),
         deduplicate=arguments.deduplicate,
         megatron=arguments.format == "megatron",
+        cleaning=problems.attempt(read_cleaning, arguments.filter),
     )
     problems.stop_if_any()
     return options
@@ -149,7 +162,15 @@ def _reading(arguments: argparse.Namespace, problems: list[str]) -> Reading:
     longest = _count(problems, arguments, "max_characters")
     if shortest and longest and shortest > longest:
         problems.append(f"--min_characters {shortest:,} is more than --max_characters {longest:,}: nothing matches")
-    return Reading(arguments.text_field, arguments.documents, template, tuple(only), shortest, longest)
+    return Reading(
+        arguments.text_field,
+        arguments.documents,
+        template,
+        tuple(only),
+        shortest,
+        longest,
+        url_field=arguments.url_field,
+    )
 
 
 def _count(problems: list[str], arguments: argparse.Namespace, name: str, smallest: int = 1) -> int | None:

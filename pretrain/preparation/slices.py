@@ -16,6 +16,7 @@ from pretrain.data.document_index import DOCUMENT, document_table, read_index, t
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS, Manifest, Shard, id_dtype
 from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.errors import InputError, Problems
+from pretrain.preparation.cleaning.account import recorded_account
 from pretrain.preparation.deduplicate import document_hashes
 from pretrain.preparation.documents.sources import Position
 from pretrain.preparation.plan import PreparationOptions, PreparationRequest, refuse_differences
@@ -130,7 +131,8 @@ def documents_of(manifest: Manifest, split: str) -> np.ndarray:
 
 def _counts_of(folder: Path, manifest: Manifest, number: int) -> EncodedPart:
     """A part without documents, which adds what the slice left out to the counts."""
-    skipped = json.loads((folder / MANIFEST_FILE).read_bytes())["skipped"]
+    made = json.loads((folder / MANIFEST_FILE).read_bytes())
+    skipped = made["skipped"]
     named = [example.partition(": ") for example in skipped["first_bad_records"]]
     problems = [Problem(0, name, name, reason) for name, _, reason in named]
     # A slice names as many as the merged folder will, so the others need no name.
@@ -145,4 +147,5 @@ def _counts_of(folder: Path, manifest: Manifest, number: int) -> EncodedPart:
         empty_documents=skipped["empty_documents"],
         filtered_documents=skipped["filtered_documents"],
         problems=tuple(problems),
+        cleaning=recorded_account(folder, made),
     )

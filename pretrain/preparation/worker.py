@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +20,8 @@ from pretrain.data.document_index import document_table, tokens_of
 from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
+from pretrain.preparation.cleaning.account import CleaningAccount
+from pretrain.preparation.cleaning.stages import Cleaning
 from pretrain.preparation.deduplicate import document_hashes
 from pretrain.preparation.documents.records import Reading
 from pretrain.preparation.documents.sources import Part, Position
@@ -41,6 +44,7 @@ class EncodingSettings:
     split: ValidationSplit
     stop_at_problem: bool
     deduplicate: bool = False
+    cleaning: Cleaning | None = None
 
 
 class Problem(NamedTuple):
@@ -69,6 +73,8 @@ class EncodedPart:
     empty_documents: int = 0
     filtered_documents: int = 0
     problems: tuple[Problem, ...] = ()
+    cleaning: CleaningAccount | None = None
+    """None where nothing is cleaned."""
     disagreement: str | None = None
     """The text for which the fast path gave wrong ids, if any."""
     stage_seconds: dict[str, float] = field(default_factory=dict)
@@ -95,16 +101,28 @@ class EncodedPart:
 
 @dataclass
 class _Texts:
-    """What was read from a part; the first four have an element per document, sources by number in `names`."""
+    """What was read from a part; the first five have an element per document, sources by number in `names`."""
 
     texts: list[bytes] = field(default_factory=list)
     is_validation: list[bool] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
+    urls: list[str | None] = field(default_factory=list)
     names: dict[str, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     empty: int = 0
     filtered: int = 0
+    account: CleaningAccount | None = None
+
+    def clean(self, cleaning: Cleaning) -> None:
+        """Leaves only the documents that stay, with their new texts, and the account of all."""
+        sources = list(self.names)
+        names = [sources[number] for number in self.sources]
+        kept, self.texts, self.account = cleaning.clean(self.texts, self.urls, names, self.places)
+        for name in ("is_validation", "sources", "places", "urls"):
+            values = getattr(self, name)
+            setattr(self, name, [values[number] for number in kept])
+        self.problems = [p._replace(documents_before=bisect_left(kept, p.documents_before)) for p in self.problems]
 
 
 class PartEncoder:
@@ -120,7 +138,12 @@ class PartEncoder:
         """Reads, checks, splits and encodes one part."""
         began = time.perf_counter()
         read = self._read(part)
-        parsed = time.perf_counter()
+        parsed = cleaned = time.perf_counter()
+        stages = {"parse": parsed - began}
+        if self._settings.cleaning is not None:
+            read.clean(self._settings.cleaning)
+            cleaned = time.perf_counter()
+            stages["clean"] = cleaned - parsed
         arrays = self._encoder.encode(read.texts)
         tokenised = time.perf_counter()
         settings = self._settings
@@ -145,10 +168,11 @@ class PartEncoder:
             empty_documents=read.empty,
             filtered_documents=read.filtered,
             problems=tuple(read.problems),
+            cleaning=read.account,
             disagreement=disagreement,
             after=part.after,
             input_bytes=part.input_bytes,
-            stage_seconds={"parse": parsed - began, "tokenise": tokenised - parsed, "check": ended - tokenised},
+            stage_seconds={**stages, "tokenise": tokenised - cleaned, "check": ended - tokenised},
         )
 
     def _read(self, part: Part) -> _Texts:
@@ -160,6 +184,7 @@ class PartEncoder:
                     read.is_validation.append(piece.is_validation)
                     read.sources.append(read.names.setdefault(source.name, len(read.names)))
                     read.places.append(record.place + piece.lines_before)
+                    read.urls.append(record.url)
             elif record.problem is not None:
                 where = source.place(record.place), source.recorded_place(record.place)
                 read.problems.append(Problem(len(read.texts), *where, record.problem))
@@ -194,6 +219,8 @@ def encode_parts(parts: Iterable[Part], settings: EncodingSettings, workers: int
         encoder = PartEncoder(settings)
         yield from map(encoder.encode, parts)
         return
+    if settings.cleaning is not None:
+        _ = settings.cleaning.opened  # shared by the forked workers
     # Forked workers start in milliseconds; elsewhere than on Linux forking is not safe.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(settings, os.getpid()))

@@ -39,6 +39,8 @@ class ModelAddress:
     """Training tokens seen."""
     revision: str | None = None
     """Commit of a Hub model."""
+    weights: str = "raw"
+    """raw, or average: the mean in a checkpoint."""
 
 
 def find_models(text: str) -> list[ModelAddress]:

@@ -71,6 +71,8 @@ def results_of(history: History, status: RunStatus) -> dict[str, str]:
             best = min(measured, key=lambda e: e["loss"])
             per_byte = _text(measured[-1].get("bits_per_byte"), ", {:.4f} bits/byte") or ""
             results[f"validation {source}"] = f"{measured[-1]['loss']:.4f}{per_byte}"
+            average = measured[-1].get("average_loss")
+            results[f"validation {source}, average"] = _text(average, "{:.4f}")
             results[f"best validation {source}"] = f"{best['loss']:.4f} at step {best['step']:,}"
     for name, scores in history.scores().items():
         results[name] = f"{scores[-1].value:.4f}" + (_text(scores[-1].standard_error, " ± {:.4f}") or "")

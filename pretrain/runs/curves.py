@@ -48,7 +48,7 @@ class RunCurves:
     train_means: Columns
     """What a smooth line is drawn through: each point's value or, where points were left out, the mean around it."""
     validation: dict[str, Columns]
-    """{source: columns, with loss}"""
+    """{source, or 'source, average' of averaged weights: columns, with loss}"""
     scores: dict[str, Columns]
     """{evaluation: columns, with value and standard_error}"""
     marks: list[dict[str, Any]] = field(repr=False)
@@ -70,8 +70,10 @@ def curves_of(name: str, history: History, status: RunStatus) -> RunCurves:
         train={**place.of(train), **{key: [_number(e.get(key)) for e in train] for key in MEASURES}},
         train_means=means,
         validation={
-            source: {**place.of(events), "loss": [_number(e.get("loss")) for e in events]}
+            source + of: {**place.of(events), "loss": [_number(e.get(key)) for e in events]}
             for source, events in history.validation().items()
+            for of, key in (("", "loss"), (", average", "average_loss"))
+            if of == "" or any(is_number(e.get(key)) for e in events)
         },
         scores={
             score: {

@@ -209,7 +209,9 @@ def status_text(status: RunStatus) -> str:
     validations = [e for e in status.events if e["event"] == "validation" and is_number(e.get("loss"))]
     newest = {str(event.get("source")): event for event in validations}
     rows |= {
-        f"validation {source}": f"loss {event['loss']:.4f} at step {event['step']:,}"
+        f"validation {source}": f"loss {event['loss']:.4f}"
+        + number_text(event.get("average_loss"), ", of the average {:.4f}").removeprefix("-")
+        + f" at step {event['step']:,}"
         for source, event in newest.items()
     }
     if status.tokens_per_second is not None:

@@ -2,11 +2,13 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 
+from pretrain.checkpoint.average_folder import average_folder
 from pretrain.checkpoint.export import describe_model, export_final
-from pretrain.checkpoint.export_check import TrainingLosses, verify_export
+from pretrain.checkpoint.export_check import ExportCheck, TrainingLosses, verify_export
 from pretrain.checkpoint.run_state import Request, RunState
 from pretrain.data.shards import ShardReader
 from pretrain.errors import EXIT_DONE
@@ -114,11 +116,16 @@ class Housekeeping:
         return self.continuation.run, self.state
 
     def measure(self) -> None:
-        """Validation loss of every source."""
+        """Validation loss of every source, of the weights and of their average."""
         with self.supervisor.leaving("validation"):
-            results = self._validate(self.config.validation.sequences)
+            sequences = self.config.validation.sequences
+            results, averages = self._validate(sequences), {}
+            if self.state.average:
+                with self.strategy.averaged():
+                    averages = self._validate(sequences)
             for source, result in results.items():
-                self.metrics.write("validation", step=self.state.step, source=source, **result)
+                average = {"average_loss": averages[source]["loss"]} if averages else {}
+                self.metrics.write("validation", step=self.state.step, source=source, **result, **average)
             if results:
                 self.state.validation_loss = sum(result["loss"] for result in results.values()) / len(results)
 
@@ -171,8 +178,31 @@ class Housekeeping:
         self.metrics.change_total(run.total_steps)
         return run
 
+    def _export(self, weights: str) -> Path:
+        """Writes final/ with the weights that the model has, which `weights` names, and checks it."""
+        config, beat = self.config, self.supervisor.watch.beat
+        with self.metrics.doing("exporting the model"):
+            final = export_final(config.output, self.strategy, config.export.dtype, self.describe, beat)
+        with self.metrics.doing("checking the export"), self.supervisor.leaving(f"the check of {final}"):
+            losses = {source: result["loss"] for source, result in self._validate(sequences=1).items()}
+            trained = TrainingLosses(losses, self.validation_readers, config.data.window)
+            precisions = {"dtype": config.export.dtype, "precision": self.plan.precision}
+            newest = self.continuation.newest
+
+            def verification() -> ExportCheck:
+                with average_folder(newest) if weights == "average" else nullcontext(newest) as checkpoint:
+                    return verify_export(final, checkpoint, **precisions, trained=trained)
+
+            verdict = self.strategy.ranks.by_main(verification, self.supervisor.listen_or_leave)
+            if verdict is not None:
+                self.metrics.write("export", step=self.state.step, weights=weights, problems=verdict.problems)
+                self.metrics.say(verdict.in_words())
+        return final
+
     def end_early(self) -> int:
-        """Ends the run on request, after a save unless it is aborted; returns the exit status."""
+        """Ends the run on request or for a pause, after a save unless it is aborted; returns the exit status."""
+        if not self.supervisor.ends:
+            self.supervisor.request = Request.PAUSE
         if self.supervisor.request != Request.ABORT:
             self.save(wait=True, required=True)
         self.evaluations.stop()
@@ -181,18 +211,13 @@ class Housekeeping:
     def finish(self) -> int:
         """Exports the trained model to final/, checks it and publishes it; returns the exit status."""
         config, state = self.config, self.state
-        beat = self.supervisor.watch.beat
-        with self.metrics.doing("exporting the model"):
-            final = export_final(config.output, self.strategy, config.export.dtype, self.describe, beat)
-        with self.metrics.doing("checking the export"), self.supervisor.leaving(f"the check of {final}"):
-            losses = {source: result["loss"] for source, result in self._validate(sequences=1).items()}
-            trained = TrainingLosses(losses, self.validation_readers, config.data.window)
-            precisions = {"dtype": config.export.dtype, "precision": self.plan.precision}
-            verification = partial(verify_export, final, self.continuation.newest, **precisions, trained=trained)
-            verdict = self.strategy.ranks.by_main(verification, self.supervisor.listen_or_leave)
-            if verdict is not None:
-                self.metrics.write("export", step=state.step, problems=verdict.problems)
-                self.metrics.say(verdict.in_words())
+        weights = config.export.weights
+        if weights == "average" and not state.average:
+            message = "export.weights: average, and the run has ended before there was one: final/ has the raw weights"
+            self.metrics.write("warning", step=state.step, message=message)
+            weights = "raw"
+        with self.strategy.averaged() if weights == "average" else nullcontext():
+            final = self._export(weights)
         publish_beside(config, None, self.metrics)
         self.evaluations.fetch()
         if names := ", ".join(self.evaluations.names):

@@ -48,8 +48,8 @@ SHOWN: dict[str, Parts] = {
         (WIDER, "{tokens_text}"), (ALWAYS, "{time_left} left"),
     ),
     "validation": (
-        (ALWAYS, "step {step:,} · validation {source} · loss {loss:.4f}"), (WIDE, "perplexity {perplexity:.2f}"),
-        (ALWAYS, "{bits_per_byte:.4f} bits/byte"),
+        (ALWAYS, "step {step:,} · validation {source} · loss {loss:.4f}"), (ALWAYS, "{average_text}"),
+        (WIDE, "perplexity {perplexity:.2f}"), (ALWAYS, "{bits_per_byte:.4f} bits/byte"),
     ),
     "checkpoint": (
         (ALWAYS, "step {step:,} · checkpoint {path} · {bytes_text} in {seconds:.1f} s"),
@@ -317,6 +317,8 @@ class Metrics:
             extra["time_left"] = duration_text((self.total_steps - values["step"]) * values["step_seconds"])
             extra["mfu_text"] = f"MFU {values['mfu']:.1%}" if values.get("mfu") else ""
             extra["tokens_text"] = f"{count_text(values['tokens'])} tokens"
+        if event == "validation":
+            extra["average_text"] = f"of the average {values['average_loss']:.4f}" if "average_loss" in values else ""
         if event == "checkpoint":
             extra["bytes_text"] = bytes_text(values["bytes"])
         if event == "sample":

@@ -12,6 +12,7 @@ from pretrain.errors import InputError
 from pretrain.files import SEAL_FILE
 from pretrain.model.build import shape_changes
 from pretrain.model.model_config import config_differences, load_model_config
+from pretrain.optim.averaging import average_after_step, averages_after, can_continue
 from pretrain.parallel.strategy import Strategy
 from pretrain.runs.addresses import trunk_checkpoint
 from pretrain.runs.run_folder import step_of
@@ -60,6 +61,12 @@ class Continuation:
         metrics.stands_at(self.state.step, self.state.tokens)
         final = config.output / "final" / SEAL_FILE
         self.is_done: bool = strategy.ranks.gather(self.state.step >= self.run.total_steps and final.exists())[0]
+        pause_at = config.checkpoint.pause_at
+        if not self.is_done and pause_at is not None and self.state.step >= pause_at:
+            raise InputError(
+                f"checkpoint.pause_at: {pause_at:,}, but the run is at step {self.state.step:,}; give a later step, "
+                "or null, to continue"
+            )
         if not self.is_done:
             refuse_crash_loop(config.output, self.state.step, strategy.ranks)
         publish_cut_short(config, metrics)
@@ -122,10 +129,34 @@ class Continuation:
         return self.saved.contents["guard"] if self.saved else None
 
     def load(self) -> None:
-        """Loads the checkpoint into the model and the optimizer."""
-        if self.saved:
-            self.strategy.load(self.saved.model, self.saved.optimizer)
-            self.strategy.load_state(self.saved.contents["strategy"])
+        """Loads the checkpoint into the model, the optimizer and the average."""
+        if not self.saved:
+            return
+        self.strategy.load(self.saved.model, self.saved.optimizer)
+        self.strategy.load_state(self.saved.contents["strategy"])
+        settings, state, total_steps = self.config.averaging, self.state, self.run.total_steps
+        if settings.kind == "none" or not can_continue(settings, state.average, total_steps):
+            state.average = self.strategy.average = None
+            if settings.kind != "none" and state.step > averages_after(settings, total_steps):
+                message = (
+                    f"averaging: the checkpoint has no average of kind {settings.kind}; one begins from its weights"
+                )
+                self.metrics.write("warning", step=state.step, message=message)
+            return
+        self.strategy.load_average(self.saved.average)
+
+    def step_taken(self, run: RunPlan) -> None:
+        """After an update: counts the step, and takes its weights into their average if it is the step's turn."""
+        settings, state = self.config.averaging, self.state
+        state.step += 1
+        state.tokens, state.validation_loss = run.tokens_before(state.step), None
+        if settings.kind == "none" or state.step % settings.every_steps:
+            return
+        state.average, share = average_after_step(settings, state.average, state.step, run.total_steps)
+        if state.average is None:
+            self.strategy.average = None
+        else:
+            self.strategy.update_average(share)
 
     def save(self, guard_state: Mapping[str, Any], describe: Callable[[Path], None], beat: Callable[[], None]) -> None:
         """Starts saving a checkpoint of this step, if there is none.
@@ -137,6 +168,8 @@ class Continuation:
         if self.checkpoints.begun_step == self.state.step:
             return
         groups = {"model": self.strategy.model_tensors(), "optimizer": self.strategy.optimizer_tensors()}
+        if self.state.average is not None:
+            groups["average"] = self.strategy.average_tensors()
         contents = {"state": asdict(self.state), "identity": self.plan.identity, "strategy": self.strategy.state()}
         contents["plan"] = self.run.planned()
         contents |= {"guard": guard_state, "validation_loss": self.state.validation_loss}

@@ -24,6 +24,7 @@ from pretrain.model.inputs import HostBatch, host_batch
 from pretrain.model.loss import loss_problems
 from pretrain.model.model_config import load_model_config
 from pretrain.model.pretrained import find_weights
+from pretrain.optim.averaging import averaging_problems
 from pretrain.optim.batch_ramp import BatchRamp, batch_ramp
 from pretrain.optim.learning_rate import (
     Annealing,
@@ -148,6 +149,7 @@ class Due:
     evaluates: bool
     samples: bool
     compares_copies: bool
+    pauses: bool
     is_last: bool
 
     @property
@@ -166,6 +168,8 @@ class Cadences:
     evaluates: int | None
     samples: int | None
     compares_copies: int
+    pauses_at: int | None
+    """A step and no cadence."""
 
     @classmethod
     def of(cls, config: RunConfig, run: RunPlan) -> "Cadences":
@@ -183,14 +187,17 @@ class Cadences:
             evaluates=interval(config.evaluation),
             samples=interval(config.samples),
             compares_copies=config.guard.compare_copies_every_steps,
+            pauses_at=config.checkpoint.pause_at,
         )
 
     def after(self, step: int, total_steps: int) -> Due:
         """What is due after `step`, counted from 1; only what is written down must not miss the last."""
         due = {name: bool(every) and step % every == 0 for name, every in vars(self).items()}
+        del due["pauses_at"]
         is_last = step == total_steps
-        due["logs"] |= is_last
-        due["measures"] |= is_last
+        due["pauses"] = step == self.pauses_at and not is_last
+        due["logs"] |= is_last or due["pauses"]
+        due["measures"] |= is_last or due["pauses"]
         due["saves"] |= is_last or due["evaluates"]  # what is evaluated is a checkpoint
         return Due(**due, is_last=is_last)
 
@@ -231,6 +238,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     ramp = problems.attempt(ramp_of, config, sequences_per_step, model.active_parameters)
     problems.stop_if_any()
     schedule = problems.attempt(schedule_of, config, ramp.total_steps)
+    problems += averaging_problems(config, ramp.total_steps)
     batches = problems.attempt(Batches, data, seed=config.seed, ramp=ramp)
     problems.stop_if_any()
     return RunPlan(

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
-from pretrain.config import RunConfig
+from pretrain.config import Averaging, RunConfig
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS
 from pretrain.data.shards import ShardReader
 from pretrain.data.vocabulary import vocabulary_text
 from pretrain.hardware import DTYPES, describe_machine, device_in_words, missing_bf16
 from pretrain.model.flops import FORMULA
 from pretrain.model.kernels import kernels_not_used, kernels_used
+from pretrain.optim.averaging import averages_after
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.recipe import as_yaml
 from pretrain.runs.publishing.card_facts import DATA_FILE, hub_datasets_of
@@ -122,6 +123,17 @@ def commit_of(folder: Path) -> str | None:
     return head + ("+changes" if changed.strip() else "")
 
 
+def averaging_in_words(settings: Averaging, total_steps: int) -> dict[str, str]:
+    """{} where nothing is averaged."""
+    lengths = {
+        "tail": f"uniform mean of the steps after {averages_after(settings, total_steps):,}",
+        "ema": f"exponential, half life {settings.half_life_fraction * total_steps:,.0f} steps",
+    }
+    if settings.kind == "none":
+        return {}
+    return {"average": f"of the weights, {lengths[settings.kind]}, every {settings.every_steps:,}th"}
+
+
 def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
     """The numbers of the run in effect, one per line. `built` adds what only the built objects know."""
     device = torch.device(device_type())
@@ -156,6 +168,7 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
         "budget": f"{plan.total_steps:,} steps, {plan.total_tokens:,} tokens, {per_parameter}",
         "learning rate": f"{plan.peak_learning_rate:.3g} at the peak, {plan.schedule.name}, "
         f"{plan.schedule.warmup_steps:,} warmup steps",
+        **averaging_in_words(config.averaging, plan.total_steps),
         "FLOPs per token": f"{plan.flops_per_token:.4g} = {FORMULA}",
         **plan.router_losses.in_words(),
         **built,

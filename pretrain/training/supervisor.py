@@ -22,6 +22,7 @@ from pretrain.training.watchdog import Watch
 ENDS = {
     Request.PREEMPT: "preempted",
     Request.INTERRUPT: "interrupted",
+    Request.PAUSE: "paused as checkpoint.pause_at says",
     Request.STOP: "stopped",
     Request.ABORT: "aborted",
 }
@@ -161,7 +162,8 @@ class Supervisor:
         """Ends the run on request; returns the exit status."""
         code = EXIT_PREEMPTED if self.request == Request.PREEMPT else EXIT_INTERRUPTED
         saved = "nothing saved" if self.request == Request.ABORT else f"saved at step {self.continuation.state.step:,}"
-        reason = f"{ENDS[self.request]}, {saved}; run the same command to resume"
+        how = "give it a later step, or null, to" if self.request == Request.PAUSE else "run the same command to"
+        reason = f"{ENDS[self.request]}, {saved}; {how} resume"
         self.answer()
         self.watch.close()
         self.metrics.end(code, reason)

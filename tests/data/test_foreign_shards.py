@@ -1,15 +1,19 @@
-"""Ids that others prepared: nanoGPT's and Megatron's files, as their public readers define them."""
+"""Ids that others prepared: nanoGPT's and Megatron's files, as their public readers define them; flat HDF5."""
 
 import json
 import struct
 
+import h5py
 import numpy as np
 import pytest
 import yaml
 
+from pretrain.config import Data
 from pretrain.data import megatron
+from pretrain.data.batches import Batches
 from pretrain.data.shards import open_shards, read_manifest, verify_shards
 from pretrain.errors import InputError
+from pretrain.optim.batch_ramp import BatchRamp
 from support.prepared import stream_of, texts, write_jsonl
 from support.project import events, run_script
 
@@ -83,6 +87,51 @@ def test_the_folder_of_nanogpt_has_the_counts_of_ours(nanogpt, shards, tokenizer
     assert (manifest.end_of_document_id, manifest.dtype) == (ours.end_of_document_id, "uint16")
     assert manifest.tokenizer_sha256 == ours.tokenizer_sha256
     assert read_manifest(nanogpt / "train.bin", str(tokenizer)).totals("validation") == (0, 0, 0)
+
+
+@pytest.fixture
+def pile(tmp_path, shards):
+    """Flat HDF5 files as the Pile's are written: int32, grown document by document."""
+    for split, name in {"train": "pile_train.h5", "validation": "pile_dev.h5"}.items():
+        with h5py.File(tmp_path / name, "w") as file:
+            tokens = file.create_dataset("tokens", (0,), maxshape=(None,), dtype="i")
+            for piece in np.array_split(stream_of(shards, split), 7):
+                tokens.resize(len(tokens) + len(piece), axis=0)
+                tokens[-len(piece) :] = piece
+    return tmp_path
+
+
+def test_hdf5_of_the_pile_gives_the_windows_of_ours(pile, shards, tokenizer):
+    ours = read_manifest(shards)
+    for split, name in {"train": "pile_train.h5", "validation": "pile_dev.h5"}.items():
+        manifest = read_manifest(pile / name, str(tokenizer))
+        assert manifest.totals(split) == ours.totals(split) and manifest.dtype == "uint32"
+    ramp = BatchRamp((4,), (0,), 20)
+    sources = [{"shards": str(shards)}], [{"shards": str(pile / "pile_train.h5"), "tokenizer": str(tokenizer)}]
+    mine, pile_batches = (
+        Batches(Data.model_validate({"train": source, "sequence_length": 64}), seed=1, ramp=ramp) for source in sources
+    )
+    for step in range(20):
+        ids = pile_batches.read(step, 0, 0, ranks=1, sequences=4)
+        assert (ids == mine.read(step, 0, 0, ranks=1, sequences=4)).all()
+
+
+def test_hdf5_that_holds_no_row_of_ids_is_refused(tmp_path, tokenizer):
+    def problem(**datasets):
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.h5"
+        with h5py.File(path, "w") as file:
+            file.update({name: np.array(value) for name, value in datasets.items()})
+        with pytest.raises(InputError) as caught:
+            read_manifest(path, str(tokenizer))
+        return caught.value.problems[0]
+
+    assert "holds ids, more; token ids must be its only dataset, or the one called tokens" in problem(
+        ids=[1], more=[1]
+    )
+    assert "holds float64 of shape (1,), must be a row of integers" in problem(tokens=[1.0], more=[1])
+    assert "holds int64 of shape (1, 2), must be a row of integers" in problem(ids=[[1, 2]])
+    assert "holds id -1, the tokenizer has 0 to 511" in problem(ids=[5, -1])
+    assert "holds id 512, the tokenizer has 0 to 511" in problem(ids=[5, 512])
 
 
 def test_training_on_the_files_of_others_is_training_on_ours(nanogpt, shards, tokenizer, recipe, tmp_path):

@@ -1,6 +1,9 @@
 """Numbers that go wrong: a step is skipped, the run goes back, alike every time, and in the end it stops."""
 
+import json
+
 import pytest
+from safetensors.torch import load_file
 
 from pretrain.files import damage
 from support.faults import EVERYTHING, end_of, launch_with_faults, tell
@@ -29,6 +32,7 @@ def test_bad_steps_and_a_copy_that_differs(recipe, tmp_path):
         {"where": "forward", "step": 10, "what": "change", "rank": 1},
     ]
     settings = ["--config", recipe, *TOLERANT, "--guard.compare_copies_every_steps", 2]
+    settings += ["--averaging", "{kind: tail, every_steps: 1, tail_fraction: 1.0}"]
     runs = ["one", "two"] if EVERYTHING else ["one"]
     for name in runs:
         output = ["--output", tmp_path / name]
@@ -46,6 +50,10 @@ def test_bad_steps_and_a_copy_that_differs(recipe, tmp_path):
         assert rollback["samples"] == [20, 12]
         windows = run.windows()
         assert len({window for step in windows.values() for window in step}) == 12 * 4, "none twice"
+    last = tmp_path / runs[0] / "checkpoints/step-00000012"
+    state = json.loads((last / "trainer_state.json").read_text())["state"]
+    assert state["average"] == {"kind": "tail", "first_step": 1, "count": 12}, "it goes back with the weights"
+    assert all(tensor.isfinite().all() for tensor in load_file(last / "average.safetensors").values())
     trained = without_times(tmp_path / runs[0], "train")
     again = [line for line in trained if line["step"] == 9]
     assert len(again) == 2 and again[0] == again[1], "step 9 before the restart and after it, to the last bit"

@@ -59,6 +59,19 @@ def test_sizes_are_those_of_the_model(model_config):
     assert sizes.largest == sizes.embedding
 
 
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if not name.endswith("nvme")])
+def test_an_average_is_four_bytes_of_each_parameter_that_a_process_updates(model_file, model_config, name):
+    plain, averaging = (run_config(model_file, averaging={"kind": kind}) for kind in ("none", "ema"))
+    ranks = 1 if name == "single" else 4 if name == "hsdp" else 2
+    before, after = (need(config, model_config, name, ranks) for config in (plain, averaging))
+    total = sizes_of(model_config).total
+    expected = 4 * total / (1 if name in ("single", "ddp") else 2)
+    added = after.total + after.host - before.total - before.host
+    # tp splits the layers alone; of a pipeline the process counts that has the embedding.
+    assert expected <= added < 4 * total if name in ("tp", "pp") else added == pytest.approx(expected)
+    assert (after.host > before.host) == (name == "zero3_offload")
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
 def test_optimizer_state_is_that_of_the_real_optimizer(model_config, model_file, name):
     model = build_model(model_config, seed=0)

@@ -57,6 +57,17 @@ def test_every_architecture_file_imports_only_torch_and_transformers():
             assert imported <= {"torch", "transformers", *sys.stdlib_module_names}, path.name
 
 
+def test_relu_squared_has_no_gate_and_its_output_scales_with_the_square():
+    mlp = build_model(tiny(feed_forward="relu2"), seed=1).model.layers[0].mlp
+    assert {name for name, _ in mlp.named_parameters()} == {"up_proj.weight", "down_proj.weight"}
+    x_TD = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    expected_TD = (x_TD @ mlp.up_proj.weight.T).clamp(min=0) ** 2 @ mlp.down_proj.weight.T
+    assert torch.allclose(mlp(x_TD), expected_TD, atol=1e-6)
+    assert torch.allclose(mlp(2 * x_TD), 4 * mlp(x_TD), atol=1e-6)
+    with pytest.raises(ValueError, match="feed_forward 'gelu' must be swiglu or relu2"):
+        tiny(feed_forward="gelu")
+
+
 def test_residual_scale_and_gain_are_deepnets():
     config = tiny(num_hidden_layers=16)
     assert config.residual_scale == pytest.approx(32**0.25)

@@ -59,6 +59,7 @@ def runs(shards, tmp_path_factory):
         # The last micro-batch of ten sequences is not full.
         "validation": {"every_steps": STEPS // 2, "sequences": 10},
         "logging": {"every_steps": 1},
+        "averaging": {"kind": "ema", "every_steps": 1},
         "export": {"dtype": "fp32"},
     }
     recipe.write_text(yaml.safe_dump(values))
@@ -140,6 +141,8 @@ def test_losses_and_gradient_norms_are_those_of_one_process(runs, strategy, mode
     expected, found = ([(e["step"], e["loss"]) for e in events(run, "validation")] for run in (single, other))
     assert [step for step, _ in found] == [0, STEPS // 2, STEPS]
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=1e-5)
+    expected, found = ([e.get("average_loss") for e in events(run, "validation")] for run in (single, other))
+    assert found[1:] == pytest.approx(expected[1:], abs=1e-5) and None not in found[1:]
 
 
 def test_layers_are_not_compiled_where_their_gradients_are_taken_apart(runs):

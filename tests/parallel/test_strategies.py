@@ -53,7 +53,15 @@ NAN_STEP = 3
 VALIDATION_SEQUENCES = 7
 """One process of two has a window less than the other."""
 PARITY = ["--budget.steps", str(STEPS), "--checkpoint.every_steps", str(STEPS)]
-CONSTANT = ["--optim.schedule", "constant", "--pipeline.schedule", "1F1B"]  # the models have two layers for two stages
+AVERAGING = ["--averaging", "{kind: ema, every_steps: 1}", "--validation.every_steps", "5"]
+"""With what a run of the Llama validates its average between its steps, and then trains on."""
+CONSTANT = [
+    "--optim.schedule",
+    "constant",
+    "--pipeline.schedule",
+    "1F1B",
+    *AVERAGING,
+]  # the models have two layers for two stages
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +119,12 @@ def parity_runs(folder: Path, strategies: list[str]) -> list[dict]:
     runs = []
     for strategy in strategies:
         for model in models_under(strategy):
-            runs.append(run(strategy, folder / model / strategy, "--model", str(folder / f"{model}.json"), *PARITY))
-        runs.append(run(strategy, folder / "bf16" / strategy, *PARITY, "--precision", "bf16"))
-        nan = ["--budget.steps", "6", "--batch.ramp.from", "0.5", "--batch.ramp.over", "0.7"]
+            more = AVERAGING if model == "llama" else []
+            model_file = ["--model", str(folder / f"{model}.json")]
+            runs.append(run(strategy, folder / model / strategy, *model_file, *PARITY, *more))
+        runs.append(run(strategy, folder / "bf16" / strategy, *PARITY, *AVERAGING, "--precision", "bf16"))
+        nan = ["--averaging", "{kind: tail, every_steps: 1, tail_fraction: 1.0}", "--checkpoint.every_steps", "1"]
+        nan += ["--budget.steps", "6", "--batch.ramp.from", "0.5", "--batch.ramp.over", "0.7"]
         runs.append(run(strategy, folder / "nan" / strategy, *nan, nan_at_call=NAN_STEP))
     return runs
 
@@ -123,7 +134,7 @@ def exact_runs(folder: Path, strategies: list[str]) -> list[dict]:
     runs = []
     for strategy in strategies:
         arguments = ["--model", str(folder / "llama_dropout.json"), "--attention", "eager", "--budget.steps", "8"]
-        arguments += ["--activation_checkpointing", "full"]
+        arguments += ["--activation_checkpointing", "full", *AVERAGING]
         middle = str(folder / "whole" / strategy / "checkpoints/step-00000004")
         runs.append(run(strategy, folder / "whole" / strategy, *arguments))
         runs.append(run(strategy, folder / "resumed" / strategy, *arguments, start_from=middle))
@@ -201,7 +212,7 @@ def test_losses_and_gradient_norms_are_those_of_one_process(two_processes, model
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_validation_is_the_mean_over_the_same_tokens_of_each_source(two_processes, strategy):
-    expected, found = (events(two_processes / "llama" / name, "validation") for name in ("single", strategy))
+    expected, found = (events(two_processes / "llama" / name, "validation")[-2:] for name in ("single", strategy))
     assert [event["source"] for event in found] == [event["source"] for event in expected] and len(found) == 2
     assert all(event["tokens"] == VALIDATION_SEQUENCES * 64 for event in (*expected, *found))
     assert [event["loss"] for event in found] == pytest.approx([event["loss"] for event in expected], abs=1e-5)
@@ -215,6 +226,8 @@ def test_bf16(two_processes, strategy):
     # 2.3e-4 was measured over 12 steps, 6e-4 over 50; validation 7e-5.
     assert max(abs(found[step] - expected[step]) for step in expected) < 2e-3
     final = [events(two_processes / "bf16" / name, "validation")[-1]["loss"] for name in ("single", strategy)]
+    assert final[1] == pytest.approx(final[0], abs=1e-3)
+    final = [events(two_processes / "bf16" / name, "validation")[-1]["average_loss"] for name in ("single", strategy)]
     assert final[1] == pytest.approx(final[0], abs=1e-3)
     # A run that computes in fp32 after all is within 1e-5 of this one; in bf16 1.3e-4 and more was measured.
     in_fp32 = losses(two_processes / "llama/single")
@@ -247,6 +260,10 @@ def test_a_step_with_nan_on_one_process_is_skipped_on_all(two_processes, strateg
         reference = losses(two_processes / "nan/ddp")
         assert gradient_norms(two_processes / "nan/ddp").keys() == norms.keys()
         assert max(abs(curve[step] - reference[step]) for step in curve) < 1e-5
+    weights = [load_file(folder / "model.safetensors") for folder in sorted((run / "checkpoints").glob("step-*"))]
+    average = load_file(run / "checkpoints/step-00000006/average.safetensors")
+    for name, mean in average.items():  # in which those before the skipped step are twice
+        assert torch.allclose(mean, torch.stack([tensors[name] for tensors in weights]).mean(0), atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
@@ -255,9 +272,28 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(two_processes, strate
     expected, found = losses(whole), losses(resumed)
     assert list(found) == [5, 6, 7, 8]
     assert all(found[step] == expected[step] for step in found)
-    for file in ("model", "optimizer"):
+    for file in ("model", "optimizer", "average"):
         tensors = [load_file(run / f"checkpoints/step-00000008/{file}.safetensors") for run in (whole, resumed)]
         assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_average_is_that_of_one_process(two_processes, strategy):
+    """Its loss too, measured in the place of the weights, which train on as if nothing had been."""
+    expected, found = (events(two_processes / "llama" / name, "validation") for name in ("single", strategy))
+    expected, found = ([event for event in validations if event["step"]] for validations in (expected, found))
+    assert len(found) == len(expected) > 4
+    averages = [event["average_loss"] for event in found]
+    assert averages == pytest.approx([event["average_loss"] for event in expected], abs=1e-5)
+    assert min(abs(event["average_loss"] - event["loss"]) for event in found) > 1e-3, "not the weights themselves"
+
+
+@pytest.mark.parametrize("strategy", ON_TWO)
+def test_averages_have_the_same_tensors(two_processes, strategy):
+    folders = [two_processes / f"from/{name}/checkpoints/step-00000004" for name in ("single", strategy)]
+    expected, found = (load_file(folder / "average.safetensors") for folder in folders)
+    assert found.keys() == expected.keys()
+    assert max((found[name] - expected[name]).abs().max().item() for name in found) < 1e-6
 
 
 def test_checkpoints_have_the_same_files_and_tensors(two_processes):

@@ -156,7 +156,6 @@ def test_ray_is_asked_for_by_name_when_it_is_not_there(tmp_path, run, monkeypatc
 
 
 def test_ray_gives_the_bytes_of_one_machine(tmp_path, run, small_parts):
-    pytest.importorskip("ray", reason="Ray is an optional engine: pip install ray")
     arguments = write_inputs(tmp_path)
     run(*arguments, "--output", tmp_path / "whole")
     run(*arguments, "--output", tmp_path / "ray", "--engine", "ray", "--workers", 2)

@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import math
 import os
 import time
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +13,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench import contest, cpu, gpu, peers
+from bench import architectures, contest, cpu, gpu, peers, time_to_loss
 from bench.contest import Contestant
 from bench.plain_gpt import PlainGPT
 from bench.shapes import CPU_SHAPES, GPU_SHAPES, LLAMA_14M, write_shards
+from pretrain.config import WindowSpec
 from pretrain.data.shards import open_shards, verify_shards
+from pretrain.data.windows import read_windows, windows_of
 from pretrain.errors import InputError
+from pretrain.model.model_config import load_model_config
 from pretrain.recipe import read_run_config
+from support import numbered_shards
 from support.project import ROOT, run_script
 from support.warm_python import WarmPopen
 
@@ -189,3 +195,44 @@ def test_gpu_bench_refuses_names_that_there_are_not():
         "--losses: 'chunkd'; did you mean chunked?",
         "--reports: 0, must be at least 1",
     ]
+
+
+def test_the_time_to_a_loss_is_found_on_the_line_between_two_measurements():
+    points = [(10.0, 4.0), (20.0, 3.0), (30.0, 2.5)]
+    assert time_to_loss.time_to(points, 3.5) == pytest.approx(15.0)
+    assert time_to_loss.time_to(points, 5.0) == 10.0  # at the first measurement, and no earlier
+    assert time_to_loss.time_to(points, 2.5) == pytest.approx(30.0)
+    assert time_to_loss.time_to(points, 2.4) is None
+
+
+def test_peers_are_measured_on_the_windows_that_train_py_validates_on(tmp_path):
+    shards = numbered_shards.write_shards(tmp_path / "shards", 64, validation=5_000)
+    window = WindowSpec(16, document_mask=False)
+    reader = open_shards(shards, "validation")
+    starts = windows_of(reader, window, time_to_loss.VALIDATION_TOKENS // 16)
+    expected = {tuple(row) for row in read_windows(reader, starts, window, len(starts))[:, 1:].reshape(-1, 8).tolist()}
+    seen = set()
+
+    def loss(ids_BT: torch.Tensor) -> float:
+        seen.update(map(tuple, ids_BT[:, 1:].tolist()))
+        return 2.0
+
+    given = Namespace(output=tmp_path, peer="nanogpt", minutes=1.0, window=16, shards=shards)
+    curve = time_to_loss.Curve(given, 8, loss)
+    curve.measure()
+    assert seen == expected
+    tokens, _, text_bytes = reader.manifest.totals("validation")
+    assert curve.points[0][1] == pytest.approx(2.0 / math.log(2) * tokens / text_bytes)
+
+
+def test_families_of_one_size_have_nearly_the_same_parameters_in_their_layers(tmp_path):
+    counts = {}
+    for name, values in architectures.FAMILIES.items():
+        path = tmp_path / "model.json"
+        path.write_text(json.dumps(values | {"vocab_size": 64}))
+        config = load_model_config(str(path))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        embeddings = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+        counts[name] = sum(p.numel() for p in model.parameters() if id(p) not in embeddings and p.ndim == 2)
+    assert max(counts.values()) / min(counts.values()) < 1.06, counts

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from pretrain.config import Averaging
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.gpus import GIB, GPUS, find_gpu, gpu_called
@@ -155,6 +156,8 @@ def test_disk_counts_what_is_kept(recipe):
     work = work_of_run(config, load_recipe_model_config(config.model, None))
     storage, total = storage_of(config, work), work.sizes.total
     assert storage.checkpoint == 12 * total, "fp32 weights and AdamW's two moments"
+    averaging = config.model_copy(update={"averaging": Averaging(kind="tail")})
+    assert storage_of(averaging, work).checkpoint == 16 * total
     assert storage.kept == 2 + 1 + 123 // 50
     assert storage.total == 12 * total * 6 + 2 * total, "one more while it is written, and final/ in bf16"
 

@@ -70,6 +70,8 @@ class Hub:
         self.objects: dict[str, bytes] = {}
         self.uploads: list[str] = []
         """sha256 of each LFS object that was sent, in order."""
+        self.downloads: list[tuple[str, int]] = []
+        """(repository and path, bytes of content) of each answer to a GET of a file, in order."""
         self.before_upload: Callable[[str], None] = lambda sha256: None
         """Called with the sha256 before an LFS object is received."""
         self.failures_left = 0
@@ -387,6 +389,8 @@ class Handler(BaseHTTPRequestHandler):
             first, last = int(wanted[1]), min(int(wanted[2] or len(content)), len(content) - 1)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
             content, status = content[first : last + 1], 206
+        if self.command == "GET":
+            self.hub.downloads.append((f"{name}/{path}", len(content)))
         self.send(content, status, {**headers, "Content-Length": str(len(content))})
 
 

@@ -64,6 +64,19 @@ def check_load(load):
     return checked
 
 
+def check_load_average(load_average):
+    """Wraps Strategy.load_average in the same way."""
+
+    def checked(strategy, saved):
+        load_average(strategy, saved)
+        group = strategy.average_tensors()
+        assert set(group.shapes) == set(saved)
+        assert all(torch.equal(group.fetch(name), saved[name]) for name in group.shapes), strategy.name
+        print(f"{strategy.name}: average loaded")
+
+    return checked
+
+
 def record_initial_weights(prepare, run: dict):
     """Wraps Strategy.prepare: writes a hash of the weights that a run starts from into its folder."""
 
@@ -183,6 +196,8 @@ if __name__ == "__main__":
     for strategy_class in all_strategies():
         if "load" in vars(strategy_class):
             strategy_class.load = check_load(strategy_class.load)
+        if "load_average" in vars(strategy_class):
+            strategy_class.load_average = check_load_average(strategy_class.load_average)
         if "prepare" in vars(strategy_class):
             strategy_class.prepare = record_initial_weights(strategy_class.prepare, run)
     Strategy.set_learning_rate = kill_in_step(Strategy.set_learning_rate, run)

@@ -90,3 +90,17 @@ def test_no_branch_from_a_run_that_decays(trunk, tmp_path):
     train(trunk)
     refused = train(trunk, "--output", tmp_path / "branch", "--branch_from", f"{tmp_path}/run@8", check=False)
     assert refused.returncode == 2 and "take a checkpoint of step 6 or before" in refused.stderr
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_a_run_that_paused_on_the_way_is_the_run_that_did_not(recipe, tmp_path, schedule):
+    """Also where it pauses within the decay, and at a step at which nothing else was due."""
+    path, paused = change(recipe, optim={"schedule": schedule, "decay_fraction": 0.5}), tmp_path / "paused"
+    train(path)
+    first = train(path, "--output", paused, "--checkpoint.pause_at", "7", check=False)
+    assert first.returncode == 130 and "paused as checkpoint.pause_at says, saved at step 7" in first.stderr
+    assert [event["step"] for event in events(paused, "validation")] == [0, 6, 7]
+    again = train(path, "--output", paused, "--checkpoint.pause_at", "7", check=False)
+    assert again.returncode == 2 and "give a later step, or null, to continue" in again.stderr
+    train(path, "--output", paused)
+    assert rates(paused) == rates(tmp_path / "run") and losses(paused) == losses(tmp_path / "run")

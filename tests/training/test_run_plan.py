@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from pretrain.config import Cadence, Guard, WindowSpec
+from pretrain.config import Cadence, Checkpoint, Guard, WindowSpec
 from pretrain.training.run_plan import Cadences, Due
 
 RUN = SimpleNamespace(
@@ -12,7 +12,7 @@ RUN = SimpleNamespace(
 
 def cadences(factor: float = 1.0, **settings: Cadence) -> Cadences:
     """Those of a recipe that names these alone, and logs every third step."""
-    never = {name: Cadence() for name in ("validation", "checkpoint", "evaluation", "samples")}
+    never = {name: Cadence() for name in ("validation", "evaluation", "samples")} | {"checkpoint": Checkpoint()}
     config = SimpleNamespace(logging=SimpleNamespace(every_steps=3), guard=Guard(), cadence=factor)
     config.__dict__.update(never | settings)
     return Cadences.of(config, RUN)
@@ -42,7 +42,13 @@ def test_what_is_evaluated_is_saved():
 
 
 def test_a_cadence_in_tokens_counts_those_of_the_full_batch():
-    found = cadences(checkpoint=Cadence(every_tokens=2 * 4 * 64), factor=1.0)
+    found = cadences(checkpoint=Checkpoint(every_tokens=2 * 4 * 64), factor=1.0)
     assert (found.saves, found.measures) == (2, None)
-    assert cadences(checkpoint=Cadence(every_tokens=2 * 4 * 64), factor=0.1).saves == 1
+    assert cadences(checkpoint=Checkpoint(every_tokens=2 * 4 * 64), factor=0.1).saves == 1
     assert cadences(factor=2.0).logs == 6
+
+
+def test_a_pause_is_logged_and_measured_before_the_end_alone():
+    found = cadences(checkpoint=Checkpoint(pause_at=5))
+    assert found.after(5, 7) == due(logs=True, measures=True, pauses=True)
+    assert not found.after(5, 5).pauses and not found.after(10, 20).pauses

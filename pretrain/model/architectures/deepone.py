@@ -3,7 +3,7 @@
 Post-norm blocks with an up-weighted residual branch, x = LayerNorm(alpha * x + f(x)), and down-scaled initial weights
 keep the expected update of the model bounded whatever its depth (DeepNet, arXiv 2203.00555, section 3; for a decoder
 of N layers alpha = (2N)^(1/4) and beta = (8N)^(-1/4)). With it: rotary positions (arXiv 2104.09864), RMS-normalised
-queries and keys as in Qwen3 (arXiv 2505.09388), and a SwiGLU feed-forward (arXiv 2002.05202).
+queries and keys as in Qwen3 (arXiv 2505.09388), and a SwiGLU feed-forward (arXiv 2002.05202) or ReLU squared.
 
 This file imports only torch and transformers, because it is copied into every saved model folder.
 
@@ -29,6 +29,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attenti
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
+
+FEED_FORWARDS = ("swiglu", "relu2")
 
 
 class DeepOneConfig(PreTrainedConfig):
@@ -63,6 +65,8 @@ class DeepOneConfig(PreTrainedConfig):
     head_dim: int | None = None
     max_position_embeddings: int = 2048
     rope_theta: float | int = 10000.0
+    feed_forward: str = "swiglu"
+    """swiglu: down(silu(gate(x)) * up(x)); relu2: down(relu(up(x))^2), without a gate (Primer, arXiv 2109.08668)."""
     layer_norm_eps: float = 1e-5
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
@@ -86,6 +90,8 @@ class DeepOneConfig(PreTrainedConfig):
         if self.num_attention_heads % self.num_key_value_heads:
             heads, key_heads = self.num_attention_heads, self.num_key_value_heads
             raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}")
+        if self.feed_forward not in FEED_FORWARDS:
+            raise ValueError(f"feed_forward {self.feed_forward!r} must be {' or '.join(FEED_FORWARDS)}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs, so it must be even")
         super().__post_init__(**kwargs)
@@ -177,17 +183,20 @@ class DeepOneAttention(nn.Module):
 
 
 class DeepOneMLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """The feed-forward that `DeepOneConfig.feed_forward` names; only SwiGLU has a gate."""
 
     def __init__(self, config: DeepOneConfig):
         super().__init__()
-        self.gate_proj = deepnet_linear(config.hidden_size, config.intermediate_size, config.initial_gain)
+        self.gate_proj = None
+        if config.feed_forward == "swiglu":
+            self.gate_proj = deepnet_linear(config.hidden_size, config.intermediate_size, config.initial_gain)
         self.up_proj = deepnet_linear(config.hidden_size, config.intermediate_size, config.initial_gain)
         self.down_proj = deepnet_linear(config.intermediate_size, config.hidden_size, config.initial_gain)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        h_BTF = nn.functional.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
-        return self.down_proj(h_BTF)
+        if self.gate_proj is None:
+            return self.down_proj(nn.functional.relu(self.up_proj(x_BTD)).square())
+        return self.down_proj(nn.functional.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
 
 
 class DeepOneDecoderLayer(GradientCheckpointingLayer):

@@ -191,7 +191,7 @@ def _string_dataset(content: Any, text_field: str) -> Any:
     if found.ndim != 1 or (h5py.check_string_dtype(found.dtype) is None):
         raise DamagedFileError(
             f"dataset {text_field!r} holds {found.dtype} of shape {found.shape}, must be a row of strings; "
-            "token ids of another tokenizer are not text: give the text, or another --text_field"
+            "token ids need no preparation: train on the file itself, {shards: FILE, tokenizer: NAME} in the recipe"
         )
     return found
 

@@ -88,7 +88,9 @@ def read_jsonl(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 def read_text(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Plain text: a document per file, per line, or per block of lines between blank lines."""
     if not reading.is_plain:
-        raise DamagedFileError("plain text has no fields for --template or --only; leave them out, or this file")
+        raise DamagedFileError(
+            "plain text has no fields for --template, --only or --url_field; leave them out, or this file"
+        )
     if reading.documents == "line":
         for first_line, content in whole_lines(stream):
             yield from records_of_lines(first_line, content, "txt", reading)

@@ -35,6 +35,7 @@ PRESETS = {
     "fineweb-edu-350bt": Preset(FINEWEB_EDU, "sample-350BT", streams=True),
     "cosmopedia-v2": Preset(SMOLLM_CORPUS, "cosmopedia-v2", streams=True),
     "fineweb-edu-dedup": Preset(SMOLLM_CORPUS, "fineweb-edu-dedup", streams=True),
+    "smollm-corpus": Preset(SMOLLM_CORPUS, streams=True),
     "pile": Preset("monology/pile-uncopyrighted", streams=True),
     "pile-deduplicated": Preset("EleutherAI/the_pile_deduplicated", streams=True),
 }
@@ -42,6 +43,8 @@ OTHER_NAMES = {
     "the-pile": "pile",
     "wikitext-2-raw": "wikitext-2",
     "wikitext-103-raw": "wikitext-103",
+    "wikitext-2-raw-v1": "wikitext-2",
+    "wikitext-103-raw-v1": "wikitext-103",
     "fineweb-edu-sample-10bt": "fineweb-edu-10bt",
     "fineweb-edu-sample-100bt": "fineweb-edu-100bt",
     "fineweb-edu-sample-350bt": "fineweb-edu-350bt",

@@ -19,6 +19,8 @@ class Record(NamedTuple):
     place: int
     text: bytes | None
     problem: str | None = None
+    url: str | None = None
+    """The field that --url_field names."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,12 @@ class Reading:
     min_characters: int | None = None
     max_characters: int | None = None
     tab_separated: bool = False
+    url_field: str | None = None
 
     @cached_property
     def is_plain(self) -> bool:
         """Whether only the text field is needed."""
-        return self.template is None and not self.only
+        return self.template is None and not self.only and self.url_field is None
 
     @cached_property
     def pieces(self) -> list[tuple[str, str | None]]:
@@ -53,7 +56,8 @@ class Reading:
     def fields(self) -> tuple[str, ...]:
         """Every field that is needed, once each."""
         names = [name for _, name in self.pieces if name is not None]
-        return tuple(dict.fromkeys(names + [name for name, _ in self.only]))
+        names += [name for name, _ in self.only]
+        return tuple(dict.fromkeys(names + ([self.url_field] if self.url_field else [])))
 
     def leaves_out(self, text: bytes) -> bool:
         """Whether a text is shorter or longer than the limits."""
@@ -106,8 +110,10 @@ def fields_record(place: int, find: Callable[[str], Any], reading: Reading, avai
     if any(as_text(values[name]) not in allowed for name, allowed in reading.only):
         return Record(place, None)
     if reading.template is None:
-        return text_record(place, values[reading.text_field], reading.text_field)
-    return _filled(place, values, reading)
+        record = text_record(place, values[reading.text_field], reading.text_field)
+    else:
+        record = _filled(place, values, reading)
+    return record._replace(url=as_text(values[reading.url_field])) if reading.url_field else record
 
 
 def _filled(place: int, values: dict[str, Any], reading: Reading) -> Record:

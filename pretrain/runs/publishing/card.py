@@ -256,8 +256,13 @@ def evaluation_section(facts: CardFacts) -> str:
             [source, *(f"{event[name]:{form}}" if event.get(name) is not None else "" for name, form in CARD_MEASURES)]
             for source, event in facts.validation.items()
         ]
+        averages = {source: event.get("average_loss") for source, event in facts.validation.items()}
+        rows += [
+            [f"{source}, average", f"{loss:.4f}", "", ""] for source, loss in averages.items() if loss is not None
+        ]
         step = next(reversed(facts.validation.values()))["step"]
-        parts.append(f"During training, at step {step:,}:\n\n{grid(header, rows)}")
+        which = "; the run's final model has the average" if facts.setting("export.weights") == "average" else ""
+        parts.append(f"During training, at step {step:,}{which}:\n\n{grid(header, rows)}")
     if facts.scores:
         scores = sorted(facts.scores, key=marked_name)
         rows = [[marked_name(score), score.metric.replace("_", " "), score_text(score)] for score in scores]

@@ -20,7 +20,7 @@ STAGING = "publish"
 """Folder of a run where models are staged for upload, with the log of publishing during training."""
 EVALUATIONS = "evaluations"
 """Folder of a run with the logs and results of evaluations during training."""
-STAYS_HERE = re.compile(r"optimizer.*\.safetensors(\.index\.json)?|trainer_state\.json")
+STAYS_HERE = re.compile(r"(optimizer|average).*\.safetensors(\.index\.json)?|trainer_state\.json")
 WEIGHTS = re.compile(r"model.*\.safetensors")
 SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
 SHORTEST_SECRET = 12

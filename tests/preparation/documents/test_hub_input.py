@@ -62,6 +62,29 @@ def test_a_dataset_that_streams_gives_the_same_tokens(hub, shards, tmp_path):
     assert streamed.read_bytes() == (shards / "train-00000.bin").read_bytes()
 
 
+@pytest.mark.parametrize(("examples", "files"), [(30, 1), (120, 2)])
+def test_a_stream_with_a_cap_fetches_the_files_it_needs_and_nothing_else(hub, tmp_path, examples, files):
+    served, home = hub
+    if ("datasets", "owner/large") not in served.repositories:
+        for number in range(5):
+            rows = [f"{number} {row} {TEXT[:200]}" for row in range(100)]
+            path = tmp_path / f"large/data/train-{number:05d}-of-00005.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pyarrow.parquet.write_table(pyarrow.table({"text": rows, "unread": rows}), path)
+        served.add("datasets", "owner/large", tmp_path / "large")
+    served.downloads.clear()
+    run_script(
+        "prepare_data.py", "--dataset", f"owner/large:{examples}", "--streaming", "--tokenizer", "owner/tokenizer",
+        "--validation_fraction", "0", "--output", tmp_path / "out", **home,
+    )  # fmt: skip
+    totals = json.loads((tmp_path / "out/manifest.json").read_text())["totals"]
+    assert totals["train"]["documents"] == examples
+    read = {name for name, _ in served.downloads if name.startswith("owner/large/data")}
+    assert read == {f"owner/large/data/train-{number:05d}-of-00005.parquet" for number in range(files)}
+    others = {name for name, _ in served.downloads} - read
+    assert all(name.startswith("owner/tokenizer/") or name == "owner/large/README.md" for name in others), others
+
+
 def test_what_the_hub_does_not_have_is_said(hub, tmp_path):
     out = run_script(
         "prepare_data.py", "--dataset", "owner/nothing", "--tokenizer", "owner/tokenizer", "--output", tmp_path / "x",

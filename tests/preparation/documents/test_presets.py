@@ -96,7 +96,8 @@ from pretrain.preparation.documents.records import Reading
 from pretrain.preparation.documents.sources import BEGINNING
 found = {}
 for name in PRESETS:
-    dataset = open_dataset(name + ":7", None, "train", None)
+    subset = "cosmopedia-v2" if name == "smollm-corpus" else None
+    dataset = open_dataset(name + ":7", subset, "train", None)
     parts = dataset.parts(Reading(), BEGINNING)
     texts = [record.text.decode() for part in parts for _, record in part.records(Reading())]
     found[name] = [dataset.name, dataset.subset, dataset.streaming, texts]
@@ -109,7 +110,8 @@ def test_each_preset_loads_the_repository_and_subset_it_names(hub):
     assert set(found) == set(PRESETS)
     for name, (repository, subset, streams, texts) in found.items():
         preset = PRESETS[name]
-        assert (repository, subset, streams) == (preset.path, preset.subset, preset.streams)
+        assert (repository, streams) == (preset.path, preset.streams)
+        assert subset == (preset.subset or ("cosmopedia-v2" if name == "smollm-corpus" else None))
         if preset.document_start is None:
             assert texts == texts_of(repository, subset or "default")[:7], name
         else:
@@ -132,10 +134,20 @@ def test_a_preset_by_the_command_line_with_a_limit(hub, tmp_path):
 def test_names_are_found_in_any_spelling_and_folders_come_first(tmp_path, monkeypatch):
     assert find_preset("WikiText_103") is PRESETS["wikitext-103"]
     assert find_preset("the-pile") is PRESETS["pile"]
+    assert find_preset("wikitext-2-raw-v1") is PRESETS["wikitext-2"]
+    assert find_preset("wikitext-103-raw-v1") is PRESETS["wikitext-103"]
     assert find_preset("wikitext") is None
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wikipedia").mkdir()
     assert find_preset("wikipedia") is None
+
+
+def test_a_corpus_of_several_subsets_asks_which(hub, tmp_path):
+    out = run_script(
+        "prepare_data.py", "--dataset", "smollm-corpus", "--tokenizer", hub[1], "--output", tmp_path / "x",
+        check=False, **hub[0],
+    )  # fmt: skip
+    assert out.returncode == 2 and "cosmopedia-v2" in out.stderr and "fineweb-edu-dedup" in out.stderr
 
 
 def test_a_misspelt_preset_gets_a_hint(hub, tmp_path):

@@ -1,0 +1,163 @@
+"""The uniform mean of several models' weights, as a Hugging Face folder.
+
+Of a run's last checkpoints it stands in for the decay of the learning rate (LAWA: Kaddour, arXiv 2209.14981; Sanyal et
+al., arXiv 2306.03241; for WSD schedules Tian et al., arXiv 2507.17634); of runs that share their beginning it is a
+model soup (Wortsman et al., arXiv 2203.05482).
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+import pretrain.model.architectures  # noqa: F401  (registers the local models)
+from pretrain.checkpoint.average_folder import require_average
+from pretrain.checkpoint.checkpoints import require_space
+from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, write_group
+from pretrain.errors import InputError, Problems
+from pretrain.files import SEAL_FILE, commit
+from pretrain.model.model_config import config_differences, load_model_config
+from pretrain.parallel.tensor_group import TensorGroup
+from pretrain.runs.addresses import ModelAddress, find_models
+from pretrain.runs.publishing.card import CARD_FILE, PICTURE_FILE
+from pretrain.runs.run_folder import checkpoint_folders, output_problem
+
+MERGE_FILE = "merge.json"
+LEFT_BEHIND = {SEAL_FILE, CARD_FILE, PICTURE_FILE, MERGE_FILE, "trainer_state.json"}
+"""What a model folder says of one model alone."""
+
+
+@dataclass(frozen=True)
+class MeanTensors(TensorGroup):
+    """The mean of each tensor over several models, computed in fp64 when it is asked for, in fp32."""
+
+    models: Sequence[SavedTensors]
+
+    def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
+        if not wanted:
+            return None
+        total = self.models[0][name].double()
+        for model in self.models[1:]:
+            total += model[name]
+        return (total / len(self.models)).float()
+
+
+def merge_models(texts: list[str], *, last: int | None, weights: str, output: Path | None) -> tuple[Path, list[str]]:
+    """Writes the mean of the models at these addresses; returns its folder and the names of what is in it.
+
+    Reads and writes one tensor at a time, and holds at most one file of them. Raises InputError with every problem
+    before anything is written.
+
+    Args:
+        last: take so many of a run's newest intact checkpoints.
+        weights: raw, or average: the means that checkpoints have.
+        output: a folder that does not exist yet; None: in the run, if all models are of one.
+    """
+    problems = Problems()
+    addresses = [found for text in texts for found in problems.attempt(addressed, text, last) or []]
+    problems.stop_if_any()
+    names, folders = [address.name for address in addresses], [address.folder for address in addresses]
+    if len(folders) < 2 and weights == "raw":
+        problems.append(
+            f"merge {names[0]}: one model is no mean; give several, as RUN --last 5, RUN@400 RUN@500 or two folders"
+        )
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        problems.append(f"merge: {', '.join(repeated)} would count twice; name each model once")
+    if weights == "average":
+        for name, folder in zip(names, folders, strict=True):
+            problems.attempt(require_average, f"merge {name}: --weights average", folder)
+    output = problems.attempt(output_folder, addresses, output)
+    problems.stop_if_any()
+    group = problems.attempt(mean_of, names, folders, "model" if weights == "raw" else "average")
+    problems.stop_if_any()
+    require_room(output, group)
+    unfinished = output.with_name(f".saving-{output.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    files = write_group(unfinished, "model", group, 0, 1)
+    describe_mean(unfinished, folders[-1], {"models": names, "weights": weights})
+    commit(unfinished, output, files)
+    return output, names
+
+
+def addressed(text: str, last: int | None) -> list[ModelAddress]:
+    """The models at an address; of a run its `last` checkpoints. Raises InputError."""
+    try:
+        if last is None or not (steps := checkpoint_folders(Path(text).expanduser())):
+            return find_models(text)
+    except InputError as error:
+        raise InputError(*(problem.replace("--model", "merge", 1) for problem in error.problems)) from error
+    found: list[ModelAddress] = []
+    for step in reversed(steps):
+        try:
+            found = [*find_models(f"{text.rstrip('/')}@{step}"), *found]
+        except InputError as error:
+            print(f"warning: left out: {error}", file=sys.stderr)
+        if len(found) == last:
+            return found
+    raise InputError(
+        f"merge {text} --last {last}: it has {len(found)} intact checkpoints; keep more with checkpoint.keep_last, or "
+        "merge fewer"
+    )
+
+
+def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path:
+    """Where the mean goes. Raises InputError if it cannot."""
+    if asked is None:
+        runs = {address.run for address in addresses}
+        if len(runs) > 1 or None in runs:
+            raise InputError("merge: the models are not of one run; say where their mean goes with --output FOLDER")
+        steps = sorted({address.step for address in addresses})
+        asked = runs.pop() / ("merged-" + "-".join(f"{step}" for step in dict.fromkeys((steps[0], steps[-1]))))
+    if asked.exists():
+        raise InputError(f"--output {asked}: is there already; remove it, or choose another folder")
+    if problem := output_problem(asked):
+        raise InputError(f"--{problem}")
+    return asked
+
+
+def mean_of(names: Sequence[str], folders: Sequence[Path], prefix: str) -> MeanTensors:
+    """The mean of the tensors in these folders. Raises InputError where the models are not of one architecture."""
+    problems = Problems()
+    configs: list[PreTrainedConfig | None] = [problems.attempt(load_model_config, str(folder)) for folder in folders]
+    problems.stop_if_any()
+    models = [SavedTensors(folder, prefix) for folder in folders]
+    problems += [f"merge {name}: has no safetensors" for name, model in zip(names, models, strict=True) if not model]
+    problems.stop_if_any()
+    shapes = models[0].shapes()
+    for name, config, model in zip(names[1:], configs[1:], models[1:], strict=True):
+        ours = model.shapes()
+        different = [key for key in (shapes | ours) if shapes.get(key) != ours.get(key)]
+        if type(config) is not type(configs[0]) or different:
+            what = f"{len(different)} tensors differ, first {different[0]}; " if different else ""
+            problems.append(
+                f"merge {names[0]} {name}: not of one architecture ({what}{config_differences(configs[0], config)}); "
+                "merge models of one"
+            )
+    problems.stop_if_any()
+    return MeanTensors(shapes, dict.fromkeys(shapes, torch.float32), {}, models)
+
+
+def require_room(output: Path, group: TensorGroup) -> None:
+    """Raises InputError if the disk is too full."""
+    place = next(folder for folder in output.absolute().parents if folder.exists())
+    try:
+        require_space(place, bytes_of(group))
+    except OSError as error:
+        raise InputError(f"--output {output}: {error}; choose another disk") from error
+
+
+def describe_mean(folder: Path, newest: Path, contents: dict) -> None:
+    """Everything of a model folder but the weights, as the last of the models has it, and what was merged."""
+    for path in newest.iterdir():
+        if path.is_file() and path.name not in LEFT_BEHIND and ".safetensors" not in path.suffixes:
+            shutil.copyfile(path, folder / path.name)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["dtype"] = "float32"
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / MERGE_FILE).write_text(json.dumps(contents, indent=1), encoding="utf-8")

@@ -1,0 +1,102 @@
+"""A running mean of the weights beside those that train, which a constant learning rate leaves noisy.
+
+Of the weights s_1, s_2, ... as they are after every k-th step (k: averaging.every_steps) the mean m is
+
+    m_1 = s_1,    m_n = m_(n-1) + w_n (s_n - m_(n-1))
+    tail:  w_n = 1 / n
+    ema:   w_n = max(1 / n, 1 - 2^(-k / h)),    h = half_life_fraction x steps of the run
+
+tail is the uniform mean over the end of a run (LAWA: Kaddour, arXiv 2209.14981; Sanyal et al., arXiv 2306.03241). ema
+is the exponential one whose decay per step is 2^(-1 / h), taken k steps at a time; it begins as a uniform mean, in
+place of a correction for its start. Its length is relative to the run's as in Karras et al., arXiv 2312.02696.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from pretrain.config import Averaging, RunConfig
+
+AverageState = dict[str, Any]
+"""What is in an average: its `kind`, the `first_step` whose weights are in it, and their `count`."""
+
+
+def averages_after(settings: Averaging, total_steps: int) -> int:
+    """The step after which weights enter the average."""
+    return round((1 - settings.tail_fraction) * total_steps) if settings.kind == "tail" else 0
+
+
+def can_continue(settings: Averaging, before: AverageState | None, total_steps: int) -> bool:
+    """Whether an average goes on; not after another kind, nor with weights from before the tail of a longer run."""
+    if before is None or before["kind"] != settings.kind:
+        return False
+    return before["first_step"] > averages_after(settings, total_steps)
+
+
+def average_after_step(
+    settings: Averaging, before: AverageState | None, step: int, total_steps: int
+) -> tuple[AverageState | None, float]:
+    """What is in the average after a `step` whose turn it is, and the weight w_n of that step's weights.
+
+    None: there is no average yet. A weight of 1 begins one.
+    """
+    if step <= averages_after(settings, total_steps):
+        return None, 0.0
+    if not can_continue(settings, before, total_steps):
+        return {"kind": settings.kind, "first_step": step, "count": 1}, 1.0
+    count = before["count"] + 1
+    weight = 1 / count
+    if settings.kind == "ema":
+        weight = max(weight, 1 - 2 ** (-settings.every_steps / (settings.half_life_fraction * total_steps)))
+    return {**before, "count": count}, weight
+
+
+def averaging_problems(config: RunConfig, total_steps: int) -> list[str]:
+    """What of averaging cannot work in a run of so many steps."""
+    settings = config.averaging
+    if settings.kind == "none":
+        if config.export.weights == "average":
+            return ["export.weights: average, but averaging.kind is none: set it to ema or tail, or export raw"]
+        return []
+    problems = []
+    if config.optim.stochastic_rounding:
+        problems.append(
+            f"averaging.kind: {settings.kind} averages weights in fp32, and optim.stochastic_rounding keeps them in "
+            "bf16; leave out one of them"
+        )
+    first = averages_after(settings, total_steps)
+    if (count := total_steps // settings.every_steps - first // settings.every_steps) < 2:
+        problems.append(
+            f"averaging.every_steps: {settings.every_steps:,} takes the weights of {count} of the "
+            f"{total_steps - first:,} steps that are averaged, and a mean needs two; use at most "
+            f"{max(1, (total_steps - first) // 2):,}, or average more of the run"
+        )
+    return problems
+
+
+class WeightAverage:
+    """The mean of this process's parts of the weights, in fp32, each laid out as its weight is."""
+
+    @torch.no_grad()
+    def __init__(self, weights: Mapping[str, torch.Tensor]):
+        self.means = {name: weight.detach().clone() for name, weight in weights.items()}
+
+    @torch.no_grad()
+    def update(self, weights: Mapping[str, torch.Tensor], share: float) -> None:
+        """Moves the mean by `share` of the way to the weights. Nothing is sent and nothing waits."""
+        torch._foreach_lerp_(held_here(self.means.values()), held_here(weights.values()), share)
+
+    @torch.no_grad()
+    def exchange(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Puts the mean in the weights' place and the weights in its own, to the last bit: twice is as before."""
+        for mean, weight in zip(held_here(self.means.values()), held_here(weights.values()), strict=True):
+            kept = weight.clone()
+            weight.copy_(mean)
+            mean.copy_(kept)
+
+
+def held_here(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What this process holds of each."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]

@@ -1,0 +1,9 @@
+"""What removes or changes documents before they are encoded, and the account of it.
+
+Stages depend on a document alone, so workers, slices and interruptions change nothing.
+
+    stages: the interface of a stage, and the run of all stages over the texts of a part
+    filters, user_function: filters by name; a function of the user's
+    account: what was removed by which rule, in counts and in samples
+    report: the account as a page, with what else a prepared folder records
+"""

@@ -1,0 +1,170 @@
+"""The account of a cleaning: documents and bytes by rule and by source, histograms, and samples of each rule.
+
+Accounts of parts add up to that of the whole in any division, so workers, slices and interruptions make no difference.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+KEPT = "kept"
+"""Stands for a rule where documents were not removed."""
+SAMPLES_PER_RULE = 10
+EXCERPT_BYTES = 1200
+DOMAIN_SAMPLE = 2000
+"""The error of a domain's share is at most 0.011 (one standard deviation)."""
+MOST_SOURCES_COUNTED = 1000
+OTHER_SOURCES = "other sources"
+SAMPLES_FILE = "cleaning_samples.json"
+"""Beside the manifest of a folder that was cleaned."""
+
+
+@dataclass
+class CleaningAccount:
+    """What has been cleaned so far. JSON types only; [documents, bytes] are counted before any change of the text."""
+
+    rules: dict[str, list[int]] = field(default_factory=dict)
+    """{rule, or KEPT: [documents, bytes]}; their sum is what went in."""
+    sources: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """{source: the same}; those after the first MOST_SOURCES_COUNTED count together."""
+    changed: dict[str, list[int]] = field(default_factory=dict)
+    """{stage: [documents changed, bytes fewer]}."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """{anything that a stage counts: how often}."""
+    histograms: dict[str, dict[str, int]] = field(default_factory=dict)
+    """{measure: {value: documents}}."""
+    domains: dict[str, str] = field(default_factory=dict)
+    """{hash of the text: host of its URL}: the DOMAIN_SAMPLE documents that stay with the smallest hashes."""
+    samples: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """{rule: {hash: source, place, text}}: the SAMPLES_PER_RULE documents with the smallest hashes."""
+
+    def add_document(self, rule: str, source: str, place: int, text: bytes) -> None:
+        """Counts one document that the rule removed, or KEPT, with the text it had then."""
+        self.add_counts(rule, source, 1, len(text))
+        drawn = self.samples.setdefault(rule, {})
+        digest = hashlib.blake2b(text[:EXCERPT_BYTES], digest_size=8).hexdigest()
+        if len(drawn) < SAMPLES_PER_RULE or digest < max(drawn):
+            excerpt = text[:EXCERPT_BYTES].decode(errors="ignore")
+            _keep_smallest(drawn, {digest: {"source": source, "place": place, "bytes": len(text), "text": excerpt}})
+
+    def add_counts(self, rule: str, source: str, documents: int, size: int) -> None:
+        """Counts documents of `size` bytes together that the rule removed, or KEPT."""
+        _add(self.rules, rule, (documents, size))
+        if source not in self.sources and len(self.sources) >= MOST_SOURCES_COUNTED:
+            source = OTHER_SOURCES
+        _add(self.sources.setdefault(source, {}), rule, (documents, size))
+
+    def add_values(self, measure: str, values: Iterable[str]) -> None:
+        """Counts documents by a value of theirs, such as their language; numbers must be rounded to few values."""
+        histogram = self.histograms.setdefault(measure, {})
+        for value in values:
+            histogram[value] = histogram.get(value, 0) + 1
+
+    def add_domains(self, texts: Iterable[bytes], urls: Iterable[str | None]) -> None:
+        """Draws from documents that stay, by their hash, those whose domains are recorded."""
+        for text, url in zip(texts, urls, strict=True):
+            if url is not None:
+                digest = hashlib.blake2b(text[:EXCERPT_BYTES], digest_size=8).hexdigest()
+                self.domains[digest] = domain_of(url)
+        self._keep_domains()
+
+    def _keep_domains(self) -> None:
+        self.domains = {digest: self.domains[digest] for digest in sorted(self.domains)[:DOMAIN_SAMPLE]}
+
+    def add_change(self, stage: str, bytes_fewer: int) -> None:
+        """Counts a document that a stage changed."""
+        _add(self.changed, stage, (1, bytes_fewer))
+
+    def add(self, other: "CleaningAccount") -> None:
+        """Adds the account of the documents that follow."""
+        for source, rules in other.sources.items():
+            for rule, (documents, size) in rules.items():
+                self.add_counts(rule, source, documents, size)
+        for stage, amounts in other.changed.items():
+            _add(self.changed, stage, amounts)
+        self.add_to_counts(other.counts)
+        for measure, values in other.histograms.items():
+            histogram = self.histograms.setdefault(measure, {})
+            for value, documents in values.items():
+                histogram[value] = histogram.get(value, 0) + documents
+        self.domains = other.domains | self.domains
+        self._keep_domains()
+        for rule, drawn in other.samples.items():
+            _keep_smallest(self.samples.setdefault(rule, {}), drawn)
+
+    def add_to_counts(self, counts: Mapping[str, int]) -> None:
+        """Adds what a stage counted."""
+        for name, number in counts.items():
+            self.counts[name] = self.counts.get(name, 0) + int(number)
+
+    @property
+    def removed_documents(self) -> int:
+        """By all rules together."""
+        return sum(documents for rule, (documents, _) in self.rules.items() if rule != KEPT)
+
+    def as_manifest(self) -> dict[str, Any]:
+        """What the manifest records: everything but the samples, in an order that workers cannot change."""
+        removed = {rule: amounts for rule, amounts in self.rules.items() if rule != KEPT}
+        return {
+            "documents_in": sum(documents for documents, _ in self.rules.values()),
+            "bytes_in": sum(size for _, size in self.rules.values()),
+            "removed": {rule: _named(removed[rule]) for rule in sorted(removed)},
+            "changed": {stage: _named(self.changed[stage], "fewer_bytes") for stage in sorted(self.changed)},
+            "counts": dict(sorted(self.counts.items())),
+            "histograms": {name: dict(sorted(self.histograms[name].items())) for name in sorted(self.histograms)},
+            "domains": self.domains,
+            "by_source": {
+                source: {rule: _named(rules[rule]) for rule in sorted(rules)} for source, rules in self.sources.items()
+            },
+        }
+
+    @classmethod
+    def from_manifest(cls, recorded: dict[str, Any], samples: dict[str, Any]) -> Self:
+        """The account that a manifest and the samples beside it record."""
+        account = cls(
+            counts=dict(recorded["counts"]),
+            changed={stage: list(named.values()) for stage, named in recorded["changed"].items()},
+            histograms=recorded["histograms"],
+            domains=recorded["domains"],
+            samples=samples,
+        )
+        for source, rules in recorded["by_source"].items():
+            for rule, named in rules.items():
+                account.add_counts(rule, source, named["documents"], named["bytes"])
+        return account
+
+
+def domain_of(url: str) -> str:
+    """'https://www.example.org/a' -> 'example.org'."""
+    with suppress(ValueError):  # of what is no URL
+        if host := urlsplit(url).hostname:
+            return host.removeprefix("www.")
+    return "no domain"
+
+
+def recorded_account(folder: Path, manifest: dict[str, Any]) -> CleaningAccount:
+    """The account of a prepared folder, empty where nothing was cleaned. manifest: its fields."""
+    if "cleaning" not in manifest:
+        return CleaningAccount()
+    path = folder / SAMPLES_FILE
+    return CleaningAccount.from_manifest(manifest["cleaning"], json.loads(path.read_bytes()) if path.is_file() else {})
+
+
+def _add(amounts: dict[str, list[int]], name: str, more: Iterable[int]) -> None:
+    amounts[name] = [before + added for before, added in zip(amounts.get(name, (0, 0)), more, strict=True)]
+
+
+def _named(amounts: Iterable[int], second: str = "bytes") -> dict[str, int]:
+    return dict(zip(("documents", second), amounts, strict=True))
+
+
+def _keep_smallest(drawn: dict[str, dict[str, Any]], more: dict[str, dict[str, Any]]) -> None:
+    """Adds to a sample by hash; of equal texts the first in input order stays."""
+    together = more | drawn
+    drawn.clear()
+    drawn.update((digest, together[digest]) for digest in sorted(together)[:SAMPLES_PER_RULE])

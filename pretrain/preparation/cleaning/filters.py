@@ -1,0 +1,78 @@
+"""Filters by name, with their numbers: what --filter may be given."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pretrain.errors import InputError, Problems, did_you_mean
+from pretrain.preparation.cleaning.stages import Cleaning, CleaningStage
+from pretrain.preparation.cleaning.user_function import UserFunction
+
+FILTERS: dict[str, type] = {}
+"""Frozen dataclasses that are stages: their fields are the parameters, each with a default or required."""
+OFF = "off"
+"""The value of a parameter that switches its rule off."""
+
+
+def read_cleaning(given: Sequence[str]) -> Cleaning | None:
+    """The stages of `--filter`, in order; None without any. Raises InputError with everything that is wrong."""
+    problems = Problems()
+    stages = [stage for text in given if (stage := problems.attempt(parse_filter, text)) is not None]
+    labels = [stage.label for stage in stages]
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    problems += [f"--filter {label}: is given twice" for label in twice]
+    problems.stop_if_any()
+    return Cleaning(tuple(stages)) if stages else None
+
+
+def parse_filter(text: str) -> CleaningStage:
+    """'gopher_quality', 'gopher_quality(min_words=30, stop_words=off)' or 'mine.py:keep' -> the stage.
+
+    A value is a number, off, a word, or several joined by +. One value without a name is the first parameter's.
+    Raises InputError naming what is allowed.
+    """
+    if re.fullmatch(r".*\.py:\w+", text):
+        return UserFunction.load(text)
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
+    if match is None:
+        raise InputError(f"--filter {text}: must be NAME, NAME(parameter=value, ...) or FILE.py:FUNCTION")
+    name, inside = match.groups()
+    if name not in FILTERS:
+        raise InputError(f"--filter {text}: no such filter{did_you_mean(name, FILTERS)}")
+    fields = {field.name: field for field in dataclasses.fields(FILTERS[name])}
+    values, problems = {}, Problems()
+    for part in filter(None, map(str.strip, (inside or "").split(","))):
+        parameter, equals, value = map(str.strip, part.partition("="))
+        if not equals:
+            parameter, value = next(iter(fields), ""), parameter
+        if parameter not in fields:
+            problems.append(f"--filter {text}: {name} has no parameter {parameter!r}{did_you_mean(parameter, fields)}")
+        elif parameter in values:
+            problems.append(f"--filter {text}: {parameter} is given twice")
+        else:
+            values[parameter] = problems.attempt(
+                _value, f"--filter {text}: {parameter}", value, fields[parameter].type
+            )
+    missing = [f.name for f in fields.values() if f.default is dataclasses.MISSING and f.name not in values]
+    problems += [f"--filter {text}: {name} needs {parameter}=..." for parameter in missing]
+    problems.stop_if_any()
+    return FILTERS[name](**values)
+
+
+def _value(what: str, given: str, allowed: Any) -> Any:
+    """A parameter's value, by its field's type: int, float, str or tuple of str; `| None` where it may be off."""
+    if given == OFF:
+        if type(None) not in getattr(allowed, "__args__", ()):
+            raise InputError(f"{what}={given}: cannot be switched off")
+        return None
+    if allowed == tuple[str, ...]:
+        return tuple(given.split("+"))
+    for kind, noun in ((int, "a whole number"), (float, "a number")):
+        if allowed in (kind, kind | None):
+            try:
+                return kind(given)
+            except ValueError:
+                off = "" if allowed is kind else f" or {OFF}"
+                raise InputError(f"{what}={given}: must be {noun}{off}") from None
+    return given

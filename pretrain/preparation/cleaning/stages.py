@@ -1,0 +1,115 @@
+"""The stages of a cleaning, one after another, over the texts of a part.
+
+A stage is a frozen, picklable dataclass whose fields are its numbers. `open` does what is costly once, in the main
+process, before workers are forked, which share it; on Ray each worker opens its own.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+from pretrain.preparation.cleaning.account import KEPT, CleaningAccount
+
+
+@dataclass
+class TextBatch:
+    """Documents that no stage has removed yet. `urls`: None where --url_field is not given."""
+
+    texts: list[bytes]
+    urls: list[str | None]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass
+class Verdicts:
+    """What a stage says of a batch, by the number of a document in it; of documents not named, that they stay."""
+
+    removed: dict[int, str] = field(default_factory=dict)
+    """{document: the rule that removes it, without the stage's name; '' where the stage has one rule only}."""
+    changed: dict[int, bytes] = field(default_factory=dict)
+    """{document: its new text}; an empty one is removed by the rule `nothing_left`."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Anything else to add up, under the stage's name, such as e-mail addresses replaced."""
+    values: dict[str, Sequence[str]] = field(default_factory=dict)
+    """{measure: its value for each document}, such as its language, for a histogram: few different ones."""
+
+
+class CleaningStage(Protocol):
+    """One step of a cleaning."""
+
+    @property
+    def label(self) -> str:
+        """The name that the rules, changes and counts go by; no other stage of the cleaning has it."""
+
+    def as_plan(self) -> dict[str, Any]:
+        """Its name and all that decides its verdicts, for the manifest; files by hash, no absolute paths."""
+
+    def open(self) -> Callable[[TextBatch], Verdicts]:
+        """What judges batches. A verdict depends on the document alone."""
+
+
+class Cleaned(NamedTuple):
+    """The texts that stay, by number in what was given, and the account of all."""
+
+    kept: list[int]
+    texts: list[bytes]
+    account: CleaningAccount
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """The stages in order; each sees what those before it left."""
+
+    stages: tuple[CleaningStage, ...]
+
+    def as_plan(self) -> list[dict[str, Any]]:
+        """What the manifest records, with all numbers written out."""
+        return [stage.as_plan() for stage in self.stages]
+
+    @cached_property
+    def opened(self) -> list[tuple[str, Callable[[TextBatch], Verdicts]]]:
+        """(label, what judges) of each stage."""
+        return [(stage.label, stage.open()) for stage in self.stages]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"stages": self.stages}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def clean(
+        self, texts: Sequence[bytes], urls: Sequence[str | None], sources: Sequence[str], places: Sequence[int]
+    ) -> Cleaned:
+        """Runs all stages over documents. sources, places: where each comes from, for the account."""
+        account = CleaningAccount()
+        kept, batch = list(range(len(texts))), TextBatch(list(texts), list(urls))
+        for label, judge in self.opened:
+            if not kept:
+                break
+            verdicts = judge(batch)
+            account.add_to_counts({f"{label}.{name}": number for name, number in verdicts.counts.items()})
+            for measure, values in verdicts.values.items():
+                account.add_values(measure, values)
+            removed = {number: f"{label}.{rule}" if rule else label for number, rule in verdicts.removed.items()}
+            for number, text in verdicts.changed.items():
+                if number in removed:
+                    continue
+                account.add_change(label, len(batch.texts[number]) - len(text))
+                if not text:
+                    removed[number] = f"{label}.nothing_left"
+                batch.texts[number] = text
+            for number, rule in removed.items():
+                original = kept[number]
+                account.add_document(rule, sources[original], places[original], texts[original])
+            if removed:
+                stay = [number for number in range(len(kept)) if number not in removed]
+                batch = TextBatch([batch.texts[n] for n in stay], [batch.urls[n] for n in stay])
+                kept = [kept[number] for number in stay]
+        for original in kept:
+            account.add_document(KEPT, sources[original], places[original], texts[original])
+        account.add_domains(batch.texts, batch.urls)
+        return Cleaned(kept, batch.texts, account)

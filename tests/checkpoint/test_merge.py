@@ -1,0 +1,113 @@
+"""The mean of several models: what it is of, exactly, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pretrain.checkpoint.average_folder import average_folder
+from pretrain.checkpoint.merge import merge_models
+from pretrain.errors import InputError
+from pretrain.files import SEAL_FILE, commit, damage
+from pretrain.model.build import load_pretrained
+from support.project import run_script
+from support.run_folders import write_model, write_run, write_tokenizer
+from support.tiny_models import TINY_LLAMA
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "run", steps=(4, 8, 12))
+
+
+def saved(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def mean_of_steps(run, *steps):
+    models = [saved(run / f"checkpoints/step-{step:08d}") for step in steps]
+    return {name: (sum(model[name].double() for model in models) / len(models)).float() for name in models[0]}
+
+
+def test_the_last_checkpoints_of_a_run(run):
+    said = run_script("runs.py", "merge", run, "--last", "2").stdout
+    folder = run / "merged-8-12"
+    assert f"The mean of {run}@8, {run}@12 is in {folder}." in said
+    found, expected = saved(folder), mean_of_steps(run, 8, 12)
+    assert found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in found)
+    assert damage(folder) == [] and not (folder / "trainer_state.json").exists()
+    assert json.loads((folder / "merge.json").read_text()) == {"models": [f"{run}@8", f"{run}@12"], "weights": "raw"}
+    model = load_pretrained(str(folder))
+    assert all(parameter.equal(expected[name]) for name, parameter in model.named_parameters())
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_folders_of_several_dtypes_are_a_mixture_too(run, tmp_path):
+    final, checkpoint = run / "final", run / "checkpoints/step-00000004"
+    folder, _ = merge_models([str(final), str(checkpoint)], last=None, weights="raw", output=tmp_path / "a/b")
+    ours, theirs, mean = saved(final), saved(checkpoint), saved(folder)
+    assert next(iter(ours.values())).dtype == torch.bfloat16
+    for name, tensor in mean.items():
+        assert tensor.equal(((ours[name].double() + theirs[name].double()) / 2).float())
+
+
+def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path, capsys):
+    run = write_run(tmp_path / "run", steps=(4, 8, 12))
+    file = run / "checkpoints/step-00000008/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    folder, names = merge_models([str(run)], last=2, weights="raw", output=None)
+    assert names == [f"{run}@4", f"{run}@12"] and folder == run / "merged-4-12"
+    assert "warning: left out: " in capsys.readouterr().err
+
+
+def with_average(run, step):
+    """Gives a checkpoint an average."""
+    folder = run / f"checkpoints/step-{step:08d}"
+    average = {name: tensor + 1 for name, tensor in saved(folder).items()}
+    save_file(average, folder / "average.safetensors", metadata={"format": "pt"})
+    (folder / SEAL_FILE).unlink()
+    commit(folder, folder.with_name("sealed"), {})
+    folder.with_name("sealed").rename(folder)
+    return average
+
+
+def test_the_average_in_a_checkpoint_is_exported_and_read_as_a_model(tmp_path):
+    run = write_run(tmp_path / "run", steps=(4,))
+    average = with_average(run, 4)
+    folder, _ = merge_models([f"{run}@4"], last=None, weights="average", output=None)
+    assert folder == run / "merged-4" and all(saved(folder)[name].equal(average[name]) for name in average)
+    with average_folder(run / "checkpoints/step-00000004") as view:
+        model = load_pretrained(str(view))
+        assert all(parameter.equal(average[name]) for name, parameter in model.named_parameters())
+    assert not view.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"texts": ["{run}@4"]}, "merge {run}@4: one model is no mean; give several, as RUN --last 5"),
+        ({"texts": ["{run}"], "last": 5}, "merge {run} --last 5: it has 3 intact checkpoints"),
+        ({"texts": ["{run}@4", "{run}@5"]}, "merge {run}@5: {run} has no checkpoint of step 5; steps there: 4, 8, 12"),
+        ({"texts": ["{run}@4", "{run}@8", "{run}@4"]}, "merge: {run}@4 would count twice"),
+        ({"texts": ["{run}@4", "{run}@8"], "output": "final"}, "--output {run}/final: is there already"),
+        ({"texts": ["{run}@4", "{run}@8"], "output": "config.yaml/x"}, "--output: {run}/config.yaml/x: "),
+        ({"texts": ["{run}@4"], "weights": "average"}, "merge {run}@4: --weights average: there is no average in"),
+        ({"texts": ["{run}@4", "{other}"]}, "merge: the models are not of one run; say where their mean goes with"),
+        (
+            {"texts": ["{run}@4", "{other}"], "output": "x"},
+            "merge {run}@4 {other}: not of one architecture (1 tensors differ, first model.embed_tokens.weight; "
+            "vocab_size 512, now 640)",
+        ),
+    ],
+)
+def test_what_has_no_mean_is_refused(run, tmp_path, given, problem):
+    names = {"run": run, "other": tmp_path / "other"}
+    write_model(names["other"], write_tokenizer(tmp_path / "tokenizer"), {**TINY_LLAMA, "vocab_size": 640}, seed=1)
+    given = {"last": None, "weights": "raw", "output": None, **given}
+    given["texts"] = [text.format(**names) for text in given["texts"]]
+    given["output"] = given["output"] and run / given["output"]
+    with pytest.raises(InputError) as caught:
+        merge_models(**given)
+    assert any(found.startswith(problem.format(**names)) for found in caught.value.problems), caught.value.problems
+    assert not list(run.glob(".saving-*"))

@@ -1,0 +1,171 @@
+"""runs.py sweep: what is refused, what a kill leaves, which settings go on, what is reported."""
+
+import json
+import math
+import re
+import shutil
+import signal
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pretrain.errors import InputError
+from pretrain.experiments import sweep as sweeps
+from pretrain.experiments.small_runs import RunOutcome, SmallRun
+from pretrain.experiments.sweep import Grid, pick_settings
+from pretrain.experiments.sweep_plan import SweepPoint, SweepRequest, read_axes, request_problems
+from pretrain.experiments.sweep_report import PointResult, RunResult
+from support.project import events, run_script, start_script
+
+
+def sweep(recipe, output, *arguments, **settings):
+    return run_script("runs.py", "sweep", "--config", recipe, "--output", output, *arguments, **settings)
+
+
+def request(*vary, **changes):
+    given = {"seeds": 1, "halving": None, "search": None, "changes": (), "recipe": Path("recipes/x.yaml")}
+    given["output"] = Path("sweeps/x")
+    return SweepRequest(axes=tuple(read_axes(vary)), **given | changes)
+
+
+def test_values_are_split_outside_brackets_alone():
+    (axis,) = read_axes(["data.train=[{shards: a, weight: 1}, {shards: b}],[{shards: c}]"])
+    assert axis.values == ("[{shards: a, weight: 1}, {shards: b}]", "[{shards: c}]")
+    (axis,) = read_axes(["optim.learning_rate=1e-4..1e-2"])
+    assert axis.is_range and axis.ends == (1e-4, 1e-2) and not axis.is_whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"vary": ["a"]}, "give a setting and its values"),
+        ({"vary": ["a=1", "a=2"]}, "given twice"),
+        ({"vary": ["a=1,1"]}, "names a value twice"),
+        ({"vary": ["a=2..1"]}, "a range rises"),
+        ({"vary": ["a=1..2"]}, "give --search"),
+        ({"vary": ["a=1,2"], "search": 5}, "searches ranges"),
+        ({"vary": ["a=1,2"], "halving": 1}, "needs two rungs or more"),
+        ({"vary": ["a=1,2"], "halving": 3}, "takes 4 settings or more (got 2)"),
+        ({"vary": ["a=1..2"], "halving": 2, "search": 4}, "give one of the two"),
+        ({"vary": ["seed=1,2"], "seeds": 2}, "give one of the two"),
+        ({"vary": ["output=a,b"]}, "a folder of its own"),
+        ({"vary": ["a=1,2"], "changes": (("a", "3"),)}, "give one of the two"),
+    ],
+)
+def test_what_cannot_be_swept_is_said(arguments, problem):
+    vary = arguments.pop("vary")
+    try:
+        found = request_problems(request(*vary, **arguments))
+    except InputError as error:
+        found = error.problems
+    assert [text for text in found if problem in text], found
+
+
+def test_all_problems_of_all_runs_are_reported_before_any_starts(recipe, tmp_path):
+    arguments = ["--vary", "optim.learning_rate=1e-3,2e-3", "--vary", "batch.tokens_per_step=256,250", "--seeds", "2"]
+    refused = sweep(recipe, tmp_path / "sweep", *arguments, "--vary", "data.sequence_length=64,4096", check=False)
+    said = refused.stderr
+    assert refused.returncode == 2 and "Traceback" not in said
+    assert "data.sequence_length: 4,096 is more than the model's max_position_embeddings" in said
+    assert "250 is not a multiple of" in said and "with data.sequence_length 4096" in said
+    assert not (tmp_path / "sweep").exists()
+
+
+def fake_runs(tmp_path, count, steps=8):
+    return [SmallRun(f"a={n}", tmp_path, steps, 1.0) for n in range(count)]
+
+
+def test_halving_drops_the_worse_half_at_each_rung(tmp_path, monkeypatch):
+    """Four settings; the last learns nothing, the first is best at the first rung and the second at the second."""
+    small = fake_runs(tmp_path, 4)
+    points = [SweepPoint({"a": str(n)}, (run,), 100) for n, run in enumerate(small)]
+    curves = [{2: 1.0, 4: 3.0}, {2: 2.0, 4: 1.0}, {2: 3.0}, {2: math.inf}]
+    reached = dict.fromkeys((run.name for run in small), 0)
+
+    def outcome(run):
+        step = reached[run.name]
+        return RunOutcome("finished" if step == 8 else "unfinished", step, 0, curves[small.index(run)], 0.0)
+
+    monkeypatch.setattr(sweeps, "read_outcome", outcome)
+    grid = Grid(request("a=0,1,2,3", halving=3, output=tmp_path), points)
+    assert grid.request.rungs == [0.25, 0.5, 1.0]
+    order = []
+    while given := grid.next_run(set()):
+        run, pause_at = given
+        order.append((run.name, pause_at))
+        reached[run.name] = pause_at or 8
+    assert order == [("a=0", 2), ("a=1", 2), ("a=2", 2), ("a=3", 2), ("a=0", 4), ("a=1", 4), ("a=1", None)]
+    assert grid.work == pytest.approx(4 * 0.25 + 2 * 0.25 + 1 * 0.5)
+    again = Grid(grid.request, points)  # after a kill
+    assert again.next_run(set()) is None and [point.settings["a"] for point in again.alive] == ["1"]
+
+
+def test_a_search_learns_from_what_it_has_tried_and_repeats_itself(tmp_path):
+    pytest.importorskip("optuna")
+    asked = request("optim.learning_rate=1e-4..1e-1", "optim.name=adamw,muon", search=20, output=tmp_path)
+
+    def result(settings, number):
+        distance = abs(math.log10(float(settings["optim.learning_rate"])) + 2)
+        outcome = RunOutcome("finished", 8, 0, {8: 3 + distance}, 0.0)
+        return PointResult(settings, 100, [RunResult(SmallRun(str(number), tmp_path, 8, 1.0), outcome, None)])
+
+    tried = []
+    for number in range(20):
+        settings = pick_settings(asked, tried, set())
+        assert settings == pick_settings(asked, tried, set()), "after a kill the same trial is picked"
+        tried.append(result(settings, number))
+    distances = [result.mean_loss - 3 for result in tried]
+    assert statistics.fmean(distances[10:]) < statistics.fmean(distances[:10]) and min(distances) < 0.2
+    assert len({json.dumps(result.settings) for result in tried}) == 20
+
+
+def wait_for(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path):
+    """SIGKILL leaves a run behind, which goes on and is found; one of the settings fails."""
+    output = tmp_path / "sweep"
+    arguments = ["--vary", "optim.learning_rate=3e-3,1e-2", "--seeds", "2", "--validation.sequences", "4"]
+    with start_script("runs.py", "sweep", "--config", recipe, "--output", output, *arguments) as first:
+        run = output / "runs/learning_rate=3e-3,seed=1"
+        wait_for((run / "metrics.jsonl").exists)
+        first.send_signal(signal.SIGKILL)
+    done = sweep(recipe, output, *arguments)
+    assert len(events(run, "start")) == 1, "it was not started twice"
+    values = json.loads((output / "results.json").read_text())
+    assert [len(point["runs"]) for point in values["results"]] == [2, 2]
+    means = {p["settings"]["optim.learning_rate"]: p["loss"] for p in values["results"]}
+    for rate, loss in means.items():
+        of_seeds = [events(output / f"runs/learning_rate={rate},seed={seed}", "validation")[-1] for seed in (1, 2)]
+        assert loss == pytest.approx(statistics.fmean(event["loss"] for event in of_seeds))
+        assert all(event["step"] == 12 for event in of_seeds)
+    best = min(means, key=means.get)
+    assert f"Best: optim.learning_rate {best}" in done.stdout and (output / "results.png").stat().st_size > 10_000
+    recipe_of_best = yaml.safe_load((output / "best.yaml").read_text())
+    assert (
+        recipe_of_best["optim"]["learning_rate"] == float(best) and recipe_of_best["output"] == f"{tmp_path}/run_best"
+    )
+    assert recipe_of_best["validation"]["sequences"] == 4 and recipe_of_best["checkpoint"]["keep_last"] == 2
+    assert "No problems found" in run_script("train.py", "--config", output / "best.yaml", "--check").stdout
+
+    # The same command finds all done; another is refused, and leaves it.
+    lines = (run / "metrics.jsonl").read_text()
+    again = sweep(recipe, output, *arguments)
+    assert again.stdout == done.stdout and (run / "metrics.jsonl").read_text() == lines
+    refused = sweep(recipe, output, *arguments, "--optim.weight_decay", "0", check=False)
+    assert refused.returncode == 2 and "optim.weight_decay was 0.1, the command now gives 0.0" in refused.stderr
+
+    # A run that cannot go on fails alone; its setting is not the best.
+    damaged = output / f"runs/learning_rate={best},seed=2"
+    shutil.rmtree(damaged / "final")
+    next(damaged.glob("checkpoints/*/model.safetensors")).write_bytes(b"")
+    failed = sweep(recipe, output, *arguments)
+    assert re.search(f"learning_rate={best},seed=2: FAILED: .*checkpoint", failed.stderr)
+    assert f"Best: optim.learning_rate {best}" not in failed.stdout and "1 of 2 settings failed" in failed.stdout

@@ -1,0 +1,157 @@
+"""The mean of the weights: its formula, what it leaves alone, where it begins and how long it is."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pretrain.config import Averaging
+from pretrain.optim.averaging import WeightAverage, average_after_step, averaging_problems, can_continue
+from pretrain.recipe import read_run_config
+from support.project import events, losses, run_script
+
+STEPS = 400
+
+
+def walk(steps: int = STEPS) -> torch.Tensor:
+    """Weights after each step, (steps, 7), in fp64; exact in fp32."""
+    torch.manual_seed(0)
+    return torch.randn(steps, 7).cumsum(0).double()
+
+
+def averaged(settings: Averaging, weights: torch.Tensor, total_steps: int = STEPS) -> torch.Tensor:
+    """As a run does it, one step after the other."""
+    state, mean, parameter = None, None, {"w": torch.zeros(weights.shape[1])}
+    for step in range(1, len(weights) + 1):
+        parameter["w"].copy_(weights[step - 1])
+        if step % settings.every_steps:
+            continue
+        state, share = average_after_step(settings, state, step, total_steps)
+        if share == 1.0:
+            mean = WeightAverage(parameter)
+        elif state:
+            mean.update(parameter, share)
+    return mean.means["w"].double()
+
+
+@pytest.mark.parametrize(("every_steps", "half_life_fraction"), [(1, 0.05), (4, 0.05), (7, 0.3)])
+def test_ema_has_the_decay_of_its_half_life_whatever_the_interval(every_steps, half_life_fraction):
+    """Each copy's share written out: h steps after it, its share is half; the first ones share alike until then."""
+    weights = walk()
+    taken = weights[every_steps - 1 :: every_steps]
+    decay = 2 ** (-every_steps / (half_life_fraction * STEPS))
+    expected = torch.zeros_like(weights[0])
+    for number, copy in enumerate(taken, start=1):
+        expected += max(1 / number, 1 - decay) * (copy - expected)
+    found = averaged(Averaging(kind="ema", every_steps=every_steps, half_life_fraction=half_life_fraction), weights)
+    assert torch.allclose(found, expected, atol=1e-5)
+    # Of a run much longer than the half life what is left is the exponential mean of all its steps, nearly.
+    shares = decay ** torch.arange(len(taken) - 1, -1, -1, dtype=torch.float64)
+    plain = (shares[:, None] * taken).sum(0) / shares.sum()
+    if half_life_fraction < 0.1:
+        assert torch.allclose(found, plain, atol=1e-3)
+
+
+def test_tail_is_the_mean_of_the_end():
+    weights = walk()
+    found = averaged(Averaging(kind="tail", every_steps=4, tail_fraction=0.25), weights)
+    assert torch.allclose(found, weights[303::4].mean(0), atol=1e-5)
+
+
+def test_an_average_goes_on_only_where_it_belongs():
+    tail, state = Averaging(kind="tail"), {"kind": "tail", "first_step": 810, "count": 20}
+    assert can_continue(tail, state, total_steps=1000)
+    assert not can_continue(tail, state, total_steps=2000), "an extended run's tail begins later"
+    assert average_after_step(tail, state, 1010, total_steps=2000) == (None, 0.0)
+    assert average_after_step(tail, state, 1610, total_steps=2000)[1] == 1.0, "anew"
+    assert can_continue(tail, state, total_steps=900), "annealed early, a run's tail has begun late"
+    assert not can_continue(Averaging(kind="ema"), state, total_steps=1000)
+    assert average_after_step(Averaging(kind="ema"), None, 500, total_steps=1000)[1] == 1.0
+
+
+def test_the_mean_and_the_weights_change_places_and_back_to_the_last_bit():
+    weights = {"a": torch.randn(5, 3), "b": torch.tensor([1e-40, -0.0, float("inf")])}
+    mean = WeightAverage(weights)
+    weights["a"].add_(1)
+    mean.update(weights, 0.3)
+    before = [tensor.clone() for tensor in (*weights.values(), *mean.means.values())]
+    mean.exchange(weights)
+    assert weights["a"].equal(before[2]) and mean.means["a"].equal(before[0])
+    mean.exchange(weights)
+    after = [*weights.values(), *mean.means.values()]
+    assert all(a.view(torch.int32).equal(b.view(torch.int32)) for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"export.weights": "average"}, "export.weights: average, but averaging.kind is none"),
+        (
+            {"averaging.kind": "ema", "optim.name": "adafactor", "optim.stochastic_rounding": "true"},
+            "averaging.kind: ema averages weights in fp32",
+        ),
+        (
+            {"averaging.kind": "tail"},
+            "averaging.every_steps: 10 takes the weights of 0 of the 2 steps that are averaged, and a mean needs two; "
+            "use at most 1,",
+        ),
+        ({"averaging.kind": "ema"}, "averaging.every_steps: 10 takes the weights of 1 of the 12 steps"),
+    ],
+)
+def test_what_cannot_be_averaged_is_refused(recipe, settings, problem):
+    found = averaging_problems(read_run_config(recipe, list(settings.items())), total_steps=12)
+    assert found[0].startswith(problem)
+
+
+def folders(run) -> list:
+    return sorted((run / "checkpoints").glob("step-*"))
+
+
+def test_a_run_averages_its_own_weights_and_trains_as_without(recipe, tmp_path):
+    every = ["--checkpoint", "{every_steps: 1, keep_last: 20}", "--export.dtype", "fp32"]
+    ema = ["--averaging", "{kind: ema, every_steps: 2, half_life_fraction: 0.25}", "--export.weights", "average"]
+    tail = ["--averaging", "{kind: tail, every_steps: 1, tail_fraction: 0.75}"]
+    plain, run, late = (tmp_path / name for name in ("plain", "run", "late"))
+
+    def train(output, *arguments):
+        return run_script("train.py", "--config", recipe, "--output", output, *every, *arguments).stdout
+
+    train(plain)
+    train(run, *ema)
+    assert losses(run) == losses(plain), "the average's validation at step 6 changes nothing"
+    weights = [load_file(folder / "model.safetensors") for folder in folders(plain)]
+    assert [(folder / "average.safetensors").exists() for folder in folders(run)] == [False] + [True] * 11
+    found, decay = load_file(run / "checkpoints/step-00000012/average.safetensors"), 2 ** (-2 / 3)
+    for name, tensor in found.items():
+        expected = torch.zeros_like(tensor, dtype=torch.float64)
+        for number, copy in enumerate(weights[1::2], start=1):
+            expected += max(1 / number, 1 - decay) * (copy[name] - expected)
+        assert torch.allclose(tensor.double(), expected, atol=1e-6)
+    final = load_file(run / "final/model.safetensors")
+    assert final.keys() == found.keys() and all(final[name].equal(found[name]) for name in final)
+    (export,) = events(run, "export")
+    assert (export["weights"], export["problems"]) == ("average", [])
+    validations = {event["step"]: event for event in events(run, "validation")}
+    assert "average_loss" not in validations[0] and validations[12]["average_loss"] != validations[12]["loss"]
+    assert validations[12]["loss"] == events(plain, "validation")[-1]["loss"], "of the raw weights, as ever"
+    shards = read_run_config(recipe).data.train[0].shards
+    evaluate = ["evaluate.py", "--model", f"{run}@12", "--weights", "average", "--data", shards, "--sequences", 8]
+    run_script(*evaluate, "--output", tmp_path / "x.json")
+    (model,) = json.loads((tmp_path / "x.json").read_text())["models"]
+    assert model["sources"]["source"]["loss"] == pytest.approx(validations[12]["average_loss"], abs=1e-5)
+    assert events(run, "evaluation") == [], "the run's scores are of its raw weights"
+
+    # Turned on in the middle, after the tail's beginning at step 3.
+    (late / "checkpoints").mkdir(parents=True)
+    shutil.copytree(plain / "checkpoints/step-00000008", late / "checkpoints/step-00000008")
+    said = train(late, *tail)
+    assert "averaging: the checkpoint has no average of kind tail; one begins from its weights" in said
+    assert losses(late) == {step: loss for step, loss in losses(plain).items() if step > 8}
+    found = load_file(late / "checkpoints/step-00000012/average.safetensors")
+    for name, tensor in found.items():
+        expected = torch.stack([copy[name].double() for copy in weights[8:]]).mean(0)
+        assert torch.allclose(tensor.double(), expected, atol=1e-6)
+    state = json.loads((late / "checkpoints/step-00000012/trainer_state.json").read_text())["state"]
+    assert state["average"] == {"kind": "tail", "first_step": 9, "count": 4}

@@ -1,0 +1,104 @@
+"""Cleaning as a part of a preparation: what is removed and how it is counted, whatever the workers and kills."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from pretrain.data.shards import verify_shards
+from pretrain.data.tokenizer import load_tokenizer
+from pretrain.preparation.cleaning.account import KEPT, MOST_SOURCES_COUNTED, OTHER_SOURCES, CleaningAccount
+from pretrain.preparation.cleaning.filters import read_cleaning
+from pretrain.preparation.documents.sources import find_sources
+from pretrain.preparation.plan import Files, PreparationOptions, PreparationRequest
+from pretrain.preparation.prepare import prepare
+from pretrain.preparation.slices import slice_of
+from support.prepared import content_of, texts, write_jsonl
+
+FUNCTIONS = """
+def keep(text):
+    return text.removesuffix("loss").strip() if text.startswith("1") else not text.startswith("2")
+"""
+
+
+@pytest.fixture
+def request_of(tmp_path, tokenizer, monkeypatch):
+    """A preparation of three files in many parts with a filter that removes and changes documents."""
+    for name in ("documents.formats.PART_BYTES", "documents.sources.PART_BYTES", "documents.byte_stream.READ_BYTES"):
+        monkeypatch.setattr(f"pretrain.preparation.{name}", 2000)
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    documents = texts()
+    for name, chosen in (("a", documents[:150]), ("b", documents[150:300]), ("c", documents[300:])):
+        write_jsonl(tmp_path / f"{name}.jsonl", chosen)
+    files = Files(find_sources([f"{tmp_path}/*.jsonl"]))
+    options = PreparationOptions(cleaning=read_cleaning([f"{tmp_path}/mine.py:keep"]), validation_fraction=0.1)
+
+    def request(name, **changed):
+        return PreparationRequest(files, options, load_tokenizer(tokenizer), tmp_path / name, **changed)
+
+    return request
+
+
+def test_what_a_stage_removes_is_left_out_and_counted_by_rule_and_source(request_of, tmp_path, tokenizer):
+    outcome = prepare(request_of("out"))
+    removed = [text for text in texts() if text.startswith("2")]
+    assert outcome.tally.documents == 400 - len(removed)
+    manifest = json.loads((tmp_path / "out/manifest.json").read_bytes())
+    cleaning = manifest["cleaning"]
+    size = sum(len(text.encode()) for text in removed)
+    assert cleaning["removed"] == {"mine.keep": {"documents": len(removed), "bytes": size}}
+    assert cleaning["documents_in"] == 400 and cleaning["bytes_in"] == sum(len(t.encode()) for t in texts())
+    by_source = Counter(
+        {
+            source: rules["mine.keep"]["documents"]
+            for source, rules in cleaning["by_source"].items()
+            if "mine.keep" in rules
+        }
+    )
+    assert by_source == Counter("ab"[n >= 150] + ".jsonl" for n in range(300) if str(n).startswith("2"))
+    assert manifest["options"]["cleaning"][0]["name"] == "mine.py:keep"
+    changed = [text for text in texts() if text.startswith("1") and text.removesuffix("loss").strip() != text]
+    assert cleaning["changed"]["mine.keep"]["documents"] == len(changed) > 0
+    assert sum(t["text_bytes"] for t in manifest["totals"].values()) == (
+        cleaning["bytes_in"] - size - cleaning["changed"]["mine.keep"]["fewer_bytes"]
+    )
+    samples = json.loads((tmp_path / "out/cleaning_samples.json").read_bytes())
+    assert len(samples["mine.keep"]) == len(samples[KEPT]) == 10
+    assert all(sample["text"].startswith("2") for sample in samples["mine.keep"].values())
+    assert not verify_shards(tmp_path / "out")
+    assert prepare(request_of("out")).tally.cleaning == outcome.tally.cleaning
+
+
+def test_workers_slices_and_a_stop_change_no_byte(request_of, tmp_path):
+    prepare(request_of("one"))
+    expected = content_of(tmp_path / "one")
+    prepare(request_of("two", workers=2))
+    assert content_of(tmp_path / "two") == expected
+    for number in range(3):
+        prepare(slice_of(request_of("three"), number, 3))
+    prepare(request_of("three", merge_slices=3))
+    assert content_of(tmp_path / "three") == expected
+
+    class Killed(Exception):
+        pass
+
+    def kill(tally):
+        if tally.documents > 150:
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("pretrain.preparation.prepare.COMMIT_SECONDS", 0.0)
+        prepare(request_of("four"), report=kill)
+    prepare(request_of("four"))
+    assert content_of(tmp_path / "four") == expected
+
+
+def test_sources_beyond_the_limit_count_together():
+    account = CleaningAccount()
+    for number in range(MOST_SOURCES_COUNTED + 5):
+        part = CleaningAccount()
+        part.add_document("rule" if number % 2 else KEPT, f"{number}.txt", 1, b"text")
+        account.add(part)
+    assert len(account.sources) == MOST_SOURCES_COUNTED + 1
+    assert sum(n for n, _ in account.sources[OTHER_SOURCES].values()) == 5
+    assert account.rules == {KEPT: [503, 2012], "rule": [502, 2008]}
