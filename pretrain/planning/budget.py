@@ -234,7 +234,7 @@ def choose_run(budget: Budget) -> Sized:
     if not chosen.combinations:  # scaled memory said that it fits, by a hair
         others = {shape: sized for shape, sized in found.items() if shape.parameters < chosen.shape.parameters}
         chosen = size(budget, best_of(budget, others).shape, names=COMPARED)
-    if problem := too_small(chosen) or too_large(chosen):
+    if problem := too_small(chosen):
         raise InputError(problem)
     return chosen
 
@@ -242,6 +242,7 @@ def choose_run(budget: Budget) -> Sized:
 def search_family(budget: Budget) -> dict[Shape, Sized]:
     """{shape: its run} of those that may be the best one, smallest first."""
     refuse_less_than_a_start(budget)
+    refuse_more_than_the_largest(budget)
     shapes = budget.shapes
     place = shapes.index(guess(budget))
     like = planned_run(budget, shapes[place]), shapes[place]
@@ -270,6 +271,7 @@ def other_size(like: Sized, factor: float) -> Sized | None:
 def alternative(budget: Budget, like: Sized) -> Sized | None:
     """The run of another budget, its memory scaled from `like`, which may be of another family; None if none fits."""
     refuse_less_than_a_start(budget)
+    refuse_more_than_the_largest(budget)
     shapes = budget.shapes
     for shape in reversed(shapes[: shapes.index(guess(budget)) + 1]):
         sized = size(budget, shape, (like.run, like.shape))
@@ -312,18 +314,18 @@ def too_small(sized: Sized) -> str | None:
     )
 
 
-def too_large(sized: Sized) -> str | None:
-    budget, largest = sized.budget, sized.budget.shapes[-1]
-    asked = budget.tokens_per_parameter or COMPUTE_OPTIMAL
-    ratio = sized.affordable / sized.shape.parameters
-    if sized.shape != largest or ratio <= MOST_TIMES_TOO_LONG * asked:
-        return None
-    wanted = math.sqrt(sized.affordable * largest.parameters / asked)
-    return (
-        f"budget: {budget.in_words()} would train {count_text(wanted)} parameters at {asked:g} tokens per parameter; "
-        f"the largest {budget.family.name} here has {count_text(largest.parameters)} ({largest.layers} x "
-        f"{largest.width}). Give less, or train that one for longer with --tokens_per_parameter {ratio:.0f}"
-    )
+def refuse_more_than_the_largest(budget: Budget) -> None:
+    """At the speed of GPUs that do nothing but compute."""
+    largest, asked = budget.shapes[-1], budget.tokens_per_parameter or COMPUTE_OPTIMAL
+    tokens = budget.tokens_at_mfu(largest)
+    ratio = tokens / largest.parameters
+    if ratio > MOST_TIMES_TOO_LONG * asked:
+        wanted = math.sqrt(tokens * largest.parameters / asked)
+        raise InputError(
+            f"budget: {budget.in_words()} would train {count_text(wanted)} parameters at {asked:g} tokens per "
+            f"parameter; the largest {budget.family.name} here has {count_text(largest.parameters)} ({largest.layers} "
+            f"x {largest.width}). Give less, or train that one for longer with --tokens_per_parameter {ratio:.0f}"
+        )
 
 
 def size(

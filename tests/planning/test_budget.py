@@ -7,8 +7,6 @@ import pytest
 
 from pretrain.errors import InputError
 from pretrain.gpus import GIB, find_gpu
-from pretrain.memory import parts
-from pretrain.memory.activations import Activations, Line
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.planning.budget import (
     DATA_PARALLEL,
@@ -23,18 +21,12 @@ from pretrain.planning.candidates import micro_batches, strategy_problems
 from pretrain.planning.families import FAMILIES, Shape
 from pretrain.planning.sizing import MOST_EPOCHS
 from pretrain.planning.step_time import Hardware
+from support.quick_traces import use_quick_traces
 
 
 @pytest.fixture
 def quick_traces(monkeypatch):
-    """Activations by a formula of about their size, in the place of traces that take seconds each."""
-
-    def trace(model_config, call):
-        per_sequence = call.window.sequence_length * model_config.hidden_size * 2.0
-        kept = 2.0 if call.activation_checkpointing == "full" else 34.0
-        return Activations(*(Line(0.0, factor * per_sequence) for factor in (2.0, kept, 60.0, 2.0)))
-
-    monkeypatch.setattr(parts, "trace_activations", trace)
+    use_quick_traces(monkeypatch)
 
 
 def budget(gpu="h100", gpus=8, family="llama", vocabulary=32_000, **given) -> Budget:

@@ -1,0 +1,73 @@
+"""The answer to a budget: command, prices, reasons, what else it would be."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pretrain.errors import InputError
+from pretrain.gpus import find_gpu
+from pretrain.planning.budget_report import alternative_rows, answer_json, choices, make_recipe
+from pretrain.planning.budget_request import Place, Request
+from pretrain.planning.families import LLAMA
+from pretrain.planning.step_time import Hardware
+from support.quick_traces import use_quick_traces
+
+PLACE = Place(Path("recipes/a.yaml"), Path("data/a"), "tokenizers/a")
+ASKED = Request(
+    hours=None, dollars=100.0, flops=None, family=LLAMA, vocabulary=32_001, unique_tokens=math.inf,
+    tokens_per_parameter=None, optimizer="adamw", mfu=0.4, ladder=None, place=PLACE, writes=True, as_json=False,
+)  # fmt: skip
+MACHINES = Hardware(find_gpu("h100"), 16, 2)
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch, capsys):
+    """(recipe, what was printed) of a request."""
+    use_quick_traces(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+
+    def make(request: Request, hardware: Hardware = MACHINES):
+        make_recipe(request, hardware, "plan.py ...")
+        text = PLACE.recipe.read_text() if request.writes else ""
+        return text, capsys.readouterr().out
+
+    return make
+
+
+def test_for_many_gpus_the_command_names_strategy_and_machines(made):
+    text, printed = made(ASKED)
+    values = yaml.safe_load(text)
+    model = json.loads(Path(values["model"]).read_text())
+    assert model["model_type"] == "llama" and model["vocab_size"] == 32_128, "a multiple of 128"
+    assert values["optim"]["name"] == "adamw" and values["precision"] == "bf16"
+    for shown in (printed, text):
+        assert "--num_processes 16" in shown and "--num_machines 2 --machine_rank RANK" in shown
+    assert "--tokenizer tokenizers/a" in printed and "--output data/a" in printed
+    cost = next(line for line in printed.splitlines() if line.startswith("cost"))
+    assert 95 < float(cost.split()[1].lstrip("$")) <= 100
+
+
+def test_json_has_the_choices_and_what_else_it_would_be(made):
+    _, printed = made(replace(ASKED, as_json=True, writes=False))
+    found = json.loads(printed)
+    rows = {row["alternative"]: row for row in found["alternatives"]}
+    assert rows["half the time"]["cost"] == pytest.approx(found["cost"] / 2, rel=0.05)
+    assert rows["half the time"]["loss_difference"] > 0 > rows["double the time"]["loss_difference"]
+    assert rows["half the size"]["parameters"] == pytest.approx(found["parameters"] / 2, rel=0.2)
+    assert rows["double the size"]["tokens"] < found["tokens"]
+    assert {"qwen3", "gpt2", "nanochat", "deepone", "fsdp2", "zero3"} <= rows.keys()
+    assert rows["zero3"]["tokens"] == found["tokens"]
+    assert not PLACE.recipe.exists()
+
+
+def test_data_that_is_too_little_is_said(made):
+    text, printed = made(replace(ASKED, unique_tokens=2e8, place=replace(PLACE, is_prepared=True)))
+    assert "beyond 5 a text is learned by heart" in printed
+    assert "not all of the time" in printed
+    assert "Prepare the data" not in text
+    values = yaml.safe_load(text)
+    assert values["budget"]["steps"] * values["batch"]["tokens_per_step"] <= 1e9
