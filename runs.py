@@ -11,6 +11,7 @@ python runs.py merge RUN --last 5            # the mean of its last checkpoints,
 python runs.py save|stop|abort|anneal RUN    # controls a live run, from any machine that shares its disk
 python runs.py parity --config recipes/NAME.yaml --steps 50     # same losses under every strategy?
 python runs.py sweep --config recipes/NAME.yaml --vary optim.learning_rate=1e-3,2e-3 --output sweeps/x
+python runs.py ladder SWEEP --predict parameters=30M,tokens=600M     # the loss of a larger run
 """
 
 import argparse
@@ -206,6 +207,25 @@ def sweep(arguments: argparse.Namespace) -> int:
     return run_sweep(request, arguments.parallel)
 
 
+def ladder(arguments: argparse.Namespace) -> int:
+    """Fits the loss by size and tokens and predicts."""
+    from pretrain.errors import Problems
+    from pretrain.experiments.ladder import common_place, make_ladder, read_ladder_runs, read_predictions, rungs_of
+    from pretrain.experiments.ladder_report import ladder_text, write_ladder
+
+    problems = Problems()
+    asked = problems.attempt(read_predictions, arguments.predict, arguments.count)
+    found = problems.attempt(read_ladder_runs, arguments.runs, arguments.count, arguments.intermediate)
+    base = arguments.output or common_place(arguments.runs)
+    problems.attempt(require_writable, base)
+    problems.stop_if_any()
+    made = make_ladder(rungs_of(found[0]), asked, arguments.count)
+    print(ladder_text(made, found[1]))
+    for path in write_ladder(made, base):
+        print(path)
+    return 0
+
+
 def positive(text: str, kind: type = float) -> float:
     """A number of that kind above zero, for argparse."""
     value = kind(text.replace(",", ""))
@@ -230,6 +250,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default 60)")
     add_parity(commands)
     add_sweep(commands)
+    add_ladder(commands)
     return root
 
 
@@ -323,6 +344,28 @@ def add_sweep(commands: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     command.add_argument("--search", type=natural, metavar="N", help="try N settings, picked by optuna")
     command.add_argument("--parallel", type=natural, metavar="N", help="runs at a time (default: the GPUs, or 1)")
+
+
+def add_ladder(commands: argparse._SubParsersAction) -> None:
+    """The command that predicts losses."""
+    help_of_runs = {"metavar": "RUN_OR_SWEEP", "nargs": "+", "given": "runs"}
+    command = add_command(
+        commands, "ladder", ladder, "loss by size and tokens, fitted to runs; predictions", **help_of_runs
+    )
+    command.add_argument(
+        "--predict", action="append", default=[], metavar="RUN",
+        help="parameters=30M,tokens=600M, or a recipe; may be repeated",
+    )  # fmt: skip
+    command.add_argument(
+        "--count", choices=["matrix", "total"], default="matrix", help="what N counts: parameters in matrix products, "
+        "without embeddings that are looked up, or all (default matrix)",
+    )  # fmt: skip
+    command.add_argument(
+        "--intermediate", action="store_true", help="of runs of constant rate, losses on the way as well"
+    )
+    command.add_argument(
+        "--output", type=Path, metavar="PATH", help="without a suffix (default: ladder, in the folder)"
+    )
 
 
 def main() -> int:

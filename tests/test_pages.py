@@ -52,6 +52,7 @@ ONLY_READ = {
     r"runs\.py merge": "more checkpoints than the demo keeps: tests/checkpoint/test_merge.py",
     r"runs\.py parity": "trains under every strategy: tests/runs/test_parity.py",
     r"runs\.py sweep": "trains many runs: tests/experiments/test_sweep.py",
+    r"runs\.py ladder": "needs runs of several sizes: tests/experiments/test_ladder.py",
     r"--branch_from": "needs thousands of steps: tests/training/test_elastic_budget.py",
     r"^CUDA_VISIBLE_DEVICES=": "GPUs: every process of the tests would import anew",
     r"--model EleutherAI/": "needs the Hub",

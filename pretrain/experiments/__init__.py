@@ -5,4 +5,6 @@ Each run is a train.py of its own in a folder of its own, so whatever reads runs
     small_runs: trains many, side by side where there are devices; found again after a kill
     sweep, sweep_plan: a grid or a search over settings; what is to be trained, checked before anything starts
     sweep_report: table, JSON, picture and best recipe
+    scaling_law: loss by size and tokens, fitted
+    ladder, ladder_report: from runs of several sizes to predictions; what is said of them
 """

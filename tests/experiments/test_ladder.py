@@ -1,0 +1,114 @@
+"""runs.py ladder: which runs count, what is predicted and what is refused."""
+
+import json
+import math
+
+import pytest
+import yaml
+
+from pretrain.experiments.ladder import read_ladder_runs, rungs_of
+from pretrain.model.flops import matrix_parameters
+from pretrain.model.model_config import load_model_config
+from support.project import ROOT, run_script
+from support.tiny_models import LLAMA
+
+WIDTHS = (32, 48, 64, 96, 128)
+
+
+def loss_of(parameters, tokens):
+    return 1.5 + 30 / parameters**0.3 + 60 / tokens**0.3
+
+
+def write_ladder_run(folder, width, *, per_parameter=20, off=1.0, seed=1, ended=True, tokenizer="a", **optim):
+    """A run as train.py leaves it, of a law's loss; returns (N, tokens, loss)."""
+    folder.mkdir(parents=True)
+    model = folder / "model.json"
+    model.write_text(json.dumps({**LLAMA, "hidden_size": width, "intermediate_size": 4 * width}))
+    parameters = matrix_parameters(load_model_config(str(model)))
+    tokens = per_parameter * parameters
+    optim = {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 1, **optim}
+    settings = {"seed": seed, "output": str(folder), "data": {"sequence_length": 64}, "optim": optim}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "data.json").write_text(json.dumps({"data/x": {"tokenizer": {"sha256": tokenizer}}}))
+    lines = [{"event": "start", "step": 0, "total_steps": 10}]
+    for step in (2, 5, 10):
+        seen = tokens * step // 10
+        lines.append({"event": "train", "step": step, "tokens": seen, "loss": 3.0})
+        loss = loss_of(parameters, seen) * off
+        lines.append({"event": "validation", "step": step, "source": "x", "loss": loss})
+    lines += [{"event": "end", "code": 0, "step": 10}] * ended
+    text = "".join(json.dumps({**line, "time": 1.0 + n}) + "\n" for n, line in enumerate(lines))
+    (folder / "metrics.jsonl").write_text(text)
+    return parameters, tokens, loss
+
+
+def ladder(*arguments, check=True):
+    return run_script("runs.py", "ladder", *arguments, check=check)
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Four sizes, two seeds each, a worse rate at the smallest, and a run that has not ended."""
+    folder = tmp_path_factory.mktemp("sweeps") / "sizes"
+    for width in WIDTHS[:-1]:
+        for seed in (1, 2):
+            write_ladder_run(
+                folder / f"runs/width={width},seed={seed}", width, seed=seed, off=1 + 0.002 * (seed - 1.5)
+            )
+    write_ladder_run(folder / "runs/worse", WIDTHS[0], off=1.1, learning_rate=1e-5)
+    write_ladder_run(folder / "runs/not_ended", WIDTHS[-1], ended=False)
+    return folder
+
+
+def test_a_larger_size_is_predicted_as_text_json_and_picture(sweep, tmp_path):
+    parameters, tokens, loss = write_ladder_run(tmp_path / "larger", 160)
+    asked = f"parameters={parameters},tokens={tokens}"
+    said = ladder(sweep, "--predict", asked, "--predict", ROOT / "recipes/llama_125m.yaml").stdout
+    values = json.loads((sweep / "ladder.json").read_text())
+    first, second = values["predictions"]
+    assert first["loss"] == pytest.approx(loss, rel=0.005) and first["interval"][0] <= loss <= first["interval"][1]
+    assert first["name"] == asked and f"{first['loss']:.4f}" in said
+    assert "not_ended: left out: it has not finished" in said and "1 run of the same size" in said
+    assert [len(rung["folders"]) for rung in values["rungs"]] == [2, 2, 2, 2]
+    assert values["rungs"][0]["spread"] > 0 and abs(values["rungs"][0]["residual"]) < 0.005
+    assert "back-test: without the largest size" in said and "within the interval" in said
+    assert "tokens grew with size" in said and "mostly the prior" in said
+    assert second["times_compute"] > 1000 and "llama_125m.yaml: " in said.split("warning: ")[-1]
+    assert (sweep / "ladder.png").stat().st_size > 10_000
+
+
+def test_what_would_be_a_guess_is_refused(sweep, tmp_path):
+    for width in WIDTHS[:3]:
+        write_ladder_run(tmp_path / f"three/{width}", width)
+    asked = ["--predict", "parameters=1M,tokens=20M"]
+    few = ladder(tmp_path / "three", *asked, check=False)
+    assert few.returncode == 2 and "3 sizes" in few.stderr and "too few to predict" in few.stderr
+    assert "3 sizes show no law" in ladder(tmp_path / "three").stdout
+    one = ladder(tmp_path / "three/32", check=False)
+    assert one.returncode == 2 and "all runs have one size" in one.stderr
+
+    for number, width in enumerate(WIDTHS):
+        write_ladder_run(tmp_path / f"noisy/{width}", width, off=1 + 0.15 * (-1) ** number)
+    noisy = ladder(tmp_path / "noisy", *asked, check=False)
+    assert noisy.returncode == 2 and "the losses scatter by" in noisy.stderr
+
+    write_ladder_run(tmp_path / "noisy/constant", 160, schedule="constant")
+    write_ladder_run(tmp_path / "noisy/other_tokenizer", 192, tokenizer="b")
+    mixed = ladder(tmp_path / "noisy", tmp_path / "none", "--predict", "parameters=1M", check=False)
+    assert mixed.returncode == 2 and "Traceback" not in mixed.stderr
+    assert "none: holds no runs" in mixed.stderr and "give parameters=30M,tokens=600M" in mixed.stderr
+    mixed = ladder(tmp_path / "noisy", check=False)
+    assert "differ in the tokenizer" in mixed.stderr and "differ in optim.schedule" in mixed.stderr
+
+
+def test_losses_on_the_way_count_only_where_the_rate_was_constant(tmp_path):
+    for schedule in ("cosine", "constant"):
+        write_ladder_run(tmp_path / schedule, 32, schedule=schedule)
+        write_ladder_run(tmp_path / f"{schedule}_2", 64, schedule=schedule)
+    runs, _ = read_ladder_runs([tmp_path / "cosine", tmp_path / "cosine_2"], "matrix", intermediate=True)
+    assert len(rungs_of(runs)) == 2
+    constant = [tmp_path / "constant", tmp_path / "constant_2"]
+    rungs = rungs_of(read_ladder_runs(constant, "matrix", intermediate=True)[0])
+    assert [rung.tokens / rung.parameters for rung in rungs] == pytest.approx([4, 10, 20] * 2, rel=1e-3)
+    assert all(math.isclose(r.loss, loss_of(r.parameters, r.tokens)) for r in rungs)
+    assert len(rungs_of(read_ladder_runs(constant, "matrix", intermediate=False)[0])) == 2

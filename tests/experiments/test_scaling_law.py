@@ -1,0 +1,90 @@
+"""The law finds the laws that made the losses, and its intervals hold what they say."""
+
+import numpy as np
+import pytest
+
+from pretrain.experiments.scaling_law import (
+    LAW_COEFFICIENTS,
+    _fit,
+    _objective,
+    fit_scaling_law,
+    law_of,
+    law_values,
+    log_loss,
+)
+
+HOFFMANN = (1.69, 406.4, 0.34, 410.7, 0.28)
+OTHERS = ((1.2, 60.0, 0.25, 300.0, 0.3), (2.0, 3000.0, 0.5, 4000.0, 0.45))
+LADDER = [(size, 20 * size) for size in (1e6, 2e6, 4e6, 8e6)]
+GRID = [(size, ratio * size) for size in (1e6, 4e6, 16e6, 64e6, 256e6) for ratio in (5, 20, 80, 320)]
+
+
+def loss_of(law, parameters, tokens):
+    e, a, alpha, b, beta = law
+    return e + a / np.asarray(parameters) ** alpha + b / np.asarray(tokens) ** beta
+
+
+def fit(law, points, noise=0.0, seed=0):
+    sizes, tokens = map(np.array, zip(*points, strict=True))
+    factors = np.exp(noise * np.random.default_rng(seed).standard_normal(len(points)))
+    return fit_scaling_law(sizes, tokens, loss_of(law, sizes, tokens) * factors)
+
+
+def test_many_exact_runs_give_the_law_that_made_them():
+    """The priors hardly count, though they are off."""
+    found = fit(OTHERS[1], GRID)
+    assert found.coefficients["alpha"] == pytest.approx(0.5, abs=0.02)
+    assert found.coefficients["beta"] == pytest.approx(0.45, abs=0.02)
+    assert found.coefficients["E"] == pytest.approx(2.0, rel=0.01)
+    assert max(found.prior_shares.values()) < 0.3 and found.noise < 0.0015
+    for name, value in zip(LAW_COEFFICIENTS, OTHERS[1], strict=True):
+        low, high = found.coefficient_intervals[name]
+        assert low <= value <= high, name
+
+
+@pytest.mark.parametrize("law", [HOFFMANN, *OTHERS])
+def test_four_sizes_predict_a_fifth_with_four_times_the_compute(law):
+    for seed in range(5):
+        found = fit(law, LADDER, noise=0.001, seed=seed)
+        assert float(found.loss(16e6, 320e6)) == pytest.approx(loss_of(law, 16e6, 320e6), rel=0.0075)
+        assert min(found.prior_shares.values()) > 0.5, "four sizes on a line do not tell alpha from beta"
+
+
+def test_an_interval_of_ninety_per_cent_holds_nine_of_ten_runs():
+    held, runs, random = 0, 30, np.random.default_rng(7)
+    for seed in range(runs):
+        law = (HOFFMANN, *OTHERS)[seed % 3]
+        low, high = fit(law, LADDER, noise=0.003, seed=seed).interval(16e6, 320e6)
+        held += low <= loss_of(law, 16e6, 320e6) * np.exp(0.003 * random.standard_normal()) <= high
+        assert (high - low) / low < 0.06, "and says something"
+    assert held >= 23, "at 0.9 each, fewer than 23 of 30 have a chance of 1 in 125"
+
+
+def test_an_outlier_moves_the_law_little():
+    sizes, tokens = map(np.array, zip(*GRID, strict=True))
+    losses = loss_of(HOFFMANN, sizes, tokens)
+    losses[7] *= 1.2
+    found = fit_scaling_law(sizes, tokens, losses)
+    assert float(found.loss(1e9, 20e9)) == pytest.approx(loss_of(HOFFMANN, 1e9, 20e9), rel=0.02)
+    assert found.residuals[7] == pytest.approx(np.log(1.2), abs=0.015)
+
+
+def test_refits_descend_to_where_nothing_is_lower():
+    """Compared with steps in random directions, of a fit alone and among others."""
+    random = np.random.default_rng(3)
+    n, d = random.standard_normal((2, 6))
+    theta = np.array([0.5, 0.0, 0.1, 0.3, 0.4])
+    y = log_loss(theta, n, d) + 0.01 * random.standard_normal((4, 6))
+    rest = n, d, y, np.full(4, 0.01), np.tile([0.0, 0.0, 0.35, 0.35], (4, 1))
+    found, objective = _fit(np.tile(theta, (4, 1)) + 0.3, *rest)
+    for _ in range(200):
+        assert (_objective(found + 1e-3 * random.standard_normal(found.shape), *rest) > objective).all()
+    alone, _ = _fit(theta[None] + 0.3, n, d, y[:1], rest[3][:1], rest[4][:1])
+    assert np.allclose(alone[0], found[0], atol=1e-4)
+
+
+def test_a_law_is_the_same_from_its_json():
+    found = fit(HOFFMANN, LADDER)
+    again = law_of(law_values(found))
+    assert again.interval(1e8, 2e9) == pytest.approx(found.interval(1e8, 2e9), rel=1e-4)
+    assert float(again.loss(1e8, 2e9)) == pytest.approx(float(found.loss(1e8, 2e9)), rel=1e-5)
