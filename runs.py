@@ -12,6 +12,7 @@ python runs.py save|stop|abort|anneal RUN    # controls a live run, from any mac
 python runs.py parity --config recipes/NAME.yaml --steps 50     # same losses under every strategy?
 python runs.py sweep --config recipes/NAME.yaml --vary optim.learning_rate=1e-3,2e-3 --output sweeps/x
 python runs.py ladder SWEEP --predict parameters=30M,tokens=600M     # the loss of a larger run
+python runs.py mixture --config recipes/NAME.yaml --output sweeps/y  # weights of the sources, by many small runs
 """
 
 import argparse
@@ -207,6 +208,16 @@ def sweep(arguments: argparse.Namespace) -> int:
     return run_sweep(request, arguments.parallel)
 
 
+def mixture(arguments: argparse.Namespace) -> int:
+    """Trains on many mixtures and proposes weights."""
+    from pretrain.experiments.mixture import mixture_request, run_mixture
+    from pretrain.recipe import pair_up
+
+    changes = pair_up(arguments.changes)
+    request = mixture_request(arguments.config, changes, arguments.runs, arguments.seeds, arguments.output)
+    return run_mixture(request, arguments.parallel)
+
+
 def ladder(arguments: argparse.Namespace) -> int:
     """Fits the loss by size and tokens and predicts."""
     from pretrain.errors import Problems
@@ -250,6 +261,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default 60)")
     add_parity(commands)
     add_sweep(commands)
+    add_mixture(commands)
     add_ladder(commands)
     return root
 
@@ -346,6 +358,21 @@ def add_sweep(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--parallel", type=natural, metavar="N", help="runs at a time (default: the GPUs, or 1)")
 
 
+def add_mixture(commands: argparse._SubParsersAction) -> None:
+    """The command that proposes weights of sources."""
+    command = commands.add_parser(
+        "mixture",
+        help="train a small recipe on many mixtures of its sources and propose weights; the same command continues",
+        epilog="Any setting of the recipe can be changed by its path, as with train.py: --budget.steps 500",
+    )
+    command.set_defaults(run=mixture)
+    command.add_argument("--config", type=Path, required=True, metavar="RECIPE")
+    command.add_argument("--runs", type=natural, default=16, help="mixtures, the recipe's own first (default 16)")
+    command.add_argument("--seeds", type=natural, default=1, help="runs of each (default 1)")
+    command.add_argument("--output", type=Path, required=True, metavar="FOLDER")
+    command.add_argument("--parallel", type=natural, metavar="N", help="runs at a time (default: the GPUs, or 1)")
+
+
 def add_ladder(commands: argparse._SubParsersAction) -> None:
     """The command that predicts losses."""
     help_of_runs = {"metavar": "RUN_OR_SWEEP", "nargs": "+", "given": "runs"}
@@ -371,7 +398,7 @@ def add_ladder(commands: argparse._SubParsersAction) -> None:
 def main() -> int:
     arguments, rest = parser().parse_known_args(sys.argv[1:])
     arguments.changes = rest
-    if arguments.changes and arguments.run not in (parity, sweep):
+    if arguments.changes and arguments.run not in (parity, sweep, mixture):
         parser().error(f"unrecognized arguments: {' '.join(arguments.changes)}")
     return arguments.run(arguments)
 

@@ -51,7 +51,7 @@ ONLY_READ = {
     r"train\.py .*--smoke": "300 steps: tests/planning/test_smoke.py",
     r"runs\.py merge": "more checkpoints than the demo keeps: tests/checkpoint/test_merge.py",
     r"runs\.py parity": "trains under every strategy: tests/runs/test_parity.py",
-    r"runs\.py sweep": "trains many runs: tests/experiments/test_sweep.py",
+    r"runs\.py (sweep|mixture)": "trains many runs: tests/experiments",
     r"runs\.py ladder": "needs runs of several sizes: tests/experiments/test_ladder.py",
     r"--branch_from": "needs thousands of steps: tests/training/test_elastic_budget.py",
     r"^CUDA_VISIBLE_DEVICES=": "GPUs: every process of the tests would import anew",
@@ -153,7 +153,7 @@ def read(words: list[str]) -> None:
         read_run_config(own.config, pair_up(rest))
     elif script == "runs.py":
         own, rest = runs.parser().parse_known_args(arguments)
-        if own.run in (runs.parity, runs.sweep):
+        if own.run in (runs.parity, runs.sweep, runs.mixture):
             read_run_config(own.config, pair_up(rest))
         else:
             problems = rest

@@ -23,7 +23,7 @@ SIZES_DIFFER = 1.1
 """Sizes nearer than this are one."""
 MOST_NOISE = 0.02
 """Relative noise around the law above which nothing is predicted."""
-FAR_TIMES_COMPUTE = 8.0
+FAR_COMPUTE = 8.0
 """Times the compute of the largest run beyond which a prediction is warned of."""
 SAME_DIRECTION = 0.98
 """Correlation of log N and log D above which sizes and tokens count as grown together."""
@@ -292,10 +292,10 @@ def ladder_cautions(
                 "outside their interval: the ladder bends, or its settings are not equally good at every size"
             )
     said += [
-        f"{one.name}: {one.times_compute:.3g} times the compute of the largest run; beyond {FAR_TIMES_COMPUTE:g} times an interval "
-        "holds only if the law does"
+        f"{one.name}: {one.times_compute:.3g} times the compute of the largest run; beyond {FAR_COMPUTE:g} times an "
+        "interval holds only if the law does"
         for one in predictions
-        if one.times_compute > FAR_TIMES_COMPUTE
+        if one.times_compute > FAR_COMPUTE
     ]
     return said
 

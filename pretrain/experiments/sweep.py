@@ -9,7 +9,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pretrain.errors import InputError
 from pretrain.experiments.small_runs import (
@@ -39,7 +39,11 @@ LOCK_OF_SWEEP = ".sweep.lock"
 TRIALS_FILE = "trials.json"
 
 
-def run_sweep(request: SweepRequest, parallel: int | None) -> int:
+def run_sweep(
+    request: SweepRequest,
+    parallel: int | None,
+    report: Callable[[SweepRequest, Sequence[PointResult]], int] = report_sweep,
+) -> int:
     """Trains what is left of a sweep and reports all of it; returns the exit status: 1 if no setting was finished.
 
     Raises InputError with everything that cannot work, before anything starts.
@@ -67,7 +71,7 @@ def run_sweep(request: SweepRequest, parallel: int | None) -> int:
         if status := train_runs(sweep.runs, slots, sweep.next_run, sweep.ended, sweep.progress):
             print(f"interrupted; give the same command to continue {request.output}", file=sys.stderr)
             return status
-        return report_sweep(request, sweep.results())
+        return report(request, sweep.results())
 
 
 class Sweep:

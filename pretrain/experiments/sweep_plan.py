@@ -8,13 +8,13 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.config import Hub, RunConfig
-from pretrain.errors import InputError, Problems
+from pretrain.errors import InputError, Problems, shortened
 from pretrain.experiments.small_runs import SmallRun
 from pretrain.files import write_durably
 from pretrain.recipe import as_yaml, parse_yaml, read_run_config
@@ -70,6 +70,8 @@ class SweepRequest:
     search: int | None
     """Settings to try instead of a grid."""
     output: Path
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """{value as written: how folders name it}, where it is long."""
 
     def settings(self, values: Sequence[str]) -> dict[str, str]:
         """{path: value as written}"""
@@ -200,7 +202,7 @@ def run_name(request: SweepRequest, settings: Mapping[str, str], seed: int) -> s
     last = [path.rpartition(".")[2] for path in settings]
     parts = []
     for path, value in settings.items():
-        short = path.rpartition(".")[2]
+        short, value = path.rpartition(".")[2], request.labels.get(value, value)
         value = Path(value).stem if re.fullmatch(r"[\w./-]+\.(json|yaml)", value) else value
         value = re.sub(r"[^\w.+-]+", "_", value)[:LONGEST_VALUE_IN_NAME]
         parts.append(f"{short if last.count(short) == 1 else path}={value}")
@@ -318,7 +320,8 @@ def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequen
     if not differ:
         return
     lines = [
-        f"{request.output}: {name} was {json.dumps(before)}, the command now gives {json.dumps(now)}"
+        f"{request.output}: {name} was {shortened(json.dumps(before))}, "
+        f"the command now gives {shortened(json.dumps(now))}"
         for name, (before, now) in differ.items()
     ]
     more = [f"... and {len(lines) - MOST_DIFFERENCES} more"] if len(lines) > MOST_DIFFERENCES else []

@@ -1,0 +1,78 @@
+"""runs.py mixture: weights near the best, honest about how sure they are, from real runs."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+
+from pretrain.experiments.mixture import candidate_weights, propose
+from support.project import run_script
+
+OWN = np.array([0.8, 0.1, 0.1])
+LEARNED = np.array([[1.2, 0.1, 0.3], [0.1, 0.9, 0.1], [0.2, 0.1, 0.6]])
+"""How much each validation source gains from each training source."""
+
+
+def losses_of(weights):
+    """Shape (n, 3): not the form that is fitted, but with less and less gain as well."""
+    return 2.0 + np.exp(-2 * np.sqrt(weights) @ LEARNED.T)
+
+
+def best_of_many():
+    tried = np.random.default_rng(5).dirichlet(np.ones(3), 50_000)
+    return tried[np.argmin(losses_of(tried).mean(axis=1))]
+
+
+def test_candidates_are_mixtures_and_the_recipes_own_comes_first():
+    weights = candidate_weights(np.array([8.0, 1.0, 1.0]), 20)
+    assert weights[0] == pytest.approx(OWN, abs=1e-3)
+    assert np.allclose(weights.sum(axis=1), 1) and weights.min() > 0.009
+    assert (weights == candidate_weights(np.array([8.0, 1.0, 1.0]), 20)).all()
+    assert weights.max(axis=0).min() > 0.4, "every source leads somewhere"
+
+
+def test_the_proposal_is_near_the_best_and_says_what_it_gains():
+    weights = candidate_weights(OWN, 24)
+    noise = np.exp(0.002 * np.random.default_rng(2).standard_normal((24, 3)))
+    found = propose(weights, losses_of(weights) * noise)
+    at_best, own = losses_of(best_of_many()[None]).mean(), losses_of(OWN[None]).mean()
+    reached = losses_of(found.weights[None]).mean()
+    assert reached - at_best < 0.15 * (own - at_best), "most of what there is to gain"
+    assert found.gain_interval[0] > 0 and found.gain == pytest.approx(own - reached, abs=0.4 * (own - reached))
+    assert found.agreement > 0.9 and found.error < 0.01
+    assert found.losses == pytest.approx(losses_of(found.weights[None])[0], rel=0.02)
+
+
+def test_where_weights_do_not_matter_nothing_is_claimed():
+    weights, random = candidate_weights(OWN, 16), np.random.default_rng(4)
+    claims = [propose(weights, 3 * np.exp(0.01 * random.standard_normal((16, 3)))) for _ in range(5)]
+    assert sum(found.gain_interval[0] > 0 for found in claims) <= 1
+    assert all(found.gain < 0.05 and found.agreement < 0.7 for found in claims)
+
+
+def test_small_runs_propose_a_recipe_and_bad_requests_are_refused(recipe, shards, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(shards, other)
+    values = yaml.safe_load(recipe.read_text())
+    values["data"]["train"].append({"shards": str(other), "weight": 3, "max_epochs": 2})
+    mixed = recipe.with_name("mixed.yaml")
+    mixed.write_text(yaml.safe_dump(values))
+    output = tmp_path / "mixtures"
+    arguments = ["--config", mixed, "--output", output, "--budget.steps", "3", "--validation.sequences", "2"]
+    done = run_script("runs.py", "mixture", *arguments, "--runs", "6")
+    found = json.loads((output / "mixture.json").read_text())
+    assert len(found["mixtures"]) == 6 and found["mixtures"][0]["weights"] == pytest.approx([0.25, 0.75])
+    assert found["validation"] == ["other", "source"] and "interval" in done.stdout
+    proposed = yaml.safe_load((output / "mixture.yaml").read_text())
+    assert [s["weight"] for s in proposed["data"]["train"]] == pytest.approx(found["proposal"]["weights"], abs=1e-4)
+    assert proposed["data"]["train"][1]["max_epochs"] == 2 and proposed["budget"]["steps"] == 3
+    assert run_script("runs.py", "mixture", *arguments, "--runs", "6").stdout == done.stdout
+    for given, problem in (
+        (["--runs", "5"], "too few to fit 2 sources; give 6 or more"),
+        (["--runs", "7"], "--vary data.train"),
+        (["--runs", "6", "--data.train", f"[{{shards: {other}}}]"], "1 source makes no mixture"),
+    ):
+        refused = run_script("runs.py", "mixture", *arguments, *given, check=False)
+        assert refused.returncode == 2 and problem in refused.stderr and "Traceback" not in refused.stderr
