@@ -62,9 +62,11 @@ def main() -> None:
     if asks_for_recipe(arguments):
         request = read_request(arguments, rest, problems, gpu)
         begin()
+        from pretrain.experiments.ladder_report import read_ladder
         from pretrain.planning.budget_report import make_recipe
 
-        make_recipe(request, hardware_of(arguments, gpu, given), shlex.join(["plan.py", *sys.argv[1:]]))
+        expect = read_ladder(request.ladder).expect if request.ladder else None
+        make_recipe(request, hardware_of(arguments, gpu, given), shlex.join(["plan.py", *sys.argv[1:]]), expect)
         return
     if arguments.config is None:
         problems.append("--config: name the recipe to plan, or give --hours, --dollars or --flops to make one")

@@ -4,8 +4,8 @@ import json
 import math
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -62,17 +62,21 @@ class Answer:
     chosen: Sized
     alternatives: list[tuple[str, Sized | None, Combination | None]]
     """(what differs, the run, its combination); None: does not fit."""
-    expected: tuple[float, float, float] | None
-    """(loss, low, high) by the ladder."""
-    ladder: Path | None
+    expected: tuple[float, float, float, str] | None
+    """(loss, low, high, what is known of it) by a ladder."""
     place: Place
 
 
-def make_recipe(request: Request, hardware: Hardware, command: str) -> None:
+Expectation = Callable[[int, int, int], tuple[float, float, float, str]]
+"""From parameters in matrix products, all parameters, and tokens: (loss, low, high, what is known of it)."""
+
+
+def make_recipe(request: Request, hardware: Hardware, command: str, expect: Expectation | None = None) -> None:
     """Chooses, writes where a recipe was asked for, and prints. Raises InputError for a budget that fits no model.
 
     Args:
         command: by which all this was asked for.
+        expect: a ladder's.
     """
     hours = request.hours
     if request.dollars:
@@ -88,7 +92,7 @@ def make_recipe(request: Request, hardware: Hardware, command: str) -> None:
         mfu=request.mfu,
         optimizer=request.optimizer,
     )
-    found = answer(budget, request.place)
+    found = answer(budget, request.place, expect)
     if request.writes:
         write_recipe(found, command)
     if request.as_json:
@@ -97,7 +101,7 @@ def make_recipe(request: Request, hardware: Hardware, command: str) -> None:
         print_answer(found, request.writes)
 
 
-def answer(budget: Budget, place: Place, ladder: Path | None = None) -> Answer:
+def answer(budget: Budget, place: Place, expect: Expectation | None = None) -> Answer:
     """Raises InputError for a budget that fits no model."""
     chosen = choose_run(budget)
     rows: list[tuple[str, Sized | None, Combination | None]] = []
@@ -115,7 +119,9 @@ def answer(budget: Budget, place: Place, ladder: Path | None = None) -> Answer:
         if family is not budget.family
     ]
     rows += [(found.candidate.name, chosen, found) for found in chosen.combinations[1:]]
-    return Answer(chosen, rows, None, ladder, place)
+    work = chosen.work
+    expected = expect(work.non_embedding, work.active, chosen.tokens) if expect else None
+    return Answer(chosen, rows, expected, place)
 
 
 def tried(budget: Budget, like: Sized) -> Sized | None:
@@ -174,10 +180,16 @@ def choices(found: Answer) -> list[Choice]:
         price = f"{hardware.gpus} x ${hardware.gpu.price_per_hour:.2f} per hour; --price_per_gpu_hour for yours"
         rows.append(Choice("cost", f"${run.cost:,.2f}", price))
     if found.expected:
-        loss, low, high = found.expected
-        rows.append(Choice("loss", f"{loss:.3f}, {low:.3f} to {high:.3f}", f"by the ladder {found.ladder}"))
+        loss, low, high, known = found.expected
+        rows.append(Choice("loss", f"{loss:.3f} ({low:.3f} to {high:.3f})", known))
     else:
-        rows.append(Choice("loss", "not known", "no law holds for all text: measure yours with runs.py ladder"))
+        rows.append(
+            Choice(
+                "loss",
+                "not known",
+                "no law holds for all text: runs.py ladder makes yours of small runs, for --ladder",
+            )
+        )
     return rows
 
 
@@ -279,7 +291,7 @@ def loss_difference(sized: Sized, chosen: Sized) -> float | None:
 
 def answer_json(found: Answer) -> str:
     run = found.chosen
-    loss = dict(zip(("loss", "low", "high"), found.expected, strict=True)) if found.expected else None
+    loss = dict(zip(("loss", "low", "high", "source"), found.expected, strict=True)) if found.expected else None
     values = {
         "choices": [asdict(choice) for choice in choices(found)],
         "model": run.shape.config_values(2 * run.shape.sequence_length),

@@ -30,7 +30,7 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
         "--tokens_per_parameter", type=float, help="more than 20: a smaller model, trained for longer [Hoffmann's law]"
     )
     add("--optimizer", help=f"{', '.join(OPTIMIZERS_CHOSEN)} [muon]")
-    add("--ladder", metavar="JSON", help="runs.py ladder's: says what loss to expect")
+    add("--ladder", type=Path, metavar="JSON", help="runs.py ladder's: says what loss to expect")
     add("--write", metavar="RECIPE", help="recipe to write, with a model's JSON in model_configs/")
 
 
@@ -73,6 +73,7 @@ class Request:
     tokens_per_parameter: float | None
     optimizer: str
     mfu: float | None
+    ladder: Path | None
     place: Place
     writes: bool
     as_json: bool
@@ -110,6 +111,7 @@ def read_request(arguments: argparse.Namespace, rest: list[str], problems: Probl
         tokens_per_parameter=arguments.tokens_per_parameter,
         optimizer=arguments.optimizer or OPTIMIZERS_CHOSEN[0],
         mfu=arguments.mfu,
+        ladder=arguments.ladder,
         place=place,
         writes=arguments.write is not None,
         as_json=arguments.json,

@@ -113,7 +113,7 @@ def test_budgets_that_fit_no_model_are_refused(quick_traces):
         choose_run(budget(gpus=64, hours=2000))
     ratio = float(str(e.value).rpartition(" ")[2])
     run = choose_run(budget(gpus=64, hours=2000, tokens_per_parameter=ratio))
-    assert run.shape.layers == 40
+    assert run.shape.parameters > 1e10
 
 
 def test_alternatives_of_another_family_are_near(quick_traces):

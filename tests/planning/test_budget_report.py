@@ -9,8 +9,10 @@ import pytest
 import yaml
 
 from pretrain.errors import InputError
+from pretrain.experiments.ladder import Rung, make_ladder
+from pretrain.experiments.ladder_report import ladder_values, read_ladder
 from pretrain.gpus import find_gpu
-from pretrain.planning.budget_report import alternative_rows, answer_json, choices, make_recipe
+from pretrain.planning.budget_report import make_recipe
 from pretrain.planning.budget_request import Place, Request
 from pretrain.planning.families import LLAMA
 from pretrain.planning.step_time import Hardware
@@ -30,8 +32,8 @@ def made(tmp_path, monkeypatch, capsys):
     use_quick_traces(monkeypatch)
     monkeypatch.chdir(tmp_path)
 
-    def make(request: Request, hardware: Hardware = MACHINES):
-        make_recipe(request, hardware, "plan.py ...")
+    def make(request: Request, expect=None):
+        make_recipe(request, MACHINES, "plan.py ...", expect)
         text = PLACE.recipe.read_text() if request.writes else ""
         return text, capsys.readouterr().out
 
@@ -71,3 +73,30 @@ def test_data_that_is_too_little_is_said(made):
     assert "Prepare the data" not in text
     values = yaml.safe_load(text)
     assert values["budget"]["steps"] * values["batch"]["tokens_per_step"] <= 1e9
+
+
+def ladder_of_law(path: Path, sizes) -> Path:
+    """What runs.py ladder writes of runs on a law."""
+    rungs = [Rung(n, 20 * n, 1.7 + 400 / n**0.34 + 1200 / (20 * n) ** 0.34, None, (Path("x"),), 0) for n in sizes]
+    path.write_text(json.dumps(ladder_values(make_ladder(rungs, [], "total"))))
+    return path
+
+
+def test_a_ladder_says_what_loss_to_expect(made, tmp_path):
+    ladder = read_ladder(ladder_of_law(tmp_path / "l.json", [10**7, 2 * 10**7, 4 * 10**7, 8 * 10**7, 10**8]))
+    _, printed = made(replace(ASKED, as_json=True, writes=False), ladder.expect)
+    found = json.loads(printed)
+    expected = found["expected_loss"]
+    truth = 1.7 + 400 / found["parameters"] ** 0.34 + 1200 / found["tokens"] ** 0.34
+    assert expected["low"] < truth < expected["high"]
+    assert expected["loss"] == pytest.approx(truth, rel=0.05)
+    assert "times the compute of its largest run: if the law holds so far" in expected["source"]
+
+
+def test_ladders_that_predict_nothing_are_refused(tmp_path):
+    with pytest.raises(InputError, match="has 3 sizes; 4 are needed"):
+        read_ladder(ladder_of_law(tmp_path / "l.json", [10**7, 2 * 10**7, 4 * 10**7]))
+    (tmp_path / "x.json").write_text("[1]")
+    for name in ("x.json", "none.json"):
+        with pytest.raises(InputError, match=f"--ladder .*{name}"):
+            read_ladder(tmp_path / name)
