@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from pretrain.errors import InputError, Problems, run_script
 from pretrain.gpus import CPU, Gpu, find_gpu, gpu_called
-from pretrain.planning.budget_request import add_budget_options, asks_for_recipe, read_request
+from pretrain.planning.budget_request import add_budget_options, asks_for_recipe, read_budget_request
 from pretrain.recipe import named_recipe, pair_up, read_run_config
 from pretrain.terminal import begin
 
@@ -60,13 +60,13 @@ def main() -> None:
     given = given_figures(arguments, memory)
     gpu = problems.attempt(gpu_of, arguments, given)
     if asks_for_recipe(arguments):
-        request = read_request(arguments, rest, problems, gpu)
+        request = read_budget_request(arguments, rest, problems, gpu)
         begin()
         from pretrain.experiments.ladder_report import read_ladder
-        from pretrain.planning.budget_report import make_recipe
+        from pretrain.planning.budget_report import recipe_of_budget
 
         expect = read_ladder(request.ladder).expect if request.ladder else None
-        make_recipe(request, hardware_of(arguments, gpu, given), shlex.join(["plan.py", *sys.argv[1:]]), expect)
+        recipe_of_budget(request, hardware_of(arguments, gpu, given), shlex.join(["plan.py", *sys.argv[1:]]), expect)
         return
     if arguments.config is None:
         problems.append("--config: name the recipe to plan, or give --hours, --dollars or --flops to make one")

@@ -21,17 +21,17 @@ from pretrain.optim.learning_rate import learning_rate_for_parameters
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.planning.candidates import SIMPLEST_FIRST, Candidate, consider, micro_batches, planned_precision
 from pretrain.planning.families import Family, Shape
+from pretrain.planning.judgement import FEWEST_STEPS
 from pretrain.planning.sizing import MOST_EPOCHS, batch_for, best_shape, expected_loss, nearest_shape
 from pretrain.planning.step_time import Hardware, RunWork, Speed, mfu_of_size
 from pretrain.units import count_text, counted, duration_text
 
-SHARE_OF_TIME = {"cuda": 0.95, "cpu": 0.85}
-START_SECONDS = {"cuda": 60.0, "cpu": 5.0}
+SHARE_FOR_STEPS = {"cuda": 0.95, "cpu": 0.85}
+SECONDS_TO_START = {"cuda": 60.0, "cpu": 5.0}
 """Of the time given, for steps: the rest is validation and checkpoints; and the start, with compiling, takes that."""
-LARGEST_BATCH = 2**22
+LARGEST_BATCH_CHOSEN = 2**22
 """Tokens: what Llama was trained with."""
-FEWEST_STEPS = 100
-MICRO_BATCH_TOKENS = {"cuda": 16_384, "cpu": 1024}
+ENOUGH_TOKENS = {"cuda": 16_384, "cpu": 1024}
 """From there on larger products are hardly faster."""
 ABOUT_AS_FAST, WORTH_A_STRATEGY = 1.01, 1.03
 DATA_PARALLEL = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "hsdp")
@@ -44,7 +44,7 @@ MOST_TIMES_TOO_LONG = 1.5
 
 
 @dataclass(frozen=True)
-class Budget:
+class RunBudget:
     """What a run may take, and what it is for."""
 
     hardware: Hardware
@@ -65,7 +65,7 @@ class Budget:
     def seconds(self) -> float:
         """For steps."""
         kind = self.hardware.device_type
-        return SHARE_OF_TIME[kind] * 3600 * self.hours - START_SECONDS[kind]
+        return SHARE_FOR_STEPS[kind] * 3600 * self.hours - SECONDS_TO_START[kind]
 
     @property
     def precision(self) -> str:
@@ -152,7 +152,7 @@ class Combination:
 class Sized:
     """A run of one shape within a budget."""
 
-    budget: Budget
+    budget: RunBudget
     shape: Shape
     run: PlannedRun
     work: RunWork
@@ -200,7 +200,7 @@ class Sized:
     def billed_hours(self) -> float:
         """With start, validation and checkpoints."""
         kind = self.budget.hardware.device_type
-        return (self.hours + START_SECONDS[kind] / 3600) / SHARE_OF_TIME[kind]
+        return (self.hours + SECONDS_TO_START[kind] / 3600) / SHARE_FOR_STEPS[kind]
 
     @property
     def cost(self) -> float:
@@ -227,7 +227,7 @@ class Sized:
         return max(1, min(500, self.steps // 50))
 
 
-def choose_run(budget: Budget) -> Sized:
+def choose_run(budget: RunBudget) -> Sized:
     """Raises InputError for a budget that fits no model."""
     found = search_family(budget)
     chosen = size(budget, best_of(budget, found).shape, names=COMPARED)
@@ -239,7 +239,7 @@ def choose_run(budget: Budget) -> Sized:
     return chosen
 
 
-def search_family(budget: Budget) -> dict[Shape, Sized]:
+def search_family(budget: RunBudget) -> dict[Shape, Sized]:
     """{shape: its run} of those that may be the best one, smallest first."""
     refuse_less_than_a_start(budget)
     refuse_more_than_the_largest(budget)
@@ -256,7 +256,7 @@ def search_family(budget: Budget) -> dict[Shape, Sized]:
     return found
 
 
-def guess(budget: Budget) -> Shape:
+def guess(budget: RunBudget) -> Shape:
     """The shape for a budget if GPUs did nothing but compute."""
     return budget.best({shape: budget.tokens_at_mfu(shape) for shape in budget.shapes})
 
@@ -268,7 +268,7 @@ def other_size(like: Sized, factor: float) -> Sized | None:
     return None if shape == like.shape else size(budget, shape, (like.run, like.shape))
 
 
-def alternative(budget: Budget, like: Sized) -> Sized | None:
+def alternative(budget: RunBudget, like: Sized) -> Sized | None:
     """The run of another budget, its memory scaled from `like`, which may be of another family; None if none fits."""
     refuse_less_than_a_start(budget)
     refuse_more_than_the_largest(budget)
@@ -280,13 +280,13 @@ def alternative(budget: Budget, like: Sized) -> Sized | None:
     return None
 
 
-def refuse_less_than_a_start(budget: Budget) -> None:
+def refuse_less_than_a_start(budget: RunBudget) -> None:
     if budget.hours is not None and budget.seconds <= 0:
-        start = START_SECONDS[budget.hardware.device_type]
+        start = SECONDS_TO_START[budget.hardware.device_type]
         raise InputError(f"budget: {budget.in_words()}: the start alone takes some {start:.0f} s; give more time")
 
 
-def best_of(budget: Budget, found: dict[Shape, Sized]) -> Sized:
+def best_of(budget: RunBudget, found: dict[Shape, Sized]) -> Sized:
     able = {shape: sized for shape, sized in found.items() if sized.combinations}
     if not able:
         smallest = next(iter(found.values()))
@@ -314,7 +314,7 @@ def too_small(sized: Sized) -> str | None:
     )
 
 
-def refuse_more_than_the_largest(budget: Budget) -> None:
+def refuse_more_than_the_largest(budget: RunBudget) -> None:
     """At the speed of GPUs that do nothing but compute."""
     largest, asked = budget.shapes[-1], budget.tokens_per_parameter or COMPUTE_OPTIMAL
     tokens = budget.tokens_at_mfu(largest)
@@ -329,7 +329,7 @@ def refuse_more_than_the_largest(budget: Budget) -> None:
 
 
 def size(
-    budget: Budget,
+    budget: RunBudget,
     shape: Shape,
     like: tuple[PlannedRun, Shape] | None = None,
     names: Sequence[str] = DATA_PARALLEL,
@@ -366,7 +366,7 @@ def scratch() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory()
 
 
-def planned_run(budget: Budget, shape: Shape) -> PlannedRun:
+def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
     """A shape's run with a micro-batch of one sequence: the search chooses it."""
     hardware, is_cpu = budget.hardware, budget.hardware.device_type == "cpu"
     model = Path(scratch().name, f"{shape.family.name}_{shape.layers}_{shape.width}_{shape.vocabulary}.json")
@@ -389,10 +389,10 @@ def planned_run(budget: Budget, shape: Shape) -> PlannedRun:
     )
 
 
-def batch_of(budget: Budget, shape: Shape, tokens: float) -> int:
+def batch_of(budget: RunBudget, shape: Shape, tokens: float) -> int:
     """By the law for so many tokens, a power of two times what all GPUs take together; smaller for FEWEST_STEPS."""
     one_each = budget.hardware.gpus * shape.sequence_length
-    wanted = min(batch_for(tokens, 1, LARGEST_BATCH), max(tokens / FEWEST_STEPS, 1))
+    wanted = min(batch_for(tokens, 1, LARGEST_BATCH_CHOSEN), max(tokens / FEWEST_STEPS, 1))
     return one_each * 2 ** max(0, round(math.log2(wanted / one_each)))
 
 
@@ -401,12 +401,12 @@ def search(
 ) -> tuple[list[Combination], int]:
     """(the best combination of every strategy that fits, best first; how many were compared)."""
     best: dict[str, Combination] = {}
-    enough, compared = MICRO_BATCH_TOKENS[hardware.device_type] // run.config.data.sequence_length, 0
+    enough, compared = ENOUGH_TOKENS[hardware.device_type] // run.config.data.sequence_length, 0
     for checkpointing, recompute in (("none", 1.0), ("full", 4 / 3)):
         config = run.config.model_copy(update={"activation_checkpointing": checkpointing})
         with_it, its_work = replace(run, config=config), replace(work, recompute=recompute)
         for name in names:
-            candidates = fitting(name, with_it, its_work, hardware, speed)
+            candidates = fitting_micro_batches(name, with_it, its_work, hardware, speed)
             able = [Combination(candidate, checkpointing) for candidate in candidates]
             compared += len(able)
             if able := [*filter(None, [best.get(name)]), *able]:
@@ -421,7 +421,9 @@ def search(
     return sorted(best.values(), key=rank), compared
 
 
-def fitting(name: str, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed) -> list[Candidate]:
+def fitting_micro_batches(
+    name: str, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed
+) -> list[Candidate]:
     """A run under one strategy with every micro-batch that fits."""
     found = consider(name, run, work, hardware, speed)
     if not found.runs:

@@ -17,18 +17,18 @@ from pretrain.gpus import GIB
 from pretrain.model.model_config import padded_vocabulary
 from pretrain.planning.budget import (
     COMPUTE_OPTIMAL,
-    MICRO_BATCH_TOKENS,
+    ENOUGH_TOKENS,
     MOST_TIMES_TOO_LONG,
-    SHARE_OF_TIME,
-    START_SECONDS,
-    Budget,
+    SECONDS_TO_START,
+    SHARE_FOR_STEPS,
     Combination,
+    RunBudget,
     Sized,
     alternative,
     choose_run,
     other_size,
 )
-from pretrain.planning.budget_request import Place, Request
+from pretrain.planning.budget_request import BudgetRequest, RecipePlace
 from pretrain.planning.candidates import command_of
 from pretrain.planning.families import FAMILIES, NANOCHAT, Shape
 from pretrain.planning.own_text import MADE_BY
@@ -42,7 +42,7 @@ SAVES, SECONDS_BETWEEN_SAVES = 10, 1800
 """Checkpoints and validations of a run, more where it is so long that half an hour is lost otherwise."""
 PUBLISHED_FROM = 6e7
 """Parameters in layers."""
-VALIDATION_SHARE = 0.02
+SHARE_FOR_VALIDATION = 0.02
 """Of the computation."""
 
 
@@ -64,14 +64,16 @@ class Answer:
     """(what differs, the run, its combination); None: does not fit."""
     expected: tuple[float, float, float, str] | None
     """(loss, low, high, what is known of it) by a ladder."""
-    place: Place
+    place: RecipePlace
 
 
 Expectation = Callable[[int, int, int], tuple[float, float, float, str]]
 """From parameters in matrix products, all parameters, and tokens: (loss, low, high, what is known of it)."""
 
 
-def make_recipe(request: Request, hardware: Hardware, command: str, expect: Expectation | None = None) -> None:
+def recipe_of_budget(
+    request: BudgetRequest, hardware: Hardware, command: str, expect: Expectation | None = None
+) -> None:
     """Chooses, writes where a recipe was asked for, and prints. Raises InputError for a budget that fits no model.
 
     Args:
@@ -81,7 +83,7 @@ def make_recipe(request: Request, hardware: Hardware, command: str, expect: Expe
     hours = request.hours
     if request.dollars:
         hours = request.dollars / hardware.gpus / hardware.gpu.price_per_hour
-    budget = Budget(
+    budget = RunBudget(
         hardware=hardware,
         family=request.family,
         vocabulary=padded_vocabulary(request.vocabulary),
@@ -101,7 +103,7 @@ def make_recipe(request: Request, hardware: Hardware, command: str, expect: Expe
         print_answer(found, request.writes)
 
 
-def answer(budget: Budget, place: Place, expect: Expectation | None = None) -> Answer:
+def answer(budget: RunBudget, place: RecipePlace, expect: Expectation | None = None) -> Answer:
     """Raises InputError for a budget that fits no model."""
     chosen = choose_run(budget)
     rows: list[tuple[str, Sized | None, Combination | None]] = []
@@ -124,7 +126,7 @@ def answer(budget: Budget, place: Place, expect: Expectation | None = None) -> A
     return Answer(chosen, rows, expected, place)
 
 
-def tried(budget: Budget, like: Sized) -> Sized | None:
+def tried(budget: RunBudget, like: Sized) -> Sized | None:
     try:
         return alternative(budget, like)
     except InputError:
@@ -167,13 +169,13 @@ def choices(found: Answer) -> list[Choice]:
         Choice(
             "memory",
             f"{best.candidate.memory.total / GIB:.3g} of {hardware.usable_bytes / GIB:.3g} GB",
-            f"per {hardware.unit}, at its peak; enough sequences for {MICRO_BATCH_TOKENS[kind]:,} tokens if they fit",
+            f"per {hardware.unit}, at its peak; enough sequences for {ENOUGH_TOKENS[kind]:,} tokens if they fit",
         ),
         Choice(
             "time",
             duration_text(3600 * run.billed_hours),
             f"{run.tokens_per_second:,.0f} tokens/s, MFU {run.mfu:.0%}, {budget.speed(shape).source}; "
-            f"{START_SECONDS[kind]:.0f} s to start and {1 - SHARE_OF_TIME[kind]:.0%} for validation and checkpoints",
+            f"{SECONDS_TO_START[kind]:.0f} s to start and {1 - SHARE_FOR_STEPS[kind]:.0%} for validation and saves",
         ),
     ]
     if not is_cpu and hardware.gpu.price_per_hour:
@@ -391,7 +393,7 @@ def recipe_text(found: Answer, command: str) -> str:
     run, place = found.chosen, found.place
     best, length = run.combinations[0], run.shape.sequence_length
     every = max(1, min(run.steps // SAVES, round(SECONDS_BETWEEN_SAVES / best.seconds)))
-    measured = VALIDATION_SHARE * every * run.batch * 3 / length
+    measured = SHARE_FOR_VALIDATION * every * run.batch * 3 / length
     reasons = "\n".join(
         textwrap.fill(
             f"{choice.name:<14} {choice.value}: {choice.reason}", 117, initial_indent="# ", subsequent_indent="#   "

@@ -11,7 +11,7 @@ from pretrain.planning.families import FAMILIES, Family
 from pretrain.units import parse_count
 
 DIALS = ("hours", "dollars", "flops")
-OPTIONS = (*DIALS, "family", "vocabulary", "data", "tokens_per_parameter", "optimizer", "ladder", "write")
+BUDGET_OPTIONS = (*DIALS, "family", "vocabulary", "data", "tokens_per_parameter", "optimizer", "ladder", "write")
 """Those that ask for a recipe."""
 OPTIMIZERS_CHOSEN = ("muon", "adamw")
 LARGEST_VOCABULARY = 2**22
@@ -35,11 +35,11 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
 
 
 def asks_for_recipe(arguments: argparse.Namespace) -> bool:
-    return any(getattr(arguments, name) is not None for name in OPTIONS)
+    return any(getattr(arguments, name) is not None for name in BUDGET_OPTIONS)
 
 
 @dataclass(frozen=True)
-class Place:
+class RecipePlace:
     """Where a recipe and its parts go: recipes/mine.yaml, model_configs/mine.json, data/mine, runs/mine."""
 
     recipe: Path
@@ -59,7 +59,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Request:
+class BudgetRequest:
     """What is asked for; the dials as on the command line."""
 
     hours: float | None
@@ -74,12 +74,14 @@ class Request:
     optimizer: str
     mfu: float | None
     ladder: Path | None
-    place: Place
+    place: RecipePlace
     writes: bool
     as_json: bool
 
 
-def read_request(arguments: argparse.Namespace, rest: list[str], problems: Problems, gpu: Gpu | None) -> Request:
+def read_budget_request(
+    arguments: argparse.Namespace, rest: list[str], problems: Problems, gpu: Gpu | None
+) -> BudgetRequest:
     """Raises InputError with everything wrong.
 
     Args:
@@ -101,7 +103,7 @@ def read_request(arguments: argparse.Namespace, rest: list[str], problems: Probl
             if path.exists()
         ]
     problems.stop_if_any()
-    return Request(
+    return BudgetRequest(
         hours=arguments.hours,
         dollars=arguments.dollars,
         flops=arguments.flops,
@@ -118,18 +120,18 @@ def read_request(arguments: argparse.Namespace, rest: list[str], problems: Probl
     )
 
 
-def place_of(arguments: argparse.Namespace) -> Place:
+def place_of(arguments: argparse.Namespace) -> RecipePlace:
     recipe, given = Path(arguments.write or "recipes/mine.yaml"), arguments.vocabulary
     if arguments.data is not None:
-        return Place(recipe, Path(arguments.data), is_prepared=True)
+        return RecipePlace(recipe, Path(arguments.data), is_prepared=True)
     if given is not None and (Path(given) / MANIFEST_NAME).is_file():
-        return Place(recipe, Path(given), is_prepared=True)
+        return RecipePlace(recipe, Path(given), is_prepared=True)
     tokenizer = given if given is not None and not isinstance(parse_count(given), int) else None
-    return Place(recipe, Path("data", recipe.stem), tokenizer)
+    return RecipePlace(recipe, Path("data", recipe.stem), tokenizer)
 
 
 def option_contradictions(arguments: argparse.Namespace, rest: list[str], gpu: Gpu | None) -> Problems:
-    """What is wrong with the options alone; arguments as of `read_request`."""
+    """What is wrong with the options alone; arguments as of `read_budget_request`."""
     problems = Problems()
     given = {name: getattr(arguments, name) for name in DIALS if getattr(arguments, name) is not None}
     if len(given) != 1:

@@ -10,7 +10,7 @@ from pretrain.gpus import GIB, find_gpu
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.planning.budget import (
     DATA_PARALLEL,
-    Budget,
+    RunBudget,
     ScaledRun,
     alternative,
     choose_run,
@@ -29,10 +29,10 @@ def quick_traces(monkeypatch):
     use_quick_traces(monkeypatch)
 
 
-def budget(gpu="h100", gpus=8, family="llama", vocabulary=32_000, **given) -> Budget:
+def budget(gpu="h100", gpus=8, family="llama", vocabulary=32_000, **given) -> RunBudget:
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
     given = given if "flops" in given else {"hours": 2.0} | given
-    return Budget(Hardware(gpu, gpus, -(-gpus // 8)), FAMILIES[family], vocabulary, **given)
+    return RunBudget(Hardware(gpu, gpus, -(-gpus // 8)), FAMILIES[family], vocabulary, **given)
 
 
 def test_more_hours_buy_a_larger_model_and_no_more_than_is_given(quick_traces):

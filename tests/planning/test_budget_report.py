@@ -12,14 +12,14 @@ from pretrain.errors import InputError
 from pretrain.experiments.ladder import Rung, make_ladder
 from pretrain.experiments.ladder_report import ladder_values, read_ladder
 from pretrain.gpus import find_gpu
-from pretrain.planning.budget_report import make_recipe
-from pretrain.planning.budget_request import Place, Request
+from pretrain.planning.budget_report import recipe_of_budget
+from pretrain.planning.budget_request import BudgetRequest, RecipePlace
 from pretrain.planning.families import LLAMA
 from pretrain.planning.step_time import Hardware
 from support.quick_traces import use_quick_traces
 
-PLACE = Place(Path("recipes/a.yaml"), Path("data/a"), "tokenizers/a")
-ASKED = Request(
+PLACE = RecipePlace(Path("recipes/a.yaml"), Path("data/a"), "tokenizers/a")
+ASKED = BudgetRequest(
     hours=None, dollars=100.0, flops=None, family=LLAMA, vocabulary=32_001, unique_tokens=math.inf,
     tokens_per_parameter=None, optimizer="adamw", mfu=0.4, ladder=None, place=PLACE, writes=True, as_json=False,
 )  # fmt: skip
@@ -32,8 +32,8 @@ def made(tmp_path, monkeypatch, capsys):
     use_quick_traces(monkeypatch)
     monkeypatch.chdir(tmp_path)
 
-    def make(request: Request, expect=None):
-        make_recipe(request, MACHINES, "plan.py ...", expect)
+    def make(request: BudgetRequest, expect=None):
+        recipe_of_budget(request, MACHINES, "plan.py ...", expect)
         text = PLACE.recipe.read_text() if request.writes else ""
         return text, capsys.readouterr().out
 
@@ -61,8 +61,8 @@ def test_json_has_the_choices_and_what_else_it_would_be(made):
     assert rows["half the time"]["loss_difference"] > 0 > rows["double the time"]["loss_difference"]
     assert rows["half the size"]["parameters"] == pytest.approx(found["parameters"] / 2, rel=0.2)
     assert rows["double the size"]["tokens"] < found["tokens"]
-    assert {"qwen3", "gpt2", "nanochat", "deepone", "fsdp2", "zero3"} <= rows.keys()
-    assert rows["zero3"]["tokens"] == found["tokens"]
+    assert {"qwen3", "gpt2", "nanochat", "deepone", "ddp"} <= rows.keys()
+    assert rows["ddp"]["tokens"] == found["tokens"]
     assert not PLACE.recipe.exists()
 
 
