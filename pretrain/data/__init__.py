@@ -6,6 +6,7 @@ run that continues. The on-disk format is manifest and shards (docs/data.md).
     manifest, shards: prepared folders
     foreign_shards, megatron, hdf5: the formats of others
     document_index: which documents are in a shard
+    input_order: the documents of folders in the order of their input
     tokenizer: tokenizers, read from wherever they are
     batches: which windows a step takes
     windows: the windows of validation

@@ -9,5 +9,6 @@ Predictions come from memory and step_time; calibration compares them with a few
     own_text, sized_recipe: train.py --text; what it writes
     sizing, families: what size to train; its shape
     smoke: a hundred steps, pass or fail per stage
+    width_check: whether a learning rate holds at other widths
     judgement: what --check says of a recipe that can run
 """

@@ -5,7 +5,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from pretrain.data.document_index import tokens_of
+from pretrain.data.document_index import chosen_ids, tokens_of
 from pretrain.errors import InputError
 from pretrain.preparation.cleaning.account import CleaningAccount
 from pretrain.preparation.deduplicate import SeenDocuments
@@ -15,6 +15,7 @@ from pretrain.preparation.worker import EncodedPart, Problem
 
 PROBLEMS_NAMED_IN_MANIFEST = 20
 SKIPPED_COUNTS = ("empty_documents", "filtered_documents", "duplicate_documents", "bad_records")
+NEAR_DUPLICATE_COUNTS = ("near_duplicate_documents", "near_duplicate_bytes")
 
 
 @dataclass
@@ -28,6 +29,8 @@ class Tally:
     empty_documents: int = 0
     filtered_documents: int = 0
     duplicate_documents: int = 0
+    near_duplicate_documents: int = 0
+    near_duplicate_bytes: int = 0
     bad_records: int = 0
     bad_examples: list[str] = field(default_factory=list)
     input_bytes: int = 0
@@ -35,7 +38,10 @@ class Tally:
 
     def skipped(self) -> dict[str, int | list[str]]:
         """What was left out, as the manifest records it."""
-        return {name: getattr(self, name) for name in SKIPPED_COUNTS} | {"first_bad_records": self.bad_examples}
+        # Where none were looked for, the manifest is what it was before they could be.
+        near = {name: getattr(self, name) for name in NEAR_DUPLICATE_COUNTS if getattr(self, name)}
+        counts = {name: getattr(self, name) for name in SKIPPED_COUNTS} | near
+        return counts | {"first_bad_records": self.bad_examples}
 
     @classmethod
     def from_progress(cls, fields: dict[str, Any]) -> Self:
@@ -81,22 +87,27 @@ class Intake:
         documents = encoded.documents[:taken].copy()
         numbers = np.array([self._source_numbers[name] for name in encoded.source_names], np.uint32)
         documents["source"] = numbers[documents["source"]]
-        validation_tokens = self._write(encoded.ids, documents, encoded.is_validation[:taken])
+        signatures = None if encoded.signatures is None else encoded.signatures[:taken]
+        validation_tokens = self._write(encoded.ids, documents, encoded.is_validation[:taken], signatures)
         tally.documents += taken
         tally.tokens += int(documents["end"][-1]) if taken else 0
         tally.text_bytes += int(documents["text_bytes"].sum())
         tally.validation_tokens += validation_tokens
         tally.empty_documents += encoded.empty_documents
         tally.filtered_documents += encoded.filtered_documents
+        tally.near_duplicate_documents += encoded.near_duplicate_documents
+        tally.near_duplicate_bytes += encoded.near_duplicate_bytes
         tally.input_bytes += encoded.input_bytes
         if encoded.cleaning is not None:
             tally.cleaning.add(encoded.cleaning)
         return complete
 
-    def _write(self, ids: np.ndarray, documents: np.ndarray, is_validation: np.ndarray) -> int:
+    def _write(
+        self, ids: np.ndarray, documents: np.ndarray, is_validation: np.ndarray, signatures: np.ndarray | None
+    ) -> int:
         """Writes documents to the split that each belongs to; the tokens that went to validation."""
         if not is_validation.any():
-            self._writer.write("train", ids, documents)
+            self._writer.write("train", ids, documents, signatures)
             return 0
         tokens = tokens_of(documents)
         ids = ids[: int(tokens.sum())]
@@ -104,7 +115,8 @@ class Intake:
             if chosen.any():
                 of_split = documents[chosen]
                 of_split["end"] = np.cumsum(tokens[chosen])
-                self._writer.write(split, ids[np.repeat(chosen, tokens)], of_split)
+                of_signatures = None if signatures is None else signatures[chosen]
+                self._writer.write(split, chosen_ids(ids, tokens, chosen), of_split, of_signatures)
         return int(tokens[is_validation].sum())
 
     def _check_problems(self, problems: list[Problem]) -> None:

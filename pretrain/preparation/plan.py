@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
+from pretrain.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain.preparation.cleaning.stages import Cleaning
 from pretrain.preparation.documents.records import Reading
 from pretrain.preparation.documents.sources import (
@@ -103,6 +104,7 @@ class PreparationOptions:
     max_errors: int = 100
     deduplicate: bool = False
     megatron: bool = False
+    near_duplicates: NearDuplicates | None = None
     cleaning: Cleaning | None = None
     slice: str | None = None
 
@@ -111,6 +113,7 @@ class PreparationOptions:
         # Without what asdict would copy: a stage may hold an index.
         fields = asdict(replace(self, cleaning=None))
         fields["cleaning"] = self.cleaning and self.cleaning.as_plan()
+        fields["near_duplicates"] = self.near_duplicates and self.near_duplicates.as_plan()
         reading = fields.pop("reading")
         del reading["tab_separated"]
         reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None

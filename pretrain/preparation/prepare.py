@@ -11,16 +11,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from pretrain.data.input_order import InputOrder
 from pretrain.data.manifest import MANIFEST_FILE, SHARDS_FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, counts_in
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.files import as_json, sync_files, sync_folder, write_durably
 from pretrain.preparation.cleaning.account import SAMPLES_FILE, recorded_account
-from pretrain.preparation.collector import SKIPPED_COUNTS, DisagreementError, Intake, Tally
+from pretrain.preparation.cleaning.near_duplicate_search import (
+    NEAR_DUPLICATES_FILE,
+    DuplicateSearch,
+    StageProgress,
+    report_of,
+)
+from pretrain.preparation.collector import NEAR_DUPLICATE_COUNTS, SKIPPED_COUNTS, DisagreementError, Intake, Tally
 from pretrain.preparation.deduplicate import seen_in_shards
 from pretrain.preparation.documents.sources import BEGINNING, Position
 from pretrain.preparation.encode import Encoder, ReferenceEncoder, make_encoder
@@ -31,7 +40,9 @@ from pretrain.preparation.worker import EncodedPart, EncodingSettings, encode_pa
 from pretrain.processes import folder_lock
 
 UNFINISHED_FOLDER = ".unfinished"
-PLAN_LAYOUT = 2
+FIRST_PASS = "documents"
+"""The folder, in the unfinished one, of all documents, of which near duplicates are then left out."""
+PLAN_LAYOUT = 3
 COMMIT_SECONDS = 2.0
 
 
@@ -121,7 +132,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
         tokens=sum(total[0] for total in totals),
         text_bytes=sum(total[2] for total in totals),
         validation_tokens=totals[1][0],
-        **{name: made_from["skipped"].get(name, 0) for name in SKIPPED_COUNTS},
+        **{name: made_from["skipped"].get(name, 0) for name in (*SKIPPED_COUNTS, *NEAR_DUPLICATE_COUNTS)},
         cleaning=recorded_account(output, made_from),
     )
     return PreparationOutcome(manifest, tally, already_done=True, continued=False, seconds=0.0, tokens_made=0)
@@ -134,6 +145,7 @@ def _discard(output: Path, existed: bool) -> None:
     (output / SAMPLES_FILE).unlink(missing_ok=True)
     for name in (TOKENIZER_FOLDER, UNFINISHED_FOLDER):
         shutil.rmtree(output / name, ignore_errors=True)
+    (output / NEAR_DUPLICATES_FILE).unlink(missing_ok=True)
     if not existed:
         output.rmdir()
 
@@ -144,6 +156,7 @@ class _Run:
     def __init__(self, request: PreparationRequest, plan: dict[str, Any], slices: list[Path], report: Report):
         self.request, self.plan, self.slices, self.report = request, plan, slices, report
         self.output = request.output
+        self.removed: np.ndarray | None = None
         self.stages: Counter[str] = Counter()
         self.plan_path = self.output / UNFINISHED_FOLDER / "plan.json"
         self.progress_path = self.output / UNFINISHED_FOLDER / "progress.json"
@@ -161,7 +174,11 @@ class _Run:
             write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
         else:
             say(f"{self.output}: continuing after {progress['tally']['documents']:,} documents")
-        encoder, reason = make_encoder(tokenizer, engine)
+        first_pass = None
+        if self.request.options.near_duplicates is not None and self.request.options.slice is None:
+            first_pass = self._find_near_duplicates(say)
+        # Slices are tokenised already.
+        encoder, reason = (None, None) if self.slices else make_encoder(tokenizer, engine)
         if reason:
             say(f"tokenising with tokenizers: {reason}")
         before = progress["tally"]["tokens"] if progress else 0
@@ -180,9 +197,49 @@ class _Run:
             already_done=False,
             continued=progress is not None,
             seconds=time.monotonic() - started,
-            tokens_made=tally.tokens - before,
+            tokens_made=first_pass.tokens_made if first_pass else tally.tokens - before,
             stage_seconds=dict(self.stages),
         )
+
+    def _find_near_duplicates(self, say: Callable[[str], None]) -> PreparationOutcome | None:
+        """Prepares all documents, unless they are in slices, and finds those that `_tokenise` then leaves out."""
+        options, state_folder, outcome = self.request.options, self.output / UNFINISHED_FOLDER, None
+        if not self.slices:
+            self.slices = [state_folder / FIRST_PASS]
+            label = "all documents, before near duplicates are left out"
+            all_options = replace(options, slice=label, megatron=False)
+            try:
+                first = replace(self.request, output=self.slices[0], options=all_options)
+                outcome = prepare(first, say, self.report)
+            finally:
+                self.worth_keeping = self.worth_keeping or self.slices[0].exists()
+            self.stages.update(outcome.stage_seconds)
+        began = time.perf_counter()
+        manifests = [read_manifest(folder) for folder in self.slices]
+        with _stop_signals() as stopped:
+
+            def stop_if_asked() -> None:
+                if stopped:
+                    raise StoppedError(stopped[0])
+
+            order = InputOrder(manifests)
+            search = DuplicateSearch(
+                order, options.near_duplicates, state_folder / "near_duplicates", StageProgress(say, stop_if_asked)
+            )
+            tokens = sum(shard.tokens for manifest in manifests for shard in manifest.shards)
+            needed = search.disk_bytes + tokens * manifests[0].bytes_per_id
+            free = shutil.disk_usage(self.output).free + sum(path.stat().st_size for path in shard_files(self.output))
+            if free < needed:
+                raise InputError(
+                    f"{self.output}: {free:,} bytes are free, and leaving out near duplicates needs {needed:,}; free "
+                    "space, then run the same command again: it continues here"
+                )
+            duplicates = search.run()
+            report = report_of(search, duplicates, manifests, self.request.tokenizer)
+            write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
+        self.removed = duplicates["document"]
+        self.stages["find near duplicates"] += time.perf_counter() - began
+        return outcome
 
     def _load_progress(self) -> dict[str, Any] | None:
         if not self.plan_path.is_file():
@@ -199,10 +256,19 @@ class _Run:
 
     def _tokenise(self, progress: dict[str, Any] | None, encoder: Encoder) -> tuple[Tally, list[Shard]]:
         options, dtype = self.request.options, self.plan["dtype"]
+        near = options.near_duplicates if options.slice else None
+        if self.removed is not None:
+            # What the limits left out has not been read; nothing more is to be left out by them.
+            options = replace(options, max_documents=None, max_tokens=None)
         tally = Tally.from_progress(progress["tally"]) if progress else Tally()
         position = Position(*progress["position"]) if progress else BEGINNING
         writer = ShardWriter(
-            self.output, dtype, options.shard_tokens, progress["writer"] if progress else None, options.megatron
+            self.output,
+            dtype,
+            options.shard_tokens,
+            progress["writer"] if progress else None,
+            options.megatron,
+            near.signature_bytes if near else 0,
         )
         seen = seen_in_shards(self.output, writer.written(), dtype) if options.deduplicate else None
         numbers = {source["path"]: number for number, source in enumerate(self.plan["sources"])}
@@ -251,7 +317,8 @@ class _Run:
         """The encoded parts from a position on: of slices, of a Ray cluster, or of processes of this machine."""
         request, options = self.request, self.request.options
         if self.slices:
-            return merged_parts(self.slices, start, request.documents.total_bytes or 0, options.deduplicate)
+            total_bytes = request.documents.total_bytes or 0
+            return merged_parts(self.slices, start, total_bytes, options.deduplicate, self.removed)
         settings = EncodingSettings(
             request.tokenizer,
             encoder,
@@ -259,6 +326,7 @@ class _Run:
             request.split,
             stop_at_problem=options.on_error == "stop",
             deduplicate=options.deduplicate,
+            near_duplicates=options.near_duplicates,
             cleaning=options.cleaning,
         )
         parts = request.documents.parts(options.reading, start)

@@ -32,8 +32,8 @@ class DocumentProgress:
     def update(self, tally: Tally) -> None:
         """Shows how far the preparation is."""
         now = time.monotonic()
-        if self._first is None:
-            # What an earlier process did says nothing of this one's speed.
+        if self._first is None or tally.input_bytes < self._first[1]:
+            # What an earlier process or pass did says nothing of this one's speed.
             self._first = (now, tally.input_bytes, tally.tokens)
         seconds = max(now - self._first[0], 1e-9)
         read_bytes = tally.input_bytes - self._first[1]

@@ -7,7 +7,10 @@ from pathlib import Path
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import Problems
+from pretrain.preparation.cleaning.decontamination import REMOVALS, SHORTEST_RUN_WORDS, read_decontamination
 from pretrain.preparation.cleaning.filters import read_cleaning
+from pretrain.preparation.cleaning.near_duplicates import NearDuplicates
+from pretrain.preparation.cleaning.stages import Cleaning
 from pretrain.preparation.documents.formats import DOCUMENT_UNITS
 from pretrain.preparation.documents.hub_dataset import open_dataset
 from pretrain.preparation.documents.records import Reading, template_problem
@@ -67,8 +70,8 @@ def _missing(arguments: argparse.Namespace) -> list[str]:
         problems.append("give --output FOLDER, the folder to create")
     if bool(arguments.tokenizer) == bool(arguments.train_tokenizer):
         problems.append("give either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one")
-    if arguments.train_tokenizer and arguments.filter:
-        problems.append("--filter: a tokenizer is trained on the text as it is; leave the filters out")
+    if arguments.train_tokenizer and (arguments.filter or arguments.decontaminate):
+        problems.append("--filter, --decontaminate: a tokenizer is trained on the text as it is; leave them out")
     return problems
 
 
@@ -121,11 +124,18 @@ def _options(arguments: argparse.Namespace) -> PreparationOptions:
         "on_error": (arguments.on_error, ("stop", "skip")),
         "engine": (_engine(arguments)[0], ENGINES),
         "format": (arguments.format, ("shards", "megatron")),
+        "decontaminate_remove": (arguments.decontaminate_remove, REMOVALS),
     }
     for name, (given, allowed) in choices.items():
         if given not in allowed:
             also = "; and ray, alone or after a comma" if name == "engine" else ""
             problems.append(f"--{name} {given}: must be {', '.join(allowed[:-1])} or {allowed[-1]}{also}")
+    near = None
+    if arguments.near_duplicates is not None:
+        given = (arguments.near_duplicates, arguments.near_duplicate_bands, arguments.near_duplicate_shingle)
+        near = problems.attempt(NearDuplicates.parse, *given)
+        if arguments.deduplicate:
+            problems.append("--deduplicate: --near_duplicates leaves out exact copies as well; give one of them")
     options = PreparationOptions(
         reading=_reading(arguments, problems),
         format=arguments.input_format,
@@ -137,10 +147,23 @@ def _options(arguments: argparse.Namespace) -> PreparationOptions:
         max_errors=_count(problems, arguments, "max_errors", smallest=0),
         deduplicate=arguments.deduplicate,
         megatron=arguments.format == "megatron",
-        cleaning=problems.attempt(read_cleaning, arguments.filter),
+        near_duplicates=near,
+        cleaning=_cleaning(arguments, problems),
     )
     problems.stop_if_any()
     return options
+
+
+def _cleaning(arguments: argparse.Namespace, problems: list[str]) -> Cleaning | None:
+    """The filters, and after them the decontamination; adds what is wrong to `problems`."""
+    words, remove = (
+        _count(problems, arguments, "decontaminate_words", smallest=SHORTEST_RUN_WORDS),
+        arguments.decontaminate_remove,
+    )
+    filters = problems.attempt(read_cleaning, arguments.filter)
+    decontamination = problems.attempt(read_decontamination, arguments.decontaminate, words, remove)
+    stages = (*(filters.stages if filters else ()), *([decontamination] if decontamination else []))
+    return Cleaning(stages) if stages else None
 
 
 def _reading(arguments: argparse.Namespace, problems: list[str]) -> Reading:

@@ -14,6 +14,7 @@ from pretrain.data.manifest import SPLITS, Shard, id_dtype
 from pretrain.data.shards import VERIFY_BLOCK_BYTES
 from pretrain.errors import InputError
 from pretrain.files import sha256_of, sync_folder, write_durably
+from pretrain.preparation.cleaning.near_duplicate_search import SIGNATURES_SUFFIX
 
 
 class _HashedFile:
@@ -48,12 +49,22 @@ class _HashedFile:
 
 
 class _OpenShard:
-    """A shard that grows: its ids, and beside them the index of its documents."""
+    """A shard that grows: its ids, and beside them the index of its documents and their signatures, if any."""
 
-    def __init__(self, path: Path, dtype: np.dtype, tokens: int = 0, documents: int = 0, text_bytes: int = 0):
+    def __init__(
+        self,
+        path: Path,
+        dtype: np.dtype,
+        signature_bytes: int,
+        tokens: int = 0,
+        documents: int = 0,
+        text_bytes: int = 0,
+    ):
         self.tokens, self.documents, self.text_bytes = tokens, documents, text_bytes
         self.ids = _HashedFile(path, tokens * dtype.itemsize)
-        self.index = _HashedFile(index_path(path), documents * DOCUMENT.itemsize)
+        self.beside = [_HashedFile(index_path(path), documents * DOCUMENT.itemsize)]
+        if signature_bytes:
+            self.beside.append(_HashedFile(path.with_suffix(SIGNATURES_SUFFIX), documents * signature_bytes))
 
     def as_shard(self, split: str, sha256: str = "", beside: dict[str, str] | None = None) -> Shard:
         return Shard(self.ids.path.name, split, self.tokens, self.documents, self.text_bytes, sha256, beside or {})
@@ -73,11 +84,12 @@ class ShardWriter:
         shard_tokens: int,
         state: dict[str, Any] | None = None,
         with_megatron_index: bool = False,
+        signature_bytes: int = 0,
     ):
         self._folder = folder
         self._dtype_name, self._dtype = dtype, id_dtype(dtype)
         self._shard_tokens = shard_tokens
-        self._with_megatron_index = with_megatron_index
+        self._with_megatron_index, self._signature_bytes = with_megatron_index, signature_bytes
         state = state or {"finished": [], "open": {}, "counts": dict.fromkeys(SPLITS, 0)}
         self._finished = [Shard(**shard) for shard in state["finished"]]
         self._counts = dict(state["counts"])
@@ -85,13 +97,13 @@ class ShardWriter:
         self._open = {split: self._opened(split, **fields) for split, fields in state["open"].items()}
 
     def _opened(self, split: str, number: int, **counts: int) -> _OpenShard:
-        return _OpenShard(self._folder / _file_name(split, number), self._dtype, **counts)
+        return _OpenShard(self._folder / _file_name(split, number), self._dtype, self._signature_bytes, **counts)
 
     def _remove_unknown_files(self, opened: dict[str, dict[str, int]]) -> None:
         known = {name for shard in self._finished for name in (shard.file, *shard.beside)}
         for split, fields in opened.items():
             path = self._folder / _file_name(split, fields["number"])
-            known |= {path.name, index_path(path).name}
+            known |= {path.name, index_path(path).name, path.with_suffix(SIGNATURES_SUFFIX).name}
         for path in shard_files(self._folder):
             if path.name not in known:
                 path.unlink()
@@ -104,8 +116,11 @@ class ShardWriter:
                     f"{path}: has changed since it was written; remove {self._folder} and prepare it again"
                 )
 
-    def write(self, split: str, ids: np.ndarray, documents: np.ndarray) -> None:
-        """Appends documents: their ids end to end, and their records of type DOCUMENT with ends counted in `ids`."""
+    def write(self, split: str, ids: np.ndarray, documents: np.ndarray, signatures: np.ndarray | None = None) -> None:
+        """Appends documents: their ids end to end, and their records of type DOCUMENT with ends counted in `ids`.
+
+        signatures: (documents, signature_bytes) uint8, where the writer was made with signature_bytes.
+        """
         ends = documents["end"].astype(np.int64)
         tokens = tokens_of(documents)
         first, first_id = 0, 0
@@ -118,7 +133,9 @@ class ShardWriter:
             entries = documents[first:stop].copy()
             # Ends count from the start of the shard file.
             entries["end"] = ends[first:stop] - first_id + shard.tokens
-            shard.index.append(entries.tobytes())
+            shard.beside[0].append(entries.tobytes())
+            if signatures is not None:
+                shard.beside[1].append(signatures[first:stop].tobytes())
             shard.tokens += stop_id - first_id
             shard.documents += stop - first
             shard.text_bytes += int(entries["text_bytes"].sum())
@@ -138,10 +155,10 @@ class ShardWriter:
         if shard is None:
             return
         sha256 = shard.ids.finish()
-        beside = {shard.index.path.name: shard.index.finish()}
+        beside = {file.path.name: file.finish() for file in shard.beside}
         if self._with_megatron_index:
             path = shard.ids.path.with_suffix(megatron.IDX_SUFFIX)
-            tokens = tokens_of(np.fromfile(shard.index.path, DOCUMENT))
+            tokens = tokens_of(np.fromfile(index_path(path), DOCUMENT))
             write_durably(path, megatron.index_bytes(tokens, self._dtype_name))
             beside[path.name] = sha256_of(path)
         self._finished.append(shard.as_shard(split, sha256, beside))
@@ -150,8 +167,8 @@ class ShardWriter:
         """Makes everything written so far durable and returns the state that continues from here."""
         opened = {}
         for split, shard in self._open.items():
-            shard.ids.sync()
-            shard.index.sync()
+            for file in (shard.ids, *shard.beside):
+                file.sync()
             # The open shard of a split is the last one that was begun.
             opened[split] = {"number": self._counts[split] - 1, "tokens": shard.tokens}
             opened[split] |= {"documents": shard.documents, "text_bytes": shard.text_bytes}
@@ -171,8 +188,8 @@ class ShardWriter:
     def close(self) -> None:
         """Closes the files without finishing anything."""
         for shard in self._open.values():
-            shard.ids.close()
-            shard.index.close()
+            for file in (shard.ids, *shard.beside):
+                file.close()
 
 
 def _file_name(split: str, number: int) -> str:
@@ -181,5 +198,6 @@ def _file_name(split: str, number: int) -> str:
 
 def shard_files(folder: Path) -> list[Path]:
     """Every file of a shard in a folder: ids and what stands beside them."""
-    names = [f"{split}-*{suffix}" for split in SPLITS for suffix in (".bin", DOCUMENTS_SUFFIX, megatron.IDX_SUFFIX)]
+    suffixes = (".bin", DOCUMENTS_SUFFIX, megatron.IDX_SUFFIX, SIGNATURES_SUFFIX)
+    names = [f"{split}-*{suffix}" for split in SPLITS for suffix in suffixes]
     return sorted(path for name in names for path in folder.glob(name))

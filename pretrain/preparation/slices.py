@@ -6,14 +6,15 @@ merge reads the slices' documents in the order of the input and writes the same 
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.document_index import DOCUMENT, document_table, read_index, tokens_of
-from pretrain.data.manifest import MANIFEST_FILE, SPLITS, Manifest, Shard, id_dtype
+from pretrain.data.document_index import DOCUMENT, document_table
+from pretrain.data.input_order import InputOrder
+from pretrain.data.manifest import MANIFEST_FILE, SPLITS, Manifest, id_dtype
 from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.errors import InputError, Problems
 from pretrain.preparation.cleaning.account import recorded_account
@@ -23,6 +24,7 @@ from pretrain.preparation.plan import PreparationOptions, PreparationRequest, re
 from pretrain.preparation.worker import EncodedPart, Problem
 
 TOKENS_PER_PART = 1 << 22
+DOCUMENTS_PER_PART = 1 << 16
 
 
 def parse_slice(text: str) -> tuple[int, int]:
@@ -70,63 +72,71 @@ def require_slices(request: PreparationRequest) -> list[Path]:
     return folders
 
 
-def merged_parts(folders: list[Path], start: Position, input_bytes: int, deduplicate: bool) -> Iterator[EncodedPart]:
-    """The documents of all slices in order, from a position on: (slice, number of its next part)."""
-    for number in range(start.source, len(folders)):
-        first = start.part if number == start.source else 0
-        parts = slice_parts(folders[number], number, input_bytes // len(folders), deduplicate)
-        yield from itertools.islice(parts, first, None)
+def merged_parts(
+    folders: Sequence[Path],
+    start: Position,
+    input_bytes: int,
+    deduplicate: bool,
+    removed: np.ndarray | None = None,
+) -> Iterator[EncodedPart]:
+    """The documents of all slices in order, from a position on: (slice, number of its next part).
+
+    removed: ascending numbers, over all slices, of near duplicates to leave out.
+    """
+    removed = np.empty(0, np.uint32) if removed is None else removed
+    first_of_slice = 0
+    for number, folder in enumerate(folders):
+        manifest = read_manifest(folder)
+        if number >= start.source:
+            first = start.part if number == start.source else 0
+            share = input_bytes // len(folders)
+            parts = slice_parts(manifest, number, share, deduplicate, removed, first_of_slice)
+            yield from itertools.islice(parts, first, None)
+        first_of_slice += sum(shard.documents for shard in manifest.shards)
 
 
-def slice_parts(folder: Path, number: int, input_bytes: int, deduplicate: bool) -> Iterator[EncodedPart]:
-    """A slice's documents in the order of its input, TOKENS_PER_PART at a time; the last part has the counts."""
-    manifest = read_manifest(folder)
-    tables = {split: documents_of(manifest, split) for split in SPLITS}
-    is_validation = np.repeat([False, True], [len(tables[split]) for split in SPLITS])
-    documents = np.concatenate([tables[split] for split in SPLITS])
-    order = np.lexsort((documents["place"], documents["source"]))
-    documents, is_validation = documents[order], is_validation[order]
-    tokens = documents["end"].astype(np.int64)
-    part_of = np.cumsum(tokens) // TOKENS_PER_PART
-    count = int(part_of[-1]) + 1 if len(part_of) else 0
-    cuts = np.searchsorted(part_of, np.arange(count + 1))
+def slice_parts(
+    manifest: Manifest, number: int, input_bytes: int, deduplicate: bool, removed: np.ndarray, first_of_slice: int
+) -> Iterator[EncodedPart]:
+    """A slice's documents in the order of its input, some at a time; the last part has the counts."""
+    order = InputOrder([manifest])
     readers = {split: ShardReader(manifest, split) for split in SPLITS}
     read = dict.fromkeys(SPLITS, 0)
-    for part in range(count):
-        here = slice(int(cuts[part]), int(cuts[part + 1]))
-        ids = np.empty(int(tokens[here].sum()), id_dtype(manifest.dtype))
-        of_validation = np.repeat(is_validation[here], tokens[here])
-        for split, chosen in zip(SPLITS, (~of_validation, of_validation), strict=True):
-            piece = np.empty(int(np.count_nonzero(chosen)), ids.dtype)
-            readers[split].read(read[split], piece)
-            read[split] += len(piece)
-            ids[chosen] = piece
-        names, sources = np.unique(documents["source"][here], return_inverse=True)
-        table = document_table(tokens[here], documents["text_bytes"][here], sources, documents["place"][here])
-        yield EncodedPart(
+    all_tokens = sum(reader.tokens for reader in readers.values())
+    part = first = 0
+    while first < order.documents:
+        documents, is_validation = order.table(first, min(first + DOCUMENTS_PER_PART, order.documents))
+        ends = np.cumsum(documents["end"].astype(np.int64))
+        taken = max(1, int(np.searchsorted(ends, TOKENS_PER_PART, side="right")))
+        documents, is_validation, ends = documents[:taken], is_validation[:taken], ends[:taken]
+        tokens = documents["end"].astype(np.int64)
+        ids = np.empty(int(ends[-1]), id_dtype(manifest.dtype))
+        runs = np.flatnonzero(np.diff(is_validation)) + 1
+        start = 0
+        for run, stop in zip([0, *runs], ends[np.append(runs, taken) - 1].tolist(), strict=True):
+            split = SPLITS[int(is_validation[run])]
+            readers[split].read(read[split], ids[start:stop])
+            read[split] += stop - start
+            start = stop
+        names, sources = np.unique(documents["source"], return_inverse=True)
+        number_of_first = first_of_slice + first
+        left, right = np.searchsorted(removed, (number_of_first, number_of_first + taken))
+        kept = np.ones(taken, bool)
+        kept[removed[left:right].astype(np.int64) - number_of_first] = False
+        encoded = EncodedPart(
             ids=ids,
-            documents=table,
+            documents=document_table(tokens, documents["text_bytes"], sources, documents["place"]),
             source_names=tuple(manifest.source_names[name] for name in names),
-            is_validation=is_validation[here],
-            hashes=document_hashes(ids, np.cumsum(tokens[here])) if deduplicate else None,
+            is_validation=is_validation,
+            hashes=document_hashes(ids, ends) if deduplicate else None,
             after=Position(number, part + 1),
-            input_bytes=input_bytes // count,
+            near_duplicate_documents=int(right - left),
+            near_duplicate_bytes=int(documents["text_bytes"][~kept].sum()),
+            input_bytes=round(input_bytes * len(ids) / all_tokens),
         )
-    yield _counts_of(folder, manifest, number)
-
-
-def documents_of(manifest: Manifest, split: str) -> np.ndarray:
-    """The records of a split's documents over all of its shards, with tokens instead of ends."""
-
-    def table(shard: Shard) -> np.ndarray:
-        index = read_index(manifest.folder / shard.file, shard.documents)
-        if index is None:
-            raise InputError(f"{manifest.folder / shard.file}: its index is missing; prepare the slice again")
-        documents = index.copy()
-        documents["end"] = tokens_of(index)
-        return documents
-
-    return np.concatenate([np.empty(0, DOCUMENT), *map(table, manifest.of_split(split))])
+        yield encoded.keeping(kept)
+        part, first = part + 1, first + taken
+    yield _counts_of(manifest.folder, manifest, number)
 
 
 def _counts_of(folder: Path, manifest: Manifest, number: int) -> EncodedPart:

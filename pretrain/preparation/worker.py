@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pretrain.data.document_index import document_table, tokens_of
+from pretrain.data.document_index import chosen_ids, document_table, tokens_of
 from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
 from pretrain.preparation.cleaning.account import CleaningAccount
+from pretrain.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain.preparation.cleaning.stages import Cleaning
 from pretrain.preparation.deduplicate import document_hashes
 from pretrain.preparation.documents.records import Reading
@@ -44,6 +45,7 @@ class EncodingSettings:
     split: ValidationSplit
     stop_at_problem: bool
     deduplicate: bool = False
+    near_duplicates: NearDuplicates | None = None
     cleaning: Cleaning | None = None
 
 
@@ -69,9 +71,13 @@ class EncodedPart:
     hashes: np.ndarray | None
     """None unless duplicates are looked for."""
     after: Position
+    signatures: np.ndarray | None = None
+    """(documents, signature_bytes) uint8; None unless near duplicates are looked for."""
     input_bytes: int = 0
     empty_documents: int = 0
     filtered_documents: int = 0
+    near_duplicate_documents: int = 0
+    near_duplicate_bytes: int = 0
     problems: tuple[Problem, ...] = ()
     cleaning: CleaningAccount | None = None
     """None where nothing is cleaned."""
@@ -91,10 +97,11 @@ class EncodedPart:
         problems = [p._replace(documents_before=int(kept_before[p.documents_before])) for p in self.problems]
         return replace(
             self,
-            ids=self.ids[np.repeat(kept, tokens)],
+            ids=chosen_ids(self.ids, tokens, kept),
             documents=documents,
             is_validation=self.is_validation[kept],
             hashes=None if self.hashes is None else self.hashes[kept],
+            signatures=None if self.signatures is None else self.signatures[kept],
             problems=tuple(problems),
         )
 
@@ -158,13 +165,19 @@ class PartEncoder:
         documents = document_table(tokens, [len(text) for text in read.texts], read.sources, read.places)
         hashes = document_hashes(ids, np.cumsum(tokens)) if settings.deduplicate else None
         disagreement = self._disagreement(read.texts)
-        ended = time.perf_counter()
+        checked = time.perf_counter()
+        stages |= {"tokenise": tokenised - cleaned, "check": checked - tokenised}
+        signatures = None
+        if settings.near_duplicates is not None:
+            signatures = settings.near_duplicates.signatures(ids, np.cumsum(tokens))
+            stages["signatures"] = time.perf_counter() - checked
         return EncodedPart(
             ids=ids,
             documents=documents,
             source_names=tuple(read.names),
             is_validation=np.array(read.is_validation, dtype=bool),
             hashes=hashes,
+            signatures=signatures,
             empty_documents=read.empty,
             filtered_documents=read.filtered,
             problems=tuple(read.problems),
@@ -172,7 +185,7 @@ class PartEncoder:
             disagreement=disagreement,
             after=part.after,
             input_bytes=part.input_bytes,
-            stage_seconds={**stages, "tokenise": tokenised - cleaned, "check": ended - tokenised},
+            stage_seconds=stages,
         )
 
     def _read(self, part: Part) -> _Texts:

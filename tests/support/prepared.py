@@ -59,7 +59,8 @@ def as_csv(documents):
 WRITERS = {"jsonl.zst": as_jsonl_zst, "parquet": as_parquet, "csv": as_csv}
 
 
-# Runs prepare_data.py with tiny parts, a commit after each, and SIGKILL at the given call of fsync.
+# Runs prepare_data.py with tiny parts, a commit after each, and SIGKILL at a call of fsync: by its number, or at the
+# first of a file whose path contains a text.
 KILLED = """
 import os, signal, sys
 from pretrain.preparation.documents import byte_stream
@@ -67,12 +68,13 @@ from pretrain.preparation.documents import formats
 from pretrain.preparation import prepare as preparation
 from pretrain.preparation.documents import sources
 byte_stream.READ_BYTES, formats.PART_BYTES, sources.PART_BYTES, preparation.COMMIT_SECONDS = 500, 1000, 1000, 0.0
-remaining, sync = int(sys.argv.pop(1)), os.fsync
+at, sync = sys.argv.pop(1), os.fsync
+remaining = int(at) if at.isdigit() else 0
 def fsync(descriptor):
     global remaining
     sync(descriptor)
     remaining -= 1
-    if remaining == 0:
+    if remaining == 0 or not at.isdigit() and at in os.readlink(f"/proc/self/fd/{descriptor}"):
         import psutil
         print(*[child.pid for child in psutil.Process().children()], flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,247 @@
+"""Near copies are left out: those that are, by their exact similarity, and no others; the same whatever happens."""
+
+import json
+import random
+import signal
+
+import numpy as np
+import pytest
+
+from pretrain.data.manifest import SPLITS
+from pretrain.errors import InputError
+from pretrain.preparation.cleaning import near_duplicate_search
+from pretrain.preparation.cleaning.near_duplicates import NearDuplicates, jaccard
+from pretrain.preparation.documents.sources import BEGINNING
+from pretrain.preparation.slices import merged_parts
+from support.faults import EVERYTHING
+from support.prepared import content_of, run_killed, write_jsonl
+
+
+def words(rng, count):
+    return ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 7))) for _ in range(count)]
+
+
+def edited(rng, document, share):
+    """The same with that share of its words replaced, or a part of it moved or left out."""
+    changed = [words(rng, 1)[0] if rng.random() < share else word for word in document]
+    if rng.random() < 0.2:
+        cut = rng.randrange(len(changed))
+        changed = changed[cut:] + changed[:cut]
+    return changed
+
+
+def documents_with_copies(count, seed=0):
+    """(texts, their pairs): `count` documents, a third of them copies of earlier ones with all shares of changes."""
+    rng = random.Random(seed)
+    documents, pairs = [words(rng, rng.choice([2, 12, 40, 150, 400])) for _ in range(count)], []
+    for one in rng.sample(range(count), count // 2):
+        pairs.append((one, len(documents)))
+        documents.append(edited(rng, documents[one], rng.choice([0, 0.01, 0.02, 0.05, 0.2, 0.4])))
+    return [" ".join(document) for document in documents], pairs
+
+
+def documents_in(folder):
+    """{place: (split, ids)} of a prepared folder of one file, in the order of the input."""
+    found = {}
+    for part in merged_parts([folder], BEGINNING, 0, deduplicate=False):
+        pieces = np.split(part.ids, part.documents["end"][:-1].astype(int)) if len(part.documents) else []
+        for record, held, ids in zip(part.documents, part.is_validation, pieces, strict=True):
+            found[int(record["place"])] = (SPLITS[int(held)], ids[:-1].tolist())
+    return found
+
+
+def exact(one, other, shingle=5):
+    """The Jaccard similarity by its definition."""
+    sets = [{tuple(ids[n : n + shingle]) for n in range(max(1, len(ids) - shingle + 1))} for ids in (one, other)]
+    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+
+
+def test_near_copies_go_and_others_stay(tmp_path, run):
+    """Recall 0.95 of pairs of 0.8 and more; at most 0.02 of those below 0.5 go; copies in the other split go, too."""
+    documents, pairs = documents_with_copies(900)
+    write_jsonl(tmp_path / "a.jsonl", documents)
+    arguments = ("--input", tmp_path / "a.jsonl", "--validation_fraction", 0.3)
+    run(*arguments, "--output", tmp_path / "all")
+    printed = run(*arguments, "--output", tmp_path / "out", "--near_duplicates", "0.8")
+    everything, left = documents_in(tmp_path / "all"), documents_in(tmp_path / "out")
+    gone = everything.keys() - left.keys()
+    assert all(everything[place] == left[place] for place in left)
+    similar = {pair: exact(everything[pair[0] + 1][1], everything[pair[1] + 1][1]) for pair in pairs}
+    near = [pair[1] + 1 in gone for pair, similarity in similar.items() if similarity >= 0.8]
+    far = [pair[1] + 1 in gone for pair, similarity in similar.items() if similarity < 0.5]
+    assert len(near) > 150 and np.mean(near) >= 0.95
+    assert len(far) > 100 and np.mean(far) <= 0.02
+    assert all(similarity >= 0.8 for (_, copy), similarity in similar.items() if copy + 1 in gone)
+    splits = [
+        {everything[place + 1][0] for place in pair} for pair, similarity in similar.items() if similarity >= 0.8
+    ]
+    assert splits.count(set(SPLITS)) > 20, "copies across splits go too"
+    manifest = json.loads((tmp_path / "out/manifest.json").read_bytes())
+    sizes = [len(documents[place - 1].encode()) for place in gone]
+    assert manifest["skipped"]["near_duplicate_documents"] == len(sizes)
+    assert manifest["skipped"]["near_duplicate_bytes"] == sum(sizes)
+    assert f"{len(sizes)} near copies" in printed
+    settings = {"threshold": 0.8, "bands": 25, "rows": 5, "shingle_tokens": 5, "compared_at_threshold": 0.9999}
+    assert manifest["options"]["near_duplicates"] | {"compared_at_threshold": 0.9999} == settings
+    report = json.loads((tmp_path / "out/near_duplicates.json").read_bytes())
+    assert (report["documents"], report["removed"]) == (len(documents), len(sizes))
+    example = report["examples"][len(report["examples"]) // 2]
+    assert example["removed"]["place"] in gone and example["kept"]["place"] in left
+    assert documents[example["kept"]["place"] - 1].startswith(example["kept"]["text"][:100])
+    assert not (tmp_path / "out/.unfinished").exists()
+
+
+def test_of_a_chain_the_first_stays(tmp_path, run):
+    """a ~ b ~ c is one component, though a and c may be less alike; short and equal documents are copies, too."""
+    rng = random.Random(1)
+    chain = [words(rng, 300)]
+    for _ in range(6):
+        chain.append([*chain[-1][8:], *words(rng, 8)])
+    texts = [" ".join(document) for document in chain]
+    write_jsonl(tmp_path / "a.jsonl", ["x", *texts[::-1], "y", "x", "an other text", "x"])
+    run(
+        "--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--near_duplicates", "0.8",
+        "--validation_fraction", 0.5,
+    )  # fmt: skip
+    assert sorted(documents_in(tmp_path / "out")) == [1, 2, 9, 11]
+    report = json.loads((tmp_path / "out/near_duplicates.json").read_bytes())
+    assert report["clusters_of_at_most"] == {"4": 1, "8": 1} and report["largest_cluster"] == 7
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    for name in (
+        "preparation.documents.formats.PART_BYTES",
+        "preparation.documents.sources.PART_BYTES",
+        "preparation.documents.byte_stream.READ_BYTES",
+        "preparation.slices.TOKENS_PER_PART",
+    ):
+        monkeypatch.setattr(f"pretrain.{name}", 3000)
+    monkeypatch.setattr(near_duplicate_search, "RUN_DOCUMENTS", 64)
+    monkeypatch.setattr(near_duplicate_search, "KEYS_AT_ONCE", 32)
+    monkeypatch.setattr(near_duplicate_search, "PAIRS_AT_ONCE", 8)
+
+
+def test_workers_slices_and_small_memory_give_the_same_bytes(tmp_path, run, small_parts, monkeypatch):
+    documents, _ = documents_with_copies(160)
+    write_jsonl(tmp_path / "a.jsonl", documents[:100], [b'{"text": ""}'])
+    write_jsonl(tmp_path / "b.jsonl", documents[100:])
+    arguments = ("--input", f"{tmp_path}/*.jsonl", "--near_duplicates", "0.7", "--validation_fraction", 0.2)
+    arguments = (*arguments, "--shard_tokens", 4000, "--format", "megatron")
+    for workers in (1, 3):
+        run(*arguments, "--output", tmp_path / f"w{workers}", "--workers", workers)
+    for number in range(3):
+        run(*arguments, "--output", tmp_path / "merged", "--slice", f"{number}/3")
+    run(*arguments, "--output", tmp_path / "merged", "--merge_slices", 3)
+    whole = content_of(tmp_path / "w1")
+    assert content_of(tmp_path / "w3") == whole and content_of(tmp_path / "merged") == whole
+    # All in one run and one partition.
+    monkeypatch.setattr(near_duplicate_search, "RUN_DOCUMENTS", 1 << 20)
+    monkeypatch.setattr(near_duplicate_search, "KEYS_AT_ONCE", 1 << 20)
+    run(*arguments, "--output", tmp_path / "large")
+    assert content_of(tmp_path / "large") == whole
+    assert json.loads(whole["manifest.json"])["skipped"]["near_duplicate_documents"] > 20
+
+
+MOMENTS = (
+    "40",
+    "/.unfinished/documents/.manifest.json",
+    "/near_duplicates/runs/",
+    "/near_duplicates/.duplicates",
+    "broken/.near_duplicates.json",
+    "broken/train-00001",
+    "broken/.unfinished/.progress.json",
+    "broken/.manifest.json",
+)
+"""In the first pass, at its end, in the search, before and in the second pass, and before the manifest."""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_kill_at_any_moment_changes_nothing(tmp_path, tokenizer, workers):
+    """With FAULTS=all, 20 at random."""
+    write_jsonl(tmp_path / "a.jsonl", documents_with_copies(40)[0])
+    arguments = ("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--near_duplicates", "0.8")
+    arguments = (*arguments, "--validation_fraction", 0.2, "--shard_tokens", 9000)
+    assert run_killed(0, *arguments, "--workers", 1, "--output", tmp_path / "whole").returncode == 0
+    moments = MOMENTS if workers == 1 else MOMENTS[::5]
+    if EVERYTHING:
+        moments = random.Random(workers).choices([*MOMENTS, *range(1, 60)], k=20)
+    for at in moments:
+        killed = run_killed(at, *arguments, "--workers", workers, "--output", tmp_path / "broken")
+        assert killed.returncode == -signal.SIGKILL or EVERYTHING, (at, killed.stderr)
+    ended = run_killed(0, *arguments, "--workers", workers, "--output", tmp_path / "broken")
+    assert ended.returncode == 0, ended.stderr
+    assert content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
+
+
+def test_a_search_that_stops_goes_on_where_it_was(tmp_path, run, small_parts, monkeypatch):
+    documents, _ = documents_with_copies(120)
+    write_jsonl(tmp_path / "a.jsonl", documents)
+    arguments = ("--input", tmp_path / "a.jsonl", "--near_duplicates", "0.8", "--output")
+    run(*arguments, tmp_path / "whole")
+    monkeypatch.setattr(near_duplicate_search, "PAIRS_COMMIT_SECONDS", 0.0)
+    partition, parts = near_duplicate_search.DuplicateSearch._partition, []
+
+    def breaking(self, *part):
+        parts.append(part)
+        if len(parts) in (30, 60):
+            raise OSError(28, "No space left on device")
+        return partition(self, *part)
+
+    monkeypatch.setattr(near_duplicate_search.DuplicateSearch, "_partition", breaking)
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"No space left on device; free space .* it continues where it stopped"):
+            run(*arguments, tmp_path / "broken")
+    run(*arguments, tmp_path / "broken")
+    assert len(parts) == len(set(parts)) + 2, "each partition once, but for those that failed"
+    assert content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
+
+
+def test_a_disk_too_small_is_said_before_it_is_full(tmp_path, run, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", documents_with_copies(30)[0])
+    arguments = ("--input", tmp_path / "a.jsonl", "--near_duplicates", "0.8", "--output", tmp_path / "out")
+    usage = near_duplicate_search.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(InputError, match=r"1,000 bytes are free, and leaving out near duplicates needs [\d,]+"):
+        run(*arguments)
+    monkeypatch.undo()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert (tmp_path / "out/.unfinished/documents/manifest.json").is_file()
+
+
+def test_what_cannot_be_is_refused(tmp_path, run):
+    write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
+    arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
+    wrong = ("--near_duplicates", "80", "--near_duplicate_bands", "25", "--near_duplicate_shingle", "none")
+    with pytest.raises(InputError) as caught:
+        run(*arguments, *wrong, "--deduplicate")
+    told = "\n".join(caught.value.problems)
+    for said in ("from 0.3 to 1, such as 0.8", "must be BANDSxROWS, such as 25x5", "from 1 to 64", "copies as well"):
+        assert said in told
+
+
+@pytest.mark.parametrize("threshold", ["0.5", "0.8", "0.9", "1"])
+def test_bands_are_chosen_for_the_threshold(threshold):
+    near = NearDuplicates.parse(threshold, None, "5")
+    assert near.compared(near.threshold) >= 0.999 and near.signature_bytes <= 128
+    assert (
+        NearDuplicates(near.threshold, 128 // (near.rows + 1), near.rows + 1).compared(near.threshold) < 0.999
+        or near.rows == 128
+    )
+
+
+def test_signatures_agree_in_the_share_that_is_the_similarity():
+    near, rng = NearDuplicates(), np.random.default_rng(0)
+    for length, tolerance in ((30, 0.08), (3000, 0.02)):
+        differences = []
+        for _ in range(60):
+            one = rng.integers(0, 60_000, length + 1).astype(np.uint16)
+            other = one.copy()
+            other[rng.integers(0, length, length // 30)] += 1
+            signatures = near.signatures(np.concatenate([one, other]), np.array([length + 1, 2 * length + 2]))
+            alone = near.signatures(other, np.array([length + 1]))
+            assert np.array_equal(signatures[1], alone[0]), "a document's signature is its own"
+            similarity = jaccard(near.shingles(one[:-1]), near.shingles(other[:-1]))
+            assert similarity == pytest.approx(exact(one[:-1].tolist(), other[:-1].tolist()))
+            differences.append((signatures[0] == signatures[1]).mean() - similarity)
+        assert abs(np.mean(differences)) < tolerance / 2 and np.std(differences) < tolerance * 2
