@@ -17,12 +17,13 @@ from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.memory.activations import Activations, ForwardPass, Line
 from pretrain.memory.parts import PlannedRun, sizes_of
-from pretrain.optim.learning_rate import learning_rate_for_parameters
+from pretrain.optim.optimizers import OPTIMIZERS
+from pretrain.optim.scaling_laws import batch_by_law, rate_by_law, warmup_by_law, weight_decay_by_law
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.planning.candidates import SIMPLEST_FIRST, Candidate, consider, micro_batches, planned_precision
 from pretrain.planning.families import Family, Shape
 from pretrain.planning.judgement import FEWEST_STEPS
-from pretrain.planning.sizing import MOST_EPOCHS, batch_for, best_shape, expected_loss, nearest_shape
+from pretrain.planning.sizing import MOST_EPOCHS, best_shape, expected_loss, nearest_shape
 from pretrain.planning.step_time import Hardware, RunWork, Speed, mfu_of_size
 from pretrain.units import count_text, counted, duration_text
 
@@ -220,11 +221,17 @@ class Sized:
 
     @property
     def learning_rate(self) -> float:
-        return float(f"{learning_rate_for_parameters(self.shape.parameters, self.budget.optimizer):.2g}")
+        relative = OPTIMIZERS[self.budget.optimizer].relative_learning_rate
+        return float(f"{rate_by_law(self.work.sizes.total, self.batch, relative):.3g}")
+
+    @property
+    def weight_decay(self) -> float:
+        decay = weight_decay_by_law(self.work.sizes.total, self.tokens, self.batch, self.learning_rate)
+        return float(f"{decay:.2g}")
 
     @property
     def warmup_steps(self) -> int:
-        return max(1, min(500, self.steps // 50))
+        return warmup_by_law(self.work.sizes.total, self.tokens, self.batch)
 
 
 def choose_run(budget: RunBudget) -> Sized:
@@ -380,7 +387,7 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
             "data": {"train": [{"shards": "shards"}], "sequence_length": shape.sequence_length},
             "budget": {"tokens": max(1, int(tokens))},
             "batch": {"tokens_per_step": batch_of(budget, shape, tokens), "sequences_per_micro_batch": 1},
-            "optim": {"name": budget.optimizer, "learning_rate": "auto"},
+            "optim": {"name": budget.optimizer, "learning_rate": 1e-3},
             "compile": "none" if is_cpu else "regional",
         }
     )
@@ -392,8 +399,8 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
 def batch_of(budget: RunBudget, shape: Shape, tokens: float) -> int:
     """By the law for so many tokens, a power of two times what all GPUs take together; smaller for FEWEST_STEPS."""
     one_each = budget.hardware.gpus * shape.sequence_length
-    wanted = min(batch_for(tokens, 1, LARGEST_BATCH_CHOSEN), max(tokens / FEWEST_STEPS, 1))
-    return one_each * 2 ** max(0, round(math.log2(wanted / one_each)))
+    wanted = min(batch_by_law(tokens), LARGEST_BATCH_CHOSEN, tokens / FEWEST_STEPS)
+    return one_each * 2 ** max(0, round(math.log2(max(wanted, 1) / one_each)))
 
 
 def search(

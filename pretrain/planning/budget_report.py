@@ -149,7 +149,7 @@ def choices(found: Answer) -> list[Choice]:
         Choice(
             "batch",
             f"{run.batch:,} tokens, {run.steps:,} steps",
-            f"grows with the run's tokens; a multiple of {hardware.gpus} x {length:,}",
+            f"auto's law of the run's tokens; a multiple of {hardware.gpus} x {length:,}",
         ),
         Choice(
             "optimizer",
@@ -158,11 +158,12 @@ def choices(found: Answer) -> list[Choice]:
             if budget.optimizer == "muon"
             else "as asked",
         ),
-        Choice("learning rate", f"{run.learning_rate:g}", f"auto for {budget.optimizer} at this size"),
+        Choice("learning rate", f"{run.learning_rate:g}", f"auto's law for {budget.optimizer}, this size and batch"),
+        Choice("weight decay", f"{run.weight_decay:g}", "auto's law of tokens per parameter, batch and rate"),
         Choice(
             "schedule",
             f"cosine to a tenth, warmup of {run.warmup_steps:,} steps",
-            "a fiftieth of the run, at most 500",
+            "a token per parameter, at most a twentieth of the run",
         ),
         Choice("precision", run.run.precision, precision_reason(run)),
         Choice("strategy", best.in_words(), strategy_reason(run)),
@@ -420,7 +421,7 @@ optim:
   learning_rate: {run.learning_rate:g}
   schedule: cosine
   warmup_steps: {run.warmup_steps}
-  weight_decay: 0.1
+  weight_decay: {run.weight_decay:g}
   max_grad_norm: 1.0
 compile: {run.run.config.compile}
 activation_checkpointing: {best.checkpointing}
