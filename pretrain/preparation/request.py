@@ -9,6 +9,8 @@ from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import Problems
 from pretrain.preparation.cleaning.filters import read_cleaning
 from pretrain.preparation.cleaning.near_duplicates import NearDuplicates
+from pretrain.preparation.cleaning.repeated_text import BETWEEN, RepeatedText
+from pretrain.preparation.cleaning.stages import Cleaning
 from pretrain.preparation.documents.formats import DOCUMENT_UNITS
 from pretrain.preparation.documents.hub_dataset import open_dataset
 from pretrain.preparation.documents.records import Reading, template_problem
@@ -54,6 +56,9 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         destination=destination,
         dry_run=_count(problems, arguments, "dry_run"),
     )
+    limits = request.options and (request.options.max_documents or request.options.max_tokens)
+    if limits and (arguments.repeated_lines or arguments.repeated_paragraphs):
+        problems.append("--repeated_lines and --repeated_paragraphs count over all documents: leave out the limits")
     problems += _division_problems(request)
     problems.stop_if_any()
     return request
@@ -145,10 +150,20 @@ def _options(arguments: argparse.Namespace) -> PreparationOptions:
         deduplicate=arguments.deduplicate,
         megatron=arguments.format == "megatron",
         near_duplicates=near,
-        cleaning=problems.attempt(read_cleaning, arguments.filter),
+        cleaning=_cleaning(arguments, problems),
     )
     problems.stop_if_any()
     return options
+
+
+def _cleaning(arguments: argparse.Namespace, problems: Problems) -> Cleaning | None:
+    """What is removed from all documents, then the filters."""
+    given = [unit for unit in BETWEEN if getattr(arguments, f"repeated_{unit}") is not None]
+    if len(given) == 2:
+        problems.append("give either --repeated_lines or --repeated_paragraphs")
+    repeated = [RepeatedText(unit, _count(problems, arguments, f"repeated_{unit}")) for unit in given[:1]]
+    filters = problems.attempt(read_cleaning, arguments.filter)
+    return Cleaning((*repeated, *filters.stages) if filters else tuple(repeated)) if repeated else filters
 
 
 def _reading(arguments: argparse.Namespace, problems: list[str]) -> Reading:

@@ -5,6 +5,7 @@ Stages depend on a document alone, so workers, slices and interruptions change n
     stages: the interface of a stage, and the run of all stages over the texts of a part
     filters, user_function: filters by name; a function of the user's
     account: what was removed by which rule, in counts and in samples
+    repeated_text: lines and paragraphs that many documents have
     near_duplicates: signatures of documents, and how alike two are
     near_duplicate_search: the search for near duplicates in prepared folders, on disk
     report: the account as a page, with what else a prepared folder records
