@@ -28,7 +28,7 @@ from pretrain.preparation.arguments import parse_arguments
 
 if TYPE_CHECKING:
     from pretrain.preparation.collector import Tally
-    from pretrain.preparation.plan import PreparationRequest
+    from pretrain.preparation.plan import PreparationOptions, PreparationRequest
     from pretrain.preparation.prepare import PreparationOutcome
 
 
@@ -82,7 +82,7 @@ def try_out(request: "PreparationRequest") -> int:
     from pretrain.preparation.dry_run import dry_run
 
     outcome, written = dry_run(request, request.dry_run, say=lambda line: print(line, file=sys.stderr))
-    print_figures(outcome)
+    print_figures(outcome, request.options)
     print(*written, sep="\n")
     return 0
 
@@ -119,14 +119,14 @@ def prepare_shards(request: "PreparationRequest") -> int:
     how = "already complete" if outcome.already_done else f"prepared in {time.monotonic() - started:.1f} s"
     print(f"{output}: {how}")
     fraction = request.options.validation_fraction
-    print_summary(outcome, str(output), is_slice=request.slice is not None, fraction=fraction)
+    print_figures(outcome, request.options)
+    print_next(outcome, str(output), is_slice=request.slice is not None, fraction=fraction)
     return 0
 
 
-def print_summary(outcome: "PreparationOutcome", output: str, is_slice: bool, fraction: float) -> None:
-    """What was made, in figures, and what to do with it. fraction: of validation, as asked."""
+def print_next(outcome: "PreparationOutcome", output: str, is_slice: bool, fraction: float) -> None:
+    """What to do with what was made. fraction: of validation, as asked."""
     tally, manifest = outcome.tally, outcome.manifest
-    print_figures(outcome)
     if is_slice:
         print("Next: once all slices are prepared, run the same command with --merge_slices N instead of --slice")
         return
@@ -135,8 +135,10 @@ def print_summary(outcome: "PreparationOutcome", output: str, is_slice: bool, fr
     print(f"  python train.py --config recipes/demo.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
 
 
-def print_figures(outcome: "PreparationOutcome") -> None:
+def print_figures(outcome: "PreparationOutcome", options: "PreparationOptions") -> None:
     """What was made."""
+    from pretrain.preparation.cleaning.decontamination import contamination_of, contamination_text
+
     tally, manifest = outcome.tally, outcome.manifest
     ids_bytes = tally.tokens * manifest.bytes_per_id
     rows = {
@@ -156,6 +158,12 @@ def print_figures(outcome: "PreparationOutcome") -> None:
     removed = tally.cleaning.as_manifest()["removed"]
     for rule, amounts in sorted(removed.items(), key=lambda item: -item[1]["documents"]):
         print(f"  removed          {amounts['documents']:,} documents, {amounts['bytes']:,} bytes: {rule}")
+    benchmarks = contamination_of({"options": options.as_plan(), "cleaning": tally.cleaning.as_manifest()})
+    for row in benchmarks:
+        if row["found"]:
+            print(f"  decontaminated   {contamination_text(row)}")
+    if benchmarks and not any(row["found"] for row in benchmarks):
+        print(f"  decontaminated   no item of {len(benchmarks)} benchmarks was found")
     for example in tally.bad_examples:
         print(f"  skipped          {example}")
 

@@ -1,14 +1,17 @@
 """What is in a prepared folder, to look at: counts, lengths of documents, tokens, the vocabulary, and a sample."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from pretrain.data.document_index import read_index, tokens_of
-from pretrain.data.manifest import SPLITS, Manifest, Shard, id_dtype
+from pretrain.data.manifest import MANIFEST_FILE, SPLITS, Manifest, Shard, id_dtype
 from pretrain.data.shards import read_manifest
 from pretrain.data.tokenizer import load_decoder
+from pretrain.preparation.cleaning.decontamination import contamination_of, contamination_text
 
 READ_IDS = 1 << 22
 BAR_CHARACTERS = 40
@@ -30,6 +33,7 @@ def inspection_text(folder: Path) -> str:
     lines = [
         str(folder),
         *_count_lines(manifest),
+        *(f"  decontaminated   {contamination_text(row)}" for row in contamination_of(_fields_of(manifest))),
         "",
         "tokens per document:",
         *histogram_lines(np.concatenate(lengths) if lengths else np.empty(0, np.int64)),
@@ -59,6 +63,11 @@ def document_lengths(manifest: Manifest, shard: Shard) -> np.ndarray:
         ends.append(np.flatnonzero(ids == manifest.end_of_document_id) + first)
         first += len(ids)
     return np.diff(np.concatenate([[-1], *ends])) - 1
+
+
+def _fields_of(manifest: Manifest) -> dict[str, Any]:
+    path = manifest.folder / MANIFEST_FILE  # shards of other tools have none
+    return json.loads(path.read_bytes()) if path.is_file() else {}
 
 
 def _count_lines(manifest: Manifest) -> list[str]:

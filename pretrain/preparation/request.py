@@ -7,6 +7,7 @@ from pathlib import Path
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import Problems
+from pretrain.preparation.cleaning.decontamination import REMOVALS, SHORTEST_RUN_WORDS, read_decontamination
 from pretrain.preparation.cleaning.filters import read_cleaning
 from pretrain.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain.preparation.cleaning.repeated_text import BETWEEN, RepeatedText
@@ -73,8 +74,8 @@ def _missing(arguments: argparse.Namespace) -> list[str]:
         problems.append("give --output FOLDER, the folder to create")
     if bool(arguments.tokenizer) == bool(arguments.train_tokenizer):
         problems.append("give either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one")
-    if arguments.train_tokenizer and arguments.filter:
-        problems.append("--filter: a tokenizer is trained on the text as it is; leave the filters out")
+    if arguments.train_tokenizer and (arguments.filter or arguments.decontaminate):
+        problems.append("--filter, --decontaminate: a tokenizer is trained on the text as it is; leave them out")
     return problems
 
 
@@ -127,6 +128,7 @@ def _options(arguments: argparse.Namespace) -> PreparationOptions:
         "on_error": (arguments.on_error, ("stop", "skip")),
         "engine": (_engine(arguments)[0], ENGINES),
         "format": (arguments.format, ("shards", "megatron")),
+        "decontaminate_remove": (arguments.decontaminate_remove, REMOVALS),
     }
     for name, (given, allowed) in choices.items():
         if given not in allowed:
@@ -156,14 +158,23 @@ def _options(arguments: argparse.Namespace) -> PreparationOptions:
     return options
 
 
-def _cleaning(arguments: argparse.Namespace, problems: Problems) -> Cleaning | None:
-    """What is removed from all documents, then the filters."""
-    given = [unit for unit in BETWEEN if getattr(arguments, f"repeated_{unit}") is not None]
-    if len(given) == 2:
+def _cleaning(arguments: argparse.Namespace, problems: list[str]) -> Cleaning | None:
+    """What is removed where it is repeated, the filters, the decontamination; adds what is wrong to `problems`."""
+    repeated = [
+        RepeatedText(unit, _count(problems, arguments, f"repeated_{unit}"))
+        for unit in BETWEEN
+        if getattr(arguments, f"repeated_{unit}") is not None
+    ]
+    if len(repeated) > 1:
         problems.append("give either --repeated_lines or --repeated_paragraphs")
-    repeated = [RepeatedText(unit, _count(problems, arguments, f"repeated_{unit}")) for unit in given[:1]]
+    words, remove = (
+        _count(problems, arguments, "decontaminate_words", smallest=SHORTEST_RUN_WORDS),
+        arguments.decontaminate_remove,
+    )
     filters = problems.attempt(read_cleaning, arguments.filter)
-    return Cleaning((*repeated, *filters.stages) if filters else tuple(repeated)) if repeated else filters
+    decontamination = problems.attempt(read_decontamination, arguments.decontaminate, words, remove)
+    stages = (*repeated, *(filters.stages if filters else ()), *([decontamination] if decontamination else []))
+    return Cleaning(stages) if stages else None
 
 
 def _reading(arguments: argparse.Namespace, problems: list[str]) -> Reading:

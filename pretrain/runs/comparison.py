@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from pretrain.preparation.cleaning.decontamination import contamination_text
 from pretrain.runs.history import History, is_number
 from pretrain.runs.run_folder import read_config, read_json
 from pretrain.runs.status import RunStatus, number_text, state_text
@@ -150,6 +151,12 @@ def summary_text(history: History, status: RunStatus) -> str:
         "seed": str(settings.get("seed", "?")),
         "code": str(settings.get("environment.commit", "?"))[:12],
     }
+    kept_out = {
+        contamination_text(row): None
+        for record in read_json(history.folder / "data.json").values()
+        for row in record.get("contamination") or []
+    }
+    about |= {"kept out of the data": "; ".join(kept_out)} if kept_out else {}
     rows = [[name, value] for name, value in (about | results_of(history, status)).items()]
     return "\n".join([str(history.folder), "", table(rows), "", *_curve_lines(history)])
 

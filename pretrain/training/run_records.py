@@ -20,6 +20,7 @@ from pretrain.model.flops import FORMULA
 from pretrain.model.kernels import kernels_not_used, kernels_used
 from pretrain.optim.averaging import averages_after
 from pretrain.parallel.strategy import Strategy, device_type
+from pretrain.preparation.cleaning.decontamination import contamination_of
 from pretrain.recipe import as_yaml
 from pretrain.runs.publishing.card_facts import DATA_FILE, hub_datasets_of
 from pretrain.runs.run_folder import read_json
@@ -86,13 +87,15 @@ def data_record(reader: ShardReader) -> dict:
     """What a run keeps of its shards' manifest, for its card and for when the shards are gone."""
     manifest = reader.manifest
     splits = {split: dict(zip(SPLIT_TOTALS, manifest.totals(split), strict=True)) for split in SPLITS}
+    fields = read_json(manifest.folder / MANIFEST_FILE)
     return {
         "manifest_sha256": manifest.sha256,
         "tokenizer": {"name": manifest.tokenizer_name, "sha256": manifest.tokenizer_sha256},
         "vocabulary_size": manifest.vocabulary_size,
         "end_of_document_id": manifest.end_of_document_id,
         "totals": splits,
-        "hub_datasets": hub_datasets_of(read_json(manifest.folder / MANIFEST_FILE)),
+        "hub_datasets": hub_datasets_of(fields),
+        "contamination": contamination_of(fields),
         "input_files": len(manifest.source_names),
     }
 

@@ -17,7 +17,7 @@ from pretrain.experiments import sweep as sweeps
 from pretrain.experiments.small_runs import RunOutcome, SmallRun
 from pretrain.experiments.sweep import Grid, pick_settings
 from pretrain.experiments.sweep_plan import SweepPoint, SweepRequest, read_axes, request_problems
-from pretrain.experiments.sweep_report import PointResult, RunResult
+from pretrain.experiments.sweep_report import PointResult, RunResult, verdict_of_sweep
 from support.project import events, run_script, start_script
 
 
@@ -103,6 +103,26 @@ def test_halving_drops_the_worse_half_at_each_rung(tmp_path, monkeypatch):
     assert again.next_run(set()) is None and [point.settings["a"] for point in again.alive] == ["1"]
 
 
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ([3.11, 3.21], "0.1095 below the next (90 % interval 0.1063 to 0.1127"),
+        ([2.9, 3.5], "which shows no difference"),
+        ([], "best"),
+    ],
+)
+def test_the_best_is_as_sure_as_its_seeds(second, said, tmp_path):
+    """0.110 and 0.109 apart by seed, while the seeds are 0.1 apart."""
+
+    def point(losses):
+        outcomes = [RunOutcome("finished", 8, 0, {8: loss}, 0.0) for loss in losses]
+        return PointResult({"a": "1"}, 9, [RunResult(SmallRun("r", tmp_path, 8, 1.0), o, None) for o in outcomes])
+
+    best = point([3.0, 3.101])
+    text = verdict_of_sweep([best, point(second)] if second else [best])
+    assert said in text.replace("Best", "best") and ("interval" in text) == bool(second)
+
+
 def test_a_search_learns_from_what_it_has_tried_and_repeats_itself(tmp_path):
     pytest.importorskip("optuna")
     asked = request("optim.learning_rate=1e-4..1e-1", "optim.name=adamw,muon", search=20, output=tmp_path)
@@ -156,6 +176,9 @@ def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path):
     assert "No problems found" in run_script("train.py", "--config", output / "best.yaml", "--check").stdout
 
     # The same command finds all done; another is refused, and leaves it.
+    plan = json.loads((output / "plan.json").read_text())
+    del plan["recipe"]["guard.window"]  # as if the setting were newer than the sweep
+    (output / "plan.json").write_text(json.dumps(plan))
     lines = (run / "metrics.jsonl").read_text()
     again = sweep(recipe, output, *arguments)
     assert again.stdout == done.stdout and (run / "metrics.jsonl").read_text() == lines

@@ -4,6 +4,8 @@ Stages depend on a document alone, so workers, slices and interruptions change n
 
     stages: the interface of a stage, and the run of all stages over the texts of a part
     filters, user_function: filters by name; a function of the user's
+    decontamination, item_index: benchmarks kept out; where their items stand in documents
+    benchmarks, lm_eval_items: the items of benchmarks; those of lm-eval's tasks
     account: what was removed by which rule, in counts and in samples
     repeated_text: lines and paragraphs that many documents have
     near_duplicates: signatures of documents, and how alike two are

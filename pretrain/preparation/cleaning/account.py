@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 KEPT = "kept"
@@ -22,6 +22,17 @@ MOST_SOURCES_COUNTED = 1000
 OTHER_SOURCES = "other sources"
 SAMPLES_FILE = "cleaning_samples.json"
 """Beside the manifest of a folder that was cleaned."""
+EXAMPLES_PER_LIST = 20
+
+
+class Found(NamedTuple):
+    """One entry of a list that a stage looks for in documents, such as an item of a benchmark."""
+
+    list_name: str
+    number: int
+    """In the list, from 0."""
+    excerpt: str
+    """Of the document, where it stands."""
 
 
 @dataclass
@@ -42,6 +53,9 @@ class CleaningAccount:
     """{hash of the text: host of its URL}: the DOMAIN_SAMPLE documents that stay with the smallest hashes."""
     samples: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """{rule: {hash: source, place, text}}: the SAMPLES_PER_RULE documents with the smallest hashes."""
+    found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """{list: documents that hold any of its entries; entries found at least once, as in "0,4-6"; examples, the first
+    EXAMPLES_PER_LIST in input order}."""
 
     def add_document(self, rule: str, source: str, place: int, text: bytes) -> None:
         """Counts one document that the rule removed, or KEPT, with the text it had then."""
@@ -80,6 +94,27 @@ class CleaningAccount:
         """Counts a document that a stage changed."""
         _add(self.changed, stage, (1, bytes_fewer))
 
+    def add_found(self, found: Iterable[Found], source: str, place: int) -> None:
+        """Counts what one document holds of lists."""
+        by_list: dict[str, list[Found]] = {}
+        for entry in found:
+            by_list.setdefault(entry.list_name, []).append(entry)
+        for name, entries in by_list.items():
+            examples = [
+                {"entry": entry.number, "source": source, "place": place, "excerpt": entry.excerpt}
+                for entry in entries[:EXAMPLES_PER_LIST]
+            ]
+            numbers = ranges_text({entry.number for entry in entries})
+            self._add_list(name, {"documents": 1, "entries": numbers, "examples": examples})
+
+    def _add_list(self, name: str, more: dict[str, Any]) -> None:
+        before = self.found.get(name, {"documents": 0, "entries": "", "examples": []})
+        self.found[name] = {
+            "documents": before["documents"] + more["documents"],
+            "entries": ranges_text(numbers_in(before["entries"]) | numbers_in(more["entries"])),
+            "examples": [*before["examples"], *more["examples"]][:EXAMPLES_PER_LIST],
+        }
+
     def add(self, other: "CleaningAccount") -> None:
         """Adds the account of the documents that follow."""
         for source, rules in other.sources.items():
@@ -96,6 +131,8 @@ class CleaningAccount:
         self._keep_domains()
         for rule, drawn in other.samples.items():
             _keep_smallest(self.samples.setdefault(rule, {}), drawn)
+        for name, more in other.found.items():
+            self._add_list(name, more)
 
     def add_to_counts(self, counts: Mapping[str, int]) -> None:
         """Adds what a stage counted."""
@@ -121,6 +158,7 @@ class CleaningAccount:
             "by_source": {
                 source: {rule: _named(rules[rule]) for rule in sorted(rules)} for source, rules in self.sources.items()
             },
+            **({"found": dict(sorted(self.found.items()))} if self.found else {}),
         }
 
     @classmethod
@@ -132,6 +170,7 @@ class CleaningAccount:
             histograms=recorded["histograms"],
             domains=recorded["domains"],
             samples=samples,
+            found=recorded.get("found", {}),
         )
         for source, rules in recorded["by_source"].items():
             for rule, named in rules.items():
@@ -153,6 +192,20 @@ def recorded_account(folder: Path, manifest: dict[str, Any]) -> CleaningAccount:
         return CleaningAccount()
     path = folder / SAMPLES_FILE
     return CleaningAccount.from_manifest(manifest["cleaning"], json.loads(path.read_bytes()) if path.is_file() else {})
+
+
+def ranges_text(numbers: Iterable[int]) -> str:
+    """{0, 4, 5, 6} -> '0,4-6'."""
+    ordered = sorted(numbers)
+    begins = [n for k, n in enumerate(ordered) if k == 0 or ordered[k - 1] != n - 1]
+    ends = [n for k, n in enumerate(ordered) if k + 1 == len(ordered) or ordered[k + 1] != n + 1]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
+
+
+def numbers_in(ranges: str) -> set[int]:
+    """'0,4-6' -> {0, 4, 5, 6}."""
+    pairs = [part.partition("-") for part in ranges.split(",") if part]
+    return {n for first, _, last in pairs for n in range(int(first), int(last or first) + 1)}
 
 
 def _add(amounts: dict[str, list[int]], name: str, more: Iterable[int]) -> None:

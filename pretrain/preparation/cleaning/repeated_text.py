@@ -20,7 +20,7 @@ from pretrain.preparation.cleaning.stages import TextBatch, Verdicts
 
 BETWEEN = {"lines": b"\n", "paragraphs": b"\n\n"}
 LETTER_OR_DIGIT = re.compile(rb"[0-9A-Za-z\x80-\xff]")
-COUNT = np.dtype([("hash", "<u8"), ("documents", "<u4")])
+HASH_COUNT = np.dtype([("hash", "<u8"), ("documents", "<u4")])
 HASHES_PER_RUN = 1 << 23
 HASHES_AT_ONCE = 1 << 24
 
@@ -112,7 +112,7 @@ class RepetitionCount:
     def commit(self, is_complete: bool = False) -> None:
         """Makes everything so far durable."""
         hashes, documents = np.unique(np.concatenate([np.empty(0, np.uint64), *self._waiting]), return_counts=True)
-        counted = np.empty(len(hashes), COUNT)
+        counted = np.empty(len(hashes), HASH_COUNT)
         counted["hash"], counted["documents"] = hashes, documents
         write_durably(self._folder / f"{self._number:05d}", counted.tobytes())
         self._number, self._waiting, self.is_complete = self._number + 1, [], is_complete
@@ -123,7 +123,7 @@ class RepetitionCount:
 
 def write_table(path: Path, runs: Sequence[Path], documents: int) -> None:
     """Writes the sorted hashes that occur in more than `documents` documents by all runs, HASHES_AT_ONCE in memory."""
-    opened = [np.memmap(run, COUNT, mode="r") for run in runs if run.stat().st_size]
+    opened = [np.memmap(run, HASH_COUNT, mode="r") for run in runs if run.stat().st_size]
     total = sum(map(len, opened))
     bits = max(0, (max(1, -(-total // HASHES_AT_ONCE)) - 1).bit_length())
     cuts = [min(part << (64 - bits), (1 << 64) - 1) for part in range((1 << bits) + 1)]
@@ -133,7 +133,7 @@ def write_table(path: Path, runs: Sequence[Path], documents: int) -> None:
         is_last = cut == cuts[-1]
         stops = [len(run) if is_last else int(np.searchsorted(run["hash"], np.uint64(cut))) for run in opened]
         counted = np.concatenate(
-            [np.empty(0, COUNT), *(run[a:b] for run, a, b in zip(opened, begins, stops, strict=True))]
+            [np.empty(0, HASH_COUNT), *(run[a:b] for run, a, b in zip(opened, begins, stops, strict=True))]
         )
         begins = stops
         hashes, inverse = np.unique(counted["hash"], return_inverse=True)

@@ -18,6 +18,7 @@ from pretrain.data.manifest import MANIFEST_FILE, SPLITS
 from pretrain.data.shards import read_manifest
 from pretrain.files import as_json, write_durably
 from pretrain.preparation.cleaning.account import KEPT, recorded_account
+from pretrain.preparation.cleaning.decontamination import contamination_of
 from pretrain.preparation.cleaning.near_duplicate_search import NEAR_DUPLICATES_FILE
 from pretrain.units import bytes_text
 
@@ -85,6 +86,8 @@ def report_facts(folder: Path) -> dict[str, Any]:
             "length of the documents that stayed, in tokens": _lengths(folder, manifest, "tokens"),
             **account.histograms,
         },
+        "benchmarks": contamination_of(made),
+        "found": account.found,
         "domains": _shares(account.domains.values()),
         "near_duplicates": json.loads(near.read_bytes()) if near.is_file() else None,
         "first_bad_records": skipped.get("first_bad_records", []),
@@ -119,6 +122,7 @@ def report_page(facts: Mapping[str, Any]) -> str:
     head = f"{total:,} documents went in; {stayed:,} ({_share(stayed, total)}) stayed: {size}, {tokens:,} tokens."
     sections = [
         _rules_section(facts),
+        _benchmarks_section(facts["benchmarks"], facts["found"]),
         _samples_section(facts["samples"]),
         _near_section(facts["near_duplicates"]),
         _histograms_section(facts),
@@ -157,6 +161,36 @@ def _rules_section(facts: Mapping[str, Any]) -> str:
     if facts["counts"]:
         counted = [[_escape(name), f"{number:,}"] for name, number in facts["counts"].items()]
         text += "<h2>Counted</h2>" + _table(["what", "number"], counted)
+    return text
+
+
+def _benchmarks_section(benchmarks: Sequence[Mapping[str, Any]], found: Mapping[str, Any]) -> str:
+    if not benchmarks:
+        return ""
+    rows = [
+        [
+            _escape(row["benchmark"]),
+            f"{row['items']:,}",
+            f"{row['sought']:,}",
+            f"{row['found']:,}",
+            f"{row['documents']:,}",
+        ]
+        for row in benchmarks
+    ]
+    text = "<h2>Benchmarks kept out</h2>"
+    text += _table(["benchmark", "items", "long enough to be sought", "found", "in documents"], rows)
+    for name, entries in found.items():
+        examples = [
+            [
+                f"{example['entry']:,}",
+                _escape(f"{example['source']}, {example['place']:,}"),
+                _escape(example["excerpt"]),
+            ]
+            for example in entries["examples"]
+        ]
+        text += (
+            f"<details><summary>{_escape(name)}</summary>{_table(['item', 'document', 'text'], examples)}</details>"
+        )
     return text
 
 

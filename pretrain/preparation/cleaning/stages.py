@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-from pretrain.preparation.cleaning.account import KEPT, CleaningAccount
+from pretrain.preparation.cleaning.account import KEPT, CleaningAccount, Found
 
 
 @dataclass
@@ -36,6 +36,8 @@ class Verdicts:
     """Anything else to add up, under the stage's name, such as e-mail addresses replaced."""
     values: dict[str, Sequence[str]] = field(default_factory=dict)
     """{measure: its value for each document}, such as its language, for a histogram: few different ones."""
+    found: dict[int, list[Found]] = field(default_factory=dict)
+    """{document: what it holds of lists that the stage looks for, each once}."""
 
 
 class CleaningStage(Protocol):
@@ -94,6 +96,8 @@ class Cleaning:
             account.add_to_counts({f"{label}.{name}": number for name, number in verdicts.counts.items()})
             for measure, values in verdicts.values.items():
                 account.add_values(measure, values)
+            for number, found in verdicts.found.items():
+                account.add_found(found, sources[kept[number]], places[kept[number]])
             removed = {number: f"{label}.{rule}" if rule else label for number, rule in verdicts.removed.items()}
             for number, text in verdicts.changed.items():
                 if number in removed:

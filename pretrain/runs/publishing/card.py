@@ -197,7 +197,27 @@ def data_section(facts: CardFacts) -> str:
     length, masked = facts.setting("data.sequence_length"), facts.setting("data.document_mask")
     packing = f"Documents were packed into sequences of {length:,} tokens" if length else ""
     attending = "; tokens attended within their own document only." if masked else "."
-    return grid(header, rows) + (f"\n\n{packing}{attending}" if packing else "")
+    found = contamination_section(facts)
+    return grid(header, rows) + (f"\n\n{packing}{attending}" if packing else "") + (f"\n\n{found}" if found else "")
+
+
+def contamination_section(facts: CardFacts) -> str:
+    """Which benchmarks were kept out of the data; nothing where none was looked for."""
+    rows = [
+        [
+            source.name,
+            row["benchmark"],
+            f"{row['items']:,}" + (f" ({row['sought']:,} sought)" if row["sought"] < row["items"] else ""),
+            f"{row['found']:,}",
+            f"{row['documents']:,}, {'removed' if row['remove'] == 'document' else 'in which they were cut out'}",
+        ]
+        for source in {source.name: source for source in facts.sources}.values()
+        for row in source.contamination
+    ]
+    if not rows:
+        return ""
+    header = ["source", "benchmark", "items", "items found", "documents with them"]
+    return "These benchmarks were kept out of the training data:\n\n" + grid(header, rows)
 
 
 def training_rows(facts: CardFacts) -> Iterable[tuple[str, Any]]:

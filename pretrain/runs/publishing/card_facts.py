@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from pretrain.data.manifest import MANIFEST_FILE
+from pretrain.preparation.cleaning.decontamination import contamination_of
 from pretrain.runs.history import Event, History, Score, current_events, read_metrics, scores_of
 from pretrain.runs.run_folder import read_config, read_json, read_state, setting
 from pretrain.units import count_text
@@ -32,6 +33,8 @@ class DataSource:
     tokenizer: str | None = None
     vocabulary_size: int | None = None
     hub_datasets: tuple[str, ...] = ()
+    contamination: tuple[dict[str, Any], ...] = ()
+    """By benchmark, as `contamination_of` gives it."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,7 @@ def describe_source(source: dict[str, Any], record: dict[str, Any], weight: floa
         tokenizer=public_name(setting(record, "tokenizer.name")),
         vocabulary_size=record.get("vocabulary_size"),
         hub_datasets=tuple(record.get("hub_datasets") or hub_datasets_of(record)),
+        contamination=tuple(record.get("contamination") or contamination_of(record)),
     )
 
 

@@ -164,10 +164,15 @@ def test_the_data_is_told_from_what_the_run_kept_when_the_shards_have_gone(run):
         "vocabulary_size": 500,
         "totals": {"train": {"tokens": 5_000_000, "documents": 1200, "text_bytes": 20_000_000}},
         "hub_datasets": ["owner/web"],
+        "contamination": [
+            {"benchmark": "blimp", "items": 1200, "sought": 1100, "found": 7, "documents": 9, "remove": "document"},
+        ],
     }
     (run / "data.json").write_text(json.dumps({str(run.parent / "docs"): kept}))
     text = card(run)
     assert "| docs (owner/web) | 75.0% | 5M | 1,200 | 20MB | owner/bpe |" in text
+    assert "These benchmarks were kept out of the training data" in text
+    assert "| docs | blimp | 1,200 (1,100 sought) | 7 | 9, removed |" in text
     assert ModelCard(text).data.datasets == ["owner/web"]
 
 

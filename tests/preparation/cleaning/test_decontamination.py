@@ -1,0 +1,217 @@
+"""Benchmarks are kept out of shards: planted items, real tasks of lm-eval, and what is told of them."""
+
+import json
+import string
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import yaml
+
+from pretrain.data.shards import open_shards
+from pretrain.data.tokenizer import load_decoder
+from pretrain.errors import InputError
+from pretrain.preparation.cleaning.account import CleaningAccount, Found, numbers_in, ranges_text
+from pretrain.preparation.cleaning.benchmarks import Benchmark, BenchmarkItem, read_benchmarks
+from pretrain.preparation.cleaning.decontamination import Decontamination, contamination_of
+from pretrain.preparation.cleaning.stages import Cleaning, TextBatch
+from support.prepared import content_of, write_jsonl
+
+RNG = np.random.default_rng(3)
+LETTERS = list(string.ascii_lowercase)
+
+
+def sentence(count):
+    """Words that stand nowhere else."""
+    return " ".join("".join(RNG.choice(LETTERS, 7)) for _ in range(count)).capitalize() + "."
+
+
+LONG, SHORT = [sentence(20) for _ in range(12)], [sentence(5) for _ in range(12)]
+COPIES = (str, str.upper, lambda text: text.translate(str.maketrans(" ", "\n", ".")), lambda text: f'"{text[:-1]}"!')
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """(arguments, numbers of the documents with items): items of two files in 24 of 96 documents, however spelt."""
+    for name in ("documents.formats.PART_BYTES", "documents.sources.PART_BYTES", "documents.byte_stream.READ_BYTES"):
+        monkeypatch.setattr(f"pretrain.preparation.{name}", 3000)
+    write_jsonl(tmp_path / "long.jsonl", LONG)
+    (tmp_path / "short.txt").write_text("\n\n".join([*SHORT, "Too short."]))
+    documents, holding = [f"{number} {sentence(40)} {sentence(40)}" for number in range(96)], []
+    for number, item in enumerate((*LONG[:9], *SHORT, *LONG[:3])):
+        holding.append(number * 4)
+        documents[number * 4] += f" {COPIES[number % 4](item)} {sentence(60)}"
+    write_jsonl(tmp_path / "a.jsonl", documents[:50])
+    write_jsonl(tmp_path / "b.jsonl", documents[50:])
+    items = f"{tmp_path / 'long.jsonl'},{tmp_path / 'short.txt'}"
+    inputs = ("--input", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--validation_fraction", 0.1)
+    return (*inputs, "--decontaminate", items), holding, documents
+
+
+def documents_in(folder):
+    decoder = load_decoder(folder / "tokenizer")
+    texts = []
+    for split in ("train", "validation"):
+        reader = open_shards(folder, split)
+        ids = np.zeros(reader.tokens, np.int64)
+        reader.read(0, ids)
+        ends = np.flatnonzero(ids == reader.manifest.end_of_document_id)
+        texts += [
+            decoder.decode(piece[piece != ids[ends[0]]].tolist()) for piece in np.split(ids, ends + 1) if piece.size
+        ]
+    return texts
+
+
+def test_every_planted_item_is_found_and_nothing_else(planted, tmp_path, run):
+    arguments, holding, _ = planted
+    told = run(*arguments, "--output", tmp_path / "out", "--workers", 1)
+    left = {int(text.split()[0]) for text in documents_in(tmp_path / "out")}
+    assert left == set(range(96)) - set(holding)
+    manifest = json.loads((tmp_path / "out/manifest.json").read_bytes())
+    found = manifest["cleaning"]["found"]
+    assert found["long.jsonl"]["entries"] == "0-8" and found["long.jsonl"]["documents"] == 12
+    assert found["short.txt"]["entries"] == "0-11" and found["short.txt"]["documents"] == 12
+    example = found["long.jsonl"]["examples"][1]
+    assert (example["entry"], example["source"], example["place"]) == (1, "a.jsonl", 5)
+    assert example["excerpt"].startswith(LONG[1].upper()[:100])
+    assert manifest["cleaning"]["removed"]["decontamination.short.txt"]["documents"] == 12
+    assert "long.jsonl: 9 of 12 items in 12 documents, documents removed" in told
+    assert "short.txt: 12 of 13 items (1 too short to be sought) in 12 documents" in told
+    assert "short.txt: 12 of 13 items" in run("--inspect", tmp_path / "out", with_tokenizer=False)
+    assert str(tmp_path) not in (tmp_path / "out/manifest.json").read_text()
+
+
+@pytest.mark.parametrize("remove", ["document", "window"])
+def test_workers_and_slices_change_no_byte(planted, tmp_path, run, remove):
+    arguments = (*planted[0], "--decontaminate_remove", remove)
+    run(*arguments, "--output", tmp_path / "one", "--workers", 1)
+    run(*arguments, "--output", tmp_path / "two", "--workers", 2)
+    for number in range(3):
+        run(*arguments, "--output", tmp_path / "three", "--slice", f"{number}/3", "--workers", 1)
+    run(*arguments, "--output", tmp_path / "three", "--merge_slices", 3, "--workers", 1)
+    assert content_of(tmp_path / "two") == content_of(tmp_path / "three") == content_of(tmp_path / "one")
+
+
+def test_changed_benchmarks_are_refused(planted, tmp_path, run):
+    run(*planted[0], "--output", tmp_path / "out", "--workers", 1)
+    write_jsonl(tmp_path / "long.jsonl", [*LONG[:-1], sentence(20)])
+    with pytest.raises(InputError, match=r"was finished from something else: options\.cleaning was .*sha256"):
+        run(*planted[0], "--output", tmp_path / "out", "--workers", 1)
+
+
+def test_windows_are_cut_between_words_and_the_rest_stays(planted, tmp_path, run):
+    arguments, holding, documents = planted
+    run(*arguments, "--decontaminate_remove", "window", "--output", tmp_path / "out", "--workers", 1)
+    left = {int(text.split()[0]): text for text in documents_in(tmp_path / "out")}
+    assert set(left) == set(range(96))
+    for number, text in left.items():
+        if number in holding:
+            words = documents[number].split()
+            assert 300 < len(text) < len(documents[number]) - 400
+            assert set(text.split()) <= set(words) and text.startswith(" ".join(words[:20]))
+            assert text.endswith(" ".join(words[-20:])) and "\n\n" in text
+        else:
+            assert text == documents[number]
+
+
+def judged(text, remove="window", items=LONG):
+    benchmark = Benchmark("x", tuple(BenchmarkItem((item,)) for item in items))
+    (stage,) = Cleaning((Decontamination((benchmark,), 13, remove),)).stages
+    return stage.open()(TextBatch([text.encode()], [None]))
+
+
+def test_short_pieces_go_and_documents_of_many_items_go_whole():
+    assert judged(f"{sentence(10)} {LONG[0]} {sentence(10)}").changed == {0: b""}
+    beginning = sentence(60)
+    text = judged(f"{beginning} {LONG[0]} {sentence(26)}").changed[0].decode()
+    assert 200 <= len(text) <= len(beginning) - 200 and beginning.startswith(text)
+    everything = " ".join(f"{item} {sentence(90)}" for item in LONG)
+    assert judged(everything).removed == {0: "x"} and not judged(everything).changed
+    assert len(judged(" ".join(f"{item} {sentence(90)}" for item in LONG[:10])).changed) == 1
+    assert judged("Größe und Öl " * 40 + LONG[3] + " Größe und Öl" * 40).changed[0].decode()
+
+
+def test_what_a_cut_joins_is_looked_at_again():
+    first, last = " ".join(LONG[0].split()[:10]), " ".join(LONG[0].split()[10:])
+    middle = f"{sentence(26)} {LONG[1]} {sentence(26)}"
+    joined = judged(f"{sentence(60)} {first} {middle} {last} {sentence(60)}").changed[0].decode()
+    assert not judged(joined).changed
+
+
+TASKS = {
+    "quiz": (
+        [{"id": "quiz_17_validation_set", "support": "A text of the web that was there before it was in this item.",
+          "question": "Which of these is it then?", "options": ["the first one", "the other"], "label": 1}],
+        {"output_type": "multiple_choice", "doc_to_text": "{{support}}\nQuestion: {{question}}\nAnswer:",
+         "doc_to_choice": "{{options}}", "doc_to_target": "label"},
+    ),
+    "pairs": (
+        [{"good": "Some turtles alarm Kimberley.", "bad": "Some turtles come here Kimberley.", "field": "syntax"}],
+        {"output_type": "multiple_choice", "doc_to_text": "", "doc_to_choice": "{{[good, bad]}}", "doc_to_target": 0},
+    ),
+    "sums": (
+        [{"problem": "Ann has two pears and eats one.", "answer": "She has one pear."}],
+        {"output_type": "generate_until", "doc_to_text": "Q: {{problem}} A:", "doc_to_target": "{{answer}}"},
+    ),
+}  # fmt: skip
+
+
+def test_the_items_of_lm_eval_tasks_are_their_questions_with_their_answers(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for name, (rows, task) in TASKS.items():
+        path = tmp_path / f"tasks/{name}.data.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        task |= {"task": name, "dataset_path": "json", "validation_split": "validation"}
+        task |= {"dataset_kwargs": {"data_files": {"validation": str(path)}}}
+        (tmp_path / f"tasks/{name}.yaml").write_text(yaml.safe_dump(task))
+    pairs, quiz, sums = read_benchmarks([str(tmp_path / "tasks")])
+    assert [benchmark.name for benchmark in (pairs, quiz, sums)] == ["pairs", "quiz", "sums"]
+    question = "Which of these is it then?"
+    # The task's own words, the passage and the identifier are no part of an item.
+    assert quiz.items == (BenchmarkItem((question, f"{question} the first one", f"{question} the other")),)
+    assert pairs.items == (BenchmarkItem(("Some turtles alarm Kimberley.", "Some turtles come here Kimberley.")),)
+    problem = "Ann has two pears and eats one."
+    assert sums.items == (BenchmarkItem((problem, f"{problem} She has one pear.")),)
+
+
+def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "bad.jsonl").write_text('{"a": 1\n')
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "items.csv").write_text("a,b\n")
+    line = json.dumps({"name": "helaswag", "problem": "LookupError: no such task, and no such file or folder"})
+    monkeypatch.setattr(
+        "subprocess.run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=line + "\n", stderr="")
+    )
+    with pytest.raises(InputError) as caught:
+        read_benchmarks([str(tmp_path / name) for name in ("bad.jsonl", "empty.txt", "items.csv")] + ["helaswag"])
+    bad, items, task, empty = caught.value.problems
+    assert "bad.jsonl, line 1: broken JSON" in bad and "items.csv: must be .jsonl, .ndjson, .txt" in items
+    assert "--decontaminate helaswag: LookupError: no such task" in task and "empty.txt: holds no items" in empty
+    failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nImportError: no lm_eval\n")
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: failed)
+    with pytest.raises(InputError, match=r"lm-eval cannot be run \(ImportError: no lm_eval\)"):
+        read_benchmarks(["hellaswag"])
+
+
+def test_findings_of_parts_add_up_in_any_division():
+    rng = np.random.default_rng(0)
+    findings = [[Found("ab"[n % 2], int(k), f"{n}") for k in rng.integers(0, 40, n % 3)] for n in range(60)]
+
+    def account_of(cuts):
+        whole = CleaningAccount()
+        for first, stop in zip((0, *cuts), (*cuts, len(findings)), strict=True):
+            part = CleaningAccount()
+            for number in range(first, stop):
+                part.add_found(findings[number], "a.txt", number)
+            whole.add(part)
+        return whole
+
+    whole = account_of(())
+    assert account_of((7, 8, 31)) == whole == account_of(range(1, 60))
+    assert numbers_in(whole.found["a"]["entries"]) == {f.number for found in findings[::2] for f in found}
+    assert ranges_text([7, 1, 2, 3, 9]) == "1-3,7,9" and numbers_in("") == set()
+
+
+def test_folders_that_looked_for_nothing_say_nothing():
+    assert contamination_of({}) == contamination_of({"options": {"cleaning": None}}) == []
