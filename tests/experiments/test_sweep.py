@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import statistics
+import subprocess
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import yaml
 
 from pretrain.errors import InputError
 from pretrain.experiments import sweep as sweeps
-from pretrain.experiments.small_runs import RunOutcome, SmallRun
+from pretrain.experiments.small_runs import RunOutcome, SmallRun, device_slots
 from pretrain.experiments.sweep import Grid, pick_settings
 from pretrain.experiments.sweep_plan import SweepPoint, SweepRequest, read_axes, request_problems
 from pretrain.experiments.sweep_report import PointResult, RunResult, verdict_of_sweep
@@ -72,6 +73,19 @@ def test_all_problems_of_all_runs_are_reported_before_any_starts(recipe, tmp_pat
     assert "data.sequence_length: 4,096 is more than the model's max_position_embeddings" in said
     assert "250 is not a multiple of" in said and "with data.sequence_length 4096" in said
     assert not (tmp_path / "sweep").exists()
+
+
+def test_each_gpu_takes_a_run_and_processors_are_divided(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in device_slots(None)] == ["3", "5"]
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in device_slots(3)] == ["3", "5", "3"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(9)))
+    assert device_slots(None) == [{}] and device_slots(2) == [{"OMP_NUM_THREADS": "4"}] * 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert device_slots(2) == [{}, {}], "as the user has it"
 
 
 def fake_runs(tmp_path, count, steps=8):
@@ -157,7 +171,13 @@ def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path):
         run = output / "runs/learning_rate=3e-3,seed=1"
         wait_for((run / "metrics.jsonl").exists)
         first.send_signal(signal.SIGKILL)
-    done = sweep(recipe, output, *arguments)
+    command = ["runs.py", "sweep", "--config", recipe, "--output", output, *arguments]
+    with start_script(*command, stderr=subprocess.PIPE) as second:
+        wait_for((output / "runs/learning_rate=3e-3,seed=2/metrics.jsonl").exists)
+        second.send_signal(signal.SIGINT)
+        said = second.communicate(timeout=120)[1]
+    assert second.returncode == 130 and "give the same command to continue" in said
+    done = sweep(recipe, output, *arguments, "--parallel", "2")
     assert len(events(run, "start")) == 1, "it was not started twice"
     values = json.loads((output / "results.json").read_text())
     assert [len(point["runs"]) for point in values["results"]] == [2, 2]
