@@ -27,6 +27,8 @@ from pretrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, run_sc
 from pretrain.preparation.arguments import parse_arguments
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from pretrain.preparation.collector import Tally
     from pretrain.preparation.plan import PreparationOptions, PreparationRequest
     from pretrain.preparation.prepare import PreparationOutcome
@@ -43,6 +45,8 @@ def main() -> int:
     if arguments.inspect:
         print(inspection_text(Path(arguments.inspect)))
         return 0
+    if arguments.train_classifier:
+        return train_filter(arguments)
     if arguments.report:
         return report(Path(arguments.report))
     request = read_request(arguments)
@@ -66,6 +70,20 @@ def verify(folder: str) -> int:
         raise InputError(*problems)
     shards = read_manifest(folder).shards
     print(f"{folder}: all {len(shards)} shards verified, unchanged ({sum(s.tokens for s in shards):,} tokens)")
+    return 0
+
+
+def train_filter(arguments: "Namespace") -> int:
+    """Trains a classifier of quality on good and on other texts, and says how well it tells them apart."""
+    from pretrain.preparation.cleaning.quality_classifier import train_classifier
+    from pretrain.preparation.request import read_examples
+
+    output, reading = read_examples(arguments)
+    record = train_classifier(*arguments.train_classifier, reading, output)
+    measured = record["held_out"]
+    print(f"{output}: trained on {record['good']['texts']:,} good and {record['other']['texts']:,} other texts")
+    print(f"  held out         {measured['texts']:,} texts: accuracy {measured['accuracy']}, AUC {measured['auc']}")
+    print(f"Next: python prepare_data.py --input ... --filter 'classifier({output}, minimum=0.5)' --output data/NAME")
     return 0
 
 

@@ -39,7 +39,7 @@ from pretrain.training.housekeeping import Housekeeping
 from pretrain.training.metrics import Metrics
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.resume import Continuation
-from pretrain.training.run_plan import Cadences, derive
+from pretrain.training.run_plan import Cadences, derive, settled
 from pretrain.training.run_records import announce, banner
 from pretrain.training.supervisor import Supervisor
 from pretrain.training.validation import open_validation
@@ -139,25 +139,26 @@ def main(
 
 def check(asked: CommandLine) -> None:
     """Checks everything that can be checked before the start."""
-    problems = Problems()
-    problems.attempt(strategy_class, asked.config)
-    run = problems.attempt(derive, asked.config, ranks=int(os.environ.get("WORLD_SIZE", "1")))
-    validation = problems.attempt(open_validation, asked.config.data)
+    problems, config = Problems(), settled(asked.config)
+    problems.attempt(strategy_class, config)
+    run = problems.attempt(derive, config, ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    validation = problems.attempt(open_validation, config.data)
     problems.stop_if_any()
     if asked.verbose:
         print(explain(asked))
-    print(banner(asked.config, run, {}))
-    print(*judgement(asked.config, run, asked.overridden, validation, sys.argv[1:]), sep="\n")
+    print(banner(config, run, {}))
+    print(*judgement(config, run, asked.overridden, validation, sys.argv[1:]), sep="\n")
     print("No problems found.")
 
 
 def start(asked: CommandLine) -> None:
-    strategy = make_strategy(asked.config)
+    settled_config = settled(asked.config)
+    strategy = make_strategy(settled_config)
 
     def train(config: RunConfig, steps: int | None = None) -> int:
         return attempt(config, strategy, lambda metrics: main(config, asked.overridden, strategy, steps, metrics))
 
-    strategy.ranks.exit(smoke_test(asked.config, strategy, train) if asked.smoke else train(asked.config))
+    strategy.ranks.exit(smoke_test(settled_config, strategy, train) if asked.smoke else train(settled_config))
 
 
 if __name__ == "__main__":

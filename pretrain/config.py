@@ -168,10 +168,11 @@ class Ramp(Section):
 
 
 class Batch(Section):
-    tokens_per_step: BinaryCount
-    """Global batch in tokens, whatever the number of processes; 512k is 2^19."""
+    tokens_per_step: BinaryCount | Literal["auto"]
+    """Global batch in tokens, whatever the number of processes; 512k is 2^19. auto: chosen from the run's tokens."""
     sequences_per_micro_batch: Count = 8
-    """Sequences per forward pass and process; affects speed and memory, not results."""
+    """Sequences per forward pass and process; affects speed and memory, not results. At most this, if
+    tokens_per_step is auto."""
     ramp: Ramp | None = None
     """Start with a smaller batch; null: full batch from the first step."""
 
@@ -193,22 +194,26 @@ class Optim(Section):
     name: Literal["adamw", "adafactor", "muon", "adamw_8bit"] = "adamw"
     """The optimizer; see docs/training.md, section Optimizers."""
     learning_rate: PositiveFloat | Literal["auto"] | None = None
-    """Peak learning rate, or auto: chosen from the number of parameters and the optimizer."""
+    """Peak learning rate, or auto: chosen from the number of parameters, the batch and the optimizer."""
     base_learning_rate: PositiveFloat | None = None
     """Peak learning rate for a global batch of one sequence; scaled by the square root of the global batch."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.1
-    """Applied to matrices only: never to embeddings, norms or biases."""
+    weight_decay: NonNegativeFloat | Literal["auto"] = 0.1
+    """Applied to matrices only: never to embeddings, norms or biases. auto: by parameters, tokens, batch and rate."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip gradients to this global norm; null: no clipping."""
     stochastic_rounding: bool = False
     """adafactor only: keep parameters in bf16 and apply updates with unbiased stochastic rounding."""
     muon: MuonSettings = MuonSettings()
+    width_transfer: Literal["none", "mup"] = "none"
+    """mup: a learning rate found at base_width holds at the model's own width; see docs/training.md."""
+    base_width: Count | None = None
+    """mup: the hidden size at which learning_rate was found, where initial weights are the architecture's own."""
     schedule: Literal["cosine", "linear", "constant", "wsd", "infinite"] = "cosine"
     """Learning-rate schedule; see docs/training.md."""
-    warmup_steps: CountFromZero = 500
-    """Steps of linear warmup to the peak."""
+    warmup_steps: CountFromZero | Literal["auto"] = 500
+    """Steps of linear warmup to the peak. auto: a token per parameter, at most a twentieth of the run."""
     final_ratio: Fraction = 0.1
     """Learning rate at the end of the decay, relative to the peak."""
     decay_fraction: PositiveFraction = 0.2
@@ -228,6 +233,14 @@ class Optim(Section):
     def one_learning_rate(self):
         if (self.learning_rate is None) == (self.base_learning_rate is None):
             raise ValueError("give either learning_rate (a number or auto) or base_learning_rate")
+        if (self.width_transfer == "mup") != (self.base_width is not None):
+            raise ValueError(
+                "width_transfer: mup and base_width, the hidden size at which the learning rate was found, go together"
+            )
+        if self.width_transfer == "mup" and self.learning_rate == "auto":
+            raise ValueError(
+                "learning_rate: auto is that of this model's size; width_transfer: mup needs base_width's"
+            )
         if self.stochastic_rounding and self.name != "adafactor":
             raise ValueError(f"stochastic_rounding works with name: adafactor (got {self.name})")
         return self

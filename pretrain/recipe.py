@@ -238,9 +238,18 @@ def read_run_config(path: str | Path, overrides: list[tuple[str, str]] = ()) -> 
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        problems += [describe(problem, path, overridden) for problem in error.errors()]
+        problems += [describe(problem, path, overridden) for problem in without_auto(error.errors())]
     problems.stop_if_any()
     return config
+
+
+def without_auto(errors: list[dict]) -> list[dict]:
+    """The errors but for "or auto" of a number that was already refused, whose message says it too."""
+    is_auto = [error["type"] == "literal_error" and error["ctx"]["expected"] == "'auto'" for error in errors]
+    of_auto = {error["loc"][:-1] for error, auto in zip(errors, is_auto, strict=True) if auto}
+    numbers = {error["loc"][:-1] for error, auto in zip(errors, is_auto, strict=True) if not auto} & of_auto
+    kept = [e for e, auto in zip(errors, is_auto, strict=True) if not (auto and e["loc"][:-1] in numbers)]
+    return [{**e, "msg": f"{e['msg']}, or auto"} if e["loc"][:-1] in numbers else e for e in kept]
 
 
 def set_dotted(values: dict, key: str, text: str) -> str | None:

@@ -25,7 +25,7 @@ from pretrain.preparation.arguments import parse_arguments
 from pretrain.recipe import named_recipe, pair_up, read_command_line, read_run_config
 from support.clone import copy_clone, make_clone, type_in
 from support.pages import PAGES, VARIABLES, Command, commands_in
-from support.prepared import as_parquet
+from support.prepared import PROSE, as_parquet
 from support.project import ROOT
 from support.run_folders import write_tokenizer
 
@@ -93,10 +93,13 @@ def lend_inputs(clone, commands: str, text_files) -> None:
         write_tokenizer(clone / name)
     for name, function in set(re.findall(r"--filter (\w+\.py):(\w+)", commands)):
         (clone / name).write_text(f"def {function}(text):\n    return True\n")
+    for name in set(re.findall(r"'(\w+)/\*\.jsonl'", commands)):
+        (clone / name).mkdir(parents=True, exist_ok=True)
+        (clone / name / "0.jsonl").write_bytes(lines * (1 + 60 // len(paragraphs)))
     for name, ending in set(re.findall(r"--(?:input|text) '?(\w+)/[*/]+\.([\w.]+)", commands)):
         (clone / name / "deeper").mkdir(parents=True)
         for number, text in enumerate(texts):
-            content = as_parquet([text]) if ending == "parquet" else zstandard.compress(lines)
+            content = as_parquet([text, PROSE]) if ending == "parquet" else zstandard.compress(lines)
             content = text.encode() if ending == "txt" else content
             for folder in (clone / name, clone / name / "deeper"):
                 (folder / f"{number}.{ending}").write_bytes(content)

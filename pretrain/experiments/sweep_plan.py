@@ -17,7 +17,7 @@ from pretrain.config import Hub, RunConfig
 from pretrain.errors import InputError, Problems, shortened
 from pretrain.experiments.small_runs import SmallRun
 from pretrain.files import write_durably
-from pretrain.recipe import as_yaml, parse_yaml, read_run_config
+from pretrain.recipe import as_plain, as_yaml, fields_of_config, parse_yaml, read_run_config
 from pretrain.runs.comparison import flatten_settings, setting_differences
 from pretrain.runs.run_folder import output_problem, read_json
 from pretrain.terminal import say_stage
@@ -316,7 +316,11 @@ def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequen
     there = read_json(path)
     if {key: there.get(key) for key in PLAN_FORMAT} != PLAN_FORMAT:
         raise InputError(f"{path}: is not the plan of a sweep of this version; choose another --output")
-    differ = setting_differences([flat_plan(there), flat_plan(plan)])
+    before, now = flat_plan(there), flat_plan(plan)
+    defaults = {name: as_plain(field.default) for name, field in fields_of_config()}
+    added = {name for name in now.keys() - before.keys() if name in defaults and defaults[name] == now[name]}
+    # Settings that a newer version of the project has, at their defaults, are no difference.
+    differ = setting_differences([before, {name: value for name, value in now.items() if name not in added}])
     if not differ:
         return
     lines = [

@@ -120,12 +120,19 @@ def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
         return f"{text}."
     second = finished[1]
     gap = second.mean_loss - best.mean_loss
-    if best.spread is None or second.spread is None:
+    if len(best.losses) == 1:
         return f"{text}, {gap:.4f} below the next; one seed does not tell how much of that is chance (--seeds 3)."
-    noise = math.sqrt((best.spread**2 + second.spread**2) / len(best.losses))
-    sure = "more than" if gap > 2 * noise else "within"
-    over = f"twice the standard error of {noise:.4f} over {len(best.losses)} seeds"
-    return f"{text}, {gap:.4f} below the next: {sure} {over}."
+    # The same seed is the same initial weights and order of data: differences by seed scatter less than losses.
+    differences = [worse - better for worse, better in zip(second.losses, best.losses, strict=True)]
+    half = t_of(len(differences)) * statistics.stdev(differences) / math.sqrt(len(differences))
+    sure = "" if gap > half else ", which shows no difference"
+    over = f"90 % interval {gap - half:.4f} to {gap + half:.4f} by {len(differences)} seeds"
+    return f"{text}, {gap:.4f} below the next ({over}){sure}."
+
+
+def t_of(count: int) -> float:
+    """Student's t for 90 % of a mean of so many."""
+    return {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02}.get(count, 1.9 if count < 12 else 1.75)
 
 
 def as_values(request: SweepRequest, results: Sequence[PointResult]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ file in architectures/ (docs/models.md).
     compile, fp8: how layers are compiled; fp8 layers
     routers, expert_products: routers of mixtures of experts; their products in the run's precision
     flops: what a token costs
+    width_roles: what of a parameter grows with the width
     small_copy, reference: a small copy of any architecture, and what the library computes with it
     model_values: values that no model has
 """

@@ -1,6 +1,7 @@
 """The weights a run starts from, given to a model unit by unit, so that a strategy never holds more than it must."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -22,6 +23,8 @@ class InitialWeights:
     tensors are handed over. None: drawn from the seed."""
     dtype: torch.dtype = torch.float32
     """Of the parameters. Buffers keep theirs: rotary tables must not be rounded."""
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """{name of a parameter: factor} of what the seed draws; see `width_roles`."""
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
         """Gives the module called `unit` inside `causal_lm`, on the meta device so far, its weights on the CPU.
@@ -35,7 +38,9 @@ class InitialWeights:
             hand_over(self.pretrained.get_submodule(unit), causal_lm.get_submodule(unit))
         else:
             initialize_module(causal_lm, unit, seed=self.seed)
-        for parameter in causal_lm.get_submodule(unit).parameters():
+        for name, parameter in causal_lm.get_submodule(unit).named_parameters(prefix=unit):
+            if self.pretrained is None and name in self.scales:
+                parameter.data *= self.scales[name]
             parameter.data = parameter.data.to(self.dtype)
 
 

@@ -54,6 +54,14 @@ STATE_SPACE_HEADS = (
     ("expand", "mamba_num_heads", "mamba_head_dim"),
 )
 """(expansion, heads, width of a head) of state-space layers: heads x width = expansion x hidden size."""
+GROWING = (
+    *(name for names in list(WIDTHS)[:2] for name in names),
+    *(name for names in list(WIDTHS)[4:7] for name in names),
+    *KEY_HEADS,
+    *("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "mamba_d_ssm", "lru_width"),
+    *("linear_num_heads", "linear_num_value_heads", "linear_num_key_heads"),
+)
+"""Names of the sizes that grow with a model's width: heads become more, not wider."""
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size", "local_attention")
 SHORT_WINDOW = 6
 """Sliding windows and chunks of the copy, so that they act within a short sequence."""

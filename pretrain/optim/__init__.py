@@ -7,6 +7,7 @@ learning_rate, a new optimizer one class and one line in optimizers (docs/traini
     adafactor, muon: Adafactor and Muon
     matrix_exchange: matrices in parts on several processes, put together for an update
     learning_rate: schedules
+    scaling_laws: what `auto` stands for
     batch_ramp: sequences per step
     gradient_norm: norms of gradients wherever they are
     averaging: a running mean of the weights

@@ -9,14 +9,12 @@ A schedule is a function (schedule, step) -> factor of the peak, entered in SCHE
 `Optim.schedule` in config.py lists too; docs/training.md shows them.
 """
 
-import bisect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pretrain.errors import InputError
-from pretrain.optim.optimizers import OPTIMIZERS
 
 DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
@@ -24,10 +22,6 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
 """Progress 0..1 of a decay to the share 1..0 that is left; sqrt is Hägele et al. 2024, arXiv 2405.18392."""
-
-LEARNING_RATE_BY_PARAMETERS = ((10e6, 1e-3), (124e6, 6e-4), (1e9, 3e-4), (7e9, 1.5e-4), (13e9, 1e-4), (175e9, 6e-5))
-"""(parameters, peak learning rate) for AdamW. 10M: nanoGPT's character model; 124M, 13B and 175B: GPT-3, Brown et al.
-2020, table 2.1; 1B and 7B: common practice between GPT-3 and LLaMA (arXiv 2302.13971)."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +75,9 @@ class Schedule:
         """This schedule of a longer run, with every learning rate that the earlier one (its fields) had until it
         decayed: a cosine or a line that has an end keeps it, and the run goes on at the floor; an end of its own moves
         to the end of the longer run."""
-        if self.name in ("cosine", "linear"):
-            return replace(self, total_steps=earlier["total_steps"])
-        if self.name == "infinite":
-            return replace(self, cooldown_steps=earlier["cooldown_steps"])
-        return self
+        kept = {"cosine": "total_steps", "linear": "total_steps", "infinite": "cooldown_steps"}.get(self.name)
+        kept = ("warmup_steps", kept) if kept else ("warmup_steps",)
+        return replace(self, **{name: earlier[name] for name in kept})
 
 
 @dataclass(frozen=True)
@@ -169,18 +161,6 @@ def cooldown_steps_of_infinite(
     A run shorter than min_cooldown_tokens stays near the peak: half a cosine is flat where it begins.
     """
     return max(math.ceil(min_cooldown_tokens / tokens_per_step), round(cooldown_fraction * total_steps))
-
-
-def learning_rate_for_parameters(parameters: int, optimizer: str = "adamw") -> float:
-    """Peak learning rate for a model of that many parameters: log-log interpolation of LEARNING_RATE_BY_PARAMETERS.
-
-    Held at the table's ends: 1e-3 below 10M parameters, 6e-5 above 175B; times the optimizer's relative_learning_rate.
-    """
-    sizes = [size for size, _ in LEARNING_RATE_BY_PARAMETERS]
-    above = min(max(bisect.bisect_left(sizes, parameters), 1), len(sizes) - 1)
-    (size_0, rate_0), (size_1, rate_1) = LEARNING_RATE_BY_PARAMETERS[above - 1 : above + 1]
-    position = math.log(min(max(parameters, sizes[0]), sizes[-1]) / size_0) / math.log(size_1 / size_0)
-    return rate_0 * (rate_1 / rate_0) ** position * OPTIMIZERS[optimizer].relative_learning_rate
 
 
 def learning_rate_for_batch(base_learning_rate: float, sequences_per_step: int) -> float:

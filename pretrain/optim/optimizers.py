@@ -3,17 +3,17 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
-from transformers import PreTrainedConfig
-from transformers.pytorch_utils import Conv1D
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.config import Optim
 from pretrain.errors import InputError
 from pretrain.hardware import missing_bf16
 from pretrain.model.build import build_meta_model, embedding_parameter_names
+from pretrain.model.width_roles import WidthRole, hidden_width, transposed_names, width_roles
 from pretrain.optim.adafactor import Adafactor, factored_shapes
 from pretrain.optim.matrix_exchange import BUCKET_ELEMENTS, HiddenMatrix
 from pretrain.optim.muon import BATCH_ELEMENTS, Muon, MuonWithAdamW
@@ -30,13 +30,25 @@ class ModelShapes:
     embeddings: frozenset[str]
     transposed: frozenset[str] = frozenset()
     """Weights whose columns are the outputs, as GPT-2's."""
+    roles: Mapping[str, WidthRole] = field(default_factory=dict)
+    """By which learning rates differ; empty: they do not."""
+    width_ratio: float = 1.0
+    """Of the model's width to the one at which the learning rate was found."""
 
     @classmethod
-    def of(cls, causal_lm: torch.nn.Module) -> "ModelShapes":
-        """Of a model that is whole, perhaps on the meta device."""
+    def of(cls, causal_lm: PreTrainedModel, settings: Optim | None = None) -> "ModelShapes":
+        """Of a model that is whole, perhaps on the meta device. Raises InputError where its roles cannot be found."""
         shapes = {name: tuple(parameter.shape) for name, parameter in causal_lm.named_parameters()}
-        transposed = (f"{name}.weight" for name, module in causal_lm.named_modules() if isinstance(module, Conv1D))
-        return cls(shapes, frozenset(embedding_parameter_names(causal_lm)), frozenset(transposed))
+        names = embedding_parameter_names(causal_lm), transposed_names(causal_lm)
+        if settings is None or settings.width_transfer == "none":
+            return cls(shapes, *map(frozenset, names))
+        roles, ratio = width_roles(causal_lm.config), hidden_width(causal_lm.config) / settings.base_width
+        return cls(shapes, *map(frozenset, names), roles, ratio)
+
+    def rate_scale(self, name: str, *, orthogonalized: bool = False) -> float:
+        """Of the learning rate, for this parameter."""
+        role = self.roles.get(name)
+        return 1.0 if role is None else role.rate_scale(self.width_ratio, orthogonalized=orthogonalized)
 
     def decays(self, name: str) -> bool:
         """Matrices do; embeddings, norms and biases never."""
@@ -104,11 +116,22 @@ class OptimizerSpec(ABC):
         return value.to(parameter.device, copy=True)
 
     def groups(self, parameters: NamedParameters, weight_decay: float) -> list[dict]:
-        """Parameter groups: what decays, then the rest; empty groups are left out."""
-        decayed = [parameter for name, parameter in parameters if self.model.decays(name)]
-        others = [parameter for name, parameter in parameters if not self.model.decays(name)]
-        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return [group for group in groups if group["params"]]
+        """Parameter groups: what decays, then the rest, each by its learning rate; empty groups are left out."""
+        decayed = [(name, parameter) for name, parameter in parameters if self.model.decays(name)]
+        others = [(name, parameter) for name, parameter in parameters if not self.model.decays(name)]
+        return [*self.groups_by_rate(decayed, weight_decay), *self.groups_by_rate(others, 0.0)]
+
+    def groups_by_rate(
+        self, parameters: NamedParameters, weight_decay: float, *, orthogonalized: bool = False
+    ) -> list[dict]:
+        """A group for every scale of the learning rate; what a step decays is the same in all."""
+        groups: dict[float, dict] = {}
+        for name, parameter in parameters:
+            scale = self.model.rate_scale(name, orthogonalized=orthogonalized)
+            own = {"params": [], "weight_decay": weight_decay / scale}
+            groups.setdefault(scale, own | ({"learning_rate_scale": scale} if scale != 1 else {}))
+            groups[scale]["params"].append(parameter)
+        return list(groups.values())
 
 
 class AdamWSpec(OptimizerSpec):
@@ -157,7 +180,7 @@ class MuonSpec(AdamWSpec):
     """Muon for the hidden matrices; AdamW for embeddings, the output head, norms and biases."""
 
     takes = ("whole", "stage", "sharded", "pieces")
-    relative_learning_rate = 3.0  # docs/training.md has what was measured
+    relative_learning_rate = 2.0  # docs/quality.md has what was measured
     updates_in_bf16 = True
 
     def problems(self, settings: Optim, device_type: str) -> list[str]:
@@ -193,18 +216,19 @@ class MuonSpec(AdamWSpec):
     def make(self, parameters, settings, learning_rate, seed, device_type) -> MuonWithAdamW:
         own = settings.muon
         hidden = {p: self.matrix(name, own.blocks) for name, p in parameters if self.model.is_hidden_matrix(name)}
+        matrices = [(name, parameter) for name, parameter in parameters if parameter in hidden]
         others = [(name, parameter) for name, parameter in parameters if parameter not in hidden]
         muon = Muon(
-            list(hidden),
+            self.groups_by_rate(matrices, settings.weight_decay, orthogonalized=True),
             lr=learning_rate,
-            weight_decay=settings.weight_decay,
             ns_steps=own.iterations,
             coefficients=own.coefficients,
             matrices=hidden,
         )
         adamw = super().make(others, settings, learning_rate, seed, device_type)
         for group in adamw.param_groups if own.adamw_learning_rate else []:
-            group["learning_rate_scale"] = own.adamw_learning_rate / learning_rate
+            scale = group.get("learning_rate_scale", 1.0)
+            group["learning_rate_scale"] = scale * own.adamw_learning_rate / learning_rate
         return MuonWithAdamW(muon, adamw)
 
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
@@ -306,7 +330,7 @@ def optimizer_builder(
 
     Raises InputError with the optimizer's `problems`.
     """
-    spec = OPTIMIZERS[settings.name](ModelShapes.of(causal_lm))
+    spec = OPTIMIZERS[settings.name](ModelShapes.of(causal_lm, settings))
     if problems := spec.problems(settings, device_type):
         raise InputError(*problems)
 
@@ -320,7 +344,11 @@ def optimizer_builder(
 
 def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_type: str) -> list[str]:
     """Why the recipe's optimizer cannot train this model or run on this device; [] if it can."""
-    return OPTIMIZERS[settings.name](ModelShapes.of(build_meta_model(model_config))).problems(settings, device_type)
+    try:
+        shapes = ModelShapes.of(build_meta_model(model_config), settings)
+    except InputError as error:
+        return error.problems
+    return OPTIMIZERS[settings.name](shapes).problems(settings, device_type)
 
 
 def parameter_dtype(settings: Optim) -> torch.dtype:

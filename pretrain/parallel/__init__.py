@@ -10,6 +10,7 @@ The loop never asks which strategy runs: strategy gives it the verbs. How to add
     zero, zero_partitions: DeepSpeed's ZeRO
     model_parallel, pipeline, pipeline_stages, tensor_parallel: models cut between processes
     replicas: copies of the weights compared bit by bit
+    auto_settings: numbers in place of a recipe's `auto`
     layout: what a plan knows of a run under a strategy
     memory_advice: what to change when memory runs out
     launcher, launcher_files: what the launcher asks for; what its files may contain

@@ -7,5 +7,6 @@ Predictions come from memory and step_time; calibration compares them with a few
     calibration: a few real steps
     own_text, sized_recipe, sizing: train.py --text; what it writes; how it chooses
     smoke: a hundred steps, pass or fail per stage
+    width_check: whether a learning rate holds at other widths
     judgement: what --check says of a recipe that can run
 """

@@ -19,6 +19,7 @@ from pretrain.errors import Problems
 from pretrain.gpus import GIB
 from pretrain.memory.parts import PlannedRun
 from pretrain.model.flops import FORMULA
+from pretrain.parallel.auto_settings import settled
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.planning.calibration import Calibration, calibrate
 from pretrain.planning.candidates import (
@@ -96,6 +97,7 @@ def build_plan(
     with_calibration: bool = False,
 ) -> Plan:
     """Raises InputError with what cannot be planned."""
+    config = settled(config, processes=1)
     model_config = planned_model_config(config)
     precision = planned_precision(config, hardware.gpu)
     work = work_of_run(config, model_config)

@@ -10,7 +10,8 @@ import torch
 from pretrain.data.shards import open_shards, read_manifest
 from pretrain.data.tokenizer import load_decoder
 from pretrain.hardware import DTYPES, measured_matrix_flops, memory_bytes, peak_flops, use_all_cores
-from pretrain.optim.learning_rate import learning_rate_for_parameters
+from pretrain.optim.optimizers import OPTIMIZERS
+from pretrain.optim.scaling_laws import rate_by_law
 from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.planning.sizing import MOST_EPOCHS, Shape, Sizing
 from pretrain.units import count_text, duration_text
@@ -25,8 +26,6 @@ SHARE_OF_TIME, START_SECONDS, LEAST_SHARE_OF_TIME = 0.85, 5.0, 0.4
 """Of the minutes, for steps: the rest is validation, samples, saving and export; and the start takes seconds."""
 BYTES_PER_PARAMETER, MEMORY_SHARE = 24, 0.5
 """Weights, gradients, optimizer and a copy for checkpoints, in that share of the memory: activations take the rest."""
-RATE_OF_SHORT_RUNS = 10 / 3
-"""Times `auto`: what was measured best for the demo (docs/training.md)."""
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}
 VALIDATION_SHARE = 0.05
 PROMPT_TOKENS = 12
@@ -125,7 +124,8 @@ class SizedRecipe:
     @property
     def learning_rate(self) -> float:
         """Muon's, to two digits."""
-        return float(f"{RATE_OF_SHORT_RUNS * learning_rate_for_parameters(self.sizing.shape.parameters, 'muon'):.2g}")
+        relative = OPTIMIZERS["muon"].relative_learning_rate
+        return float(f"{rate_by_law(self.sizing.shape.parameters, self.sizing.tokens_per_step, relative):.2g}")
 
     @property
     def sequences_per_micro_batch(self) -> int:

@@ -15,6 +15,7 @@ from pretrain.config import RunConfig
 from pretrain.files import damage
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.planning.calibration import measure_peak
+from pretrain.planning.width_check import width_verdict
 from pretrain.runs.history import read_metrics
 from pretrain.training.run_plan import derive
 
@@ -64,6 +65,9 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
             "model folder": model_verdict(folder),
             "memory as planned": memory,
         }
+        if config.optim.width_transfer == "mup":
+            peak = config.optim.learning_rate or run.peak_learning_rate
+            verdicts["changes at any width"] = width_verdict(config.optim, run.model_config, peak)
         for name, problem in verdicts.items():
             print(f"{'FAIL' if problem else 'ok':<5} {name}{f': {problem}' if problem else ''}", flush=True)
     return FAILED if strategy.ranks.gather(any(verdicts.values()))[0] else 0

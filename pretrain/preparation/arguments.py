@@ -21,7 +21,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "near_duplicates": {"metavar": "JACCARD", "help": "leave out near copies of earlier documents, such as 0.8"},
         "near_duplicate_bands": {"metavar": "NxROWS", "help": "MinHash bands (for 0.8: 25x5)"},
         "near_duplicate_shingle": {"default": "5", "metavar": "N", "help": "tokens per shingle (default: 5)"},
-        "filter": {"nargs": "+", "default": [], "metavar": "FILTER", "help": "clean: a FILE.py:FUNCTION of your own"},
+        "filter": {"nargs": "+", "default": [], "metavar": "FILTER", "help": "clean: NAME(NUMBER=VALUE) or FILE.py:F"},
+        "clean": {"action": "store_true", "help": "clean by FineWeb's set of filters, and without near copies"},
+        "language": {"metavar": "CODES", "help": "keep documents in these languages, such as en,de"},
         "decontaminate": {"nargs": "+", "default": [], "metavar": "BENCHMARK", "help": "lm-eval tasks, item files"},
         "decontaminate_remove": {"default": "document", "help": "remove the document (default) or a window around it"},
         "decontaminate_words": {"default": "13", "metavar": "N", "help": "so many words in a row are contamination"},
@@ -51,6 +53,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "instead": {
         "train_tokenizer": {"metavar": "SIZE", "help": "train a byte-level BPE tokenizer of this vocabulary size"},
         "tokenizer_sample_bytes": {"default": "200M", "metavar": "N", "help": "most text to train it on, in bytes"},
+        "train_classifier": {"nargs": 2, "metavar": "GLOB", "help": "train a quality filter on good and other texts"},
         "verify": {"metavar": "FOLDER", "help": "verify every hash and count of a prepared folder"},
         "report": {"metavar": "FOLDER", "help": "write FOLDER/report.html and .json: what was removed, with samples"},
         "inspect": {"metavar": "FOLDER", "help": "show what a prepared folder contains: lengths, tokens, a sample"},

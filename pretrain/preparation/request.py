@@ -23,6 +23,9 @@ from pretrain.preparation.tokenizer_training import RECORD_FILE
 from pretrain.preparation.upload import Destination, destination_of
 from pretrain.units import parse_count
 
+CLEAN_NEAR_DUPLICATES = "0.8"
+"""The similarity from which --clean leaves out near copies."""
+
 
 def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     """What the command line asks for. Raises InputError with everything that is wrong with it."""
@@ -61,6 +64,18 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     return request
 
 
+def read_examples(arguments: argparse.Namespace) -> tuple[Path, Reading]:
+    """(output, how to read) of --train_classifier. Raises InputError with everything that is wrong."""
+    problems = Problems()
+    if not arguments.output or is_url(arguments.output):
+        problems.append("give --output FOLDER, a folder of this machine for the classifier")
+    if arguments.input or arguments.dataset or arguments.tokenizer or arguments.train_tokenizer:
+        problems.append("--train_classifier GOOD OTHER: takes its texts itself; leave out --input and --tokenizer")
+    reading = _reading(arguments, problems)
+    problems.stop_if_any()
+    return Path(arguments.output), reading
+
+
 def _missing(arguments: argparse.Namespace) -> list[str]:
     """What is missing from the command line or given twice."""
     problems = []
@@ -70,8 +85,12 @@ def _missing(arguments: argparse.Namespace) -> list[str]:
         problems.append("give --output FOLDER, the folder to create")
     if bool(arguments.tokenizer) == bool(arguments.train_tokenizer):
         problems.append("give either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one")
-    if arguments.train_tokenizer and (arguments.filter or arguments.decontaminate):
-        problems.append("--filter, --decontaminate: a tokenizer is trained on the text as it is; leave them out")
+    if arguments.train_tokenizer and (
+        arguments.filter or arguments.language or arguments.clean or arguments.decontaminate
+    ):
+        problems.append(
+            "--filter, --language, --clean, --decontaminate: a tokenizer is trained on the text as it is; leave out"
+        )
     return problems
 
 
@@ -131,8 +150,11 @@ def _options(arguments: argparse.Namespace) -> PreparationOptions:
             also = "; and ray, alone or after a comma" if name == "engine" else ""
             problems.append(f"--{name} {given}: must be {', '.join(allowed[:-1])} or {allowed[-1]}{also}")
     near = None
-    if arguments.near_duplicates is not None:
-        given = (arguments.near_duplicates, arguments.near_duplicate_bands, arguments.near_duplicate_shingle)
+    threshold = arguments.near_duplicates
+    if arguments.clean and not arguments.deduplicate:
+        threshold = threshold or CLEAN_NEAR_DUPLICATES
+    if threshold is not None:
+        given = (threshold, arguments.near_duplicate_bands, arguments.near_duplicate_shingle)
         near = problems.attempt(NearDuplicates.parse, *given)
         if arguments.deduplicate:
             problems.append("--deduplicate: --near_duplicates leaves out exact copies as well; give one of them")
@@ -160,7 +182,8 @@ def _cleaning(arguments: argparse.Namespace, problems: list[str]) -> Cleaning | 
         _count(problems, arguments, "decontaminate_words", smallest=SHORTEST_RUN_WORDS),
         arguments.decontaminate_remove,
     )
-    filters = problems.attempt(read_cleaning, arguments.filter)
+    has_urls = arguments.url_field is not None
+    filters = problems.attempt(read_cleaning, arguments.filter, arguments.language, arguments.clean, has_urls)
     decontamination = problems.attempt(read_decontamination, arguments.decontaminate, words, remove)
     stages = (*(filters.stages if filters else ()), *([decontamination] if decontamination else []))
     return Cleaning(stages) if stages else None

@@ -73,6 +73,7 @@ def measure_parity(
     ]
     if problems:
         raise InputError(*problems)
+    changes = [*changes, *numbers_for_auto(recipe, changes, processes)]
     overrides = run_overrides(recipe, changes, steps, precision)
     outcomes: dict[str, StrategyOutcome] = {}
     for number, name in enumerate(strategies, start=1):
@@ -100,13 +101,32 @@ def updates_in_bf16(optimizer: str) -> bool:
     return OPTIMIZERS[optimizer].updates_in_bf16 and missing_bf16(device_type()) is None
 
 
+def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes: int) -> list[tuple[str, str]]:
+    """What the recipe leaves to `auto`, as it is for the whole run and fits all launches; imports torch then."""
+    config = read_run_config(recipe, changes)
+    optim = config.optim
+    if "auto" not in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps):
+        return []
+    from pretrain.parallel.auto_settings import settled
+
+    there = settled(config, processes)
+    return [
+        ("batch.tokens_per_step", str(there.batch.tokens_per_step)),
+        ("batch.sequences_per_micro_batch", str(there.batch.sequences_per_micro_batch)),
+        ("optim.weight_decay", str(there.optim.weight_decay)),
+        ("optim.warmup_steps", str(there.optim.warmup_steps)),
+        *([("optim.learning_rate", str(there.optim.learning_rate))] if there.optim.learning_rate else []),
+    ]
+
+
 def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, precision: str) -> list[str]:
     """`changes`, and what a short run sets differently; batch, data, model and optimizer stay."""
-    config = read_run_config(recipe, changes)
+    warmup = read_run_config(recipe, changes).optim.warmup_steps
+    warmup = steps // 10 if warmup == "auto" else min(warmup, steps // 10)
     return [
         *(f"--{path}={value}" for path, value in changes),
         *("--budget", f"{{steps: {steps}}}", "--precision", precision, "--trackers", "[]", "--cadence", "1"),
-        *("--optim.warmup_steps", str(min(config.optim.warmup_steps, steps // 10)), "--logging.every_steps", "1"),
+        *("--optim.warmup_steps", str(warmup), "--logging.every_steps", "1"),
         *("--checkpoint", f"{{every_steps: {steps}, keep_last: 1}}", "--validation.every_steps", str(steps)),
     ]
 

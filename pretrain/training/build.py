@@ -11,6 +11,7 @@ from pretrain.model.compile import checkpoint_activations, compile_model
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss, choose_loss
 from pretrain.model.pretrained import open_pretrained
+from pretrain.model.width_roles import initial_scales
 from pretrain.optim.optimizers import optimizer_builder, parameter_dtype
 from pretrain.parallel.strategy import Strategy
 from pretrain.terminal import say_stage
@@ -52,6 +53,7 @@ def build_training(
         seed=config.seed,
         pretrained=open_pretrained(config.model.config) if from_pretrained else None,
         dtype=parameter_dtype(config.optim),
+        scales=initial_scales(plan.model_config, config.optim.base_width) if config.optim.base_width else {},
     )
     build_optimizer = optimizer_builder(config.optim, causal_lm, learning_rate, seed=config.seed, device_type=kind)
     prepared = strategy.prepare(model, weights, build_optimizer)

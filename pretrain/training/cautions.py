@@ -6,7 +6,8 @@ from pretrain.config import RunConfig
 from pretrain.hardware import emulation_of_bf16
 from pretrain.memory.parts import sizes_of
 from pretrain.model.model_config import padded_vocabulary
-from pretrain.optim.learning_rate import learning_rate_for_parameters
+from pretrain.optim.optimizers import OPTIMIZERS
+from pretrain.optim.scaling_laws import rate_by_law
 from pretrain.training.run_plan import RunPlan
 from pretrain.units import count_text
 
@@ -35,7 +36,8 @@ def unusual_learning_rate(config: RunConfig, run: RunPlan, overridden: frozenset
     optim, stated = config.optim, run.peak_learning_rate
     if optim.learning_rate == "auto":
         return None
-    usual = learning_rate_for_parameters(run.parameters, optim.name)
+    tokens_per_step = run.ramp.sequences_per_level[-1] * run.batches.window.sequence_length
+    usual = rate_by_law(run.parameters, tokens_per_step, OPTIMIZERS[optim.name].relative_learning_rate)
     factor = stated / usual
     setting = "optim.learning_rate" if optim.base_learning_rate is None else "optim.base_learning_rate"
     by_hand = {"optim", setting} & overridden

@@ -31,9 +31,9 @@ from pretrain.optim.learning_rate import (
     Schedule,
     cooldown_steps_of_infinite,
     learning_rate_for_batch,
-    learning_rate_for_parameters,
 )
 from pretrain.optim.optimizers import optimizer_problems
+from pretrain.parallel.auto_settings import settled
 from pretrain.parallel.strategy import Strategy, device_type, resolve_precision
 from pretrain.runs.addresses import trunk_checkpoint
 from pretrain.runs.publishing.hub_upload import login_problems, offer_problems
@@ -204,6 +204,7 @@ class Cadences:
 
 def derive(config: RunConfig, ranks: int) -> RunPlan:
     """Checks a run as a whole. Raises InputError with everything that cannot work."""
+    config = settled(config)
     problems = place_problems(config)
     data = config.data
     model_config = problems.attempt(planned_model_config, config)
@@ -248,7 +249,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         sequences_per_micro_batch=config.batch.sequences_per_micro_batch,
         ramp=ramp,
         schedule=schedule,
-        peak_learning_rate=peak_learning_rate(config, model.parameters, sequences_per_step),
+        peak_learning_rate=peak_learning_rate(config, sequences_per_step),
         batches=batches,
         identity=identity_of(config, model_config, batches),
     )
@@ -357,12 +358,10 @@ def schedule_of(config: RunConfig, total_steps: int) -> Schedule:
     )
 
 
-def peak_learning_rate(config: RunConfig, parameters: int, sequences_per_step: int) -> float:
+def peak_learning_rate(config: RunConfig, sequences_per_step: int) -> float:
     optim = config.optim
     if optim.base_learning_rate is not None:
         return learning_rate_for_batch(optim.base_learning_rate, sequences_per_step)
-    if optim.learning_rate == "auto":
-        return learning_rate_for_parameters(parameters, optim.name)
     return optim.learning_rate
 
 

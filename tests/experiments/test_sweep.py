@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import statistics
+import subprocess
 import time
 from pathlib import Path
 
@@ -14,10 +15,10 @@ import yaml
 
 from pretrain.errors import InputError
 from pretrain.experiments import sweep as sweeps
-from pretrain.experiments.small_runs import RunOutcome, SmallRun
+from pretrain.experiments.small_runs import RunOutcome, SmallRun, device_slots
 from pretrain.experiments.sweep import Grid, pick_settings
 from pretrain.experiments.sweep_plan import SweepPoint, SweepRequest, read_axes, request_problems
-from pretrain.experiments.sweep_report import PointResult, RunResult
+from pretrain.experiments.sweep_report import PointResult, RunResult, verdict_of_sweep
 from support.project import events, run_script, start_script
 
 
@@ -74,6 +75,19 @@ def test_all_problems_of_all_runs_are_reported_before_any_starts(recipe, tmp_pat
     assert not (tmp_path / "sweep").exists()
 
 
+def test_each_gpu_takes_a_run_and_processors_are_divided(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in device_slots(None)] == ["3", "5"]
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in device_slots(3)] == ["3", "5", "3"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(9)))
+    assert device_slots(None) == [{}] and device_slots(2) == [{"OMP_NUM_THREADS": "4"}] * 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert device_slots(2) == [{}, {}], "as the user has it"
+
+
 def fake_runs(tmp_path, count, steps=8):
     return [SmallRun(f"a={n}", tmp_path, steps, 1.0) for n in range(count)]
 
@@ -101,6 +115,26 @@ def test_halving_drops_the_worse_half_at_each_rung(tmp_path, monkeypatch):
     assert grid.work == pytest.approx(4 * 0.25 + 2 * 0.25 + 1 * 0.5)
     again = Grid(grid.request, points)  # after a kill
     assert again.next_run(set()) is None and [point.settings["a"] for point in again.alive] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ([3.11, 3.21], "0.1095 below the next (90 % interval 0.1063 to 0.1127"),
+        ([2.9, 3.5], "which shows no difference"),
+        ([], "best"),
+    ],
+)
+def test_the_best_is_as_sure_as_its_seeds(second, said, tmp_path):
+    """0.110 and 0.109 apart by seed, while the seeds are 0.1 apart."""
+
+    def point(losses):
+        outcomes = [RunOutcome("finished", 8, 0, {8: loss}, 0.0) for loss in losses]
+        return PointResult({"a": "1"}, 9, [RunResult(SmallRun("r", tmp_path, 8, 1.0), o, None) for o in outcomes])
+
+    best = point([3.0, 3.101])
+    text = verdict_of_sweep([best, point(second)] if second else [best])
+    assert said in text.replace("Best", "best") and ("interval" in text) == bool(second)
 
 
 def test_a_search_learns_from_what_it_has_tried_and_repeats_itself(tmp_path):
@@ -137,7 +171,13 @@ def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path):
         run = output / "runs/learning_rate=3e-3,seed=1"
         wait_for((run / "metrics.jsonl").exists)
         first.send_signal(signal.SIGKILL)
-    done = sweep(recipe, output, *arguments)
+    command = ["runs.py", "sweep", "--config", recipe, "--output", output, *arguments]
+    with start_script(*command, stderr=subprocess.PIPE) as second:
+        wait_for((output / "runs/learning_rate=3e-3,seed=2/metrics.jsonl").exists)
+        second.send_signal(signal.SIGINT)
+        said = second.communicate(timeout=120)[1]
+    assert second.returncode == 130 and "give the same command to continue" in said
+    done = sweep(recipe, output, *arguments, "--parallel", "2")
     assert len(events(run, "start")) == 1, "it was not started twice"
     values = json.loads((output / "results.json").read_text())
     assert [len(point["runs"]) for point in values["results"]] == [2, 2]
@@ -156,6 +196,9 @@ def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path):
     assert "No problems found" in run_script("train.py", "--config", output / "best.yaml", "--check").stdout
 
     # The same command finds all done; another is refused, and leaves it.
+    plan = json.loads((output / "plan.json").read_text())
+    del plan["recipe"]["guard.window"]  # as if the setting were newer than the sweep
+    (output / "plan.json").write_text(json.dumps(plan))
     lines = (run / "metrics.jsonl").read_text()
     again = sweep(recipe, output, *arguments)
     assert again.stdout == done.stdout and (run / "metrics.jsonl").read_text() == lines

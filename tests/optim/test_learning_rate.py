@@ -13,7 +13,6 @@ from pretrain.optim.learning_rate import (
     Schedule,
     cooldown_steps_of_infinite,
     learning_rate_for_batch,
-    learning_rate_for_parameters,
 )
 
 
@@ -93,21 +92,6 @@ def test_cooldown_is_the_larger_of_tokens_and_fraction():
     # 100B tokens at 81,920 per step; 50B and 300B runs.
     assert cooldown_steps_of_infinite(610_000, 81_920, 100_000_000_000) == 1_220_704
     assert cooldown_steps_of_infinite(3_662_109, 81_920, 100_000_000_000) == round(0.7 * 3_662_109)
-
-
-def test_learning_rate_by_size_meets_the_published_points():
-    for parameters, rate in [(124e6, 6e-4), (1e9, 3e-4), (7e9, 1.5e-4), (13e9, 1e-4)]:
-        assert learning_rate_for_parameters(parameters) == pytest.approx(rate)
-    assert learning_rate_for_parameters(1000) == pytest.approx(1e-3)
-    assert learning_rate_for_parameters(10**12) == pytest.approx(6e-5)
-    rates = [learning_rate_for_parameters(int(1e6 * 1.3**n)) for n in range(50)]
-    assert rates == sorted(rates, reverse=True)
-    assert learning_rate_for_parameters(math.sqrt(1e9 * 7e9)) == pytest.approx(math.sqrt(3e-4 * 1.5e-4))
-
-
-def test_muons_rate_is_a_multiple_of_adamws():
-    assert learning_rate_for_parameters(124e6, "muon") == pytest.approx(3 * 6e-4)
-    assert learning_rate_for_parameters(124e6, "adafactor") == learning_rate_for_parameters(124e6, "adamw")
 
 
 def test_square_root_scaling_by_hand():

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 from pretrain.config import Optim
 from pretrain.errors import InputError
 from pretrain.memory.parts import optimizer_elements
+from pretrain.model.build import build_meta_model
 from pretrain.optim.adafactor import round_stochastically
 from pretrain.optim.matrix_exchange import HiddenMatrix
 from pretrain.optim.optimizers import (
@@ -61,6 +63,46 @@ def parameters_in_module(shapes):
             root.add_module(module, nn.Embedding(1, 1) if is_embedding else nn.Module())
         root._modules[module].register_parameter(key, nn.Parameter(torch.ones(shape)))
     return root
+
+
+def small_llama():
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, head_dim=16
+    )
+    return build_meta_model(config)
+
+
+def rates_by_name(name: str, **settings) -> dict[str, tuple[float, float]]:
+    """{parameter: (share of the learning rate, weight decay)} of a Llama."""
+    model = small_llama()
+    optimizer, names = build(model, name, **settings), {p: name for name, p in model.named_parameters()}
+    groups = optimizer.param_groups
+    return {
+        names[p]: (group.get("learning_rate_scale", 1.0), group["weight_decay"])
+        for group in groups
+        for p in group["params"]
+    }
+
+
+@pytest.mark.parametrize(("name", "hidden"), [("adamw", 1 / 4), ("adafactor", 1 / 4), ("muon", 1 / 2)])
+def test_under_mup_rates_fall_with_the_inputs_that_grow_and_the_decay_of_a_step_stays(name, hidden):
+    found = rates_by_name(name, width_transfer="mup", base_width=16, weight_decay=0.1)
+    assert found.pop("lm_head.weight") == (1 / 4, 0.4)
+    for parameter, (scale, decay) in found.items():
+        is_hidden = "proj" in parameter
+        assert scale == pytest.approx(hidden if is_hidden else 1), parameter
+        assert scale * decay == pytest.approx(0.1 if is_hidden else 0.0), parameter
+
+
+def test_without_mup_and_at_the_base_width_there_is_one_rate():
+    assert {scale for scale, _ in rates_by_name("muon").values()} == {1.0}
+    assert {scale for scale, _ in rates_by_name("adamw", width_transfer="mup", base_width=64).values()} == {1.0}
+
+
+def test_a_rate_of_adamws_own_goes_with_mup():
+    settings = {"width_transfer": "mup", "base_width": 16, "muon": {"adamw_learning_rate": 0.005}}
+    found = rates_by_name("muon", **settings)
+    assert found["lm_head.weight"][0] == pytest.approx(0.5 / 4) and found["model.norm.weight"][0] == pytest.approx(0.5)
 
 
 def train(model, optimizer, first, last):

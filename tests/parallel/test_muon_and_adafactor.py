@@ -39,7 +39,7 @@ def runs(shards, tmp_path_factory):
     """A folder with the runs of each optimizer in a folder."""
     folder = tmp_path_factory.mktemp("optimizers")
     (folder / "model.json").write_text(json.dumps(MODEL))
-    muon = {"coefficients": "polar_express", "adamw_learning_rate": 0.001}
+    muon = {"coefficients": "polar_express", "adamw_learning_rate": 0.006}
     recipe = {
         "model": str(folder / "model.json"),
         "output": str(folder / "run"),
@@ -48,7 +48,15 @@ def runs(shards, tmp_path_factory):
         "data": {"train": [{"shards": str(shards)}], "sequence_length": 32},
         "budget": {"steps": STEPS},
         "batch": {"tokens_per_step": 128, "sequences_per_micro_batch": 2},
-        "optim": {"learning_rate": 0.003, "warmup_steps": 2, "max_grad_norm": 0.5, "muon": muon},
+        # Rates and initial weights by width too: groups of several rates under every strategy.
+        "optim": {
+            "learning_rate": 0.006,
+            "warmup_steps": 2,
+            "max_grad_norm": 0.5,
+            "muon": muon,
+            "width_transfer": "mup",
+            "base_width": 32,
+        },
         "compile": "none",
         "checkpoint": {"every_steps": STEPS // 2, "keep_last": 9},
         "logging": {"every_steps": 1},

@@ -15,6 +15,13 @@ from pretrain.data.shards import open_shards
 from support.project import ROOT
 
 END = "<|endoftext|>"
+PROSE = (
+    "The old mill by the river was built in the last century and it has been closed for many years. People of the "
+    "village say that the miller left one winter night with all of his flour. Nobody knows where he went, but they "
+    "have many stories to tell. Children play near the wheel in summer. In autumn the leaves cover everything that "
+    "is left of the garden, and the owls come back to the roof."
+)
+"""Which no filter removes."""
 
 
 def texts(count=400):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pretrain.optim.scaling_laws import rate_by_law
 from pretrain.recipe import read_run_config
 from pretrain.training import cautions as cautions_module
 from pretrain.training.cautions import cautions
@@ -19,26 +20,30 @@ def said(recipe, *overrides):
     return cautions(config, derive(config, ranks=1), frozenset(name for name, _ in overrides), CPU)
 
 
+AUTO = rate_by_law(0, 256)
+"""Of AdamW, for the recipe's model and batch."""
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"optim.learning_rate": "1e-2"}, "the peak of 0.01 is 10 times what auto gives adamw at"),
-        ({"optim.learning_rate": "1e-4"}, "the peak of 0.0001 is 1/10 of what auto gives adamw at"),
-        ({"optim.base_learning_rate": "1e-2"}, "base_learning_rate: the peak of 0.02 is 20 times what auto"),
-        ({"optim.learning_rate": "4e-3"}, None),
+        ({"optim.learning_rate": f"{10 * AUTO}"}, "is 10 times what auto gives adamw at"),
+        ({"optim.learning_rate": f"{AUTO / 10}"}, "is 1/10 of what auto gives adamw at"),
+        ({"optim.base_learning_rate": f"{10 * AUTO}"}, "base_learning_rate: the peak of 0.112 is 20 times what auto"),
+        ({"optim.learning_rate": f"{4 * AUTO}"}, None),
         ({"optim.learning_rate": "auto"}, None),
-        ({"optim.name": "muon", "optim.learning_rate": "1e-2"}, None),
-        ({"optim.name": "muon", "optim.learning_rate": "4e-4"}, "1/7.5 of what auto gives muon at"),
-        # The recipe's rate of 3e-3 is not far from what AdamW takes, but nobody chose it for Adafactor.
-        ({"optim.name": "adafactor"}, "the recipe's, while --optim.name adafactor is the command line's, and 3 times"),
-        ({"optim.name": "adafactor", "optim.learning_rate": "3e-3"}, None),
-        ({"optim.name": "muon"}, None),
+        ({"optim.name": "muon", "optim.learning_rate": f"{2 * AUTO}"}, None),
+        ({"optim.name": "muon", "optim.learning_rate": f"{AUTO / 4}"}, "1/8 of what auto gives muon at"),
+        # The recipe's rate of 3e-3 is not far from what AdamW takes, but nobody chose it for Muon.
+        ({"optim.name": "muon"}, "the recipe's, while --optim.name muon is the command line's, and 1/3.73 of"),
+        ({"optim.name": "muon", "optim.learning_rate": "3e-3"}, None),
+        ({"optim.name": "adafactor"}, None),
     ],
 )  # fmt: skip
 def test_a_rate_far_from_the_optimizers_own_is_reported(recipe, overrides, message):
     found = said(recipe, *overrides.items())
     assert found == [] if message is None else len(found) == 1 and message in found[0]
-    assert message is None or "parameters, 0.00" in found[0], "auto's own figure"
+    assert message is None or "parameters, 0.0" in found[0], "auto's own figure"
 
 
 def test_the_demo_under_adamw_says_both_rates(shards):
@@ -46,8 +51,8 @@ def test_the_demo_under_adamw_says_both_rates(shards):
         ": "
     )
     assert name == "optim.learning_rate"
-    assert rate.startswith("the peak of 0.01 is the recipe's, while --optim.name adamw is the command line's, and 10")
-    assert "what auto gives adamw at 2.69M parameters, 0.001;" in rate
+    assert rate.startswith("the peak of 0.01 is the recipe's, while --optim.name adamw is the command line's, and 2.")
+    assert "what auto gives adamw at 2.69M parameters, 0.00402;" in rate
     assert said("recipes/demo.yaml", ("data.train.0.shards", str(shards))) == []
 
 

@@ -6,24 +6,55 @@ from collections.abc import Sequence
 from typing import Any
 
 from pretrain.errors import InputError, Problems, did_you_mean
+from pretrain.preparation.cleaning.language import LanguageFilter
+from pretrain.preparation.cleaning.lists import CharactersFilter, LengthFilter, PersonalData, UrlList, WordList
+from pretrain.preparation.cleaning.published import C4Quality, FineWebQuality, GopherQuality, GopherRepetition
+from pretrain.preparation.cleaning.quality_classifier import ClassifierFilter
 from pretrain.preparation.cleaning.stages import Cleaning, CleaningStage
 from pretrain.preparation.cleaning.user_function import UserFunction
 
-FILTERS: dict[str, type] = {}
+CLASSES = (
+    GopherQuality, GopherRepetition, C4Quality, FineWebQuality, LanguageFilter, LengthFilter, CharactersFilter,
+    WordList, UrlList, PersonalData, ClassifierFilter,
+)  # fmt: skip
+FILTERS: dict[str, type] = {filter_class.name: filter_class for filter_class in CLASSES}
 """Frozen dataclasses that are stages: their fields are the parameters, each with a default or required."""
 OFF = "off"
 """The value of a parameter that switches its rule off."""
 
 
-def read_cleaning(given: Sequence[str]) -> Cleaning | None:
-    """The stages of `--filter`, in order; None without any. Raises InputError with everything that is wrong."""
+def read_cleaning(
+    given: Sequence[str], languages: str | None = None, clean: bool = False, has_urls: bool = True
+) -> Cleaning | None:
+    """The stages of `--filter`, in order, after those of `--language` and `--clean`; None without any.
+
+    A filter that is given replaces the one of its name in the set of --clean. Raises InputError with everything that
+    is wrong.
+    """
     problems = Problems()
     stages = [stage for text in given if (stage := problems.attempt(parse_filter, text)) is not None]
     labels = [stage.label for stage in stages]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     problems += [f"--filter {label}: is given twice" for label in twice]
+    if any(isinstance(stage, UrlList) for stage in stages) and not has_urls:
+        problems.append("--filter url_list: needs --url_field FIELD, the field that holds the URL")
+    if languages is not None or clean:
+        names = tuple((languages or "en").split(","))
+        first = [problems.attempt(LanguageFilter, names), *(sensible_set(names == ("en",)) if clean else ())]
+        stages = [stage for stage in first if stage is not None and stage.label not in labels] + stages
     problems.stop_if_any()
     return Cleaning(tuple(stages)) if stages else None
+
+
+def sensible_set(is_english: bool) -> list[CleaningStage]:
+    """The filters of --clean, in FineWeb's order and with its numbers; stop words are counted in English only."""
+    return [
+        GopherRepetition(),
+        GopherQuality() if is_english else GopherQuality(min_stop_words=None),
+        C4Quality(endings=False),
+        FineWebQuality(),
+        PersonalData(),
+    ]
 
 
 def parse_filter(text: str) -> CleaningStage:
@@ -61,12 +92,16 @@ def parse_filter(text: str) -> CleaningStage:
 
 
 def _value(what: str, given: str, allowed: Any) -> Any:
-    """A parameter's value, by its field's type: int, float, str or tuple of str; `| None` where it may be off."""
+    """A parameter's value, by its field's type: int, float, bool, str, tuple of str; `| None` where it may be off."""
+    if allowed is bool:
+        if given not in ("on", OFF):
+            raise InputError(f"{what}={given}: must be on or {OFF}")
+        return given != OFF
     if given == OFF:
         if type(None) not in getattr(allowed, "__args__", ()):
             raise InputError(f"{what}={given}: cannot be switched off")
         return None
-    if allowed == tuple[str, ...]:
+    if allowed in (tuple[str, ...], tuple[str, ...] | None):
         return tuple(given.split("+"))
     for kind, noun in ((int, "a whole number"), (float, "a number")):
         if allowed in (kind, kind | None):

@@ -149,7 +149,7 @@ class DuplicateSearch:
             begin, stop = places[band, partition : partition + 2].tolist()
             offset = places.nbytes + 8 * (band * documents + begin)
             pieces.append(np.fromfile(self._run_path(run), "<u8", stop - begin, offset=offset))
-        entries = np.concatenate(pieces)
+        entries = np.concatenate([np.empty(0, "<u8"), *pieces])
         entries.sort(kind="stable")
         return entries
 

@@ -5,12 +5,15 @@ process, before workers are forked, which share it; on Ray each worker opens its
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pretrain.preparation.cleaning.account import KEPT, CleaningAccount, Found
+
+if TYPE_CHECKING:
+    from pretrain.preparation.cleaning.words import DividedTexts
 
 
 @dataclass
@@ -19,9 +22,26 @@ class TextBatch:
 
     texts: list[bytes]
     urls: list[str | None]
+    _divided: "DividedTexts | None" = None
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    @property
+    def divided(self) -> "DividedTexts":
+        """The documents' English words, divided once for all stages that count them."""
+        if self._divided is None:
+            from pretrain.preparation.cleaning.words import divided_texts
+
+            self._divided = divided_texts(self.texts)
+        return self._divided
+
+    def after(self, removed: Container[int], changed: Mapping[int, bytes]) -> "TextBatch":
+        """What stays when a stage has removed and changed documents by number."""
+        stay = [number for number in range(len(self)) if number not in removed]
+        divided = None if changed or self._divided is None else self._divided.taking(stay)
+        texts = [changed.get(number, self.texts[number]) for number in stay]
+        return TextBatch(texts, [self.urls[number] for number in stay], divided)
 
 
 @dataclass
@@ -105,14 +125,12 @@ class Cleaning:
                 account.add_change(label, len(batch.texts[number]) - len(text))
                 if not text:
                     removed[number] = f"{label}.nothing_left"
-                batch.texts[number] = text
             for number, rule in removed.items():
                 original = kept[number]
                 account.add_document(rule, sources[original], places[original], texts[original])
-            if removed:
-                stay = [number for number in range(len(kept)) if number not in removed]
-                batch = TextBatch([batch.texts[n] for n in stay], [batch.urls[n] for n in stay])
-                kept = [kept[number] for number in stay]
+            if removed or verdicts.changed:
+                batch = batch.after(removed, verdicts.changed)
+                kept = [original for number, original in enumerate(kept) if number not in removed]
         for original in kept:
             account.add_document(KEPT, sources[original], places[original], texts[original])
         account.add_domains(batch.texts, batch.urls)

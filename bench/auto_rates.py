@@ -1,0 +1,227 @@
+"""Sweeps of the learning rate for models of 1M to 30M parameters, beside what `learning_rate: auto` gives them.
+
+    python bench/auto_rates.py --shards data/english --minutes 60
+    python bench/auto_rates.py --table
+
+Trains Llamas on shards of a 4,096-token vocabulary at factors of `auto`, for AdamW and Muon, some 500 steps each, the
+smallest model first, and adds each final validation loss to bench/auto_rates.json. Run it again to go on: what is
+there is not repeated. `--table` prints Markdown: the best rate, and what auto's loss is above the best one's.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pretrain.optim.optimizers import OPTIMIZERS  # noqa: E402
+from pretrain.optim.scaling_laws import (  # noqa: E402
+    RATE_EXPONENT,
+    REFERENCE_PARAMETERS,
+    REFERENCE_RATE,
+    batch_by_law,
+    rate_by_law,
+)
+
+RESULTS = ROOT / "bench" / "auto_rates.json"
+VOCABULARY, LENGTH = 4096, 256
+FACTORS = (1.0, 1.7, 0.6)
+"""Of AdamW's rate by law; then outwards in steps of 1.7 until the best rate has a worse one on either side."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama with a tied head, and the tokens that it is swept on."""
+
+    layers: int
+    width: int
+    intermediate: int
+    parameters: int
+    tokens: int
+    precision: str = "auto"
+
+    @property
+    def tokens_per_step(self) -> int:
+        return max(LENGTH, 2 ** round(math.log2(batch_by_law(self.tokens))))
+
+    def model(self) -> dict:
+        return {
+            "model_type": "llama",
+            "vocab_size": VOCABULARY,
+            "hidden_size": self.width,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.width // 32,
+            "num_key_value_heads": self.width // 32,
+            "max_position_embeddings": LENGTH,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "rms_norm_eps": 1e-5,
+            "initializer_range": 0.02,
+            "tie_word_embeddings": True,
+        }
+
+
+SIZES = {
+    "1M": Size(4, 96, 256, 836_448, 500_000, "fp32"),
+    "3M": Size(5, 192, 512, 3_000_384, 500_000),
+    "10M": Size(8, 320, 848, 11_105_600, 250_000),
+    "30M": Size(9, 512, 1376, 30_565_888, 250_000),
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run."""
+
+    size: str
+    optimizer: str
+    learning_rate: float
+    loss: float
+    """Of the validation split, in nats per token, at the end."""
+    parameters: int
+    tokens: int
+    tokens_per_step: int
+
+
+def read_points() -> list[Point]:
+    return [Point(**row) for row in json.loads(RESULTS.read_text())] if RESULTS.exists() else []
+
+
+def write_points(points: list[Point]) -> None:
+    RESULTS.write_text("[\n" + ",\n".join(json.dumps(asdict(point)) for point in points) + "\n]\n")
+
+
+def centre(size: Size) -> float:
+    """Of the sweep, for either optimizer: AdamW's rate by law, whatever the batch; apart from what auto becomes."""
+    return REFERENCE_RATE * (size.parameters / REFERENCE_PARAMETERS) ** RATE_EXPONENT
+
+
+def auto_rate(size: Size, optimizer: str) -> float:
+    return rate_by_law(size.parameters, size.tokens_per_step, OPTIMIZERS[optimizer].relative_learning_rate)
+
+
+def train(name: str, optimizer: str, rate: float, shards: str) -> Point:
+    size = SIZES[name]
+    with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
+        model, output = Path(folder, "model.json"), Path(folder, "run")
+        model.write_text(json.dumps(size.model()))
+        settings = {
+            "model": model, "output": output, "precision": size.precision, "optim.name": optimizer,
+            "optim.learning_rate": rate, "optim.warmup_steps": 25, "budget.tokens": size.tokens,
+            "batch.tokens_per_step": size.tokens_per_step, "batch.sequences_per_micro_batch": 2,
+            "data.train": f"[{{shards: {shards}}}]", "data.sequence_length": LENGTH, "validation.every_steps": "null",
+            "validation.sequences": 200, "checkpoint.every_steps": "null", "samples.every_steps": "null",
+        }  # fmt: skip
+        command = [sys.executable, "train.py", "--config", "recipes/demo.yaml"]
+        command += [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if result.returncode:
+            sys.exit(f"{' '.join(command)} exited {result.returncode}\n{result.stderr[-2000:]}")
+        events = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    loss = [event["loss"] for event in events if event["event"] == "validation"][-1]
+    return Point(name, optimizer, rate, loss, size.parameters, size.tokens, size.tokens_per_step)
+
+
+def next_rate(name: str, optimizer: str, points: list[Point]) -> float | None:
+    """The next rate to try: a row of factors, then outwards while the best is at an end; None: the sweep is done."""
+    rates = {p.learning_rate: p.loss for p in points if (p.size, p.optimizer) == (name, optimizer)}
+    law = centre(SIZES[name])
+    for factor in FACTORS:
+        if not any(abs(math.log(rate / law / factor)) < 0.2 for rate in rates):
+            return float(f"{law * factor:.3g}")
+    best = min(rates, key=rates.get)
+    if best in (min(rates), max(rates)):
+        return float(f"{best * (1.7 if best == max(rates) else 1 / 1.7):.3g}")
+    return None
+
+
+def best_of(points: list[Point]) -> tuple[float, float]:
+    """(rate, loss) at the lowest of a parabola in the rate's logarithm through the best point and its neighbours."""
+    points = sorted(points, key=lambda point: point.learning_rate)
+    at = min(range(len(points)), key=lambda index: points[index].loss)
+    if at in (0, len(points) - 1):
+        return points[at].learning_rate, points[at].loss
+    return lowest(*((math.log(p.learning_rate), p.loss) for p in points[at - 1 : at + 2]))
+
+
+def lowest(left, middle, right) -> tuple[float, float]:
+    """(e^x, y) at the lowest of the parabola through three points."""
+    (x0, y0), (x1, y1), (x2, y2) = left, middle, right
+    slope_0, slope_1 = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
+    curvature = (slope_1 - slope_0) / (x2 - x0)
+    x = (x0 + x1) / 2 - slope_0 / (2 * curvature)
+    return math.exp(x), y0 + slope_0 * (x - x0) + curvature * (x - x0) * (x - x1)
+
+
+def loss_at(points: list[Point], rate: float) -> float | None:
+    """The loss at a rate between those swept, linear in its logarithm; None outside."""
+    points = sorted(points, key=lambda point: point.learning_rate)
+    for a, b in itertools.pairwise(points):
+        if a.learning_rate <= rate <= b.learning_rate:
+            share = math.log(rate / a.learning_rate) / math.log(b.learning_rate / a.learning_rate)
+            return a.loss + share * (b.loss - a.loss)
+    return None
+
+
+def table(points: list[Point]) -> str:
+    rows = [
+        "| model | tokens, tokens per step | optimizer | peak: loss | best | auto | auto's loss above the best |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, size in SIZES.items():
+        for optimizer in ("adamw", "muon"):
+            own = [p for p in points if (p.size, p.optimizer) == (name, optimizer)]
+            if len(own) < 2:
+                continue
+            rate, loss = best_of(own)
+            auto = auto_rate(size, optimizer)
+            here = loss_at(own, auto)
+            swept = ", ".join(
+                f"{p.learning_rate:.2g}: {p.loss:.3f}" for p in sorted(own, key=lambda p: p.learning_rate)
+            )
+            above = "outside the sweep" if here is None else f"{max(0.0, here / loss - 1):.1%}"
+            rows.append(
+                f"| {size.parameters / 1e6:.1f}M | {size.tokens / 1e6:g}M, {size.tokens_per_step:,} | {optimizer} | "
+                f"{swept} | {rate:.2g} | {auto:.2g} | {above} |"
+            )
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shards", help="folder of shards with a validation split and 4,096 ids")
+    parser.add_argument("--minutes", type=float, default=60, help="no run begins later")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--optimizers", nargs="+", choices=("adamw", "muon"), default=["adamw", "muon"])
+    parser.add_argument("--table", action="store_true", help="print what is there, and train nothing")
+    given = parser.parse_args()
+    if given.table:
+        print(table(read_points()))
+        return
+    if not given.shards:
+        parser.error("--shards: the folder of shards to train on")
+    end = time.monotonic() + 60 * given.minutes
+    for name in given.sizes:
+        while time.monotonic() < end:
+            points = read_points()
+            wanted = {o: rate for o in given.optimizers if (rate := next_rate(name, o, points)) is not None}
+            if not wanted:
+                break
+            # By turns, so that both optimizers have as many points.
+            optimizer = min(wanted, key=lambda o: sum((p.size, p.optimizer) == (name, o) for p in points))
+            point = train(name, optimizer, wanted[optimizer], os.path.abspath(given.shards))
+            write_points([*read_points(), point])
+            print(point, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What each parameter does as a model grows wider, found by building it at twice its width.
+
+Maximal update parametrization (Yang et al., arXiv 2203.03466, table 3): the learning rate found at one width holds at
+another if a parameter's initial scale and rate follow from which of its dimensions grow. No multiplier is in the
+forward pass, so an exported model is an ordinary one.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from pretrain.errors import InputError
+from pretrain.model.build import build_meta_model, embedding_parameter_names
+from pretrain.model.compile import layers_of
+from pretrain.model.small_copy import GROWING, in_a_line
+
+
+@dataclass(frozen=True)
+class WidthRole:
+    """What of a parameter grows with the width."""
+
+    inputs: bool
+    """The number of values that each of its outputs is a sum of: a hidden matrix, a head, a router."""
+    outputs: bool
+    """The number of its outputs."""
+
+    def initial_scale(self, ratio: float) -> float:
+        """Of the initial values at `ratio` times the width at which the architecture's own are meant."""
+        if not self.inputs:
+            return 1.0
+        return ratio**-0.5 if self.outputs else 1 / ratio
+
+    def rate_scale(self, ratio: float, *, orthogonalized: bool = False) -> float:
+        """Of the learning rate, for an update whose elements have a given root mean square.
+
+        An orthogonalised one is a factor sqrt(ratio) smaller in the norm that counts: its singular values are equal.
+        """
+        if not self.inputs:
+            return 1.0
+        return ratio**-0.5 if orthogonalized else 1 / ratio
+
+
+def hidden_width(config: PreTrainedConfig) -> int:
+    """Of the hidden states."""
+    return config.get_text_config().hidden_size
+
+
+def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
+    """{name of a parameter: its role}. Raises InputError for a model that cannot be told apart by its width.
+
+    A tied head is an embedding, whose rate and scale do not change; in its place those of the norm before it do.
+    """
+    try:
+        here, wide = build_meta_model(config), build_meta_model(at_width(config, 2.0))
+    except Exception as error:  # whatever the library's own checks raise at other sizes
+        raise InputError(
+            f"optim.width_transfer: mup: this model cannot be built at twice its width ({in_a_line(error)}), from "
+            "which the parts of its parameters are found; use none"
+        ) from None
+    shapes = {name: tuple(parameter.shape) for name, parameter in wide.named_parameters()}
+    embeddings = embedding_parameter_names(here)
+    transposed = transposed_names(here)
+    roles = {}
+    for name, parameter in here.named_parameters():
+        grown = [a != b for a, b in zip(parameter.shape, shapes[name], strict=True)]
+        if len(grown) < 2 or name in embeddings:  # a look-up sums nothing
+            roles[name] = WidthRole(inputs=False, outputs=any(grown))
+        else:
+            outputs, inputs = grown[-2:][::-1] if name in transposed else grown[-2:]
+            both = all(grown[-2:])
+            roles[name] = WidthRole(inputs=both or inputs, outputs=both or outputs)
+    if config.get_text_config().tie_word_embeddings:
+        head = WidthRole(inputs=True, outputs=False)
+        roles |= {name: head for name in roles if name.rpartition(".")[0] == norm_before_head(here)}
+    if not any(role.inputs and role.outputs for role in roles.values()):
+        raise InputError(
+            "optim.width_transfer: mup: no matrix of this model grows with its width in both directions; use none"
+        )
+    return roles
+
+
+def norm_before_head(model: PreTrainedModel) -> str:
+    """Name of the norm behind the last layer, whose gain scales the logits. Raises InputError where none can be told.
+
+    It is beside the layers and not before them, and its gain is one at first: a gain of 1 + weight cannot be scaled.
+    """
+    layers = layers_of(model)
+    names = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
+    beside = [
+        (name, module)
+        for name, module in model.named_modules()
+        if list(module.parameters(recurse=False))
+        and all(parameter.dim() == 1 for parameter in module.parameters(recurse=False))
+        and not any(name.startswith(f"{layer}.") for layer in names)
+    ]
+    order = [name for name, _ in model.named_modules()]
+    last = [pair for pair in beside if order.index(pair[0]) > order.index(names[-1])] if names else []
+    (name, norm), *others = last or beside or [("", None)]
+    if norm is not None and not others:
+        norm = copy.deepcopy(norm)
+        with torch.no_grad():
+            model._init_weights(norm.to_empty(device="cpu"))
+        if norm.weight.eq(1).all():
+            return name
+    raise InputError(
+        "optim.width_transfer: mup: the head is the embedding (tie_word_embeddings), and there is no norm before it "
+        "whose gain could stand for its scale; set --model.tie_word_embeddings false, or width_transfer: none"
+    )
+
+
+def transposed_names(model: nn.Module) -> set[str]:
+    """Weights whose columns are the outputs, as GPT-2's."""
+    from transformers.pytorch_utils import Conv1D
+
+    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
+
+
+def at_width(config: PreTrainedConfig, ratio: float) -> PreTrainedConfig:
+    """The same architecture at `ratio` times the width: more heads, each as wide as before."""
+    values = config.to_dict()
+
+    def grown(value: Any) -> Any:
+        if isinstance(value, list):
+            return [grown(item) for item in value]
+        is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        return max(1, math.floor(value * ratio)) if is_size else value
+
+    values |= {name: grown(values[name]) for name in GROWING if values.get(name) is not None}
+    return type(config).from_dict(values)
+
+
+def initial_scales(config: PreTrainedConfig, base_width: int) -> Mapping[str, float]:
+    """{name: factor of the architecture's own initial values}, those that are not 1."""
+    ratio = hidden_width(config) / base_width
+    scales = {name: role.initial_scale(ratio) for name, role in width_roles(config).items()}
+    return {name: scale for name, scale in scales.items() if scale != 1}

@@ -1,0 +1,74 @@
+"""The numbers that a recipe's `auto` stands for, by its model, its tokens and its batch."""
+
+import math
+from typing import Any
+
+from pretrain.config import Batch, RunConfig
+from pretrain.data.vocabulary import planned_model_config
+from pretrain.errors import InputError
+from pretrain.model.build import count_parameters
+from pretrain.model.flops import active_parameters
+from pretrain.optim.learning_rate import learning_rate_for_batch
+from pretrain.optim.optimizers import OPTIMIZERS
+from pretrain.optim.scaling_laws import (
+    batch_by_law,
+    rate_by_law,
+    tokens_of_steps,
+    warmup_by_law,
+    weight_decay_by_law,
+)
+from pretrain.parallel.launcher import processes_launched
+
+
+def settled(config: RunConfig, processes: int | None = None) -> RunConfig:
+    """The recipe with numbers in place of `auto`; they follow from the recipe and its data alone.
+
+    processes: among which an `auto` batch is divided; only the micro-batch, which affects no result, follows them.
+    None: those that were launched.
+    """
+    if not has_auto(config):
+        return config
+    try:
+        model_config = planned_model_config(config)
+        parameters, active = count_parameters(model_config), active_parameters(model_config)
+    except InputError:  # `derive` says what is wrong with the model, and all else that is
+        parameters = active = 1
+    budget, optim = config.budget, config.optim
+    tokens = budget.tokens or (budget.tokens_per_parameter or 0) * active
+    batch = settled_batch(config, tokens or tokens_of_steps(budget.steps), processes or processes_launched())
+    per_step = batch.tokens_per_step
+    tokens = tokens or budget.steps * per_step
+    values: dict[str, Any] = {}
+    if optim.learning_rate == "auto":
+        rate = rate_by_law(parameters, per_step, OPTIMIZERS[optim.name].relative_learning_rate)
+        values["learning_rate"] = float(f"{rate:.3g}")
+    if optim.weight_decay == "auto":
+        rate = values.get("learning_rate", optim.learning_rate)
+        rate = rate or learning_rate_for_batch(optim.base_learning_rate, per_step // config.data.sequence_length)
+        values["weight_decay"] = float(f"{weight_decay_by_law(parameters, tokens, per_step, rate):.2g}")
+    if optim.warmup_steps == "auto":
+        values["warmup_steps"] = warmup_by_law(parameters, tokens, per_step)
+    return config.model_copy(update={"batch": batch, "optim": optim.model_copy(update=values)})
+
+
+def has_auto(config: RunConfig) -> bool:
+    """Whether the recipe leaves a number open that `settled` finds."""
+    optim = config.optim
+    return "auto" in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps)
+
+
+def settled_batch(config: RunConfig, tokens: float, processes: int) -> Batch:
+    """A power of two sequences, times the levels of a ramp, nearest to the law's batch.
+
+    A number of processes that does not divide it is refused by `derive`: another batch would be another run.
+    """
+    batch, length = config.batch, config.data.sequence_length
+    if batch.tokens_per_step != "auto":
+        return batch
+    levels = round(1 / batch.ramp.start) if batch.ramp else 1
+    per_level = 2 ** max(0, round(math.log2(batch_by_law(tokens) / (length * levels))))
+    micro = batch.sequences_per_micro_batch
+    while micro > 1 and per_level % (micro * processes):
+        micro -= 1
+    values = {"tokens_per_step": levels * per_level * length, "sequences_per_micro_batch": micro}
+    return batch.model_copy(update=values)

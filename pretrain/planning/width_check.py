@@ -1,0 +1,110 @@
+"""Does a step change activations as much in a wide model as in a narrow one? The coordinate check of muP.
+
+Small copies of the architecture at growing widths take a few steps of the recipe's optimizer on the same tokens. The
+change of the hidden states and logits per element must not grow with the width (Yang et al., arXiv 2203.03466, D.1).
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedConfig
+
+from pretrain.config import Optim
+from pretrain.errors import InputError
+from pretrain.model.build import build_meta_model, build_model
+from pretrain.model.small_copy import VOCABULARY, small_copies
+from pretrain.model.width_roles import at_width, hidden_width, initial_scales
+from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes
+
+RATIOS = (1, 2, 4)
+STEPS = 4
+SEEDS = (0, 1)
+MOST_GROWTH = 0.25
+"""Of the exponent: without muP the logits' change grows with the width itself, an exponent of 1."""
+Growth = dict[str, float]
+
+
+def width_verdict(optim: Optim, config: PreTrainedConfig, learning_rate: float) -> str | None:
+    """What grows with the width; None if nothing does."""
+    growing = growth(activation_changes(optim, config, learning_rate))
+    worst = max(growing, key=growing.get)
+    if growing[worst] <= MOST_GROWTH:
+        return None
+    return f"in {STEPS} steps {worst} change by width^{growing[worst]:.2f}; rates found at one width will not hold"
+
+
+def activation_changes(
+    optim: Optim, config: PreTrainedConfig, learning_rate: float, ratios: Sequence[int] = RATIOS
+) -> dict[int, Growth]:
+    """{width: {what: root mean square of its change over STEPS steps}}, a mean over SEEDS.
+
+    learning_rate: the peak at the narrowest of the widths.
+    """
+    narrow = narrow_copy(config)
+    widths = {}
+    for ratio in ratios:
+        wide = at_width(narrow, ratio)
+        found = [changes_of(optim, wide, hidden_width(narrow), learning_rate, seed) for seed in SEEDS]
+        widths[hidden_width(wide)] = {name: fmean(each[name] for each in found) for name in found[0]}
+    return widths
+
+
+def narrow_copy(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The smallest copy that can be built at other widths too. Raises InputError where there is none."""
+    copies = sorted(small_copies(config, []), key=hidden_width)
+    for copy in copies:
+        try:
+            build_meta_model(at_width(copy, 2))
+            return copy
+        except InputError:
+            continue
+    raise InputError("optim.width_transfer: no small copy of this architecture can be built at several widths")
+
+
+def changes_of(optim: Optim, config: PreTrainedConfig, base_width: int, learning_rate: float, seed: int) -> Growth:
+    """Of the hidden states of every layer, and of the logits."""
+    settings = optim
+    if optim.width_transfer == "mup":
+        settings = optim.model_copy(update={"base_width": base_width})
+    model = build_model(config, seed=seed)
+    if settings.base_width:
+        scales = initial_scales(config, settings.base_width)
+        for name, parameter in model.named_parameters():
+            parameter.data *= scales.get(name, 1.0)
+    named = list(model.named_parameters())
+    spec = OPTIMIZERS[settings.name](ModelShapes.of(model, settings))
+    optimizer = spec.make(named, settings, learning_rate, seed, "cpu")
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group.get("learning_rate_scale", 1.0)
+    ids_BT = torch.randint(VOCABULARY, (4, 33), generator=torch.Generator().manual_seed(seed))
+    first = activations(model, ids_BT)
+    for _ in range(STEPS):
+        logits_BTV = model(ids_BT[:, :-1]).logits
+        F.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    last = activations(model, ids_BT)
+    return {name: (last[name] - first[name]).square().mean().sqrt().item() for name in first}
+
+
+@torch.no_grad()
+def activations(model: torch.nn.Module, ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+    output = model(ids_BT[:, :-1], output_hidden_states=True)
+    hidden = {f"hidden states {index}": state for index, state in enumerate(output.hidden_states)}
+    return {**hidden, "logits": output.logits}
+
+
+def growth(changes: dict[int, Growth]) -> Growth:
+    """{what: exponent of its change in the width}, by least squares."""
+    logs = [math.log(width) for width in changes]
+    middle = fmean(logs)
+    spread = sum((x - middle) ** 2 for x in logs)
+    names = next(iter(changes.values()))
+    return {
+        name: sum((x - middle) * math.log(max(changes[w][name], 1e-12)) for x, w in zip(logs, changes, strict=True))
+        / spread
+        for name in names
+    }

@@ -1,0 +1,155 @@
+"""Documents by their language: by function words where these leave no doubt, else by lingua or a fastText model."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pretrain.errors import InputError, did_you_mean
+from pretrain.preparation.cleaning.published import NamedFilter
+from pretrain.preparation.cleaning.stages import TextBatch, Verdicts
+
+FUNCTION_WORDS = {
+    "en": "the of and to that is was with for you have this are from they which not be at it were but his or had by",
+    "de": "der die und das ist nicht zu den mit sich auf ein eine für von auch dem es im wird werden dass aber",
+    "fr": "le les et des est une dans que pour qui du au sur pas il avec ce sont plus cette ou par nous vous",
+    "es": "el los las y es una por con para del que se lo como más pero sus este fue al ha son también",
+    "it": "il di che è per un della non sono con gli del da una le alla dei nel anche più come si ha",
+    "pt": "os não uma com para do da em dos que mais como foi ao pelo são também se na no das ou pela",
+    "nl": "het een van en dat niet voor met zijn op te aan die ook naar maar door bij wordt deze uit er",
+}
+"""Frequent words by language; those that another of these has as well count for both."""
+WORDS_SAMPLES_BYTES = (600, 4000)
+"""A second look at more of the text where the first leaves a doubt."""
+LEAST_WORDS, LEAST_DIFFERENT, CERTAIN_SHARE, CERTAIN_LEAD = 20, 4, 0.12, 2.0
+"""Of the words of the sample: a language is certain with this share of them, that many times the next one's."""
+
+
+@dataclass(frozen=True)
+class LanguageFilter(NamedFilter):
+    """Keeps documents in these languages (ISO 639-1, joined by +), judged by a sample from their middle.
+
+    `minimum`: confidence. `model`: a fastText model for language identification, such as lid.176.ftz, instead of
+    lingua. `characters`: the sample that either of the two sees.
+    """
+
+    name: ClassVar[str] = "language"
+    languages: tuple[str, ...]
+    minimum: float = 0.65
+    characters: int = 200
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.model is not None:
+            if not Path(self.model).is_file():
+                raise InputError(f"--filter language: model={self.model}: no such file; give a fastText model")
+            return
+        known = set(_lingua_languages())
+        problems = [
+            f"--filter language: {language}: is not known{did_you_mean(language, known)}"
+            for language in self.languages
+            if language not in known
+        ]
+        if problems:
+            raise InputError(*problems)
+
+    def as_plan(self) -> dict[str, Any]:
+        plan = super().as_plan()
+        if self.model is not None:
+            plan["model"] = {"name": Path(self.model).name, "sha256": _sha256(self.model)}
+        return plan
+
+    def open(self) -> Callable[[TextBatch], Verdicts]:
+        detect = self._lingua() if self.model is None else self._fasttext()
+        wanted, minimum = set(self.languages), self.minimum
+
+        def judge(batch: TextBatch) -> Verdicts:
+            found = [certain_language(text) or detect(self._sample(text)) for text in batch.texts]
+            verdicts = Verdicts(values={"language": [language for language, _ in found]})
+            for number, (language, confidence) in enumerate(found):
+                if language not in wanted:
+                    verdicts.removed[number] = language
+                elif confidence < minimum:
+                    verdicts.removed[number] = "uncertain"
+            return verdicts
+
+        return judge
+
+    def _sample(self, text: bytes) -> str:
+        # A character has four bytes at most.
+        size = 4 * self.characters
+        start = max(0, (len(text) - size) // 2)
+        return " ".join(text[start : start + size].decode(errors="ignore")[: self.characters].split())
+
+    def _lingua(self) -> Callable[[str], tuple[str, float]]:
+        from lingua import LanguageDetectorBuilder
+
+        # Trigrams only: with the other models lingua takes 1.5 GB, and no less time, and these texts are not short.
+        builder = LanguageDetectorBuilder.from_all_languages().with_low_accuracy_mode()
+        detector = builder.with_preloaded_language_models().build()
+
+        def detect(sample: str) -> tuple[str, float]:
+            best = detector.compute_language_confidence_values(sample)[0]
+            return (best.language.iso_code_639_1.name.lower(), best.value) if best.value else ("unknown", 0.0)
+
+        return detect
+
+    def _fasttext(self) -> Callable[[str], tuple[str, float]]:
+        try:
+            import fasttext
+        except ImportError:
+            raise InputError("--filter language(model=...): needs fastText; pip install fasttext-predict") from None
+        try:
+            model = fasttext.load_model(self.model)
+        except ValueError as error:
+            raise InputError(f"--filter language: model={self.model}: is no fastText model ({error})") from None
+
+        def detect(sample: str) -> tuple[str, float]:
+            labels, confidences = model.predict(sample)
+            return (labels[0].removeprefix("__label__"), float(confidences[0])) if labels else ("unknown", 0.0)
+
+        return detect
+
+
+def _sha256(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _lingua_languages() -> list[str]:
+    try:
+        from lingua import Language
+    except ImportError:
+        raise InputError("--filter language: needs lingua; pip install lingua-language-detector") from None
+    return [language.iso_code_639_1.name.lower() for language in Language.all()]
+
+
+def _languages_by_word() -> dict[bytes, tuple[str, ...]]:
+    words = {language: set(text.split()) for language, text in FUNCTION_WORDS.items()}
+    every = set().union(*words.values())
+    return {word.encode(): tuple(language for language in words if word in words[language]) for word in every}
+
+
+_LANGUAGES_BY_WORD = _languages_by_word()
+
+
+def certain_language(text: bytes) -> tuple[str, float] | None:
+    """(language, 1.0) of a text whose function words leave no doubt; None otherwise."""
+    for size in WORDS_SAMPLES_BYTES:
+        start = max(0, (len(text) - size) // 2)
+        words = text[start : start + size].lower().split()
+        if len(words) < LEAST_WORDS:
+            return None
+        counts: Counter[str] = Counter()
+        for languages, count in Counter(map(_LANGUAGES_BY_WORD.get, words)).items():
+            for language in languages or ():
+                counts[language] += count
+        (best, most), (_, second) = [*counts.most_common(2), ("", 0), ("", 0)][:2]
+        if most >= CERTAIN_SHARE * len(words) and most >= CERTAIN_LEAD * second:
+            different = sum(best in _LANGUAGES_BY_WORD.get(word, ()) for word in set(words))
+            return (best, 1.0) if different >= LEAST_DIFFERENT else None
+        if len(text) <= size:
+            break
+    return None

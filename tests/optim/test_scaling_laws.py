@@ -1,0 +1,82 @@
+"""What `auto` stands for, against the published figures and against the sweeps of bench/auto_rates.py."""
+
+import math
+
+import pytest
+
+from pretrain.config import Batch, Ramp
+from pretrain.optim.scaling_laws import (
+    batch_by_law,
+    rate_by_law,
+    tokens_of_steps,
+    warmup_by_law,
+    weight_decay_by_law,
+)
+from pretrain.parallel.auto_settings import settled, settled_batch
+from pretrain.recipe import read_run_config
+from support.project import ROOT
+
+RECIPE = ROOT / "recipes" / "demo.yaml"
+AUTO = [(f"optim.{name}", "auto") for name in ("learning_rate", "weight_decay", "warmup_steps")]
+
+
+def step_law(parameters: float, tokens: float) -> float:
+    """Peak rate of Li et al., arXiv 2503.04715."""
+    return 1.79 * parameters**-0.713 * tokens**0.307
+
+
+def deepseek_law(parameters: float, tokens: float) -> float:
+    """Peak rate of DeepSeek LLM, arXiv 2401.02954."""
+    return 0.3118 * (6 * parameters * tokens) ** -0.125
+
+
+@pytest.mark.parametrize("parameters", [30e6, 124e6, 1e9, 7e9, 13e9])
+def test_the_rate_is_near_that_of_other_laws_at_twenty_tokens_per_parameter(parameters):
+    tokens = 20 * parameters
+    rate = rate_by_law(parameters, 160 * 2048 * (parameters / 108e6) ** (2 / 3))
+    for law in (step_law, deepseek_law):
+        assert 1 / 1.6 < rate / law(parameters, tokens) < 1.6
+
+
+def test_the_rate_meets_olmos_ladder_and_follows_the_square_root_of_the_batch():
+    assert rate_by_law(108e6, 160 * 2048) == pytest.approx(0.00235)
+    assert rate_by_law(8 * 108e6, 4 * 160 * 2048) == pytest.approx(0.00235 / 2)
+    assert rate_by_law(108e6, 2 * 160 * 2048) == pytest.approx(0.00235 * math.sqrt(2))
+    assert rate_by_law(108e6, 1e9, relative=2.0) == pytest.approx(2 * 2 * 0.00235)  # as far as batches are doubted
+
+
+def test_the_batch_is_that_of_its_tokens():
+    assert batch_by_law(100e9) == pytest.approx(1.11e6, rel=0.01)  # step-law.github.io
+    assert batch_by_law(tokens_of_steps(2000)) * 2000 == pytest.approx(tokens_of_steps(2000))
+
+
+def test_the_decay_keeps_the_weights_timescale():
+    decay = weight_decay_by_law(124e6, 20 * 124e6, 2**17, 2e-3)
+    assert 2**17 / (2e-3 * decay * 20 * 124e6) == pytest.approx(1.084 * 20**-0.527)
+    assert 0.08 < decay < 0.2  # to either side of everyone's 0.1
+
+
+def test_warmup_is_a_token_per_parameter_or_a_twentieth():
+    assert warmup_by_law(1e9, 100e9, 1e6) == 1000
+    assert warmup_by_law(1e9, 1e9, 1e6) == 50
+    assert warmup_by_law(1e6, 1e3, 1e6) == 1
+
+
+def test_auto_follows_the_recipe_and_not_the_processes():
+    alone, many = (settled(with_auto_batch(budget=1_200_000), processes) for processes in (1, 8))
+    assert alone.batch.tokens_per_step == many.batch.tokens_per_step == 2048
+    assert alone.optim == many.optim
+    assert (alone.batch.sequences_per_micro_batch, many.batch.sequences_per_micro_batch) == (4, 1)
+    assert "auto" not in (alone.optim.learning_rate, alone.optim.weight_decay, alone.optim.warmup_steps)
+    assert alone.optim.warmup_steps == round(1_200_000 / 20 / 2048)
+
+
+def test_a_ramp_divides_the_automatic_batch():
+    config = with_auto_batch(budget=1_000_000_000)
+    ramped = config.model_copy(update={"batch": Batch(tokens_per_step="auto", ramp=Ramp(**{"from": 1 / 3}))})
+    sequences = settled_batch(ramped, 1e9, 1).tokens_per_step // config.data.sequence_length
+    assert sequences % 3 == 0 and abs(math.log2(sequences * 256 / batch_by_law(1e9))) < 0.6
+
+
+def with_auto_batch(budget: int):
+    return read_run_config(RECIPE, [("budget.tokens", str(budget)), ("batch.tokens_per_step", "auto"), *AUTO])

@@ -1,0 +1,32 @@
+"""The coordinate check: activations change as much at any width with mup, and more at larger widths without."""
+
+import pytest
+
+from pretrain.config import Optim
+from pretrain.model.model_config import load_model_config
+from pretrain.planning.width_check import activation_changes, growth, width_verdict
+from support.project import ROOT
+
+
+@pytest.fixture
+def config():
+    config = load_model_config(str(ROOT / "model_configs" / "llama_demo.json"))
+    config.tie_word_embeddings = False
+    return config
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_changes_do_not_grow_with_the_width_under_mup(config, name):
+    optim = Optim(name=name, learning_rate=1e-2, width_transfer="mup", base_width=64)
+    assert width_verdict(optim, config, 1e-2) is None
+
+
+def test_without_mup_they_grow(config):
+    exponents = growth(activation_changes(Optim(learning_rate=1e-2), config, 1e-2))
+    assert exponents["logits"] > 0.5
+    assert "rates found at one width will not hold" in width_verdict(Optim(learning_rate=1e-2), config, 1e-2)
+
+
+def test_growth_is_the_exponent():
+    changes = {width: {"logits": 3 * width**0.5, "hidden states 1": 2.0} for width in (64, 128, 512)}
+    assert growth(changes) == pytest.approx({"logits": 0.5, "hidden states 1": 0.0}, abs=1e-9)

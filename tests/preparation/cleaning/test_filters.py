@@ -1,0 +1,72 @@
+"""Filters by name: what --filter, --language and --clean may be given, and what they are refused with."""
+
+import pytest
+
+from pretrain.errors import InputError
+from pretrain.preparation.cleaning.filters import FILTERS, parse_filter, read_cleaning
+from pretrain.preparation.cleaning.published import GopherQuality
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("gopher_quality", GopherQuality()),
+        ("gopher_quality(min_words=30, max_symbols=off)", GopherQuality(min_words=30, max_symbols=None)),
+        (" gopher_quality( 30 ,stop_words=der+die ) ", GopherQuality(min_words=30, stop_words=("der", "die"))),
+        ("gopher_quality(min_word_length=2.5)", GopherQuality(min_word_length=2.5)),
+    ],
+)
+def test_parameters_are_read_by_name_or_as_the_first(given, expected):
+    assert parse_filter(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("gopher_qualty", "no such filter; did you mean gopher_quality"),
+        ("gopher_quality(min_word=3)", "no parameter 'min_word'; did you mean min_words"),
+        ("gopher_quality(min_words=many)", "min_words=many: must be a whole number or off"),
+        ("gopher_quality(min_words=1, min_words=2)", "min_words is given twice"),
+        ("fineweb(short_line_characters=off)", "cannot be switched off"),
+        ("c4(endings=maybe)", "must be on or off"),
+        ("language", "needs languages=..."),
+        ("language(en+xx)", "xx: is not known"),
+        ("word_list(no/such.txt)", "no such file"),
+        ("classifier(no/such)", "is no classifier; train one"),
+        ("gopher quality", "must be NAME, NAME"),
+        ("no_such.py:keep", "No such file"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_is_allowed(given, said):
+    with pytest.raises(InputError, match=said):
+        parse_filter(given)
+
+
+def test_everything_wrong_is_reported_at_once(tmp_path):
+    (tmp_path / "urls.txt").write_text("example.org\n")
+    with pytest.raises(InputError) as refused:
+        read_cleaning(["c5", "c4", "c4", f"url_list({tmp_path}/urls.txt)"], languages="xx", has_urls=False)
+    assert len(refused.value.problems) == 4
+    assert any("--filter c4: is given twice" in problem for problem in refused.value.problems)
+    assert any("needs --url_field" in problem for problem in refused.value.problems)
+
+
+def test_clean_is_finewebs_set_in_which_a_filter_that_is_given_replaces_its_own():
+    names = ["language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "personal_data"]
+    clean = read_cleaning([], clean=True).as_plan()
+    assert [stage["name"] for stage in clean] == names
+    assert clean[0]["languages"] == ["en"] and clean[2]["min_stop_words"] == 2 and clean[3]["endings"] is False
+    german = read_cleaning(["fineweb(max_short_lines=0.5)"], languages="de", clean=True).as_plan()
+    assert german[0]["languages"] == ["de"] and german[2]["min_stop_words"] is None
+    assert [stage["name"] for stage in german] == [*names[:4], "personal_data", "fineweb"]
+    assert german[-1]["max_short_lines"] == 0.5
+    assert read_cleaning([]) is None
+
+
+def test_every_filter_says_what_it_is_and_records_numbers_that_json_keeps():
+    import json
+
+    for name, filter_class in FILTERS.items():
+        assert filter_class.__doc__ and filter_class.name == name
+    plan = read_cleaning([], clean=True).as_plan()
+    assert json.loads(json.dumps(plan)) == plan

@@ -1,0 +1,40 @@
+"""Languages: by function words where these leave no doubt, else by lingua."""
+
+import pytest
+
+from pretrain.errors import InputError
+from pretrain.preparation.cleaning.filters import parse_filter
+from pretrain.preparation.cleaning.language import certain_language
+from pretrain.preparation.cleaning.stages import TextBatch
+
+ENGLISH = "The ship was to leave for the north at noon, and all of the men that were on it had said their farewells. "
+GERMAN = "Das Schiff sollte am Mittag nach Norden fahren, und alle Männer, die auf ihm waren, hatten sich von den "
+FRENCH = "Le bateau devait partir vers le nord à midi, et tous les hommes qui étaient sur le pont avaient dit adieu. "
+FINNISH = "Laivan piti lähteä keskipäivällä kohti pohjoista, ja kaikki miehet olivat jo hyvästelleet omaisensa. "
+
+
+@pytest.mark.parametrize(("text", "language"), [(ENGLISH, "en"), (GERMAN + GERMAN, "de"), (FRENCH, "fr")])
+def test_function_words_decide_where_they_leave_no_doubt(text, language):
+    assert certain_language(text.encode()) == (language, 1.0)
+
+
+@pytest.mark.parametrize("text", [FINNISH, ENGLISH[:40], ENGLISH + FRENCH, "Cat photo gallery " * 30, "漢字" * 90])
+def test_function_words_do_not_decide_otherwise(text):
+    assert certain_language(text.encode()) is None
+
+
+def test_other_languages_and_doubtful_texts_are_removed_and_counted():
+    texts = [ENGLISH, GERMAN, FINNISH, "12345 67890", ENGLISH[:45], "漢字かな交じり文です。" * 5]
+    batch = TextBatch([text.encode() for text in texts], [None] * len(texts))
+    verdicts = parse_filter("language(en+de)").open()(batch)
+    assert verdicts.values["language"] == ["en", "de", "fi", "unknown", "en", "ja"]
+    assert verdicts.removed == {2: "fi", 3: "unknown", 5: "ja"}
+    strict = parse_filter("language(en, minimum=1.01)").open()(batch)
+    assert strict.removed[0] == "uncertain"
+
+
+def test_a_model_that_is_none_is_refused(tmp_path):
+    pytest.importorskip("fasttext", reason="optional")
+    (tmp_path / "model.bin").write_bytes(b"no model")
+    with pytest.raises(InputError, match="is no fastText model"):
+        parse_filter(f"language(en, model={tmp_path}/model.bin)").open()

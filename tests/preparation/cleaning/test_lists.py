@@ -1,0 +1,72 @@
+"""Filters by lists, length and characters, and what is personal replaced."""
+
+import pytest
+
+from pretrain.preparation.cleaning.filters import parse_filter
+from pretrain.preparation.cleaning.lists import PersonalData, domains_of
+from pretrain.preparation.cleaning.stages import TextBatch
+
+
+def verdicts_of(given, texts, urls=None):
+    batch = TextBatch([text.encode() for text in texts], urls or [None] * len(texts))
+    return parse_filter(given).open()(batch)
+
+
+def test_words_of_a_list_count_as_whole_words_in_any_case(tmp_path):
+    (tmp_path / "words.txt").write_text("# a comment\nbad word\nÜbel\n\n$$$x\n")
+    texts = ["A BAD  word", "a Bad Word!", "übel", "übelkeit", "nothing", "give $$$x now"]
+    assert verdicts_of(f"word_list({tmp_path}/words.txt)", texts).removed == {1: "", 2: "", 5: ""}
+    assert verdicts_of(f"word_list({tmp_path}/words.txt, anywhere=on)", texts).removed == {1: "", 2: "", 3: "", 5: ""}
+    twice = ["übel übel", "übel"]
+    assert verdicts_of(f"word_list({tmp_path}/words.txt, hits=2)", twice).removed == {0: ""}
+
+
+def test_urls_are_removed_by_domain_and_by_page(tmp_path):
+    (tmp_path / "urls.txt").write_text("bad.example\nhttps://good.example/page\n")
+    urls = [
+        "http://www.bad.example:80/x",
+        "https://good.example/page",
+        "https://good.example/",
+        "notbad.example",
+        None,
+    ]
+    removed = verdicts_of(f"url_list({tmp_path}/urls.txt)", ["text"] * 5, urls).removed
+    assert removed == {0: "domain", 1: "url"}
+    assert list(domains_of("http://[broken")) == []
+
+
+def test_length_and_characters():
+    texts = ["one two", "one two three four", "one two three four five six"]
+    assert verdicts_of("length(min_words=3, max_words=5)", texts).removed == {0: "short", 2: "long"}
+    assert verdicts_of("length(8)", ["é" * 8, "é" * 7]).removed == {1: "short"}
+    texts = ["plain words", "1234 5678 ab", "??!! ...", "a\ufffdb"]
+    removed = verdicts_of("characters", texts).removed
+    assert removed == {1: "few_letters", 2: "few_letters", 3: "damaged"}
+    assert verdicts_of("characters(min_letters=off)", texts).removed == {1: "digits", 3: "damaged"}
+
+
+def test_addresses_are_replaced_in_turn_within_a_document():
+    text = "Write to a.b@mail.org, <c@d.io> or e@f.net; from 8.8.8.8 and 10.0.0.1, version 1.2.3, 1.2.3.4.5"
+    verdicts = verdicts_of("personal_data", [text, "nothing @ all, at 10.0.0.1", text])
+    changed = (
+        b"Write to email@example.com, <firstname.lastname@example.org> or email@example.com; from 22.214.171.124 and "
+        b"10.0.0.1, version 1.2.3, 1.2.3.4.5"
+    )
+    assert verdicts.changed == {0: changed, 2: changed}
+    assert verdicts.counts == {"mail_addresses": 6, "ip_addresses": 2}
+    assert verdicts_of("personal_data(ip=off, mail=x@y.org)", ["a@b.org 8.8.8.8"]).changed == {0: b"x@y.org 8.8.8.8"}
+
+
+def test_long_runs_without_spaces_take_no_long_time():
+    text = ("a-" * 50_000 + "@") * 3 + " " + "1." * 50_000
+    assert verdicts_of("personal_data", [text]).changed == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["mail me: john.doe+x@sub.mail.example.org.", "at 93.184.216.34:80 and 127.0.0.1", "@@ a@b"]
+)
+def test_what_is_replaced_is_what_datatrove_replaces(text):
+    formatter = pytest.importorskip("datatrove.pipeline.formatters", reason="requirements-dev.txt").PIIFormatter()
+    expected = formatter.format(text)
+    changed = PersonalData().open()(TextBatch([text.encode()], [None])).changed
+    assert changed.get(0, text.encode()).decode() == expected

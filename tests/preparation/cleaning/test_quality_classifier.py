@@ -1,0 +1,76 @@
+"""The classifier of quality: trained on good and other texts, the same each time, and used as a filter."""
+
+import json
+
+import numpy as np
+import pytest
+
+from pretrain.errors import InputError
+from pretrain.preparation.cleaning.filters import parse_filter
+from pretrain.preparation.cleaning.quality_classifier import features_of, train_classifier
+from pretrain.preparation.cleaning.stages import TextBatch
+from pretrain.preparation.documents.records import Reading
+from support.prepared import content_of, write_jsonl
+from support.project import run_script
+
+GOOD = [
+    "theorem",
+    "proof",
+    "lemma",
+    "equation",
+    "integral",
+    "therefore",
+    "energy",
+    "model",
+    "measured",
+    "observed",
+    "because",
+    "function",
+]
+OTHER = ["buy", "cheap", "now", "click", "sale", "offer", "free", "shipping", "subscribe", "follow", "best", "price"]
+BOTH = ["the", "of", "and", "to", "a", "in", "is", "that", "for", "with", "it", "on", "as", "this"]
+
+
+def texts_of(words, count, seed):
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(BOTH + words[: 2 + n % 10], 60)) for n in range(count)]
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("examples")
+    write_jsonl(folder / "good.jsonl", texts_of(GOOD, 300, 1))
+    write_jsonl(folder / "other.jsonl", texts_of(OTHER, 500, 2))
+    return folder
+
+
+def test_good_texts_are_told_from_others_and_training_again_gives_the_same_bytes(examples, tmp_path):
+    command = ["prepare_data.py", "--train_classifier", examples / "good.jsonl", examples / "other.jsonl", "--output"]
+    told = run_script(*map(str, [*command, tmp_path / "one"])).stdout
+    record = json.loads((tmp_path / "one/classifier.json").read_bytes())
+    assert record["held_out"]["auc"] > 0.95 and record["held_out"]["accuracy"] > 0.9
+    assert 40 < record["held_out"]["texts"] < 140
+    assert f"AUC {record['held_out']['auc']}" in told
+    train_classifier(str(examples / "good.jsonl"), str(examples / "other.jsonl"), Reading(), tmp_path / "two")
+    assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
+    texts = texts_of(GOOD, 20, 3) + texts_of(OTHER, 20, 4)
+    judge = parse_filter(f"classifier({tmp_path}/one)").open()
+    verdicts = judge(TextBatch([text.encode() for text in texts], [None] * 40))
+    assert len(verdicts.values["classifier"]) == 40
+    assert sum(number >= 20 for number in verdicts.removed) >= 18
+    assert sum(number < 20 for number in verdicts.removed) <= 2
+
+
+def test_too_few_texts_and_folders_of_others_are_refused(examples, tmp_path):
+    write_jsonl(tmp_path / "few.jsonl", ["text"] * 3)
+    with pytest.raises(InputError, match=r"few\.jsonl: has 3 texts; give at least 50"):
+        train_classifier(str(examples / "good.jsonl"), f"{tmp_path}/few.jsonl", Reading(), tmp_path / "out")
+    with pytest.raises(InputError, match="already contains other files"):
+        train_classifier(str(examples / "good.jsonl"), str(examples / "other.jsonl"), Reading(), tmp_path)
+
+
+def test_words_count_in_any_case_and_without_signs():
+    one, _ = features_of([b"The model, measured!"])
+    two, ends = features_of([b"the MODEL measured", b"measured model"])
+    assert one.tolist() == two[: ends[0]].tolist() and len(one) == 5
+    assert ends.tolist() == [5, 8]
