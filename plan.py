@@ -1,4 +1,4 @@
-"""Plans a run before launch: memory, time, cost and strategy. Needs no GPU.
+"""Plans a run before launch: memory, time, cost and strategy; or makes a recipe of a budget. Needs no GPU.
 
 python plan.py --config recipes/llama_1b.yaml --gpus 8 --gpu h100
 python plan.py --config recipes/llama_1b.yaml --gpus 64 --gpu h100 --machines 8 --mfu 0.45
@@ -6,17 +6,26 @@ python plan.py --config recipes/llama_125m.yaml --gpus 1 --gpu mine --gpu_memory
 python plan.py --config recipes/demo.yaml --calibrate        # measures time and memory of 20 steps on this machine
 python plan.py --config recipes/llama_1b.yaml --gpus 8 --gpu h100 --json
 Any setting of the recipe can be changed by its path, as with train.py: --batch.sequences_per_micro_batch 4
+
+python plan.py --hours 2 --gpus 8 --gpu h100 --family qwen3 --vocabulary tokenizers/mine --write recipes/mine.yaml
+python plan.py --hours 1 --gpu cpu --data data/mine --write recipes/mine.yaml
 """
 
 import argparse
 import re
+import shlex
 import sys
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pretrain.errors import InputError, Problems, run_script
 from pretrain.gpus import CPU, Gpu, find_gpu, gpu_called
+from pretrain.planning.budget_request import add_budget_options, asks_for_recipe, read_budget_request
 from pretrain.recipe import named_recipe, pair_up, read_run_config
 from pretrain.terminal import begin
+
+if TYPE_CHECKING:
+    from pretrain.planning.step_time import Hardware
 
 SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?)\s*(GB|GiB|G|TB|TiB|T|MB|MiB|M)?$", re.IGNORECASE)
 SIZE_UNITS = {"m": 2**20, "g": 2**30, "t": 2**40, None: 2**30}
@@ -27,7 +36,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--config", required=True, metavar="RECIPE", help="the recipe to plan")
+    parser.add_argument("--config", metavar="RECIPE", help="the recipe to plan")
     parser.add_argument("--gpus", type=int, default=1, help="total number of GPUs [1]")
     parser.add_argument("--gpu", help="GPU model: h100, a100, rtx4090 ...; cpu: this machine's processors; any other "
                         "name with --gpu_memory and --peak_tflops [h100; with --calibrate: what is here]")  # fmt: skip
@@ -40,6 +49,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--calibrate", action="store_true", help="time 20 steps here and plan with that speed")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--comment", action="store_true", help="print the plan as a recipe's header comment")
+    add_budget_options(parser)
     return parser.parse_known_args(argv)
 
 
@@ -49,16 +59,26 @@ def main() -> None:
     memory = problems.attempt(parse_size, arguments.gpu_memory)
     given = given_figures(arguments, memory)
     gpu = problems.attempt(gpu_of, arguments, given)
+    if asks_for_recipe(arguments):
+        request = read_budget_request(arguments, rest, problems, gpu)
+        begin()
+        from pretrain.experiments.ladder_report import read_ladder
+        from pretrain.planning.budget_report import recipe_of_budget
+
+        expect = read_ladder(request.ladder).expect if request.ladder else None
+        recipe_of_budget(request, hardware_of(arguments, gpu, given), shlex.join(["plan.py", *sys.argv[1:]]), expect)
+        return
+    if arguments.config is None:
+        problems.append("--config: name the recipe to plan, or give --hours, --dollars or --flops to make one")
+        problems.stop_if_any()
     overrides = problems.attempt(pair_up, rest) or []
     config = problems.attempt(read_run_config, arguments.config, overrides)
     problems.stop_if_any()
     begin()
     # Here and not above: --help and a mistyped option answer before torch is imported.
     from pretrain.planning.report import build_plan, comment_of, plan_json, print_plan
-    from pretrain.planning.step_time import Hardware
 
-    gpu = gpu or own_gpu(arguments, given)
-    hardware = Hardware(gpu, arguments.gpus, arguments.machines or -(-arguments.gpus // 8))
+    hardware = hardware_of(arguments, gpu, given)
     plan = build_plan(
         config, arguments.config, overrides, hardware, mfu=arguments.mfu, with_calibration=arguments.calibrate
     )
@@ -114,6 +134,13 @@ def gpu_of(arguments: argparse.Namespace, given: dict[str, float]) -> Gpu | None
     if arguments.gpu == CPU or (arguments.gpu is None and arguments.calibrate):
         return None
     return find_gpu(arguments.gpu or "h100", **given)
+
+
+def hardware_of(arguments: argparse.Namespace, gpu: Gpu | None, given: dict[str, float]) -> "Hardware":
+    from pretrain.planning.step_time import Hardware
+
+    gpu = gpu or own_gpu(arguments, given)
+    return Hardware(gpu, arguments.gpus, arguments.machines or -(-arguments.gpus // 8))
 
 
 def own_gpu(arguments: argparse.Namespace, given: dict[str, float]) -> Gpu:

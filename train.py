@@ -28,7 +28,7 @@ import torch
 from pretrain.checkpoint.run_state import Request
 from pretrain.config import RunConfig
 from pretrain.data.batches import key_of
-from pretrain.hardware import peak_flops
+from pretrain.hardware import peak_flops, seed_dropout
 from pretrain.parallel.registry import make_strategy, strategy_class
 from pretrain.parallel.strategy import Strategy
 from pretrain.planning.judgement import judgement
@@ -94,7 +94,7 @@ def main(
         for micro_step in range(micro_steps):
             with throughput.loading_data():
                 batch = read_ahead.micro_batch(run, step, micro_step)
-            torch.manual_seed(key_of(config.seed, step, micro_step, strategy.data_rank) % 2**63)  # dropout
+            seed_dropout(key_of(config.seed, step, micro_step, strategy.data_rank) % 2**63, strategy.device)
             with strategy.accumulate(is_last=micro_step == micro_steps - 1):
                 loss, cross_entropy = model(**batch)
                 strategy.backward(loss / micro_steps)

@@ -4,7 +4,8 @@
     python bench/backends.py --only loss --repeat 9
 
 Milliseconds are the least of the repetitions: a busy machine only ever adds to them. Memory is the peak of the tensors
-that are alive, hidden states and weights included. bf16 autocast, gradients in fp32.
+that are alive, hidden states and weights included. bf16 autocast where the device has instructions for it, else fp32;
+gradients in fp32.
 """
 
 import argparse
@@ -18,7 +19,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.nn.functional as F
 
-LOSS_SHAPES = {"1,024": (2048, 256, 1024), "8,192": (4096, 384, 8192), "131,072": (1024, 384, 131_072)}
+from pretrain.hardware import DTYPES
+from pretrain.parallel.strategy import device_type, resolve_precision
+
+DEVICE, DTYPE = device_type(), DTYPES[resolve_precision("auto")]
+LOSS_SHAPES = {
+    "65": (768, 128, 65),
+    "1,024": (2048, 256, 1024),
+    "8,192": (4096, 384, 8192),
+    "131,072": (1024, 384, 131_072),
+}
 """Vocabulary to (tokens, hidden width, vocabulary)."""
 LOSSES = {
     "chunked (auto)": "chunked",
@@ -26,7 +36,7 @@ LOSSES = {
     "torch's linear_cross_entropy": "torch",
     "whole logits": "logits",
 }
-ATTENTION_SHAPES = {"8 x 512": (8, 512), "2 x 2,048": (2, 2048), "1 x 8,192": (1, 8192)}
+ATTENTION_SHAPES = {"12 x 64": (12, 64), "8 x 512": (8, 512), "2 x 2,048": (2, 2048), "1 x 8,192": (1, 8192)}
 HEADS, HEAD_WIDTH = 6, 64
 SLOW_SECONDS = 20.0
 """What takes longer is not repeated."""
@@ -36,7 +46,7 @@ DOCUMENT_TOKENS = (None, 800, 100)
 
 def best_milliseconds(work: Callable[[], object], repeat: int) -> float:
     """The shortest time of `work`; CPU time on one thread, which other load on the machine hardly changes."""
-    clock = time.process_time if torch.get_num_threads() == 1 and not torch.cuda.is_available() else time.perf_counter
+    clock = time.process_time if torch.get_num_threads() == 1 and DEVICE == "cpu" else time.perf_counter
     began = clock()
     work()
     if (first := clock() - began) > SLOW_SECONDS:
@@ -52,7 +62,7 @@ def best_milliseconds(work: Callable[[], object], repeat: int) -> float:
 
 
 def _wait() -> None:
-    if torch.cuda.is_available():
+    if DEVICE == "cuda":
         torch.cuda.synchronize()
 
 
@@ -68,7 +78,7 @@ def loss_step(backend: str, shape: tuple[int, int, int], device: str, *, compile
     compute = torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss
 
     def step() -> None:
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16, enabled=DTYPE is not torch.float32):
             loss, _ = compute(hidden, weight, targets, backend=backend)
         loss.backward()
         hidden.grad = weight.grad = None
@@ -113,7 +123,7 @@ def attention_steps(windows: int, length: int, document_tokens: int | None, devi
 
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(windows, length, HEADS, HEAD_WIDTH, generator=generator, dtype=torch.bfloat16)
+        torch.randn(windows, length, HEADS, HEAD_WIDTH, generator=generator, dtype=DTYPE)
         .to(device)
         .transpose(1, 2)
         .requires_grad_()
@@ -156,11 +166,10 @@ def main() -> int:
     parser.add_argument("--only", choices=("loss", "attention"), help="one of the tables")
     parser.add_argument("--repeat", type=int, default=5)
     given = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(f"{device}, {torch.get_num_threads()} threads\n")
+    print(f"{DEVICE}, {torch.get_num_threads()} threads, {DTYPE}\n")
     for name, rows_of in (("loss", loss_rows), ("attention", attention_rows)):
         if given.only in (None, name):
-            print("\n".join(rows_of(device, given.repeat)), end="\n\n", flush=True)
+            print("\n".join(rows_of(DEVICE, given.repeat)), end="\n\n", flush=True)
     return 0
 
 

@@ -39,10 +39,10 @@ def main() -> None:
 
     from pretrain import config
     from pretrain.checkpoint.checkpoints import Checkpoints
-    from pretrain.parallel.strategy import Strategy
+    from pretrain.parallel.strategy import Strategy, device_type
     from pretrain.parallel.tensor_group import TensorGroup
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_type()
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**GEOMETRY)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -10,7 +10,8 @@ Contestants:
     bare_compiled, bare_eager      the same model of transformers in the shortest loop there is
     trainer, trainer_compiled      transformers' Trainer
     plain_compiled, plain_eager    a hand-written GPT
-MFU is (6 N + 12 L d T) x tokens/s / peak; the peak is that of a bf16 matrix product, measured here before and after.
+All in bf16 where the CPU has instructions for it, else in fp32. MFU is (6 N + 12 L d T) x tokens/s / peak; the peak is
+that of a matrix product in this precision, measured here before and after.
 """
 
 import argparse
@@ -54,6 +55,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--contestants", default=",".join([*OWN, *PEERS]), help="the first is what others are held to")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contestant")
     parser.add_argument("--steps", type=int, default=8, help="steps per turn")
+    parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"], help="of all contestants")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="SETTING=VALUE", help="settings of Groundwork's recipe"
     )
@@ -69,12 +71,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return given
 
 
-def recipe(shape: Shape, model: Path, shards: Path, output: Path, report_every: int = 1) -> str:
+def recipe(
+    shape: Shape, model: Path, shards: Path, output: Path, report_every: int = 1, precision: str = "bf16"
+) -> str:
     """A recipe that trains the shape as its peers do, without end, validation or checkpoints."""
     return f"""\
 model: {model}
 output: {output}
-precision: bf16
+precision: {precision}
 data: {{train: [{{shards: {shards}}}], sequence_length: {shape.sequence_length}, document_mask: false}}
 budget: {{steps: 1000000}}
 batch: {{tokens_per_step: {shape.tokens_per_step}, sequences_per_micro_batch: {shape.sequences}}}
@@ -84,7 +88,12 @@ logging: {{every_steps: {report_every}}}
 
 
 def contestants_of(
-    names: list[str], shape: Shape, folder: Path, settings: list[str], report_every: int = 1
+    names: list[str],
+    shape: Shape,
+    folder: Path,
+    settings: list[str],
+    report_every: int = 1,
+    precision: str = "bf16",
 ) -> list[Contestant]:
     """The contestants of one shape, whose files are all in `folder`."""
     model, contestants = write_model(shape, folder), []
@@ -95,7 +104,7 @@ def contestants_of(
         if name in OWN:
             run = folder / name
             path = folder / f"{name}.yaml"
-            path.write_text(recipe(shape, model, shards, run, report_every))
+            path.write_text(recipe(shape, model, shards, run, report_every, precision))
             command = ["train.py", "--config", str(path)]
             own = {**OWN[name], "batch.tokens_per_step": tokens_per_step}
             for setting in [f"{key}={value}" for key, value in own.items()] + settings:
@@ -104,7 +113,7 @@ def contestants_of(
             steps_file = run / "metrics.jsonl"
         else:
             peer, compiles = PEERS[name]
-            command = command_of(peer, shape, shards, steps_file, compiles=compiles, report_every=report_every)
+            command = command_of(peer, shape, shards, steps_file, compiles, report_every, precision)
         contestants.append(Contestant(name, command, steps_file, tokens_per_step))
     return contestants
 
@@ -125,17 +134,20 @@ def main() -> int:
     given = parse_arguments()
     import torch
 
-    from pretrain.hardware import measured_matrix_flops
+    from pretrain.hardware import DTYPES, measured_matrix_flops
+    from pretrain.parallel.strategy import resolve_precision
 
+    precision = resolve_precision(given.precision)
+    dtype = DTYPES[precision]
     for name in given.shapes:
         shape = CPU_SHAPES[name]
         with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
-            contestants = contestants_of(given.contestants, shape, Path(folder), given.set)
-            peaks = [measured_matrix_flops(torch.bfloat16)]
+            contestants = contestants_of(given.contestants, shape, Path(folder), given.set, 1, precision)
+            peaks = [measured_matrix_flops(dtype)]
             hold(contestants, ROOT, rounds=given.rounds, reports=given.steps)
-            peaks.append(measured_matrix_flops(torch.bfloat16))
+            peaks.append(measured_matrix_flops(dtype))
         peak = statistics.mean(peaks)
-        print(f"\n{name}: {shape.in_words()}; bf16 matrix product {peak / 1e12:.2f} TFLOP/s on ", end="")
+        print(f"\n{name}: {shape.in_words()}; {precision} matrix product {peak / 1e12:.2f} TFLOP/s on ", end="")
         print(f"{torch.get_num_threads()} threads\n")
         print("\n".join(table(contestants, flops_per_token(shape), peak)), flush=True)
     return 0

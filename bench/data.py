@@ -11,6 +11,7 @@ take turns, and every figure is the best of --repeat rounds: a busy machine only
 A file of a hundred megabytes is done in a second, half of which is the start of Python. So prepare_data.py and
 gigatoken also read --copies files of that content, and those figures are held to the bars of memory and of
 gigatoken; the slow ones read one.
+The filters of --clean are measured in one process on --filters documents, beside datatrove's on a twentieth of them.
 Then the documents of the first file, 5 % of them again with 2 % of their words changed, in a parquet file per core:
 prepare_data.py with and without --near_duplicates 0.8, and datatrove's MinHash in four stages with its tokenizer.
 Ends with exit status 1 when a bar is missed: 10 times tokenizers, 10 times datatrove, 60 % of gigatoken, 2 GB; with
@@ -19,6 +20,7 @@ near duplicates left out 60 MB of text per second, and at most twice the time of
 
 import argparse
 import importlib.util
+import itertools
 import json
 import random
 import re
@@ -39,8 +41,11 @@ sys.path.insert(0, str(ROOT))
 LONG_LINE_BYTES = 200_000_000
 ROWS_PER_ROW_GROUP = 1000
 POLL_SECONDS = 0.1
-TIMES_AS_FAST_AS_TOKENIZERS = TIMES_AS_FAST_AS_DATATROVE = 10
+TIMES_AS_FAST_AS_TOKENIZERS = 10
 SHARE_OF_GIGATOKEN = 0.6
+TIMES_AS_FAST_AS_DATATROVE = 10
+FILTERS_SHARE_OF_DATATROVE = 20
+"""datatrove filters one document in so many: it takes that much longer, and more."""
 LARGEST_MEMORY = 2_000_000_000
 NEAR_COPIES, CHANGED_WORDS = 0.05, 0.02
 SLOWEST_CLEANING_MB_PER_S = 60
@@ -356,6 +361,47 @@ def bench_loader(file: str, tokenizer: str) -> None:
     print(f"loader, 8 x 2,048, cached: {max(rates):,.0f} Mtok/s; any step is found in {min(resumes) * 1e3:.3f} ms")
 
 
+def bench_filters(file: str, documents: int) -> list[str]:
+    """Prints the rate of the filters of --clean in one process, and of datatrove's on a part of them."""
+    from pretrain.preparation.cleaning.filters import sensible_set
+    from pretrain.preparation.cleaning.stages import Cleaning
+    from pretrain.preparation.documents.records import Reading
+    from pretrain.preparation.documents.sources import find_sources, records_of
+
+    (source,) = find_sources([file])
+    records = itertools.islice(records_of(source, Reading()), documents)
+    texts = [record.text for record in records if record.text]
+    cleaning = Cleaning(tuple(sensible_set(is_english=True)))
+    _ = cleaning.opened  # compiled
+    began = time.process_time()
+    cleaning.clean(texts, [None] * len(texts), [file] * len(texts), range(len(texts)))
+    ours = sum(map(len, texts)) / (time.process_time() - began) / 1e6
+    print(f"filters of --clean, {len(texts):,} documents: {ours:.1f} MB/s of one core")
+    if importlib.util.find_spec("datatrove") is None:
+        print("  datatrove's filters             not installed: pip install datatrove spacy")
+        return []
+    from datatrove.data import Document
+    from datatrove.pipeline.filters import (
+        C4QualityFilter,
+        FineWebQualityFilter,
+        GopherQualityFilter,
+        GopherRepetitionFilter,
+    )
+
+    filters = [GopherRepetitionFilter(), GopherQualityFilter(), C4QualityFilter(filter_no_terminal_punct=False)]
+    filters.append(FineWebQualityFilter())
+    some = texts[: max(1, len(texts) // FILTERS_SHARE_OF_DATATROVE)]
+    for stage in filters:
+        stage.filter(Document(text="Loaded before it counts. " * 60, id="0"))
+    began = time.process_time()
+    for text in some:
+        document = Document(text=text.decode(), id="0")
+        all(stage.filter(document) is True for stage in filters)
+    theirs = sum(map(len, some)) / (time.process_time() - began) / 1e6
+    print(f"  datatrove's filters             {theirs:.2f} MB/s; we are {ours / theirs:.0f} times as fast")
+    return [f"filters: {ours / theirs:.1f} times datatrove"] if ours < TIMES_AS_FAST_AS_DATATROVE * theirs else []
+
+
 def source_of_python(path: Path) -> str:
     """JSON lines of text that every machine has: the source of the standard library with its tests."""
     with path.open("w", encoding="utf-8") as file:
@@ -388,6 +434,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="folder or Hub id; default: one trained on the input")
     parser.add_argument("--copies", type=int, default=8, help="files of each content, for the bars (default: 8)")
     parser.add_argument("--repeat", type=int, default=3, help="rounds of each file (default: 3)")
+    parser.add_argument("--filters", type=int, default=2000, metavar="N", help="documents to filter (default: 2000)")
     parser.add_argument("--long_line", action="store_true", help="also prepare one document of 200 MB")
     arguments = parser.parse_args()
     cores, load = psutil.cpu_count(), psutil.getloadavg()[0]
@@ -400,6 +447,7 @@ def main() -> None:
             missed += bench_file(str(Path(file).resolve()), tokenizer, arguments.copies, arguments.repeat)
         missed += bench_near_duplicates(str(Path(inputs[0]).resolve()), tokenizer, arguments.repeat)
         bench_loader(str(Path(inputs[0]).resolve()), tokenizer)
+        missed += bench_filters(str(Path(inputs[0]).resolve()), arguments.filters)
         if arguments.long_line:
             missed += bench_long_line(tokenizer)
     if missed:

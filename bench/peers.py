@@ -3,8 +3,8 @@
     python -m bench.peers plain --shape JSON --shards DIR --steps_file FILE [--compile]
 
 plain: a hand-written GPT. bare: the model of transformers in the shortest loop there is. trainer: transformers'
-Trainer as it comes. All in bf16 autocast, AdamW, gradient norm clipped at 1, windows at random places of the same
-shards.
+Trainer as it comes. All in bf16 autocast or fp32, AdamW, gradient norm clipped at 1, windows at random places of the
+same shards.
 """
 
 import argparse
@@ -26,6 +26,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps_file", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--report_every", type=int, default=1, help="steps between lines; only these wait for a GPU")
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--compile", action="store_true")
     return parser.parse_args(arguments)
 
@@ -33,9 +34,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 class StepsFile:
     """{"event": "train", "step": n, "time": ...} per line, as metrics.jsonl has."""
 
-    def __init__(self, path: Path, every: int):
+    def __init__(self, path: Path, every: int, device: str):
         self._file = path.open("w")
-        self._step, self._every = 0, every
+        self._step, self._every, self._device = 0, every, device
 
     def step_done(self) -> None:
         import torch
@@ -44,7 +45,7 @@ class StepsFile:
         if self._step % self._every:
             return
         line = {"event": "train", "step": self._step}
-        if torch.cuda.is_available():
+        if self._device == "cuda":
             torch.cuda.synchronize()
             line["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
         self._file.write(json.dumps(line | {"time": time.time()}) + "\n")
@@ -100,7 +101,9 @@ def train_loop(arguments: argparse.Namespace) -> None:
     """plain and bare: the minimal loop that everybody writes first."""
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    from pretrain.parallel.strategy import device_type
+
+    device = device_type()
     torch.manual_seed(0)
     if arguments.peer == "plain":
         from bench.plain_gpt import PlainGPT
@@ -121,10 +124,10 @@ def train_loop(arguments: argparse.Namespace) -> None:
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
     windows = Windows(arguments.shards, arguments.shape)
-    steps_file = StepsFile(arguments.steps_file, arguments.report_every)
+    steps_file = StepsFile(arguments.steps_file, arguments.report_every, device)
     for _ in range(arguments.steps):
         input_ids, targets = windows.batch(device)
-        with torch.autocast(device, dtype=torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16, enabled=arguments.precision == "bf16"):
             loss = loss_of(input_ids, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -135,10 +138,12 @@ def train_loop(arguments: argparse.Namespace) -> None:
 
 def train_with_trainer(arguments: argparse.Namespace) -> None:
     """transformers' Trainer with its defaults, except that it sets the precision and saves nothing."""
-    import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    steps_file = StepsFile(arguments.steps_file, arguments.report_every)
+    from pretrain.parallel.strategy import device_type
+
+    device = device_type()
+    steps_file = StepsFile(arguments.steps_file, arguments.report_every, device)
 
     class Times(TrainerCallback):
         def on_step_end(self, *_, **__) -> None:
@@ -148,8 +153,8 @@ def train_with_trainer(arguments: argparse.Namespace) -> None:
         output_dir=str(arguments.steps_file.parent / "trainer"),
         per_device_train_batch_size=arguments.shape.sequences,
         max_steps=arguments.steps,
-        bf16=True,
-        use_cpu=not torch.cuda.is_available(),
+        bf16=arguments.precision == "bf16",
+        use_cpu=device == "cpu",
         torch_compile=arguments.compile,
         save_strategy="no",
         report_to="none",
@@ -170,11 +175,11 @@ def main() -> int:
 
 
 def command_of(
-    peer: str, shape: Shape, shards: Path, steps_file: Path, compiles: bool, report_every: int
+    peer: str, shape: Shape, shards: Path, steps_file: Path, compiles: bool, report_every: int, precision: str = "bf16"
 ) -> list[str]:
     """The command line of a contestant, without the interpreter."""
     given = ["--shape", json.dumps(dataclasses.asdict(shape)), "--shards", shards, "--steps_file", steps_file]
-    given += ["--report_every", report_every]
+    given += ["--report_every", report_every, "--precision", precision]
     return ["-m", "bench.peers", peer, *map(str, given), *(["--compile"] if compiles else [])]
 
 

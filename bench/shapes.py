@@ -67,6 +67,7 @@ LLAMA_14M = Shape("llama", 6, 384, 6, 8192, 512, 8)
 CPU_SHAPES = {
     "llama": LLAMA_14M,
     "gpt2": replace(LLAMA_14M, architecture="gpt2"),
+    "tiny": Shape("gpt2", 4, 128, 4, 65, 64, 12),
     "small": replace(LLAMA_14M, layers=4, hidden_size=128, heads=4, vocabulary_size=1024, sequence_length=256),
     "long": replace(LLAMA_14M, sequence_length=4096, sequences=1),
     "large_vocabulary": replace(LLAMA_14M, vocabulary_size=131_072, layers=2, sequences=2),

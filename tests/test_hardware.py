@@ -5,6 +5,7 @@ import re
 import runpy
 import subprocess
 import sys
+import traceback
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer
 
 from pretrain import hardware
 from pretrain.errors import InputError
-from pretrain.hardware import ONEDNN_ISAS_WITHOUT_BF16, emulation_of_bf16, missing_bf16, peak_flops
+from pretrain.hardware import ONEDNN_ISAS_WITHOUT_BF16, emulation_of_bf16, missing_bf16, peak_flops, seed_dropout
 from pretrain.parallel import strategy
 from pretrain.parallel.strategy import device_type, resolve_precision
 from support.project import ROOT
@@ -246,3 +247,11 @@ def test_the_device_is_told_with_its_driver_and_memory(machine, monkeypatch):
         f"torch {torch.__version__} for CUDA 13.0"
     )
     assert re.fullmatch(r"CPU \(\w+\), \d+ threads?, [\d.,]+ GB of memory", hardware.device_in_words(CPU))
+
+
+def test_dropout_on_a_cpu_is_seeded_as_by_torch_without_stack_traces(monkeypatch):
+    torch.manual_seed(5)
+    wanted = torch.rand(4)
+    monkeypatch.setattr(traceback, "format_stack", lambda: pytest.fail("a stack trace in every micro-step"))
+    seed_dropout(5, CPU)
+    assert torch.equal(torch.rand(4), wanted)

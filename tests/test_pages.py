@@ -154,7 +154,8 @@ def read(words: list[str]) -> None:
     elif script == "plan.py":
         own, rest = plan.parse_arguments(named_recipe(arguments))
         problems = plan.option_problems(own)
-        read_run_config(own.config, pair_up(rest))
+        if own.config is not None:
+            read_run_config(own.config, pair_up(rest))
     elif script == "runs.py":
         own, rest = runs.parser().parse_known_args(arguments)
         if own.run in (runs.parity, runs.sweep, runs.mixture):

@@ -2,12 +2,22 @@
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pretrain.experiments.ladder import Ladder, Prediction, Rung
+from pretrain.errors import InputError, one_line, read_small_file
+from pretrain.experiments.ladder import (
+    FAR_COMPUTE,
+    LEAST_SIZES,
+    MOST_NOISE,
+    Ladder,
+    Prediction,
+    Rung,
+    sizes_of_ladder,
+)
 from pretrain.experiments.scaling_law import (
     EXPONENT,
     EXPONENT_SD,
@@ -15,6 +25,8 @@ from pretrain.experiments.scaling_law import (
     LOG_E_SD,
     REFITS,
     SHARE_OF_E,
+    ScalingLaw,
+    law_of,
     law_values,
 )
 from pretrain.files import write_durably
@@ -111,6 +123,53 @@ def ladder_values(ladder: Ladder) -> dict[str, Any]:
         "interval_method": HOW,
         "law": law_values(law),
     }
+
+
+@dataclass(frozen=True)
+class WrittenLadder:
+    """What a ladder.json says of other runs."""
+
+    path: Path
+    law: ScalingLaw
+    count: str
+    largest_compute: float
+    """FLOPs of its largest run, as 6 N D."""
+
+    def expect(self, matrix_parameters: int, parameters: int, tokens: int) -> tuple[float, float, float, str]:
+        """(loss, low, high, what to know of it) of a run."""
+        counted = matrix_parameters if self.count == "matrix" else parameters
+        times = 6.0 * counted * tokens / self.largest_compute
+        far = f", {times:.3g} times the compute of its largest run" + (
+            ": if the law holds so far" * (times > FAR_COMPUTE)
+        )
+        known = f"90 % by {self.path}{far}; on its text, with its tokenizer and settings"
+        return float(self.law.loss(counted, tokens)), *self.law.interval(counted, tokens), known
+
+
+def read_ladder(path: Path) -> WrittenLadder:
+    """Raises InputError for a file that runs.py ladder did not write, and for a ladder too poor to predict from."""
+    try:
+        values = json.loads(read_small_file(path, most_bytes=1 << 24))
+        if {name: values.get(name) for name in LADDER_FORMAT} != LADDER_FORMAT:
+            raise ValueError("another format")
+        law, rungs = law_of(values["law"]), [Rung(**{**rung, "spread": None}) for rung in without_residuals(values)]
+        sizes = sizes_of_ladder(rungs)
+        found = WrittenLadder(path, law, values["count"], max(rung.compute for rung in rungs))
+    except InputError as error:
+        raise InputError(f"--ladder {path}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"--ladder {path}: is not what runs.py ladder writes ({one_line(error)})") from None
+    if len(sizes) < LEAST_SIZES:
+        raise InputError(f"--ladder {path}: has {len(sizes)} sizes; {LEAST_SIZES} are needed to predict others")
+    if law.noise > MOST_NOISE:
+        raise InputError(
+            f"--ladder {path}: its losses scatter by {law.noise:.1%} around the law; at most {MOST_NOISE:.0%}"
+        )
+    return found
+
+
+def without_residuals(values: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in rung.items() if name != "residual"} for rung in values["rungs"]]
 
 
 def write_ladder(ladder: Ladder, base: Path) -> list[Path]:

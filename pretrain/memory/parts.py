@@ -7,6 +7,7 @@ loss adds from this project's code. docs/performance.md compares all of it with 
 All sizes are bytes of tensors in one process.
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from pretrain.memory.activations import FLASH, Activations, ForwardPass, trace_a
 from pretrain.model.build import build_meta_model, library_attention
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import CHUNK_BYTES, CPU_PIECE_BYTES, MIN_CHUNK_TOKENS, choose_loss
-from pretrain.model.reference import projects_hidden_states
+from pretrain.model.reference import KeyedConfig, projects_hidden_states
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
 
 FP32 = 4
@@ -144,8 +145,13 @@ class Memory:
 
 
 def sizes_of(model_config: Any) -> Sizes:
-    """Counts the parameters of a model, which is built without storage."""
-    model = build_meta_model(model_config)
+    """Counts the parameters of a model, which is built without storage, once per configuration."""
+    return _sizes(KeyedConfig.of(model_config))
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes(keyed: KeyedConfig) -> Sizes:
+    model = build_meta_model(keyed.config)
     parameters = ModelShapes.of(model)
     elements = {name: math.prod(shape) for name, shape in parameters.shapes.items()}
     heads = [name for name in elements if is_output_head(name) and name not in parameters.embeddings]
@@ -158,8 +164,8 @@ def sizes_of(model_config: Any) -> Sizes:
         layers=len(layers),
         largest=max(elements.values()),
         shapes=parameters,
-        vocabulary=model_config.vocab_size,
-        width=model_config.hidden_size,
+        vocabulary=keyed.config.vocab_size,
+        width=keyed.config.hidden_size,
     )
 
 
@@ -173,6 +179,15 @@ class PlannedRun:
     """The recipe's, with auto resolved."""
     device_type: str = "cuda"
     """cuda or cpu: the loss works in pieces of another size on a CPU."""
+
+    @property
+    def projects(self) -> bool:
+        """Whether the loss can be computed from hidden states, without whole logits."""
+        return projects_hidden_states(self.model_config)
+
+    def trace(self, call: ForwardPass) -> Activations:
+        """What one of its forward passes leaves in memory."""
+        return trace_activations(self.model_config, call)
 
     def work(self, sequences: int, micro_batches: int, parts: int = 1) -> Work:
         """What a process computes in one forward pass.
@@ -198,12 +213,12 @@ class PlannedRun:
         )
         in_bf16 = replace(call, weights=torch.bfloat16, autocast=False) if is_half else call
         rows, loss = max(1, sequences // parts), "logits"
-        if projects_hidden_states(self.model_config):
+        if self.projects:
             loss = choose_loss(config.loss.backend, device_type=self.device_type, compile_mode=config.compile)
         return Work(
             sizes=sizes_of(self.model_config),
-            activations=trace_activations(self.model_config, call),
-            activations_in_bf16=trace_activations(self.model_config, in_bf16),
+            activations=self.trace(call),
+            activations_in_bf16=self.trace(in_bf16),
             sequences=rows,
             tokens=rows * config.data.sequence_length,
             compute=2 if is_half else FP32,

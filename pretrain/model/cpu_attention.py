@@ -2,8 +2,9 @@
 
 Segments of middling length are computed in blocks of queries by plain matrix products: scores in fp32, the rest in
 the inputs' dtype, the probabilities kept for the backward pass. On two cores without AMX that takes about half the
-time of torch's flash kernel, whose backward pass is slow on a CPU. The kept probabilities grow with the square of the
-length, so long segments go to the flash kernel; so do short ones, where calls cost more than arithmetic.
+time of torch's flash kernel, whose backward pass is slow on a CPU in half precision. The kept probabilities grow with
+the square of the length, so long segments go to the flash kernel; so do short ones, where calls cost more than
+arithmetic. How short depends on the dtype; with AVX2 and with AVX-512 the limits are the same.
 
 Shapes: B windows, T positions, H query heads, G key heads, E width of a head, N = rows x heads of one block.
 """
@@ -15,9 +16,7 @@ import torch
 from torch import Tensor
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-FP32_SEGMENT_TOKENS = 256
-"""The flash kernel is slower in half precision than in fp32, conversions included, on segments up to this length."""
-SHORTEST_IN_BLOCKS, LONGEST_IN_BLOCKS = 128, 1024
+HALF_SHORTEST_IN_BLOCKS, FP32_SHORTEST_IN_BLOCKS, LONGEST_IN_BLOCKS = 48, 256, 1024
 """Segments of these lengths are computed in blocks of queries; measured in docs/performance.md."""
 BLOCK_QUERIES = 128
 SCORES_BYTES = 7 * 2**20
@@ -37,6 +36,21 @@ def attend(
     scale = query_BHTE.shape[-1] ** -0.5 if scaling is None else scaling
     keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query_BHTE, key_BGTE, value_BGTE))
     return torch.ops.groundwork.packed_attention(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scale, keeps)[0]
+
+
+def in_blocks(dtype: torch.dtype, windows: int, tokens: int) -> bool:
+    """Whether segments of so many tokens in so many windows at once are computed in blocks of queries.
+
+    In half precision torch's flash kernel is slow on every CPU, in fp32 it is good at short segments.
+    """
+    if dtype not in HALF_DTYPES:
+        return FP32_SHORTEST_IN_BLOCKS <= tokens <= LONGEST_IN_BLOCKS
+    return HALF_SHORTEST_IN_BLOCKS <= tokens <= LONGEST_IN_BLOCKS and windows * tokens >= BLOCK_QUERIES
+
+
+def serves_windows(dtype: torch.dtype, windows: int, tokens: int) -> bool:
+    """Whether `attend` is faster than torch's own causal attention where the segments are the windows."""
+    return in_blocks(dtype, windows, tokens) or (dtype in HALF_DTYPES and tokens <= LONGEST_IN_BLOCKS)
 
 
 def segments_of(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slice, slice]]:
@@ -61,18 +75,19 @@ def query_blocks(cu_seq_lens: Tensor, query_BHTE: Tensor) -> list[tuple[slice, s
     parts = []
     for rows, positions in segments_of(cu_seq_lens, batch, length):
         tokens = positions.stop - positions.start
-        if not SHORTEST_IN_BLOCKS <= tokens <= LONGEST_IN_BLOCKS:
+        if not in_blocks(query_BHTE.dtype, rows.stop - rows.start, tokens):
             parts.append((rows, positions, False))
             continue
-        together = max(1, SCORES_BYTES // (4 * heads * BLOCK_QUERIES * tokens))
+        together = max(1, SCORES_BYTES // (4 * heads * min(BLOCK_QUERIES, tokens) * tokens))
         for row in range(rows.start, rows.stop, together):
             parts.append((slice(row, min(row + together, rows.stop)), positions, True))
     return parts
 
 
 def _flash_dtype(dtype: torch.dtype, positions: slice) -> torch.dtype:
-    short = positions.stop - positions.start <= FP32_SEGMENT_TOKENS
-    return torch.float32 if short and dtype in HALF_DTYPES else dtype
+    """Half precision is slower than fp32, conversions included, unless the segment is long."""
+    is_long = positions.stop - positions.start > LONGEST_IN_BLOCKS
+    return dtype if is_long or dtype not in HALF_DTYPES else torch.float32
 
 
 def _score_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -95,8 +110,10 @@ def _empty_probabilities(query_BHTE: Tensor, keeps: bool) -> Tensor:
     """Room for the worst case, a segment as long as the window or as is computed in blocks; only what is used is
     touched."""
     batch, heads, length, _ = query_BHTE.shape
-    keys = (min(length, LONGEST_IN_BLOCKS) + BLOCK_QUERIES) // 2 + 1
-    return query_BHTE.new_empty(batch * heads * length * keys if keeps and length >= SHORTEST_IN_BLOCKS else 0)
+    longest = min(length, LONGEST_IN_BLOCKS)
+    keys = (longest + BLOCK_QUERIES) // 2 + 1
+    keeps = keeps and in_blocks(query_BHTE.dtype, batch, longest)
+    return query_BHTE.new_empty(batch * heads * length * keys if keeps else 0)
 
 
 def _heads_together(x_RHTE: Tensor, heads: int) -> Tensor:
@@ -175,9 +192,9 @@ def _packed_attention(
     """
     out_BHTE, lse_BHT, kept = _empty_outputs(query_BHTE, keeps)
     probabilities = _Probabilities(kept) if keeps else None
-    for rows, positions, in_blocks in query_blocks(cu_seq_lens, query_BHTE):
+    for rows, positions, is_in_blocks in query_blocks(cu_seq_lens, query_BHTE):
         inputs = [x[rows, :, positions] for x in (query_BHTE, key_BGTE, value_BGTE)]
-        if in_blocks:
+        if is_in_blocks:
             _forward_in_blocks(out_BHTE[rows, :, positions], *inputs, scale, probabilities)
             continue
         dtype = _flash_dtype(query_BHTE.dtype, positions)
@@ -206,10 +223,10 @@ def _packed_attention_backward(
     inputs = (query_BHTE, key_BGTE, value_BGTE)
     gradients = tuple(_empty_like_heads_last(x) for x in inputs)
     probabilities = _Probabilities(kept)
-    for rows, positions, in_blocks in query_blocks(cu_seq_lens, query_BHTE):
+    for rows, positions, is_in_blocks in query_blocks(cu_seq_lens, query_BHTE):
         arguments = [x[rows, :, positions] for x in (grad_out_BHTE, *inputs)]
         views = [x[rows, :, positions] for x in gradients]
-        if in_blocks:
+        if is_in_blocks:
             _backward_in_blocks(views, *arguments, scale, probabilities)
             continue
         dtype = _flash_dtype(query_BHTE.dtype, positions)

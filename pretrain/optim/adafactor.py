@@ -69,7 +69,7 @@ class Adafactor(torch.optim.Optimizer):
 
     State is whole on every process. Where parameters are divided, two sums over the processes in each step make it so:
     of all rows and columns, and of the updates' squares. A step turns fp32 gradients into updates in place.
-    `grad_scale` and `found_inf` are as in torch's fused optimizers, for fp32 parameters.
+    `grad_scale` and `found_inf` are as in torch's fused optimizers.
 
     lr: step size, relative to a root mean square of one of the clipped update.
     """
@@ -82,8 +82,7 @@ class Adafactor(torch.optim.Optimizer):
         self.seed = seed
         self.placed: dict[torch.Tensor, list[ParameterPart]] = {}
         """What is in flat tensors that stand for many parameters, where a strategy has made such."""
-        # The seed of the rounding needs the number of steps on the host.
-        self._step_supports_amp_scaling = all(p.dtype == torch.float32 for g in self.param_groups for p in g["params"])
+        self._step_supports_amp_scaling = True
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -108,18 +107,16 @@ class Adafactor(torch.optim.Optimizer):
         self, part: ParameterPart, weight: torch.Tensor, gradient: torch.Tensor, group: dict, position: int
     ) -> Generator[list[torch.Tensor], list[torch.Tensor], None]:
         """Updates the weight; yields what has to be summed over the processes that have parts, and gets the sums."""
-        state, skips, is_rounded = self.state[part.parameter], None, weight.dtype == torch.bfloat16
+        state, skips = self.state[part.parameter], None
         for key, shape in factored_shapes(part.shape).items():
-            # The step stays on the host where the next seed is made from it.
-            device = "cpu" if key == "step" and is_rounded else weight.device
-            state[key] = state[key].to(device) if key in state else torch.zeros(shape, device=device)
+            state[key] = state[key].to(weight.device) if key in state else torch.zeros(shape, device=weight.device)
         if self.grad_scale is not None:
             gradient.div_(self.grad_scale.to(gradient.device))
         if self.found_inf is not None:
             skips = self.found_inf.to(gradient.device).bool()
             gradient.masked_fill_(skips, 0)
         state["step"] += 1 if skips is None else (~skips).float()
-        new = state["step"].double().pow(-DECAY_EXPONENT).float().to(weight.device)
+        new = state["step"].double().pow(-DECAY_EXPONENT).float()
         new = new if skips is None else torch.where(skips, 0.0, new)
 
         block, first = part.block(gradient.float())
@@ -154,10 +151,10 @@ class Adafactor(torch.optim.Optimizer):
             update.masked_fill_(skips, 0)
             decay = torch.where(skips, 1.0, decay)
         fresh = weight.float().mul_(decay).add_(update, alpha=-group["lr"])
-        if is_rounded:
-            key = repr((self.seed, int(state["step"]), position)).encode()
+        if weight.dtype == torch.bfloat16:
+            key = repr((self.seed, position)).encode()
             seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
-            weight.copy_(round_stochastically(fresh, seed))
+            weight.copy_(round_stochastically(fresh, seed, state["step"]))
 
 
 def part_of(parameter: torch.Tensor) -> ParameterPart:
@@ -214,8 +211,8 @@ def factored_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     return {"step": (), "row": shape[:-1], "column": shape[:-2] + shape[-1:]}
 
 
-def round_stochastically(values: torch.Tensor, seed: int) -> torch.Tensor:
-    """fp32 to bf16, up or down with the probabilities that make the expectation exact.
+def round_stochastically(values: torch.Tensor, seed: int, step: torch.Tensor) -> torch.Tensor:
+    """fp32 to bf16, up or down with the probabilities that make the expectation exact; nothing waits for the device.
 
     bf16 is the upper half of fp32's bits: adding a uniform 16-bit number before cutting the lower half off carries
     into the upper half with exactly the right probability, for either sign.
@@ -223,6 +220,12 @@ def round_stochastically(values: torch.Tensor, seed: int) -> torch.Tensor:
     generator = torch.Generator(values.device).manual_seed(seed)
     bits = values.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, generator=generator, device=bits.device, dtype=torch.int32)
+    # The step's number is on the device: of it is made another permutation of the 2^16 numbers for each step.
+    mixed = step.long() + 1
+    for factor in (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64):  # SplitMix64's
+        mixed = mixed * factor
+        mixed = mixed ^ (mixed >> 31)
+    noise.mul_(mixed & 0x7FFF | 1).add_(mixed >> 16 & 0xFFFF).bitwise_and_(0xFFFF)
     finite = values.isfinite()
     rounded = ((bits + noise) & -65536).view(torch.float32)
     return torch.where(finite, rounded, values).to(torch.bfloat16)

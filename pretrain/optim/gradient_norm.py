@@ -16,4 +16,5 @@ def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     if gradients and gradients[0].device.type != "cpu":
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
     norms = [torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32) for gradient in gradients]
-    return torch.nn.utils.get_total_norm([torch.linalg.vector_norm(norm) if norm.dim() else norm for norm in norms])
+    norms = [torch.linalg.vector_norm(norm) if norm.dim() else norm for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)

@@ -77,6 +77,8 @@ class OptimizerSpec(ABC):
     without the rest, under ZeRO and tp."""
     state_is_whole = False
     """Whether each process keeps all of the state, and not what goes with its parts of the parameters."""
+    runs_from_disk = False
+    """Whether it has been tested with its state on a disk, where DeepSpeed's offload puts it."""
     relative_learning_rate = 1.0
     """Its usual peak relative to AdamW's."""
     updates_in_bf16 = False
@@ -138,6 +140,7 @@ class AdamWSpec(OptimizerSpec):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused where the device has the kernel."""
 
     takes = ("whole", "stage", "sharded", "pieces")
+    runs_from_disk = True
 
     def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.AdamW:
         return torch.optim.AdamW(
@@ -180,6 +183,7 @@ class MuonSpec(AdamWSpec):
     """Muon for the hidden matrices; AdamW for embeddings, the output head, norms and biases."""
 
     takes = ("whole", "stage", "sharded", "pieces")
+    runs_from_disk = False
     relative_learning_rate = 2.0  # docs/quality.md has what was measured
     updates_in_bf16 = True
 

@@ -18,6 +18,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from transformers import PreTrainedConfig
 
 from pretrain.config import Pipeline, RunConfig
+from pretrain.hardware import seed_dropout
 from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak, loss_bytes
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
@@ -111,7 +112,7 @@ class PipelineModel(nn.Module):
         with torch.compiler.set_stance("force_eager") if eager else nullcontext():
             if self.training:
                 # The loop seeds all ranks of a pipeline alike; stages must not drop the same elements.
-                torch.manual_seed((torch.initial_seed() + self.rank) % 2**63)
+                seed_dropout((torch.initial_seed() + self.rank) % 2**63, self.device)
                 self.run_schedule(input_ids_BT)
             else:
                 self.run_forward(input_ids_BT)

@@ -274,7 +274,7 @@ class Strategy:
                 inner.step()
         if scaler is not None:  # fp16; scaler.step waits for the device, or says nothing of a skipped step
             scaler.update()
-        self.optimizer.zero_grad()
+        inner.zero_grad()
         return grad_norm, skipped
 
     @property
@@ -290,7 +290,7 @@ class Strategy:
 
     def gradients(self) -> list[torch.Tensor]:
         """This process's parts of the parameters' gradients."""
-        return [parameter.grad for parameter in self.causal_lm.parameters() if parameter.grad is not None]
+        return [parameter.grad for parameter in self.name_of if parameter.grad is not None]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that see different data."""

@@ -31,7 +31,7 @@ from pretrain.optim.adafactor import Adafactor
 from pretrain.optim.averaging import WeightAverage
 from pretrain.optim.matrix_exchange import Holders
 from pretrain.optim.muon import MuonWithAdamW
-from pretrain.optim.optimizers import OptimizerSpec, load_optimizer_state
+from pretrain.optim.optimizers import OPTIMIZERS, OptimizerSpec, load_optimizer_state
 from pretrain.parallel.deepspeed_build import prepare_extensions_folder
 from pretrain.parallel.fully_sharded import FullySharded
 from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, environment_flag, processes_launched
@@ -130,10 +130,11 @@ class Zero(Strategy):
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         problems = super().problems(config, name)
-        if (uses_nvme() or name == "zero3_offload_nvme") and config.optim.name in ("muon", "adafactor"):
+        on_disk = [name for name, spec in OPTIMIZERS.items() if spec.runs_from_disk]
+        if (uses_nvme() or name == "zero3_offload_nvme") and config.optim.name not in on_disk:
             problems.append(
-                f"optim.name: {config.optim.name} does not run with its state on a disk, where only adamw's has been "
-                "tested; use accelerate_configs/zero3_offload.yaml, or adamw"
+                f"optim.name: {config.optim.name} does not run with its state on a disk; "
+                f"use accelerate_configs/zero3_offload.yaml, or {' or '.join(on_disk)}"
             )
         if (uses_nvme() or name == "zero3_offload_nvme") and config.averaging.kind != "none":
             problems.append(

@@ -1,11 +1,13 @@
-"""Before a run: plan.py, train.py --check and --smoke.
+"""Before a run: plan.py, train.py --text, --check and --smoke.
 
 Predictions come from memory and step_time; calibration compares them with a few real steps (docs/runs.md).
 
+    budget, budget_request, budget_report: from hours or dollars to a recipe; its options; its table
     candidates, report: which strategies fit, ranked; the report
     step_time: time and cost
     calibration: a few real steps
-    own_text, sized_recipe, sizing: train.py --text; what it writes; how it chooses
+    own_text, sized_recipe: train.py --text; what it writes
+    sizing, families: what size to train; its shape
     smoke: a hundred steps, pass or fail per stage
     width_check: whether a learning rate holds at other widths
     judgement: what --check says of a recipe that can run

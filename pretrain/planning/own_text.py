@@ -300,7 +300,7 @@ def make_recipe(asked: OwnText, sources: list["InputFile"]) -> None:
         machine.flops, prepared.training_tokens, padded(prepared.vocabulary), machine.most_parameters
     )
     recipe = SizedRecipe(asked.output, asked.model, asked.shards, machine, prepared, sizing)
-    for path, text in ((asked.model, recipe.model_text()), (asked.recipe, recipe.text(MADE_BY + asked.command))):
+    for path, text in ((asked.model, sizing.shape.json_text), (asked.recipe, recipe.text(MADE_BY + asked.command))):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, text)
     print()

@@ -13,15 +13,11 @@ from pretrain.hardware import DTYPES, measured_matrix_flops, memory_bytes, peak_
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.optim.scaling_laws import rate_by_law
 from pretrain.parallel.strategy import device_type, resolve_precision
-from pretrain.planning.sizing import MOST_EPOCHS, Shape, Sizing
+from pretrain.planning.families import Shape
+from pretrain.planning.sizing import MOST_EPOCHS, Sizing
+from pretrain.planning.step_time import mfu_of_small
 from pretrain.units import count_text, duration_text
 
-MFU = {("cpu", "bf16"): (0.3, 2e6), ("cpu", "fp32"): (0.42, 5e5), ("cuda", "bf16"): (0.35, 1e8)}
-"""{(device, precision): (MFU, parameters from which a model reaches it)}. Assumed, from what small models reached on
-two cores: in bf16 0.14 at 0.6M parameters and 0.34 to 0.4 at 2M to 3M; in fp32 with AVX2, whose peak is half as high,
-0.46 at 0.6M."""
-MFU_EXPONENT = 0.4
-"""Below, it falls with that power of the parameters: small products do not fill the device."""
 SHARE_OF_TIME, START_SECONDS, LEAST_SHARE_OF_TIME = 0.85, 5.0, 0.4
 """Of the minutes, for steps: the rest is validation, samples, saving and export; and the start takes seconds."""
 BYTES_PER_PARAMETER, MEMORY_SHARE = 24, 0.5
@@ -75,8 +71,7 @@ class Machine:
 
     def mfu(self, shape: Shape) -> float:
         """Assumed."""
-        most, parameters = MFU.get((self.device_type, self.precision), MFU["cuda", "bf16"])
-        return most * min(1.0, shape.parameters / parameters) ** MFU_EXPONENT
+        return mfu_of_small(shape.parameters, self.device_type, self.precision)
 
     def flops(self, shape: Shape) -> float:
         """Of all steps, of a model of that shape."""
@@ -172,25 +167,6 @@ class SizedRecipe:
                 "give more text"
             )
         return rows
-
-    def model_text(self) -> str:
-        """The model's JSON: a Llama with a tied head."""
-        shape = self.sizing.shape
-        values = {
-            "model_type": "llama",
-            "vocab_size": shape.vocabulary,
-            "hidden_size": shape.width,
-            "intermediate_size": shape.intermediate,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.heads,
-            "max_position_embeddings": 2 * shape.sequence_length,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "rms_norm_eps": 1e-5,
-            "initializer_range": 0.02,
-            "tie_word_embeddings": True,
-        }
-        return json.dumps(values, indent=2) + "\n"
 
     def text(self, header: str) -> str:
         """The recipe; its first line is `header`."""

@@ -4,15 +4,16 @@ Pure functions; own_text measures the machine and writes the recipe.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from pretrain.planning.families import Shape
 
 LADDER = (
     (2, 128), (4, 128), (4, 192), (4, 256), (6, 320), (6, 384),
     (8, 512), (12, 768), (16, 1024), (24, 1536), (24, 2048),
 )  # fmt: skip
-"""(layers, width) of the models to choose from, smallest first."""
-ATTENTION_HEAD_WIDTH = 64
+"""(layers, width) of the Llamas to choose from for a text, smallest first."""
 SMALLEST_VOCABULARY_CHOSEN, LARGEST_VOCABULARY_CHOSEN = 512, 32_768
 MOST_HEAD_SHARE = 0.5
 """Of the head to the layers, in parameters."""
@@ -33,44 +34,6 @@ BATCH_OF_THE_DEMO, TOKENS_OF_THE_DEMO = 2048, 1.2e6
 minutes, tens of thousands in one of days."""
 SMALLEST_BATCH, LARGEST_BATCH = 512, 2**19
 """Tokens."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A Llama: layers, width, and the ids of its head, which is tied to the embedding."""
-
-    layers: int
-    width: int
-    vocabulary: int
-
-    @property
-    def heads(self) -> int:
-        return self.width // ATTENTION_HEAD_WIDTH
-
-    @property
-    def intermediate(self) -> int:
-        """Width of the feed-forward network: 8/3 of the model's, to a multiple of 64."""
-        return math.ceil(self.width * 8 / 3 / 64) * 64
-
-    @property
-    def layer_parameters(self) -> int:
-        """Matrices of all layers."""
-        return self.layers * (4 * self.width**2 + 3 * self.width * self.intermediate)
-
-    @property
-    def parameters(self) -> int:
-        """With the head; norms are left out."""
-        return self.layer_parameters + self.vocabulary * self.width
-
-    @property
-    def sequence_length(self) -> int:
-        """Windows grow with the model, from the demo's 256 tokens on."""
-        return 256 if self.layer_parameters < 2e7 else 512 if self.layer_parameters < 1e8 else 1024
-
-    @property
-    def flops_per_token(self) -> float:
-        """As train.py counts them: 6N + 12 x layers x width x sequence length."""
-        return 6 * self.parameters + 12 * self.layers * self.width * self.sequence_length
 
 
 OF_THE_DEMO = Shape(4, 256, 1024)
@@ -127,7 +90,7 @@ def parameters_per_token() -> float:
     return (LOSS_BY_PARAMETERS / LOSS_BY_TOKENS) ** (1 / LOSS_EXPONENT)
 
 
-def expected_loss(parameters: float, tokens: float, unique_tokens: float) -> float:
+def expected_loss(parameters: float, tokens: float, unique_tokens: float = math.inf) -> float:
     """Nats per token, by the law for repeated data; only to compare models with."""
     unique_parameters = min(parameters, unique_tokens * parameters_per_token())
     effective_parameters = with_repetition(parameters, unique_parameters, EXCESS_PARAMETERS)
@@ -154,9 +117,27 @@ def choose_sizing(
     shapes = [Shape(*rung, vocabulary) for rung in LADDER]
     shapes = [shape for shape in shapes if shape.parameters <= most_parameters] or shapes[:1]
     tokens = {shape: min(flops(shape) / shape.flops_per_token, MOST_EPOCHS * unique_tokens) for shape in shapes}
-    losses = {shape: expected_loss(shape.parameters, tokens[shape], unique_tokens) for shape in shapes}
-    best = min(losses.values())
-    shape = next(shape for shape in shapes if losses[shape] <= (1 + WORTHWHILE) * best)
-    wanted = BATCH_OF_THE_DEMO * math.sqrt(tokens[shape] / TOKENS_OF_THE_DEMO)
-    batch = 2 ** round(math.log2(min(max(wanted, SMALLEST_BATCH, shape.sequence_length), LARGEST_BATCH)))
+    shape = best_shape(tokens, unique_tokens)
+    batch = batch_for(tokens[shape], max(SMALLEST_BATCH, shape.sequence_length), LARGEST_BATCH)
     return Sizing(shape, unique_tokens, batch, 4 * max(1, round(tokens[shape] / batch / 4)))
+
+
+def best_shape(tokens: Mapping[Shape, float], unique_tokens: float) -> Shape:
+    """The first of these, smallest first, whose expected loss no other beats by more than WORTHWHILE.
+
+    tokens: that each can be trained on.
+    """
+    losses = {shape: expected_loss(shape.parameters, tokens[shape], unique_tokens) for shape in tokens}
+    best = min(losses.values())
+    return next(shape for shape in tokens if losses[shape] <= (1 + WORTHWHILE) * best)
+
+
+def nearest_shape(tokens: Mapping[Shape, float], tokens_per_parameter: float) -> Shape:
+    """The one that is trained on the ratio nearest to this."""
+    return min(tokens, key=lambda shape: abs(math.log(tokens[shape] / shape.parameters / tokens_per_parameter)))
+
+
+def batch_for(tokens: float, smallest: int, largest: int) -> int:
+    """A power of two, in tokens."""
+    wanted = BATCH_OF_THE_DEMO * math.sqrt(tokens / TOKENS_OF_THE_DEMO)
+    return 2 ** round(math.log2(min(max(wanted, smallest), largest)))

@@ -93,6 +93,28 @@ def default_mfu(parameters: int, device_type: str = "cuda") -> tuple[float, str]
     return mfu, "the best published codebases at this size, on H100s"
 
 
+MFU_AND_SIZE = {("cpu", "bf16"): (0.3, 2e6), ("cpu", "fp32"): (0.42, 5e5), ("cuda", "bf16"): (0.35, 1e8)}
+"""{(device, precision): (MFU, parameters from which a model reaches it)}. Assumed, from what small models reached on
+two cores: in bf16 0.14 at 0.6M parameters and 0.34 to 0.4 at 2M to 3M; in fp32 with AVX2, whose peak is half as high,
+0.46 at 0.6M."""
+MFU_EXPONENT = 0.4
+"""Below, it falls with that power of the parameters: small products do not fill the device."""
+
+
+def mfu_of_small(parameters: int, device_type: str, precision: str) -> float:
+    """Of models that may be too small to fill the device, in runs of minutes."""
+    most, full = MFU_AND_SIZE.get((device_type, precision), MFU_AND_SIZE["cuda", "bf16"])
+    return most * min(1.0, parameters / full) ** MFU_EXPONENT
+
+
+def mfu_of_size(parameters: int, device_type: str, precision: str) -> float:
+    """Of a compiled run of hours: on GPUs `default_mfu`, less for small models."""
+    small = mfu_of_small(parameters, device_type, precision)
+    if device_type == "cpu":
+        return small
+    return small / MFU_AND_SIZE["cuda", "bf16"][0] * default_mfu(parameters)[0]
+
+
 @dataclass(frozen=True)
 class Speed:
     """How fast a GPU computes: at an MFU, or as measured."""

@@ -89,7 +89,8 @@ class StepGuard:
         mean = statistics.fmean(self._losses)
         alert, limit = self.settings.alert_above * mean, self.settings.roll_back_above * mean
         if len(self._losses) >= FEWEST_FOR_DEVIATION:
-            sigmas = mean + self.settings.roll_back_sigmas * statistics.stdev(self._losses)
+            variance = math.fsum((loss - mean) ** 2 for loss in self._losses) / (len(self._losses) - 1)
+            sigmas = mean + self.settings.roll_back_sigmas * math.sqrt(variance)
             limit = min(limit, max(sigmas, SIGMA_FLOOR * mean))
         if report.loss <= min(alert, limit):
             return None, False

@@ -292,7 +292,8 @@ def test_segments_in_blocks_of_queries_equal_dense_attention(keys):
     length, ends = 300, [0, 300, 600, 728, 740, 880, 900, 1200]
     cu_seq_lens = torch.tensor([*ends, 1200, 1200], dtype=torch.int32)
     tokens = [end - start for start, end in itertools.pairwise(ends)]
-    assert min(tokens) < cpu_attention.SHORTEST_IN_BLOCKS <= max(tokens) and max(tokens) > cpu_attention.BLOCK_QUERIES
+    for dtype in (torch.float32, torch.bfloat16):
+        assert {cpu_attention.in_blocks(dtype, 1, n) for n in tokens} == {True, False}
     inputs = [torch.randn(4, length, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, keys, keys)]
     results = []
     for function, dtype in ((sdpa, torch.float32), (eager, torch.float32), (sdpa, torch.bfloat16)):
@@ -307,10 +308,26 @@ def test_segments_in_blocks_of_queries_equal_dense_attention(keys):
     assert torch.equal(out, results[0][0])
 
 
+@pytest.mark.parametrize(("length", "in_blocks"), [(64, True), (32, False)])
+def test_short_windows_in_bf16_equal_dense_attention(length, in_blocks):
+    """Of torch's kernel in bf16 they would take three times as long."""
+    assert cpu_attention.in_blocks(torch.bfloat16, 4, length) == in_blocks
+    assert cpu_attention.serves_windows(torch.bfloat16, 4, length)
+    assert not cpu_attention.serves_windows(torch.float32, 4, length)
+    torch.manual_seed(6)
+    inputs = [torch.randn(4, length, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
+    results = []
+    for function, dtype in ((sdpa, torch.bfloat16), (eager, torch.float32)):
+        out, _ = function(torch.nn.Identity(), *(x.to(dtype) for x in inputs), None)
+        results.append([out, *torch.autograd.grad(out.sum() + out.square().sum(), inputs)])
+    for got, want in zip(*results, strict=True):
+        assert (got - want).norm() < 0.02 * want.norm(), "bf16 has 8 bits"
+
+
 def test_room_for_probabilities_is_enough_for_any_segments():
     generator = torch.Generator().manual_seed(5)
-    for length in (128, 200, 1500):
-        query = torch.empty(2, 3, length, 8)
+    for length, dtype in itertools.product((64, 128, 200, 1500), (torch.float32, torch.bfloat16)):
+        query = torch.empty(2, 3, length, 8, dtype=dtype)
         room = cpu_attention._empty_probabilities(query, keeps=True).numel()
         for documents in (0, 1, 3, 9):
             cuts = torch.randint(1, 2 * length, (documents,), generator=generator).tolist()

@@ -192,14 +192,25 @@ def test_adafactors_first_update_by_hand():
 
 def test_stochastic_rounding_is_unbiased_and_repeats():
     values = torch.full((100_000,), 1.001).mul(torch.tensor([1.0, -1.0]).repeat(50_000))
-    rounded = round_stochastically(values, seed=3)
+    step = torch.tensor(7.0)
+    rounded = round_stochastically(values, 3, step)
     assert set(rounded.abs().unique().tolist()) == {1.0, 1.0078125}, "the two neighbours in bf16"
     # The upper neighbour comes with p = 0.128; the mean of 100,000 is within 5 x 0.0078 x 0.33 / 316 = 4.1e-5.
     assert rounded.float().abs().mean().item() == pytest.approx(1.001, abs=4.1e-5)
-    assert torch.equal(rounded, round_stochastically(values, seed=3))
-    assert not torch.equal(rounded, round_stochastically(values, seed=4))
+    assert torch.equal(rounded, round_stochastically(values, 3, step))
+    assert not torch.equal(rounded, round_stochastically(values, 4, step))
     special = torch.tensor([float("inf"), float("-inf"), 0.0])
-    assert torch.equal(round_stochastically(special, 0).float(), special)
+    assert torch.equal(round_stochastically(special, 0, step).float(), special)
+
+
+def test_stochastic_rounding_is_unbiased_over_steps_and_other_elements_go_other_ways():
+    values, steps = torch.full((200,), 1.001), 2000
+    is_up = torch.stack([round_stochastically(values, 3, torch.tensor(float(step))) > 1.0 for step in range(steps)])
+    assert is_up.float().mean(0).sub(0.128).abs().max() < 0.035, "of 2,000 draws the mean is within 4.5 x 0.0075"
+    together = (is_up.float().T.corrcoef() - torch.eye(200)).abs()
+    assert together.max() < 0.15 and together.square().mean().sqrt() < 2 / steps**0.5
+    in_time = torch.stack([is_up[:-lag].float().mul(is_up[lag:]).mean() for lag in range(1, 50)])
+    assert in_time.sub(0.128**2).abs().max() < 0.005
 
 
 def test_a_skipped_step_changes_nothing_in_the_fused_kernel():
@@ -271,9 +282,10 @@ class NoWait(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "adafactor in bf16"])
 def test_an_update_waits_for_nothing_and_a_skipped_one_changes_nothing(name):
-    model = tiny_model()
+    name, _, in_bf16 = name.partition(" in ")
+    model = tiny_model(torch.bfloat16 if in_bf16 else torch.float32)
     strategy = object.__new__(Strategy)
     strategy.causal_lm, strategy.optimizer, strategy.accelerator = model, build(model, name), Namespace(scaler=None)
     strategy.name_of = names_of(model)

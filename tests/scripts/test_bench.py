@@ -131,11 +131,11 @@ def test_plain_gpt_sees_no_later_token():
     assert torch.equal(model(ids, targets), model(changed, targets))
 
 
-@pytest.mark.parametrize("peer", ["plain", "bare", "trainer"])
-def test_peers_train_and_write_their_steps(peer, tmp_path):
+@pytest.mark.parametrize(("peer", "precision"), [("plain", "fp32"), ("bare", "bf16"), ("trainer", "fp32")])
+def test_peers_train_and_write_their_steps(peer, precision, tmp_path):
     shards = write_shards(tmp_path / "shards", TINY.vocabulary_size, tokens=2_000)
     steps_file = tmp_path / "steps.jsonl"
-    command = peers.command_of(peer, TINY, shards, steps_file, compiles=False, report_every=2)
+    command = peers.command_of(peer, TINY, shards, steps_file, compiles=False, report_every=2, precision=precision)
     run_script(*command, "--steps", "5")
     lines = [json.loads(line) for line in steps_file.read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4] and lines[0]["time"] < lines[1]["time"]

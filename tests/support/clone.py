@@ -88,6 +88,8 @@ def shortened(words: list[str]) -> list[str]:
         return [*words, *mine, "--limit", "2"]
     if script == "publish.py" and "--dry_run" not in arguments:
         return [*words, "--dry_run", "--output", "published"]
+    if script == "plan.py" and "--write" in arguments:
+        return [*words, "--gpus", "1", "--gpu", "cpu"]
     if script == "plan.py":
         return [*words, "--compile", "none"]  # tracing what the compiler keeps takes seconds
     if script == "prepare_data.py":

@@ -105,6 +105,13 @@ class FakeWeights:
                 module._buffers[name] = torch.empty_like(buffer, device="cuda")
 
 
+class HostGenerator(torch.Generator):
+    """For any device: a GPU's is made by CUDA's library."""
+
+    def __new__(cls, device="cpu"):
+        return super().__new__(cls)
+
+
 @contextlib.contextmanager
 def replacements() -> Iterator[None]:
     """Of what fake tensors cannot do, or what is not installed; what accelerate remembers is of this case alone."""
@@ -121,6 +128,7 @@ def replacements() -> Iterator[None]:
             (torch.nn.Module, "to", lambda module, *_, **__: module),
             (transformers.integrations.flex_attention, "compile_friendly_flex_attention", flex_attention),
             (F, "scaled_dot_product_attention", of_a_kernel),
+            (torch, "Generator", HostGenerator),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(flash_packages())

@@ -20,6 +20,8 @@ _COOKIE_POLICY, _USES, _USE_OF, _USE = map(
     _as_array, ("cookie policy", "uses cookies", "use of cookies", "use cookies")
 )
 _EDIT = _as_array("[edit]")
+_IS_RARE = np.zeros(256, bool)
+_IS_RARE[list(b"jkvfpJKVFP")] = True
 
 
 @compiled
@@ -41,6 +43,8 @@ def _phrases_in(text, start, end):
     """Which of the phrases are in a line: found by a rare letter of theirs."""
     found = 0
     for position in range(start, end):
+        if not _IS_RARE[text[position]]:
+            continue
         letter = text[position] | 32
         if letter == 106:  # j
             if _is_at(text, start, end, position, _JAVASCRIPT):

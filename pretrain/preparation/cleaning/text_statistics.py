@@ -254,11 +254,12 @@ def _top_characters(words, hashes, start, end, n, scratch, stamp):
     mask = _mask_for(end - start)
     best_count = best_first = best = largest = np.int64(0)
     for position in range(start, end - n + 1):
-        slot, seen = _find(keys, stamps, stamp, mask, _gram(hashes, position, n))
+        value = _gram(hashes, position, n)
+        slot, seen = _find(keys, stamps, stamp, mask, value)
         if seen:
             counts[slot] += 1
         else:
-            keys[slot], stamps[slot] = _gram(hashes, position, n), stamp
+            keys[slot], stamps[slot] = value, stamp
             counts[slot], firsts[slot] = 1, position
         characters = np.int64(n - 1)
         for index in range(position, position + n):

@@ -1,0 +1,203 @@
+"""Families of models: how layers, heads and feed-forward follow from a size, and the model's JSON.
+
+A ladder goes through the published shapes of its family; those between and below keep to their ratio of width to
+layers. The loss depends little on it: 6 x 4,288 ends within 3 % of 48 x 1,600 (Kaplan et al., arXiv 2001.08361,
+section 3.2).
+"""
+
+import itertools
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+SMALL_RUNGS = ((2, 128), (4, 128), (4, 192), (4, 256), (6, 320), (6, 384), (8, 512))
+STEPS_BY_WIDTH = ((1024, 64), (2048, 128), (math.inf, 256))
+"""(width below which it holds, step of the widths between published ones)."""
+LEAST_RISE = 1.15
+"""In size, from a shape to the next."""
+NARROW_HEAD, WIDE_HEAD = 64, 128
+WIDE_HEADS_FROM = 2560
+"""Width of the model: GPT-3's and Llama's heads are 64 wide in small models and 128 in large ones."""
+UNTIED_FROM_WIDTH = 4096
+"""Of Llama and Qwen3: their models below 5B share the embedding with the head, larger ones do not."""
+CONTEXTS = ((2e7, 256), (8e7, 512), (2e8, 1024), (4e9, 2048), (math.inf, 4096))
+"""(parameters in layers below which it holds, tokens of a window): the demo's, GPT-2's, Llama's and Llama 2's."""
+
+
+def filled(published: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """(layers, width) of these and of widths between, their layers on a straight line."""
+    rungs = [*published[:1]]
+    for (layers_0, width_0), (layers_1, width_1) in itertools.pairwise(published):
+        step = next(step for limit, step in STEPS_BY_WIDTH if width_0 < limit)
+        for width in range(width_0 + step, width_1, step):
+            layers = round(layers_0 + (layers_1 - layers_0) * (width - width_0) / (width_1 - width_0))
+            size = layers * width**2
+            if size >= LEAST_RISE * rungs[-1][0] * rungs[-1][1] ** 2 and LEAST_RISE * size <= layers_1 * width_1**2:
+                rungs.append((layers, width))
+        rungs.append((layers_1, width_1))
+    return tuple(rungs)
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture at every size."""
+
+    name: str
+    """model_type of transformers."""
+    rungs: tuple[tuple[int, int], ...]
+    """(layers, width), smallest first."""
+    source: str
+    """Whose shapes they are."""
+    gated: bool = True
+    """Whether the feed-forward network has three matrices, else two."""
+    feed_forward: float = 8 / 3
+    """Its width relative to the model's, to a multiple of 64."""
+    ties: bool = True
+    """Whether the head is the embedding, up to UNTIED_FROM_WIDTH."""
+    ties_always: bool = False
+    learns_positions: bool = False
+    caps_logits: bool = False
+    """So that the loss needs them whole."""
+
+
+GPT3, LLAMA_SHAPES = "GPT-3's table 2.1 (arXiv 2005.14165)", "Llama's table 2 (arXiv 2302.13971)"
+LLAMA = Family(
+    "llama",
+    filled((*SMALL_RUNGS, (12, 768), (16, 1024), (24, 1536), (24, 2048), (28, 3072), (32, 4096), (40, 5120))),
+    f"12 x 768, 24 x 1,536, 24 x 2,048 of {GPT3}, 28 x 3,072 of Llama 3.2, 32 x 4,096, 40 x 5,120 of {LLAMA_SHAPES}",
+)
+QWEN3 = Family(
+    "qwen3",
+    filled((*SMALL_RUNGS, (16, 768), (28, 1024), (28, 2048), (36, 4096), (40, 5120))),
+    "28 x 1,024, 28 x 2,048, 36 x 4,096 and 40 x 5,120 of Qwen3's table 1 (arXiv 2505.09388)",
+    feed_forward=3.0,
+)
+GPT2 = Family(
+    "gpt2",
+    filled((*SMALL_RUNGS, (12, 768), (24, 1024), (36, 1280), (48, 1600), (32, 2560), (32, 4096), (40, 5120))),
+    f"12 x 768, 24 x 1,024, 36 x 1,280 and 48 x 1,600 of GPT-2, 32 x 2,560 and more of {GPT3}",
+    gated=False,
+    feed_forward=4.0,
+    ties_always=True,
+    learns_positions=True,
+)
+NANOCHAT = Family(
+    "nanochat",
+    tuple((depth, 128 * math.ceil(depth / 2)) for depth in (2, 3, *range(4, 40, 2), *range(40, 65, 4))),
+    "64 wide per layer, in heads of 128, feed-forward 4 times as wide, untied: nanochat's rule of one depth",
+    gated=False,
+    feed_forward=4.0,
+    ties=False,
+    caps_logits=True,
+)
+DEEPONE = Family(
+    "deepone",
+    filled((*SMALL_RUNGS, (16, 768), (43, 2048), (64, 4096))),
+    "16 x 768 of model_configs/deepone_162m.json, 48 to 64 wide per layer: DeepNet's norms are for deep models "
+    "(arXiv 2203.00555)",
+    ties=False,
+)
+FAMILIES = {family.name: family for family in (LLAMA, QWEN3, GPT2, NANOCHAT, DEEPONE)}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of a family: layers, width, and the ids of its head. Counts leave out norms and biases."""
+
+    layers: int
+    width: int
+    vocabulary: int
+    family: Family = LLAMA
+
+    @property
+    def head_width(self) -> int:
+        if self.family is NANOCHAT or (self.family is QWEN3 and self.width >= 1024):
+            return WIDE_HEAD
+        return NARROW_HEAD if self.width < WIDE_HEADS_FROM else WIDE_HEAD
+
+    @property
+    def heads(self) -> int:
+        """Qwen3's smallest has 16 of 128, whose outputs together are wider than the model."""
+        least = 16 if self.family is QWEN3 and self.width >= 1024 else 1
+        return max(least, self.width // self.head_width)
+
+    @property
+    def key_heads(self) -> int:
+        """As many as heads; of Qwen3 half of them, and no more than 8."""
+        if self.family is not QWEN3 or self.heads % 2:
+            return self.heads
+        return math.gcd(self.heads, 8) if self.heads >= 16 else self.heads // 2
+
+    @property
+    def intermediate(self) -> int:
+        """Width of the feed-forward network, a multiple of 64."""
+        return math.ceil(self.width * self.family.feed_forward / 64) * 64
+
+    @property
+    def is_tied(self) -> bool:
+        return self.family.ties_always or (self.family.ties and self.width < UNTIED_FROM_WIDTH)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Matrices of all layers."""
+        attention = 2 * self.width * self.head_width * (self.heads + self.key_heads)
+        return self.layers * (attention + (3 if self.family.gated else 2) * self.width * self.intermediate)
+
+    @property
+    def parameters(self) -> int:
+        """With embedding and head."""
+        positions = self.sequence_length if self.family.learns_positions else 0
+        return self.layer_parameters + ((1 if self.is_tied else 2) * self.vocabulary + positions) * self.width
+
+    @property
+    def sequence_length(self) -> int:
+        """Windows grow with the model."""
+        return next(length for limit, length in CONTEXTS if self.layer_parameters < limit)
+
+    @property
+    def flops_per_token(self) -> float:
+        """As train.py counts them: 6N + 12 x layers x heads x head width x sequence length."""
+        products = self.layer_parameters + self.vocabulary * self.width
+        return 6 * products + 12 * self.layers * self.heads * self.head_width * self.sequence_length
+
+    @property
+    def json_text(self) -> str:
+        """The model's JSON, for windows of up to twice the length (learned positions: of the length)."""
+        return json.dumps(self.config_values(2 * self.sequence_length), indent=2) + "\n"
+
+    def config_values(self, positions: int) -> dict[str, Any]:
+        """The same as a dict, for that many positions."""
+        if self.family is GPT2:
+            return {
+                "model_type": "gpt2",
+                "vocab_size": self.vocabulary,
+                "n_embd": self.width,
+                "n_layer": self.layers,
+                "n_head": self.heads,
+                "n_positions": self.sequence_length,
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+                "attn_pdrop": 0.0,
+                "initializer_range": 0.02,
+                "tie_word_embeddings": True,
+            }
+        rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rms_norm_eps": 1e-5}
+        own: dict[str, dict[str, Any]] = {
+            "qwen3": {"head_dim": self.head_width, **rope, "rms_norm_eps": 1e-6},
+            "nanochat": {**rope, "rms_norm_eps": 1e-6, "final_logit_softcapping": 15.0},
+            "deepone": {"rope_theta": 10000.0},
+        }
+        return {
+            "model_type": self.family.name,
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.width,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_heads,
+            "max_position_embeddings": positions,
+            **own.get(self.family.name, rope),
+            "initializer_range": 0.02,
+            "tie_word_embeddings": self.is_tied,
+        }

@@ -1,0 +1,135 @@
+"""What a budget buys: the fastest combination that fits, a size by the law, and refusals of what fits no model."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from pretrain.errors import InputError
+from pretrain.gpus import GIB, find_gpu
+from pretrain.parallel.registry import STRATEGIES
+from pretrain.planning.budget import (
+    DATA_PARALLEL,
+    RunBudget,
+    ScaledRun,
+    alternative,
+    choose_run,
+    planned_run,
+    size,
+)
+from pretrain.planning.candidates import micro_batches, strategy_problems
+from pretrain.planning.families import FAMILIES, Shape
+from pretrain.planning.sizing import MOST_EPOCHS
+from pretrain.planning.step_time import Hardware
+from support.quick_traces import use_quick_traces
+
+
+@pytest.fixture
+def quick_traces(monkeypatch):
+    use_quick_traces(monkeypatch)
+
+
+def budget(gpu="h100", gpus=8, family="llama", vocabulary=32_000, **given) -> RunBudget:
+    gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    given = given if "flops" in given else {"hours": 2.0} | given
+    return RunBudget(Hardware(gpu, gpus, -(-gpus // 8)), FAMILIES[family], vocabulary, **given)
+
+
+def test_more_hours_buy_a_larger_model_and_no_more_than_is_given(quick_traces):
+    chosen = [choose_run(budget(hours=hours)) for hours in (0.5, 2.0, 8.0)]
+    sizes = [run.shape.parameters for run in chosen]
+    assert sizes == sorted(set(sizes))
+    for run in chosen:
+        assert 10 < run.tokens / run.shape.parameters < 32, "about 20, as far as the rungs allow"
+        assert 0.97 * run.budget.hours < run.billed_hours <= run.budget.hours
+        assert run.batch % (8 * run.shape.sequence_length) == 0
+
+
+def test_flops_are_spent_whatever_the_gpus(quick_traces):
+    for gpus in (1, 8):
+        run = choose_run(budget(gpus=gpus, flops=1e19))
+        assert run.tokens * run.work.flops_per_token == pytest.approx(1e19, rel=0.01)
+
+
+def test_tokens_per_parameter_are_those_asked_for(quick_traces):
+    default = choose_run(budget(flops=1e19))
+    longer = choose_run(budget(flops=1e19, tokens_per_parameter=200.0))
+    assert longer.shape.parameters < default.shape.parameters / 2
+    assert longer.tokens / longer.shape.parameters == pytest.approx(200, rel=0.3)
+
+
+def test_repeated_data_ends_a_run_early(quick_traces):
+    run = choose_run(budget(flops=1e19, unique_tokens=1e8))
+    assert run.tokens <= MOST_EPOCHS * 1e8
+    assert run.shape.parameters < choose_run(budget(flops=1e19)).shape.parameters
+
+
+@pytest.mark.parametrize("memory", [80 * GIB, 24 * GIB, 12 * GIB])
+def test_no_combination_that_fits_is_faster(memory, quick_traces):
+    """Against every strategy, checkpointing and micro-batch, one after the other."""
+    given = budget(find_gpu("h100", memory_bytes=memory))
+    shape = Shape(24, 2048, 32_000)
+    sized = size(given, shape)
+    best, usable = sized.combinations[0], given.hardware.usable_bytes
+    assert best.candidate.memory.total <= usable
+    seconds = {}
+    for checkpointing, recompute in (("none", 1.0), ("full", 4 / 3)):
+        config = sized.run.config.model_copy(update={"activation_checkpointing": checkpointing})
+        run, work = replace(sized.run, config=config), replace(sized.work, recompute=recompute)
+        for name in DATA_PARALLEL:
+            layout = STRATEGIES[name].layout(name, 8, 1)
+            if strategy_problems(run, layout):
+                continue
+            for sequences in micro_batches(config, 8):
+                if STRATEGIES[name].footprint(run, layout, sequences).total <= usable:
+                    key = (name, checkpointing, sequences)
+                    seconds[key] = given.speed(shape).step_seconds(config, work, given.hardware, layout, sequences)[0]
+    fastest = min(seconds.values())
+    assert len(seconds) == sized.searched
+    assert fastest <= best.seconds <= 1.05 * fastest
+    chosen = (best.candidate.name, best.checkpointing, best.candidate.micro_batch)
+    assert best.seconds == pytest.approx(seconds[chosen])
+    if memory == 12 * GIB:
+        assert best.candidate.name != "ddp", "19 GB of states alone"
+
+
+def test_a_model_that_does_not_fit_is_not_chosen(quick_traces):
+    small = find_gpu("h100", memory_bytes=6 * GIB)
+    run = choose_run(budget(small, gpus=1, flops=1e21))
+    assert run.combinations[0].candidate.memory.total <= run.budget.hardware.usable_bytes
+    assert run.shape.parameters < choose_run(budget(gpus=1, flops=1e21)).shape.parameters
+    with pytest.raises(InputError, match=r"no llama fits on 1 x h100, not even 8\.62M parameters"):
+        choose_run(budget(find_gpu("h100", memory_bytes=1.1 * GIB), gpus=1, vocabulary=64_000, flops=1e17))
+
+
+def test_budgets_that_fit_no_model_are_refused(quick_traces):
+    with pytest.raises(InputError, match="the start alone takes some 60 s"):
+        choose_run(budget(hours=1 / 3600))
+    with pytest.raises(InputError, match=r"makes \d+ steps of .* fewer than 100"):
+        choose_run(budget(flops=1e12))
+    with pytest.raises(
+        InputError, match=r"the largest llama here has 12.9B \(40 x 5120\).*--tokens_per_parameter"
+    ) as e:
+        choose_run(budget(gpus=64, hours=2000))
+    ratio = float(str(e.value).rpartition(" ")[2])
+    run = choose_run(budget(gpus=64, hours=2000, tokens_per_parameter=ratio))
+    assert run.shape.parameters > 1e10
+
+
+def test_alternatives_of_another_family_are_near(quick_traces):
+    run = choose_run(budget())
+    for family in FAMILIES.values():
+        other = alternative(replace(run.budget, family=family), run)
+        assert math.log(other.shape.parameters / run.shape.parameters) == pytest.approx(0, abs=0.7)
+
+
+def test_memory_scaled_from_another_size_is_that_of_a_trace():
+    cpu = find_gpu("cpu", memory_bytes=16 * GIB, bf16_flops=4e11)
+    given = budget(cpu, gpus=1, vocabulary=1024, hours=0.1)
+    small, large = Shape(4, 128, 1024), Shape(8, 512, 1024)
+    run = planned_run(given, large)
+    scaled = ScaledRun(
+        run.config, run.model_config, run.precision, run.device_type, large, planned_run(given, small), small
+    )
+    exact, guessed = (r.work(4, 1).activations for r in (run, scaled))
+    assert guessed.kept(8, 4) == pytest.approx(exact.kept(8, 4), rel=0.1)

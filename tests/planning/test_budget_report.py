@@ -1,0 +1,102 @@
+"""The answer to a budget: command, prices, reasons, what else it would be."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pretrain.errors import InputError
+from pretrain.experiments.ladder import Rung, make_ladder
+from pretrain.experiments.ladder_report import ladder_values, read_ladder
+from pretrain.gpus import find_gpu
+from pretrain.planning.budget_report import recipe_of_budget
+from pretrain.planning.budget_request import BudgetRequest, RecipePlace
+from pretrain.planning.families import LLAMA
+from pretrain.planning.step_time import Hardware
+from support.quick_traces import use_quick_traces
+
+PLACE = RecipePlace(Path("recipes/a.yaml"), Path("data/a"), "tokenizers/a")
+ASKED = BudgetRequest(
+    hours=None, dollars=100.0, flops=None, family=LLAMA, vocabulary=32_001, unique_tokens=math.inf,
+    tokens_per_parameter=None, optimizer="adamw", mfu=0.4, ladder=None, place=PLACE, writes=True, as_json=False,
+)  # fmt: skip
+MACHINES = Hardware(find_gpu("h100"), 16, 2)
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch, capsys):
+    """(recipe, what was printed) of a request."""
+    use_quick_traces(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+
+    def make(request: BudgetRequest, expect=None):
+        recipe_of_budget(request, MACHINES, "plan.py ...", expect)
+        text = PLACE.recipe.read_text() if request.writes else ""
+        return text, capsys.readouterr().out
+
+    return make
+
+
+def test_for_many_gpus_the_command_names_strategy_and_machines(made):
+    text, printed = made(ASKED)
+    values = yaml.safe_load(text)
+    model = json.loads(Path(values["model"]).read_text())
+    assert model["model_type"] == "llama" and model["vocab_size"] == 32_128, "a multiple of 128"
+    assert values["optim"]["name"] == "adamw" and values["precision"] == "bf16"
+    for shown in (printed, text):
+        assert "--num_processes 16" in shown and "--num_machines 2 --machine_rank RANK" in shown
+    assert "--tokenizer tokenizers/a" in printed and "--output data/a" in printed
+    cost = next(line for line in printed.splitlines() if line.startswith("cost"))
+    assert 95 < float(cost.split()[1].lstrip("$")) <= 100
+
+
+def test_json_has_the_choices_and_what_else_it_would_be(made):
+    _, printed = made(replace(ASKED, as_json=True, writes=False))
+    found = json.loads(printed)
+    rows = {row["alternative"]: row for row in found["alternatives"]}
+    assert rows["half the time"]["cost"] == pytest.approx(found["cost"] / 2, rel=0.05)
+    assert rows["half the time"]["loss_difference"] > 0 > rows["double the time"]["loss_difference"]
+    assert rows["half the size"]["parameters"] == pytest.approx(found["parameters"] / 2, rel=0.2)
+    assert rows["double the size"]["tokens"] < found["tokens"]
+    assert {"qwen3", "gpt2", "nanochat", "deepone", "ddp"} <= rows.keys()
+    assert rows["ddp"]["tokens"] == found["tokens"]
+    assert not PLACE.recipe.exists()
+
+
+def test_data_that_is_too_little_is_said(made):
+    text, printed = made(replace(ASKED, unique_tokens=2e8, place=replace(PLACE, is_prepared=True)))
+    assert "beyond 5 a text is learned by heart" in printed
+    assert "not all of the time" in printed
+    assert "Prepare the data" not in text
+    values = yaml.safe_load(text)
+    assert values["budget"]["steps"] * values["batch"]["tokens_per_step"] <= 1e9
+
+
+def ladder_of_law(path: Path, sizes) -> Path:
+    """What runs.py ladder writes of runs on a law."""
+    rungs = [Rung(n, 20 * n, 1.7 + 400 / n**0.34 + 1200 / (20 * n) ** 0.34, None, (Path("x"),), 0) for n in sizes]
+    path.write_text(json.dumps(ladder_values(make_ladder(rungs, [], "total"))))
+    return path
+
+
+def test_a_ladder_says_what_loss_to_expect(made, tmp_path):
+    ladder = read_ladder(ladder_of_law(tmp_path / "l.json", [10**7, 2 * 10**7, 4 * 10**7, 8 * 10**7, 10**8]))
+    _, printed = made(replace(ASKED, as_json=True, writes=False), ladder.expect)
+    found = json.loads(printed)
+    expected = found["expected_loss"]
+    truth = 1.7 + 400 / found["parameters"] ** 0.34 + 1200 / found["tokens"] ** 0.34
+    assert expected["low"] < truth < expected["high"]
+    assert expected["loss"] == pytest.approx(truth, rel=0.05)
+    assert "times the compute of its largest run: if the law holds so far" in expected["source"]
+
+
+def test_ladders_that_predict_nothing_are_refused(tmp_path):
+    with pytest.raises(InputError, match="has 3 sizes; 4 are needed"):
+        read_ladder(ladder_of_law(tmp_path / "l.json", [10**7, 2 * 10**7, 4 * 10**7]))
+    (tmp_path / "x.json").write_text("[1]")
+    for name in ("x.json", "none.json"):
+        with pytest.raises(InputError, match=f"--ladder .*{name}"):
+            read_ladder(tmp_path / name)

@@ -1,0 +1,72 @@
+"""plan.py from a budget to a recipe, as a user runs it: a recipe that passes --check, and refusals all at once."""
+
+import json
+
+import pytest
+
+from pretrain.recipe import read_run_config
+from support.project import ROOT, run_script
+
+
+def plan(*arguments, cwd, check=True):
+    return run_script(ROOT / "plan.py", *arguments, cwd=cwd, check=check)
+
+
+def test_a_recipe_of_a_budget_passes_the_check(tmp_path, shards):
+    asked = ("--flops", "2e12", "--gpu", "cpu", "--family", "nanochat", "--data", shards)
+    found = json.loads(plan(*asked, "--write", "recipes/mine.yaml", "--json", cwd=tmp_path).stdout)
+    config = read_run_config(tmp_path / "recipes/mine.yaml")
+    assert config.budget.steps == found["steps"] >= 100
+    assert config.batch.tokens_per_step * config.budget.steps == found["tokens"]
+    assert found["flops"] == pytest.approx(2e12, rel=0.02)
+    assert {choice["name"] for choice in found["choices"]} >= {"model", "tokens", "batch", "strategy", "learning rate"}
+    assert all(choice["reason"] for choice in found["choices"])
+    names = [row["alternative"] for row in found["alternatives"]]
+    assert {"half the FLOPs", "double the FLOPs", "llama", "qwen3", "gpt2", "deepone"} <= set(names)
+    text = (tmp_path / "recipes/mine.yaml").read_text()
+    assert text.startswith("# Made by: python plan.py --flops 2e12")
+    for choice in found["choices"]:
+        assert f"# {choice['name']}" in text
+    checked = run_script(ROOT / "train.py", "--config", "recipes/mine.yaml", "--check", cwd=tmp_path)
+    assert "start it with:" in checked.stdout
+    again = plan(*asked, "--write", "recipes/mine.yaml", cwd=tmp_path, check=False)
+    assert again.returncode == 2 and again.stderr.count("is there already") == 2
+
+
+def test_everything_wrong_is_said_at_once(tmp_path):
+    result = plan(
+        "--hours", "1", "--flops", "1e19", "--dollars", "-3", "--gpu", "cpu", "--family", "lama", "--vocabulary",
+        "tokenizers/none", "--data", "data/none", "--write", "x.txt", "--optimizer", "sgd", "--config", "a.yaml",
+        "--mfu", "40", "--seed", "3", cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    for part in (
+        "give one of --hours, --dollars and --flops (got --hours 1 and --dollars -3 and --flops 1e+19)",
+        "--dollars -3: must be above 0",
+        "--dollars: cpu has no price; give --price_per_gpu_hour",
+        "--family lama: is not one of llama, qwen3, gpt2, nanochat, deepone; did you mean llama?",
+        "tokenizers/none",
+        "data/none: no such folder of prepared shards",
+        "--write x.txt: a recipe ends in .yaml",
+        "--optimizer sgd",
+        "--config: is for a recipe that is there",
+        "--mfu 40.0",
+        "--seed",
+    ):
+        assert part in result.stderr, part
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--hours", "0.0003", "--vocabulary", "32000"), "the start alone takes some 60 s"),
+        (("--flops", "1e30", "--vocabulary", "32000"), "the largest llama here has 12.9B"),
+        (("--hours", "1"), "--vocabulary: is missing"),
+        (("--family", "llama"), "give one of --hours, --dollars and --flops"),
+        ((), "--config: name the recipe to plan, or give --hours"),
+    ],
+)
+def test_budgets_that_make_no_recipe(arguments, said, tmp_path):
+    result = plan(*arguments, cwd=tmp_path, check=False)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert said in result.stderr
