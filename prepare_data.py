@@ -117,7 +117,7 @@ def train(request: "PreparationRequest") -> int:
 
 def prepare_shards(request: "PreparationRequest") -> int:
     """Makes the folder of shards, or one slice of it."""
-    from pretrain.preparation.prepare import StoppedError, prepare
+    from pretrain.preparation.prepare import CountedError, StoppedError, prepare
     from pretrain.preparation.progress import DocumentProgress
     from pretrain.preparation.slices import slice_of
 
@@ -128,6 +128,9 @@ def prepare_shards(request: "PreparationRequest") -> int:
     with closing(DocumentProgress(request.documents.total_bytes)) as progress:
         try:
             outcome = prepare(request, say=progress.say, report=progress.update)
+        except CountedError as counted:
+            print(f"{output}: its part is counted; {counted}. Next: once all have, run each slice's command again")
+            return 0
         except StoppedError as stop:
             progress.say(f"stopped; run the same command again to continue {output}")
             return EXIT_INTERRUPTED if stop.args[0] == signal.SIGINT else EXIT_PREEMPTED

@@ -12,13 +12,17 @@ A file of a hundred megabytes is done in a second, half of which is the start of
 gigatoken also read --copies files of that content, and those figures are held to the bars of memory and of
 gigatoken; the slow ones read one.
 The filters of --clean are measured in one process on --filters documents, beside datatrove's on a twentieth of them.
-Ends with exit status 1 when a bar is missed: 10 times tokenizers, 10 times datatrove, 60 % of gigatoken, 2 GB.
+Then the documents of the first file, 5 % of them again with 2 % of their words changed, in a parquet file per core:
+prepare_data.py with and without --near_duplicates 0.8, and datatrove's MinHash in four stages with its tokenizer.
+Ends with exit status 1 when a bar is missed: 10 times tokenizers, 10 times datatrove, 60 % of gigatoken, 2 GB; with
+near duplicates left out 60 MB of text per second, and at most twice the time of a preparation without.
 """
 
 import argparse
 import importlib.util
 import itertools
 import json
+import random
 import re
 import subprocess
 import sys
@@ -43,6 +47,9 @@ TIMES_AS_FAST_AS_DATATROVE = 10
 FILTERS_SHARE_OF_DATATROVE = 20
 """datatrove filters one document in so many: it takes that much longer, and more."""
 LARGEST_MEMORY = 2_000_000_000
+NEAR_COPIES, CHANGED_WORDS = 0.05, 0.02
+SLOWEST_CLEANING_MB_PER_S = 60
+TIMES_A_PREPARATION = 2
 
 GIGATOKEN = """
 import sys, time, awkward, gigatoken
@@ -67,6 +74,36 @@ tokenizer = DocumentTokenizer(
 )
 steps = [reader(str(file.parent), glob_pattern=file.name), tokenizer]
 print("tokens", LocalPipelineExecutor(steps, logging_dir=output + "/logs").run().stats[-1].stats["tokens"].total)
+"""
+
+# Its own settings, word 5-grams in 14 bands of 8, but for the hash: its xxhash fails with versions that refuse str.
+DATATROVE_MINHASH = """
+import os, sys
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.dedup import (
+    MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter, MinhashDedupSignature
+)
+from datatrove.pipeline.dedup.minhash import MinhashConfig
+from datatrove.pipeline.readers import ParquetReader
+from datatrove.pipeline.tokens import DocumentTokenizer
+from datatrove.utils.hashing import HashConfig
+tokenizer, input, output = sys.argv[1:]
+hashing, cores = HashConfig(hash_fc="sha1", precision=64), os.cpu_count()
+config = MinhashConfig(n_grams=5, num_buckets=14, hashes_per_bucket=8, hash_config=hashing)
+reader = ParquetReader(input)
+signatures, buckets, removed = (output + "/" + name for name in ("signatures", "buckets", "removed"))
+tokens = DocumentTokenizer(
+    output + "/tokens", tokenizer, eos_token="<|endoftext|>", batch_size=1000, shuffle_documents=False
+)
+for number, (tasks, steps) in enumerate([
+    (cores, [reader, MinhashDedupSignature(signatures, config=config)]),
+    (14, [MinhashDedupBuckets(signatures, buckets, config=config)]),
+    (1, [MinhashDedupCluster(buckets, removed, config=config)]),
+    (cores, [reader, MinhashDedupFilter(removed), tokens]),
+]):
+    executor = LocalPipelineExecutor(steps, tasks=tasks, workers=cores, logging_dir=f"{output}/logs{number}")
+    statistics = executor.run()
+print("tokens", statistics.stats[-1].stats["tokens"].total)
 """
 
 
@@ -198,6 +235,71 @@ def bench_file(file: str, tokenizer: str, copies: int, repeat: int) -> list[str]
         times = one.rate / best[name].rate
         print(f"  {label:<31} {best[name].rate:8.2f} Mtok/s   we are {times:.1f} times as fast")
         missed += [f"{file}: {times:.1f} times {name}"] if times < TIMES_AS_FAST_AS_TOKENIZERS else []
+    return missed
+
+
+def datatrove_minhash(folder: str, tokenizer: str) -> Measured:
+    """datatrove without near duplicates, with its startup, on all cores."""
+    with tempfile.TemporaryDirectory() as output:
+        command = [sys.executable, "-c", DATATROVE_MINHASH, f"{tokenizer}/tokenizer.json", folder, output]
+        seconds, peak, told = run_measured(command)
+    return Measured(int(re.search(r"tokens (\d+)", told)[1]), seconds, peak)
+
+
+def write_with_near_copies(file: str, folder: Path) -> int:
+    """The documents of a file and near copies of some, shuffled, in a parquet file per core; their bytes."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    from pretrain.preparation.documents.records import Reading
+    from pretrain.preparation.documents.sources import find_sources, records_of
+
+    rng = random.Random(0)
+    texts = [record.text.decode() for record in records_of(*find_sources([file]), Reading()) if record.text]
+    for text in rng.sample(texts, int(NEAR_COPIES * len(texts))):
+        words = text.split(" ")
+        texts.append(" ".join(rng.choice(words) if rng.random() < CHANGED_WORDS else word for word in words))
+    rng.shuffle(texts)
+    folder.mkdir()
+    for core in range(psutil.cpu_count()):
+        table = pa.table({"text": texts[core :: psutil.cpu_count()]})
+        parquet.write_table(table, folder / f"{core}.parquet", row_group_size=ROWS_PER_ROW_GROUP, compression="zstd")
+    return sum(len(text.encode()) for text in texts)
+
+
+def bench_near_duplicates(file: str, tokenizer: str, repeat: int) -> list[str]:
+    """Prints what it costs to leave out near duplicates. The bars that were missed."""
+    with tempfile.TemporaryDirectory() as folder:
+        documents = Path(folder, "documents")
+        size = write_with_near_copies(file, documents)
+        files = sorted(map(str, documents.iterdir()))
+        contestants = {
+            "all": lambda: prepare(files, tokenizer),
+            "ours": lambda: prepare(files, tokenizer, "--near_duplicates", "0.8"),
+            "datatrove": lambda: datatrove_minhash(str(documents), tokenizer),
+        }
+        if importlib.util.find_spec("datatrove") is None:
+            del contestants["datatrove"]
+        measured = rounds(contestants, repeat)
+    best = {name: min(runs, key=lambda run: run.seconds) for name, runs in measured.items()}
+    everything, ours = best["all"], best["ours"]
+    cost, rate = ours.seconds / everything.seconds, size / ours.seconds / 1e6
+    removed = 1 - ours.tokens / everything.tokens
+    print(f"{size / 1e6:,.0f} MB of text with near duplicates, {everything.tokens:,} tokens")
+    print(f"  prepare_data, all documents     {everything.seconds:8.2f} s")
+    print(
+        f"  --near_duplicates 0.8           {ours.seconds:8.2f} s, {cost:.2f} times that; {removed:.1%} of tokens go"
+    )
+    print(f"    text                          {rate:8.0f} MB/s")
+    print(f"    seconds by stage              {ours.stages}")
+    missed = [f"near duplicates: {cost:.2f} times the time without"] if cost > TIMES_A_PREPARATION else []
+    missed += [f"near duplicates: {rate:.0f} MB/s"] if rate < SLOWEST_CLEANING_MB_PER_S else []
+    if "datatrove" in best:
+        theirs = best["datatrove"]
+        times, removed = theirs.seconds / ours.seconds, 1 - theirs.tokens / everything.tokens
+        print(f"  datatrove's MinHash             {theirs.seconds:8.2f} s; {removed:.1%} of the tokens go")
+        print(f"    we are                        {times:8.1f} times as fast")
+        missed += [f"near duplicates: {times:.1f} times datatrove"] if times < TIMES_AS_FAST_AS_DATATROVE else []
     return missed
 
 
@@ -343,6 +445,7 @@ def main() -> None:
         tokenizer = tokenizer_folder(arguments.tokenizer or trained_tokenizer(inputs[0], folder), folder)
         for file in with_parquet(inputs, folder):
             missed += bench_file(str(Path(file).resolve()), tokenizer, arguments.copies, arguments.repeat)
+        missed += bench_near_duplicates(str(Path(inputs[0]).resolve()), tokenizer, arguments.repeat)
         bench_loader(str(Path(inputs[0]).resolve()), tokenizer)
         missed += bench_filters(str(Path(inputs[0]).resolve()), arguments.filters)
         if arguments.long_line:

@@ -18,6 +18,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "min_characters": {"metavar": "N", "help": "leave out shorter documents"},
         "max_characters": {"metavar": "N", "help": "leave out longer documents"},
         "deduplicate": {"action": "store_true", "help": "leave out exact copies of earlier documents"},
+        "repeated_lines": {"metavar": "N", "help": "remove lines that more than N documents have"},
+        "repeated_paragraphs": {"metavar": "N", "help": "remove paragraphs that more than N documents have"},
         "near_duplicates": {"metavar": "JACCARD", "help": "leave out near copies of earlier documents, such as 0.8"},
         "near_duplicate_bands": {"metavar": "NxROWS", "help": "MinHash bands (for 0.8: 25x5)"},
         "near_duplicate_shingle": {"default": "5", "metavar": "N", "help": "tokens per shingle (default: 5)"},

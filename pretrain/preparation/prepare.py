@@ -4,6 +4,7 @@ An unfinished folder has `.unfinished/` with the plan (what was asked for), the 
 valid) and the lock. The manifest is written last: without it, nothing counts as done.
 """
 
+import hashlib
 import json
 import shutil
 import signal
@@ -29,6 +30,8 @@ from pretrain.preparation.cleaning.near_duplicate_search import (
     StageProgress,
     report_of,
 )
+from pretrain.preparation.cleaning.repeated_text import RepeatedText, RepetitionCount, write_table
+from pretrain.preparation.cleaning.stages import Cleaning
 from pretrain.preparation.collector import NEAR_DUPLICATE_COUNTS, SKIPPED_COUNTS, DisagreementError, Intake, Tally
 from pretrain.preparation.deduplicate import seen_in_shards
 from pretrain.preparation.documents.sources import BEGINNING, Position
@@ -62,6 +65,10 @@ class PreparationOutcome:
 
 class StoppedError(Exception):
     """A signal (its number is the argument) asked to stop; everything until then is kept."""
+
+
+class CountedError(Exception):
+    """A slice has counted what is repeated in its part, and waits for the other slices to do so."""
 
 
 Report = Callable[[Tally], None]
@@ -157,6 +164,7 @@ class _Run:
         self.request, self.plan, self.slices, self.report = request, plan, slices, report
         self.output = request.output
         self.removed: np.ndarray | None = None
+        self.cleaning = request.options.cleaning
         self.stages: Counter[str] = Counter()
         self.plan_path = self.output / UNFINISHED_FOLDER / "plan.json"
         self.progress_path = self.output / UNFINISHED_FOLDER / "progress.json"
@@ -177,6 +185,8 @@ class _Run:
         first_pass = None
         if self.request.options.near_duplicates is not None and self.request.options.slice is None:
             first_pass = self._find_near_duplicates(say)
+        if not self.slices:
+            self._count_repeated()
         # Slices are tokenised already.
         encoder, reason = (None, None) if self.slices else make_encoder(tokenizer, engine)
         if reason:
@@ -240,6 +250,44 @@ class _Run:
         self.removed = duplicates["document"]
         self.stages["find near duplicates"] += time.perf_counter() - began
         return outcome
+
+    def _count_repeated(self) -> None:
+        """Counts lines or paragraphs over all documents, if they are to be removed where they are repeated."""
+        options, of_slice = self.request.options, self.request.slice
+        stages = options.cleaning.stages if options.cleaning else ()
+        stage = next((stage for stage in stages if isinstance(stage, RepeatedText)), None)
+        if stage is None:
+            return
+        table = self.output / UNFINISHED_FOLDER / "repeated"
+        self.cleaning = Cleaning(tuple(s.with_table(table) if s is stage else s for s in stages))
+        if table.is_file():
+            return
+        identity = hashlib.sha256(
+            as_json({**self.plan, "options": replace(options, slice=None).as_plan()})
+        ).hexdigest()
+        number, count = of_slice or (0, 1)
+        folders = [self.output / UNFINISHED_FOLDER / "counts"]
+        if of_slice:
+            folders = [self.output.with_name(f"{other}-of-{count}.counts") for other in range(count)]
+        ours = RepetitionCount(folders[number], identity)
+        if not ours.is_complete:
+            start = Position(*ours.position) if ours.position else BEGINNING
+            tally = Tally()
+            with _stop_signals() as stopped, closing(self._encoded(start, None, stage)) as parts:
+                for part in parts:
+                    ours.add(part.hashes, part.after)
+                    tally.input_bytes += part.input_bytes
+                    self.stages.update(part.stage_seconds)
+                    self.report(tally)
+                    if stopped:
+                        ours.commit()
+                        raise StoppedError(stopped[0])
+            ours.commit(is_complete=True)
+        counts = [RepetitionCount(folder, identity) for folder in folders]
+        waiting = sum(not each.is_complete for each in counts)
+        if waiting:
+            raise CountedError(f"{waiting} of {count} slices have not counted what is repeated")
+        write_table(table, [run for each in counts for run in each.runs], stage.documents)
 
     def _load_progress(self) -> dict[str, Any] | None:
         if not self.plan_path.is_file():
@@ -313,8 +361,13 @@ class _Run:
             skipped += f", and --max_tokens {limit:,} is less than the first document"
         return f"the input holds no documents ({skipped}); nothing was written; give files that contain text"
 
-    def _encoded(self, start: Position, encoder: Encoder) -> Iterator[EncodedPart]:
-        """The encoded parts from a position on: of slices, of a Ray cluster, or of processes of this machine."""
+    def _encoded(
+        self, start: Position, encoder: Encoder | None, counting: RepeatedText | None = None
+    ) -> Iterator[EncodedPart]:
+        """The encoded parts from a position on: of slices, of a Ray cluster, or of processes of this machine.
+
+        counting: instead of documents, the hashes of their lines for this stage.
+        """
         request, options = self.request, self.request.options
         if self.slices:
             total_bytes = request.documents.total_bytes or 0
@@ -327,7 +380,8 @@ class _Run:
             stop_at_problem=options.on_error == "stop",
             deduplicate=options.deduplicate,
             near_duplicates=options.near_duplicates,
-            cleaning=options.cleaning,
+            cleaning=None if counting else self.cleaning,
+            counting=counting,
         )
         parts = request.documents.parts(options.reading, start)
         if request.on_ray:

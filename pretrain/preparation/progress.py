@@ -16,7 +16,7 @@ class DocumentProgress:
         self._total_bytes = total_bytes
         self._bar: Any = None
         self._first: tuple[float, int, int] | None = None
-        self._last_line = time.monotonic()
+        self._last_line, self._last_bytes = time.monotonic(), 0
 
     def close(self) -> None:
         """Ends the bar."""
@@ -32,9 +32,10 @@ class DocumentProgress:
     def update(self, tally: Tally) -> None:
         """Shows how far the preparation is."""
         now = time.monotonic()
-        if self._first is None or tally.input_bytes < self._first[1]:
+        if self._first is None or tally.input_bytes < self._last_bytes:
             # What an earlier process or pass did says nothing of this one's speed.
             self._first = (now, tally.input_bytes, tally.tokens)
+        self._last_bytes = tally.input_bytes
         seconds = max(now - self._first[0], 1e-9)
         read_bytes = tally.input_bytes - self._first[1]
         token_rate = (tally.tokens - self._first[2]) / seconds / 1e6

@@ -10,6 +10,7 @@ from pretrain.errors import Problems
 from pretrain.preparation.cleaning.decontamination import REMOVALS, SHORTEST_RUN_WORDS, read_decontamination
 from pretrain.preparation.cleaning.filters import read_cleaning
 from pretrain.preparation.cleaning.near_duplicates import NearDuplicates
+from pretrain.preparation.cleaning.repeated_text import BETWEEN, RepeatedText
 from pretrain.preparation.cleaning.stages import Cleaning
 from pretrain.preparation.documents.formats import DOCUMENT_UNITS
 from pretrain.preparation.documents.hub_dataset import open_dataset
@@ -59,6 +60,9 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         destination=destination,
         dry_run=_count(problems, arguments, "dry_run"),
     )
+    limits = request.options and (request.options.max_documents or request.options.max_tokens)
+    if limits and (arguments.repeated_lines or arguments.repeated_paragraphs):
+        problems.append("--repeated_lines and --repeated_paragraphs count over all documents: leave out the limits")
     problems += _division_problems(request)
     problems.stop_if_any()
     return request
@@ -177,7 +181,14 @@ def _options(arguments: argparse.Namespace) -> PreparationOptions:
 
 
 def _cleaning(arguments: argparse.Namespace, problems: list[str]) -> Cleaning | None:
-    """The filters, and after them the decontamination; adds what is wrong to `problems`."""
+    """What is removed where it is repeated, the filters, the decontamination; adds what is wrong to `problems`."""
+    repeated = [
+        RepeatedText(unit, _count(problems, arguments, f"repeated_{unit}"))
+        for unit in BETWEEN
+        if getattr(arguments, f"repeated_{unit}") is not None
+    ]
+    if len(repeated) > 1:
+        problems.append("give either --repeated_lines or --repeated_paragraphs")
     words, remove = (
         _count(problems, arguments, "decontaminate_words", smallest=SHORTEST_RUN_WORDS),
         arguments.decontaminate_remove,
@@ -185,7 +196,7 @@ def _cleaning(arguments: argparse.Namespace, problems: list[str]) -> Cleaning | 
     has_urls = arguments.url_field is not None
     filters = problems.attempt(read_cleaning, arguments.filter, arguments.language, arguments.clean, has_urls)
     decontamination = problems.attempt(read_decontamination, arguments.decontaminate, words, remove)
-    stages = (*(filters.stages if filters else ()), *([decontamination] if decontamination else []))
+    stages = (*repeated, *(filters.stages if filters else ()), *([decontamination] if decontamination else []))
     return Cleaning(stages) if stages else None
 
 

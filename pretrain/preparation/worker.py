@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pretrain.data.document_index import chosen_ids, document_table, tokens_of
+from pretrain.data.document_index import DOCUMENT, chosen_ids, document_table, tokens_of
 from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
 from pretrain.preparation.cleaning.account import CleaningAccount
 from pretrain.preparation.cleaning.near_duplicates import NearDuplicates
+from pretrain.preparation.cleaning.repeated_text import RepeatedText
 from pretrain.preparation.cleaning.stages import Cleaning
 from pretrain.preparation.deduplicate import document_hashes
 from pretrain.preparation.documents.records import Reading
@@ -47,6 +48,8 @@ class EncodingSettings:
     deduplicate: bool = False
     near_duplicates: NearDuplicates | None = None
     cleaning: Cleaning | None = None
+    counting: RepeatedText | None = None
+    """Only the hashes of each document's lines are wanted."""
 
 
 class Problem(NamedTuple):
@@ -106,6 +109,19 @@ class EncodedPart:
         )
 
 
+def _part_without_documents(hashes: np.ndarray, part: Part, stages: dict[str, float]) -> EncodedPart:
+    return EncodedPart(
+        ids=np.empty(0, np.uint16),
+        documents=np.empty(0, DOCUMENT),
+        source_names=(),
+        is_validation=np.empty(0, bool),
+        hashes=hashes,
+        after=part.after,
+        input_bytes=part.input_bytes,
+        stage_seconds=stages,
+    )
+
+
 @dataclass
 class _Texts:
     """What was read from a part; the first five have an element per document, sources by number in `names`."""
@@ -147,6 +163,10 @@ class PartEncoder:
         read = self._read(part)
         parsed = cleaned = time.perf_counter()
         stages = {"parse": parsed - began}
+        if self._settings.counting is not None:
+            hashes = self._settings.counting.distinct_hashes(read.texts)
+            stages["count"] = time.perf_counter() - parsed
+            return _part_without_documents(hashes, part, stages)
         if self._settings.cleaning is not None:
             read.clean(self._settings.cleaning)
             cleaned = time.perf_counter()

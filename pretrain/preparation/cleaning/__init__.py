@@ -11,6 +11,7 @@ Stages depend on a document alone, so workers, slices and interruptions change n
     decontamination, item_index: benchmarks kept out; where their items stand in documents
     benchmarks, lm_eval_items: the items of benchmarks; those of lm-eval's tasks
     account: what was removed by which rule, in counts and in samples
+    repeated_text: lines and paragraphs that many documents have
     near_duplicates: signatures of documents, and how alike two are
     near_duplicate_search: the search for near duplicates in prepared folders, on disk
     report: the account as a page, with what else a prepared folder records

@@ -115,27 +115,6 @@ def _word_starts(content, stop, letters, places, count, starts):
 
 
 @numba.njit(cache=True)
-def _place_seeds(word_starts, first_words, first_letters, words, seeds_text, seeds_letter):
-    """Seeds (text, letter) such that every run of `words` words, or a shorter text as a whole, holds one."""
-    count = 0
-    for text in range(len(first_words) - 1):
-        begin, end = first_words[text], first_words[text + 1]
-        latest = np.int64(-1)
-        for word in range(begin, max(begin + 1, end - words + 1)):
-            last = min(word + words, end)
-            stop = word_starts[last] if last < end else first_letters[text + 1]
-            if latest >= word_starts[word]:
-                continue  # the latest seed lies within this run, and it ends before the one in which it was placed
-            for candidate in range(last - 1, word - 1, -1):
-                if word_starts[candidate] + SEED_LETTERS <= stop:
-                    latest = word_starts[candidate]
-                    seeds_text[count], seeds_letter[count] = text, latest
-                    count += 1
-                    break
-    return count
-
-
-@numba.njit(cache=True)
 def _shifted(older, newer, letter):
     """The low bytes of the last 16 letters, as two integers, after one more letter."""
     older = (older << uint64(8)) | (newer >> uint64(56))
@@ -150,22 +129,69 @@ def _key(older, newer):
 
 
 @numba.njit(cache=True)
-def _insert(letters, seeds_letter, bits, keys, chain_first, chain_next):
-    """Fills the bitmap and the hash table; seeds of one key are chained."""
-    shift, mask = _shift(bits), len(keys) - 1
-    for seed in range(len(seeds_letter) - 1, -1, -1):
+def _is_rare(key):
+    """One key in eight. Most seeds have such: at the others, only a bitmap is looked at that fits the core's cache."""
+    return key & uint64(7) == uint64(0)
+
+
+@numba.njit(cache=True)
+def _place_seeds(letters, word_starts, first_words, first_letters, words, seeds_text, seeds_letter, seeds_key):
+    """Seeds (text, letter, key) such that every run of `words` words, or a shorter text as a whole, holds one.
+
+    A rare key where there is one, wherever it begins, else a seed that begins with a word.
+    """
+    count = 0
+    keys = np.empty(len(letters) + 1, np.uint64)  # of one text after another: hardly any of it is touched
+    for text in range(len(first_words) - 1):
+        begin, end, base = first_words[text], first_words[text + 1], first_letters[text]
         older, newer = uint64(0), uint64(0)
-        for letter in letters[seeds_letter[seed] : seeds_letter[seed] + SEED_LETTERS]:
-            older, newer = _shifted(older, newer, letter)
-        key = _key(older, newer)
-        bit = key >> shift
+        for number in range(first_letters[text + 1] - base):
+            older, newer = _shifted(older, newer, letters[base + number])
+            if number >= SEED_LETTERS - 1:
+                keys[number + 1 - SEED_LETTERS] = _key(older, newer)
+        latest = np.int64(-1)
+        for word in range(begin, max(begin + 1, end - words + 1) if end > begin else begin):
+            last = min(word + words, end)
+            stop = word_starts[last] if last < end else first_letters[text + 1]
+            if latest >= word_starts[word]:
+                continue  # the latest seed lies within this run, for it ends where an earlier one does or before
+            chosen = np.int64(-1)
+            for letter in range(stop - SEED_LETTERS, word_starts[word] - 1, -1):
+                if _is_rare(keys[letter - base]):
+                    chosen = letter
+                    break
+            for candidate in range(last - 1, word - 1, -1):
+                if chosen < 0 and word_starts[candidate] + SEED_LETTERS <= stop:
+                    chosen = word_starts[candidate]
+            if chosen >= 0:
+                latest = chosen
+                seeds_text[count], seeds_letter[count], seeds_key[count] = text, chosen, keys[chosen - base]
+                count += 1
+    return count
+
+
+@numba.njit(cache=True)
+def _insert(seeds_key, rare_bits, other_bits, keys, chain_first, chain_next):
+    """Fills the bitmaps and the hash table; seeds of one key are chained."""
+    mask = len(keys) - 1
+    for seed in range(len(seeds_key) - 1, -1, -1):
+        key = seeds_key[seed]
+        bits = rare_bits if _is_rare(key) else other_bits
+        bit = key >> _shift(bits)
         bits[uintp(bit >> uint64(3))] |= np.uint8(1 << np.int64(bit & uint64(7)))
-        slot = np.int64(key & uint64(mask))
-        while chain_first[slot] >= 0 and keys[slot] != key:
-            slot = (slot + 1) & mask
+        slot = _slot(keys, chain_first, key, mask)
         keys[slot] = key
         chain_next[seed] = chain_first[slot]
         chain_first[slot] = seed
+
+
+@numba.njit(cache=True)
+def _slot(keys, chain_first, key, mask):
+    """Where a key is in the table, or would be."""
+    slot = np.int64((key >> uint64(3)) & uint64(mask))
+    while chain_first[slot] >= 0 and keys[slot] != key:
+        slot = (slot + 1) & mask
+    return slot
 
 
 @numba.njit(cache=True)
@@ -198,8 +224,8 @@ def _whole_run(starts, text_stop, start, stop, words):
 def _find(content, ends, table, texts, hashed, words, found):
     """Writes (document, text, first letter, letter after the last) of each run while there is room; how many."""
     letters, word_starts, first_words, first_letters, seeds_text, seeds_letter, seeds_word = texts
-    bits, keys, chain_first, chain_next = hashed
-    shift, mask = _shift(bits), len(keys) - 1
+    rare_bits, other_bits, keys, chain_first, chain_next = hashed
+    rare_shift, other_shift, mask = _shift(rare_bits), _shift(other_bits), len(keys) - 1
     longest = np.int64(1)
     for document in range(len(ends)):
         longest = max(longest, ends[document] - (ends[document - 1] if document else 0))
@@ -210,13 +236,15 @@ def _find(content, ends, table, texts, hashed, words, found):
         for at in range(size):
             older, newer = _shifted(older, newer, own[uintp(at)])
             key = _key(older, newer)
-            bit = key >> shift
-            if not (bits[uintp(bit >> uint64(3))] >> (bit & uint64(7))) & uint64(1) or at < SEED_LETTERS - 1:
+            if _is_rare(key):
+                bit = key >> rare_shift
+                byte = rare_bits[uintp(bit >> uint64(3))]
+            else:
+                bit = key >> other_shift
+                byte = other_bits[uintp(bit >> uint64(3))]
+            if not (byte >> (bit & uint64(7))) & uint64(1) or at < SEED_LETTERS - 1:
                 continue
-            slot = np.int64(key & uint64(mask))
-            while chain_first[slot] >= 0 and keys[slot] != key:
-                slot = (slot + 1) & mask
-            seed = chain_first[slot]
+            seed = chain_first[_slot(keys, chain_first, key, mask)]
             while seed >= 0:
                 text, word, theirs, ours = (
                     seeds_text[seed],
@@ -300,16 +328,21 @@ def build_index(texts: Sequence[bytes], whole: Sequence[bool], words: int) -> It
     word_starts = np.concatenate([np.empty(0, np.int64), *all_starts])
     first_words, first_letters = np.array(first_words), np.array(first_letters)
     seeds_text, seeds_letter = np.empty(len(word_starts) + 1, np.int64), np.empty(len(word_starts) + 1, np.int64)
-    count = _place_seeds(word_starts, first_words, first_letters, words, seeds_text, seeds_letter)
-    seeds_text, seeds_letter = seeds_text[:count].copy(), seeds_letter[:count].copy()
-    seeds_word = np.searchsorted(word_starts, seeds_letter)
-    size = 1 << max(10, int(count * BITS_PER_SEED).bit_length())
-    bits, keys = np.zeros(size // 8, np.uint8), np.zeros(1 << max(4, int(2 * count).bit_length()), np.uint64)
+    seeds_key = np.empty(len(word_starts) + 1, np.uint64)
+    count = _place_seeds(letters, word_starts, first_words, first_letters, words, seeds_text, seeds_letter, seeds_key)
+    seeds_text, seeds_letter, seeds_key = seeds_text[:count].copy(), seeds_letter[:count].copy(), seeds_key[:count]
+    seeds_word = np.searchsorted(word_starts, seeds_letter, side="right") - 1
+    rare = int(np.count_nonzero(seeds_key & np.uint64(7) == 0))
+    rare_bits, other_bits = (
+        np.zeros((1 << max(10, int(seeds * BITS_PER_SEED).bit_length())) // 8, np.uint8)
+        for seeds in (rare, count - rare)
+    )
+    keys = np.zeros(1 << max(4, int(2 * count).bit_length()), np.uint64)
     chain_first, chain_next = np.full(len(keys), -1, np.int64), np.empty(count, np.int64)
-    _insert(letters, seeds_letter, bits, keys, chain_first, chain_next)
+    _insert(seeds_key, rare_bits, other_bits, keys, chain_first, chain_next)
     return ItemIndex(
         words,
         np.diff(first_words) > 0,
         (letters, word_starts, first_words, first_letters, seeds_text, seeds_letter, seeds_word),
-        (bits, keys, chain_first, chain_next),
+        (rare_bits, other_bits, keys, chain_first, chain_next),
     )
