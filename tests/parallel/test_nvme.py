@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pretrain.config import Optim
+from pretrain.config import Averaging, Optim
 from pretrain.parallel import zero
 from support.project import ROOT, events, launch, losses
 from support.tiny_models import TINY_LLAMA
@@ -82,6 +82,6 @@ def test_what_the_operator_needs_is_named_before_the_start(
     monkeypatch.setattr(zero, "device_type", lambda: device)
     monkeypatch.setattr(zero, "uses_nvme", lambda: True)
     monkeypatch.setattr(zero.Strategy, "problems", classmethod(lambda cls, config, name: []))
-    refusals = zero.Zero.problems(SimpleNamespace(optim=Optim(learning_rate=1e-3)), "zero3_offload_nvme")
+    refusals = zero.Zero.problems(SimpleNamespace(optim=Optim(learning_rate=1e-3), averaging=Averaging()), "zero3_offload_nvme")
     assert len(refusals) == (missing is not None)
     assert all(f"nvme needs {missing}" in refusal and "zero3_offload.yaml" in refusal for refusal in refusals)
