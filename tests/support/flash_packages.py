@@ -4,7 +4,6 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -73,5 +72,10 @@ def flash_packages() -> Iterator[None]:
         packages[name] = ModuleType(name)
         for function in (flash_attn_func, flash_attn_varlen_func):
             setattr(packages[name], function.__name__, changed(_rounded(function)))
-    with mock.patch.dict(sys.modules, packages):
+    # Not by mock.patch.dict, which forgets all that is imported meanwhile: torch's modules cannot be imported twice.
+    sys.modules.update(packages)
+    try:
         yield
+    finally:
+        for name in packages:
+            del sys.modules[name]
