@@ -54,7 +54,7 @@ def average_after_step(
 
 
 def averaging_problems(config: RunConfig, total_steps: int) -> list[str]:
-    """What of averaging cannot work in a run of so many steps."""
+    """Why the averaging asked for cannot work in a run of `total_steps`; [] if it can."""
     settings = config.averaging
     if settings.kind == "none":
         if config.export.weights == "average":

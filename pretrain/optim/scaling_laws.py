@@ -32,7 +32,7 @@ def batch_by_law(tokens: float) -> float:
 
 
 def tokens_of_steps(steps: int) -> float:
-    """Tokens of a run of so many steps whose batch is `batch_by_law` of them."""
+    """Tokens D of a run of `steps` steps with batch_by_law(D) tokens each: D = steps x 0.58 D^0.571, solved for D."""
     return (0.58 * steps) ** (1 / (1 - 0.571))
 
 

@@ -54,10 +54,6 @@ class DrawnDocuments:
             replace(self.documents, sources=self.files).description() if self.files else self.documents.description()
         )
 
-    def sliced(self, number: int, count: int) -> "DrawnDocuments":
-        """There is nothing to divide."""
-        raise NotImplementedError
-
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
         """What was drawn, in input order."""
         # The part applies the limits of length again; they are left out here, so that what they remove is counted.
