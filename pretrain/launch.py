@@ -114,7 +114,7 @@ def ended(process: subprocess.Popen) -> int | None:
 
 
 HEARD: list[int] = []
-"""Signals that this process was sent: the run is to end."""
+"""Signals received so far; any of them ends the run."""
 
 
 def hear_signals() -> None:

@@ -135,30 +135,43 @@ def tried(budget: RunBudget, like: Sized) -> Sized | None:
 
 def choices(found: Answer) -> list[Choice]:
     """Every choice and its reason."""
-    run, budget = found.chosen, found.chosen.budget
-    shape, hardware, best = run.shape, budget.hardware, run.combinations[0]
-    is_cpu, length = hardware.device_type == "cpu", shape.sequence_length
-    kind = hardware.device_type
-    ratio = run.tokens / shape.parameters
-    rows = [Choice("budget", budget.in_words(), budget_reason(run))]
-    rows += [
-        Choice("model", f"{budget.family.name}, {count_text(run.work.sizes.total)} parameters", size_reason(found)),
+    return [*choices_of_model(found), *choices_of_training(found.chosen), *choices_of_launch(found)]
+
+
+def choices_of_model(found: Answer) -> list[Choice]:
+    """The budget, and the sizes that it buys."""
+    run, shape = found.chosen, found.chosen.shape
+    family, ratio = run.budget.family.name, run.tokens / shape.parameters
+    return [
+        Choice("budget", run.budget.in_words(), budget_reason(run)),
+        Choice("model", f"{family}, {count_text(run.work.sizes.total)} parameters", size_reason(found)),
         Choice("shape", f"{shape.layers} layers x {shape.width:,}", shape_reason(shape)),
         Choice("tokens", f"{count_text(run.tokens)}, {ratio:.3g} per parameter", tokens_reason(run)),
-        Choice("window", f"{length:,} tokens", "grows with the model: 256 in a demo, GPT-2's 1,024, Llama's 2,048"),
+        Choice(
+            "window",
+            f"{shape.sequence_length:,} tokens",
+            "grows with the model: 256 in a demo, GPT-2's 1,024, Llama's 2,048",
+        ),
+    ]
+
+
+def choices_of_training(run: Sized) -> list[Choice]:
+    """Batch, optimizer and schedule."""
+    optimizer = run.budget.optimizer
+    is_muon = optimizer == "muon"
+    multiple = f"{run.budget.hardware.gpus} x {run.shape.sequence_length:,}"
+    return [
         Choice(
             "batch",
             f"{run.batch:,} tokens, {run.steps:,} steps",
-            f"auto's law of the run's tokens; a multiple of {hardware.gpus} x {length:,}",
+            f"auto's law of the run's tokens; a multiple of {multiple}",
         ),
         Choice(
             "optimizer",
-            budget.optimizer,
-            "fewer tokens than AdamW to the same loss (docs/training.md)"
-            if budget.optimizer == "muon"
-            else "as asked",
+            optimizer,
+            "fewer tokens than AdamW to the same loss (docs/training.md)" if is_muon else "as asked",
         ),
-        Choice("learning rate", f"{run.learning_rate:g}", f"auto's law for {budget.optimizer}, this size and batch"),
+        Choice("learning rate", f"{run.learning_rate:g}", f"auto's law for {optimizer}, this size and batch"),
         Choice("weight decay", f"{run.weight_decay:g}", "auto's law of tokens per parameter, batch and rate"),
         Choice(
             "schedule",
@@ -166,6 +179,14 @@ def choices(found: Answer) -> list[Choice]:
             "a token per parameter, at most a twentieth of the run",
         ),
         Choice("precision", run.run.precision, precision_reason(run)),
+    ]
+
+
+def choices_of_launch(found: Answer) -> list[Choice]:
+    """How the run is launched, and what comes of it."""
+    run, hardware, best = found.chosen, found.chosen.budget.hardware, found.chosen.combinations[0]
+    kind = hardware.device_type
+    rows = [
         Choice("strategy", best.in_words(), strategy_reason(run)),
         Choice(
             "memory",
@@ -175,25 +196,18 @@ def choices(found: Answer) -> list[Choice]:
         Choice(
             "time",
             duration_text(3600 * run.billed_hours),
-            f"{run.tokens_per_second:,.0f} tokens/s, MFU {run.mfu:.0%}, {budget.speed(shape).source}; "
+            f"{run.tokens_per_second:,.0f} tokens/s, MFU {run.mfu:.0%}, {run.budget.speed(run.shape).source}; "
             f"{SECONDS_TO_START[kind]:.0f} s to start and {1 - SHARE_FOR_STEPS[kind]:.0%} for validation and saves",
         ),
     ]
-    if not is_cpu and hardware.gpu.price_per_hour:
+    if kind != "cpu" and hardware.gpu.price_per_hour:
         price = f"{hardware.gpus} x ${hardware.gpu.price_per_hour:.2f} per hour; --price_per_gpu_hour for yours"
         rows.append(Choice("cost", f"${run.cost:,.2f}", price))
-    if found.expected:
-        loss, low, high, known = found.expected
-        rows.append(Choice("loss", f"{loss:.3f} ({low:.3f} to {high:.3f})", known))
-    else:
-        rows.append(
-            Choice(
-                "loss",
-                "not known",
-                "no law holds for all text: runs.py ladder makes yours of small runs, for --ladder",
-            )
-        )
-    return rows
+    if found.expected is None:
+        unknown = "no law holds for all text: runs.py ladder makes yours of small runs, for --ladder"
+        return [*rows, Choice("loss", "not known", unknown)]
+    loss, low, high, known = found.expected
+    return [*rows, Choice("loss", f"{loss:.3f} ({low:.3f} to {high:.3f})", known)]
 
 
 def size_reason(found: Answer) -> str:

@@ -90,7 +90,8 @@ def test_a_misspelt_key_would_be_seen(path, key):
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "pretrain.launch" in c], ids=lambda c: c.split()[0])
 def test_commands_that_launch_are_accepted(command):
-    read_launch("python " + command[command.index("-m pretrain.launch") :])
+    launcher, recipe = read_launch("python " + command[command.index("-m pretrain.launch") :])
+    assert launcher.num_processes >= 1 and recipe.checkpoint.every_steps, "what restarts has checkpoints to go on from"
 
 
 def test_hugging_face_takes_its_command():

@@ -157,8 +157,8 @@ class CharactersFilter(NamedFilter):
     max_damaged: float | None = 0.001
 
     def open(self) -> Callable[[TextBatch], Verdicts]:
+        from pretrain.preparation.cleaning.compiled.chunks import word_tables
         from pretrain.preparation.cleaning.compiled.text_statistics import character_statistics
-        from pretrain.preparation.cleaning.compiled.words import word_tables
 
         classes = word_tables().classes
 

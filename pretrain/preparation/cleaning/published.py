@@ -66,8 +66,8 @@ class GopherQuality(NamedFilter):
     stop_words: tuple[str, ...] = STOP_WORDS
 
     def open(self) -> Callable[[TextBatch], Verdicts]:
+        from pretrain.preparation.cleaning.compiled.chunks import hash_of_bytes, word_tables
         from pretrain.preparation.cleaning.compiled.text_statistics import QUALITY, quality_statistics
-        from pretrain.preparation.cleaning.compiled.words import hash_of_bytes, word_tables
 
         classes = word_tables().classes
         # A stop word has a letter.
@@ -120,8 +120,8 @@ class GopherRepetition(NamedFilter):
     duplicate_10_gram: float | None = 0.10
 
     def open(self) -> Callable[[TextBatch], Verdicts]:
+        from pretrain.preparation.cleaning.compiled.chunks import word_tables
         from pretrain.preparation.cleaning.compiled.text_statistics import REPETITION_RULES, Scratch, repetitions
-        from pretrain.preparation.cleaning.compiled.words import word_tables
 
         classes = word_tables().classes
         given = (getattr(self, rule) for rule in REPETITION_RULES)
@@ -150,8 +150,9 @@ class FineWebQuality(NamedFilter):
     max_newlines_per_word: float | None = 0.3
 
     def open(self) -> Callable[[TextBatch], Verdicts]:
+        from pretrain.preparation.cleaning.compiled.chunks import word_tables
         from pretrain.preparation.cleaning.compiled.text_statistics import LINE_MEASURES, Scratch, line_statistics
-        from pretrain.preparation.cleaning.compiled.words import divided_texts, word_tables
+        from pretrain.preparation.cleaning.compiled.words import divided_texts
 
         classes, scratch = word_tables().classes, Scratch()
 
@@ -202,8 +203,8 @@ class C4Quality(NamedFilter):
 
     def open(self) -> Callable[[TextBatch], Verdicts]:
         from pretrain.preparation.cleaning.compiled.c4 import DOCUMENT_RULES, LINE_RULES, clean_lines
+        from pretrain.preparation.cleaning.compiled.chunks import word_tables
         from pretrain.preparation.cleaning.compiled.text_blocks import PADDING
-        from pretrain.preparation.cleaning.compiled.words import word_tables
 
         largest = np.iinfo(np.int64).max
         numbers = np.array(

@@ -3,7 +3,7 @@
 These modules import numba, so they are imported where they are used.
 
     text_blocks: a text 64 bytes at a time, by the processor's vectors; characters and hashes of bytes
-    words, word_rules: the division into words
+    words, chunks, word_rules: the division into words
     text_statistics, c4: what the published filters measure and change
     function_words: those of each language in samples of texts
     item_index: where the items of benchmarks stand in documents

@@ -11,11 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numba import uint32, uintp
 
-from pretrain.preparation.cleaning.compiled.text_blocks import BLOCK, ONE, PADDING, first_bits, lowest_bit, mask_of
+from pretrain.preparation.cleaning.compiled.text_blocks import (
+    BLOCK,
+    ONE,
+    PADDING,
+    cached_njit,
+    first_bits,
+    lowest_bit,
+    mask_of,
+)
 
 SEED_LETTERS = 16
 LEAST_LETTERS = 20
@@ -55,7 +62,7 @@ def folding_table() -> np.ndarray:
     return table
 
 
-@numba.njit(cache=True)
+@cached_njit
 def _decoded(content, at):
     """(character, its bytes) of the UTF-8 at a place; beyond the basic plane (rare scripts, emoji), NUL."""
     byte = content[at]
@@ -70,7 +77,7 @@ def _decoded(content, at):
     return uint32(0), uintp(4)
 
 
-@numba.njit(cache=True)
+@cached_njit
 def _fold(content, start, stop, table, letters):
     """Writes the letters of UTF-8 bytes [start, stop); how many there are. Reads PADDING bytes more."""
     # Unsigned indices: signed ones are checked for being negative, which takes as long as the rest.
@@ -90,7 +97,7 @@ def _fold(content, start, stop, table, letters):
     return count
 
 
-@numba.njit(cache=True)
+@cached_njit
 def _places(content, table, places):
     """Writes the byte where each letter begins; how many letters there are."""
     at, end, count = uintp(0), uintp(len(content)), uintp(0)
@@ -102,7 +109,7 @@ def _places(content, table, places):
     return count
 
 
-@numba.njit(cache=True)
+@cached_njit
 def _word_starts(content, stop, letters, places, count, starts):
     """Marks the letters that begin a word: after anything but an apostrophe, and every ideogram."""
     for number in range(count):
@@ -121,7 +128,7 @@ def _word_starts(content, stop, letters, places, count, starts):
                     break
 
 
-@numba.njit(cache=True)
+@cached_njit
 def _write_keys(letters, start, count, keys):
     """Writes the keys of the `count` runs of SEED_LETTERS letters that begin at `start` and after it.
 
@@ -141,13 +148,13 @@ def _write_keys(letters, start, count, keys):
         keys[place] = key ^ key >> uint32(15)
 
 
-@numba.njit(cache=True)
+@cached_njit
 def _is_rare(key):
     """One key in eight. Most seeds have such: at the others, only a bitmap is looked at that fits the core's cache."""
     return key & uint32(7) == uint32(0)
 
 
-@numba.njit(cache=True)
+@cached_njit
 def _place_seeds(letters, word_starts, first_words, first_letters, words, seeds_text, seeds_letter, seeds_key):
     """Seeds (text, letter, key) such that every run of `words` words, or a shorter text as a whole, holds one.
 
@@ -181,7 +188,7 @@ def _place_seeds(letters, word_starts, first_words, first_letters, words, seeds_
     return count
 
 
-@numba.njit(cache=True)
+@cached_njit
 def _bit_of(key, rare_shift, other_shift, rare_bits):
     """The number of a key's bit: among the first `rare_bits` for a rare key, else behind them."""
     # Without a branch, which would often be guessed wrong.
@@ -189,7 +196,7 @@ def _bit_of(key, rare_shift, other_shift, rare_bits):
     return uint32((key >> uint32(rare_shift + is_other * (other_shift - rare_shift))) + is_other * rare_bits)
 
 
-@numba.njit(cache=True)
+@cached_njit
 def _insert(seeds_key, bits, rare_shift, other_shift, rare_bits, keys, chain_first, chain_next):
     """Fills the bitmap and the hash table; seeds of one key are chained."""
     mask = len(keys) - 1
@@ -203,7 +210,7 @@ def _insert(seeds_key, bits, rare_shift, other_shift, rare_bits, keys, chain_fir
         chain_first[slot] = seed
 
 
-@numba.njit(cache=True)
+@cached_njit
 def _slot(keys, chain_first, key, mask):
     """Where a key is in the table, or would be."""
     slot = np.int64(key >> uint32(3)) & mask
@@ -212,7 +219,7 @@ def _slot(keys, chain_first, key, mask):
     return slot
 
 
-@numba.njit(cache=True)
+@cached_njit
 def _whole_run(starts, text_stop, start, stop, words):
     """The part of letters [start, stop) of a text that is runs of `words` words, or all of a shorter text.
 
@@ -229,7 +236,7 @@ def _whole_run(starts, text_stop, start, stop, words):
     return first, last
 
 
-@numba.njit(cache=True)
+@cached_njit
 def _candidates(keys, tags, count, bits, rare_shift, other_shift, rare_bits, places):
     """Writes the places among `count` keys whose bits are set; how many. tags: scratch of bytes."""
     for place in range(uintp(count)):
@@ -245,7 +252,7 @@ def _candidates(keys, tags, count, bits, rare_shift, other_shift, rare_bits, pla
     return found
 
 
-@numba.njit(cache=True)
+@cached_njit
 def _find(content, ends, table, texts, hashed, words, found):
     """Writes (document, text, first letter, letter after the last) of each run while there is room; how many."""
     keys, chain_first = hashed[4], hashed[5]
@@ -268,7 +275,7 @@ def _find(content, ends, table, texts, hashed, words, found):
     return count
 
 
-@numba.njit(cache=True)
+@cached_njit
 def _add_runs(own, size, ours, document, seed, texts, chain_next, words, found, count):
     """Compares the seeds of a chain with what begins at letter `ours` of a document; the number of runs after it."""
     letters, word_starts, first_words, first_letters, seeds_text, seeds_letter, seeds_word = texts
