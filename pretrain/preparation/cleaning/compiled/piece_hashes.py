@@ -1,7 +1,7 @@
 """Lines and paragraphs of documents and their XXH3 hashes, compiled: repeated_text.RepeatedText.
 
 XXH3_64bits by its specification (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md), without a seed, up to
-MOST_BYTES; longer pieces are marked, for their hash costs little where a library computes it.
+MOST_HASHED_BYTES; longer pieces are marked, for their hash costs little where a library computes it.
 """
 
 import numpy as np
@@ -21,8 +21,8 @@ from pretrain.preparation.cleaning.compiled.text_blocks import (
     mixed,
 )
 
-MOST_BYTES = 240
-LONG = np.uint64(1)
+MOST_HASHED_BYTES = 240
+LONGER = np.uint64(1)
 """Instead of the hash of a piece that is longer; no hash is taken for it, as that of a long one replaces it."""
 _SECRET = np.frombuffer(
     bytearray.fromhex(
@@ -91,7 +91,7 @@ def _four_bytes(text, position):
 
 @compiled
 def xxh3_of(text, start, end, secret):
-    """XXH3_64bits of 1 to MOST_BYTES bytes; up to 7 more are read."""
+    """XXH3_64bits of 1 to MOST_HASHED_BYTES bytes; up to 7 more are read."""
     size = end - start
     length = np.uint64(size)
     if size <= 3:
@@ -144,8 +144,7 @@ def _is_space(byte):
 def _divide(text, bounds, newlines, secret, pieces, hashes):
     """Writes (document, start, end) of each piece, its hash without the spaces around it; the number of pieces.
 
-    The hash is 0 of a piece without a letter or digit, LONG of one that is too long, whose bounds are then without the
-    spaces.
+    The hash is 0 of a piece without a letter or digit, LONGER of one that is too long.
     """
     count = np.int64(0)
     for document in range(len(bounds)):
@@ -164,8 +163,8 @@ def _divide(text, bounds, newlines, secret, pieces, hashes):
             pieces[count, 0], pieces[count, 1], pieces[count, 2] = document, begin, position
             hashes[count] = np.uint64(0)
             if _has_letter_or_digit(text, start, stop):
-                hashes[count] = LONG
-                if stop - start <= MOST_BYTES:
+                hashes[count] = LONGER
+                if stop - start <= MOST_HASHED_BYTES:
                     hashes[count] = xxh3_of(text, start, stop, secret)
             count += 1
             position += newlines
@@ -209,7 +208,7 @@ def piece_hashes(text: np.ndarray, bounds: np.ndarray, newlines: int) -> tuple[n
     pieces, hashes = np.empty((room, 3), np.int64), np.empty(room, np.uint64)
     count = _divide(text, bounds, newlines, _SECRET, pieces, hashes)
     pieces, hashes = pieces[:count], hashes[:count]
-    for number in np.flatnonzero(hashes == LONG).tolist():
+    for number in np.flatnonzero(hashes == LONGER).tolist():
         hashes[number] = xxh3_64_intdigest(text[pieces[number, 1] : pieces[number, 2]].tobytes().strip())
     return pieces, hashes
 
