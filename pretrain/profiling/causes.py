@@ -32,6 +32,8 @@ POINTWISE_SHARE = 0.45
 """Of a GPU's kernels, for those that compute little with what they read."""
 ATTENTION_FACTOR = 3.0
 """Times what a plan expects of attention's share, where it is a fifth of a step."""
+BUSY = "busy machine"
+PASSES = (FORWARD, BACKWARD, UPDATE)
 LEAST_SECONDS = 1e-3
 """Per step, below which nothing of the above is said."""
 
@@ -110,13 +112,13 @@ class Evidence:
 
 
 def find_causes(evidence: Evidence) -> list[Cause]:
-    """The costliest first; [] if nothing is wrong."""
+    """The costliest first, but before them a busy machine, which may be behind the others; [] if nothing is wrong."""
     rules = (
         busy_machine, slow_data, slow_rank, slow_communication, recompilations, synchronising_lines, idle_device,
         slow_between_steps, full_memory, wasteful_kernels,
     )  # fmt: skip
     found = [cause for rule in rules if (cause := rule(evidence)) is not None]
-    return sorted(found, key=lambda cause: -cause.seconds)
+    return sorted(found, key=lambda cause: (cause.name != BUSY, -cause.seconds))
 
 
 def named(ranks: list[RankSteps]) -> str:
@@ -157,9 +159,9 @@ def busy_machine(evidence: Evidence) -> Cause | None:
     )
     remedy = (
         "end what else runs there, or give this run fewer threads (OMP_NUM_THREADS) or processes; what is said of "
-        "single ranks below may be its effect"
+        "ranks and communication below may be its effect"
     )
-    return Cause("busy machine", starved[worst], text, remedy)
+    return Cause(BUSY, starved[worst], text, remedy)
 
 
 def slow_data(evidence: Evidence) -> Cause | None:
@@ -302,7 +304,7 @@ def synchronising_lines(evidence: Evidence) -> Cause | None:
 
 def idle_device(evidence: Evidence) -> Cause | None:
     """Of the least idle rank: what one alone does is another rule's."""
-    idle = min(evidence.each(lambda step: step.idle - min(step.idle, step.starved) - _between(step)))
+    idle = min(evidence.each(lambda step: sum(step.idle_in.get(phase, 0.0) for phase in PASSES) - step.starved))
     share = idle / evidence.seconds
     if share < (IDLE_SHARE if evidence.on_device else IDLE_SHARE_OF_CPU) or idle < LEAST_SECONDS:
         return None
@@ -319,13 +321,6 @@ def idle_device(evidence: Evidence) -> Cause | None:
     )
     remedy = "compile: regional or full makes fewer kernels, larger micro-batches larger ones; a faster core helps too"
     return Cause("host", idle, text, remedy)
-
-
-def _between(step: StepRecord) -> float:
-    """Idle in what is not forward, backward or update."""
-    return sum(
-        seconds for phase, seconds in step.idle_in.items() if phase not in (FORWARD, BACKWARD, "update", "loop")
-    )
 
 
 def slow_between_steps(evidence: Evidence) -> Cause | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from pretrain.errors import one_line
 from pretrain.profiling.phases import PhaseMarks
 from pretrain.profiling.sync_lines import SyncLines, short_path
 from pretrain.profiling.trace_events import StepRecord, read_events, read_steps
@@ -85,8 +86,12 @@ class Recording:
         """Returns the events of a step."""
         self._lines.end()
         self._profiler.stop()
-        events = read_events(self._profiler)
-        records, timeline = read_steps(events, on_device=self.on_device, drawn=STEPS_DRAWN)
+        events, records, timeline = [], [], []
+        try:
+            events = read_events(self._profiler)
+            records, timeline = read_steps(events, on_device=self.on_device, drawn=STEPS_DRAWN)
+        except Exception as error:  # a trace that cannot be read is no reason to end a run
+            self._problem(error)
         if is_first:
             self._beside.clear()
             self._lines.forget()
@@ -97,7 +102,7 @@ class Recording:
         if is_last:
             self._save(lambda: self._profiler.export_chrome_trace(str(self._path("trace", "json.gz"))))
         del self._profiler
-        return len(events) // len(records)
+        return len(events) // max(1, len(records))
 
     def close(self) -> None:
         """Takes the marks away; what was begun and not ended as well."""
@@ -119,7 +124,10 @@ class Recording:
             self.folder.mkdir(parents=True, exist_ok=True)
             write()
         except (OSError, RuntimeError) as error:
-            self.problems.append(f"rank {self.strategy.ranks.rank}: {error}")
+            self._problem(error)
+
+    def _problem(self, error: Exception) -> None:
+        self.problems.append(f"rank {self.strategy.ranks.rank}: {one_line(error)}")
 
     def _save_memory(self) -> None:
         """torch's snapshot of a GPU's memory over a step, for pytorch.org/memory_viz."""
@@ -129,7 +137,7 @@ class Recording:
 
     def summary(self) -> dict[str, Any]:
         """All that the verdict needs of this rank; plain values."""
-        for record, beside in zip(self.records, self._beside, strict=True):
+        for record, beside in zip(self.records, self._beside, strict=False):
             record.cpu, record.starved, record.runnable = beside["cpu"], beside["starved"], beside["runnable"]
         name = torch.cuda.get_device_name(self.strategy.device) if self.on_device else "CPU"
         return {

@@ -120,6 +120,8 @@ class StepProfile:
         stage, batches = run.stage(self._ends - 1), run.batches
         width = batches.readers[batches.folders[0]].manifest.bytes_per_id
         sequences = stage.sequences_per_micro_batch * self.strategy.micro_batches_per_call
+        if problems := [summary["problems"][0] for summary in summaries if len(summary["steps"]) < self._steps]:
+            return {"problem": f"cannot be read: {problems[0]}"}
         try:
             expected = expected_step(config, run, self.strategy, self._ends - 1, self.housekeeping.peak_flops)
             evidence = Evidence(

@@ -20,9 +20,10 @@ from pretrain.profiling.trace_events import BACKWARD, FORWARD, UPDATE, WAITING_F
 METHODS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 """Of a tensor: what takes its values to Python."""
 SPELLED = {"__bool__": "bool()", "__int__": "int()", "__float__": "float()", "__index__": "an index"}
-PASSED_OVER = (str(Path(torch.__file__).parent), __file__, str(ROOT / "pretrain/model/cpu_attention.py"))
-"""Code that is not the line to name: the library itself; and attention for CPUs alone, which reads its own host's
-lengths."""
+PASSED_OVER = (str(Path(torch.__file__).parent), __file__)
+"""Code that is not the line to name."""
+READS_OF_THE_HOST = tuple(str(ROOT / "pretrain" / name) for name in ("model/cpu_attention", "parallel/pipeline_stages"))
+"""What reads tensors that are the host's own even beside a GPU; without one they look like all others."""
 PHASES = (WAITING_FOR_DATA, FORWARD, BACKWARD, UPDATE)
 WARNING = "called a synchronizing CUDA operation"
 
@@ -97,10 +98,8 @@ class SyncLines:
             return
         frame = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(PASSED_OVER):
-            if frame.f_code.co_filename == PASSED_OVER[-1]:
-                return
             frame = frame.f_back
-        if frame is not None:
+        if frame is not None and not frame.f_code.co_filename.startswith(READS_OF_THE_HOST):
             self._counts[f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}", called, self._phase()] += 1
 
 
