@@ -316,8 +316,8 @@ def idle_device(evidence: Evidence) -> Cause | None:
         return Cause("host", idle, text, "compile: regional, and larger micro-batches")
     kernels = max(evidence.each(lambda step: step.launched))
     text = (
-        f"the GPU is idle {share:.0%} of the step ({milliseconds(idle)} of {milliseconds(evidence.seconds)}): the host "
-        f"is too slow to launch {kernels:,.0f} kernels per step"
+        f"the GPU is idle {share:.0%} of the step ({milliseconds(idle)} of {milliseconds(evidence.seconds)}): the "
+        f"host is too slow to launch {kernels:,.0f} kernels per step"
     )
     remedy = "compile: regional or full makes fewer kernels, larger micro-batches larger ones; a faster core helps too"
     return Cause("host", idle, text, remedy)

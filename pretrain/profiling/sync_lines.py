@@ -20,9 +20,11 @@ from pretrain.profiling.trace_events import BACKWARD, FORWARD, UPDATE, WAITING_F
 METHODS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 """Of a tensor: what takes its values to Python."""
 SPELLED = {"__bool__": "bool()", "__int__": "int()", "__float__": "float()", "__index__": "an index"}
-PASSED_OVER = (str(Path(torch.__file__).parent), __file__)
+PASSED_OVER = (str(Path(torch.__file__).parent), __file__, warnings.__file__)
 """Code that is not the line to name."""
-READS_OF_THE_HOST = tuple(str(ROOT / "pretrain" / name) for name in ("model/cpu_attention", "parallel/pipeline_stages"))
+READS_OF_THE_HOST = tuple(
+    str(ROOT / "pretrain" / name) for name in ("model/cpu_attention", "parallel/pipeline_stages")
+)
 """What reads tensors that are the host's own even beside a GPU; without one they look like all others."""
 PHASES = (WAITING_FOR_DATA, FORWARD, BACKWARD, UPDATE)
 WARNING = "called a synchronizing CUDA operation"

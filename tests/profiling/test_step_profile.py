@@ -2,7 +2,7 @@
 
 import gzip
 import json
-import subprocess
+import re
 
 import pytest
 from PIL import Image
@@ -67,7 +67,7 @@ def test_a_slow_disk_is_named(train, tmp_path):
     found = causes_of(ended, tmp_path / "run")
     assert list(found) == ["waiting for data"]
     assert found["waiting for data"].startswith("rank 1 waits for data ")
-    assert "a read of 1.0 kB takes 40" in found["waiting for data"]
+    assert re.search(r"a read of 1.0 kB takes [4-9]\d\d ms", found["waiting for data"])
 
 
 def test_a_line_that_waits_for_the_device_is_named(train, tmp_path):
@@ -76,7 +76,9 @@ def test_a_line_that_waits_for_the_device_is_named(train, tmp_path):
     assert list(found) == ["synchronising line"]
     source = (ROOT / "tests/support/reading_llama.py").read_text().splitlines()
     line = next(number for number, text in enumerate(source, start=1) if "# the line" in text)
-    assert f"tests/support/reading_llama.py:{line} (.item() in forward, 2 times per step)" in found["synchronising line"]
+    assert (
+        f"tests/support/reading_llama.py:{line} (.item() in forward, 2 times per step)" in found["synchronising line"]
+    )
 
 
 def test_a_healthy_live_run_is_said_to_be_one(train, tmp_path):
