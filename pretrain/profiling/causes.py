@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pretrain.profiling.expected_step import ExpectedStep
-from pretrain.profiling.trace_events import BACKWARD, BETWEEN, COMMUNICATION, FORWARD, POINTWISE, UPDATE, StepRecord
+from pretrain.profiling.trace_events import (
+    BACKWARD,
+    BETWEEN_STEPS,
+    COMMUNICATION,
+    FORWARD,
+    POINTWISE,
+    UPDATE,
+    StepRecord,
+)
 from pretrain.units import bytes_text, counted
 
 DATA_SHARE = 0.10
@@ -325,7 +333,7 @@ def idle_device(evidence: Evidence) -> Cause | None:
 
 def slow_between_steps(evidence: Evidence) -> Cause | None:
     def seconds_of(step: StepRecord) -> float:
-        return step.idle_in.get(BETWEEN, 0.0) + step.idle_in.get("logging", 0.0)
+        return step.idle_in.get(BETWEEN_STEPS, 0.0) + step.idle_in.get("logging", 0.0)
 
     seconds = max(evidence.each(seconds_of))
     if seconds < max(BETWEEN_SHARE * evidence.seconds, LEAST_SECONDS):

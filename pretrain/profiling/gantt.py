@@ -5,7 +5,7 @@ from pathlib import Path
 from pretrain.profiling.causes import RankSteps
 from pretrain.profiling.trace_events import (
     BACKWARD,
-    BETWEEN,
+    BETWEEN_STEPS,
     BLOCKED,
     FORWARD,
     IDLE,
@@ -16,8 +16,8 @@ from pretrain.profiling.trace_events import (
 from pretrain.runs.plots import COLOURS
 
 COLOUR_OF = {
-    WAITING_FOR_DATA: COLOURS[4], FORWARD: COLOURS[5], BACKWARD: COLOURS[0], UPDATE: COLOURS[2], BETWEEN: "#bbbbbb",
-    IDLE: "black", BLOCKED: COLOURS[1],
+    WAITING_FOR_DATA: COLOURS[4], FORWARD: COLOURS[5], BACKWARD: COLOURS[0], UPDATE: COLOURS[2],
+    BETWEEN_STEPS: "#bbbbbb", IDLE: "black", BLOCKED: COLOURS[1],
 }  # fmt: skip
 OTHER = COLOURS[3]
 """Work between steps: validation, a save."""

@@ -8,7 +8,16 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from pretrain.profiling.trace_events import ALIGNED, BACKWARD, BETWEEN, FORWARD, MARK, STEP, UPDATE, WAITING_FOR_DATA
+from pretrain.profiling.trace_events import (
+    ALIGNED,
+    BACKWARD,
+    BETWEEN_STEPS,
+    FORWARD,
+    MARK,
+    STEP,
+    UPDATE,
+    WAITING_FOR_DATA,
+)
 from pretrain.training.housekeeping import Housekeeping
 from pretrain.training.prefetch import ReadAhead
 
@@ -20,16 +29,19 @@ class PhaseMarks:
         strategy = housekeeping.strategy
         self._verbs = [
             (read_ahead, "micro_batch", WAITING_FOR_DATA, FORWARD),
-            (strategy, "backward", BACKWARD, BETWEEN),
-            (strategy, "update", UPDATE, BETWEEN),
+            (strategy, "backward", BACKWARD, BETWEEN_STEPS),
+            (strategy, "update", UPDATE, BETWEEN_STEPS),
             *(
-                (housekeeping, verb, name, BETWEEN)
+                (housekeeping, verb, name, BETWEEN_STEPS)
                 for verb, name in {"log": "logging", "measure": "validation"}.items()
             ),
-            *((housekeeping, verb, name, BETWEEN) for verb, name in {"save": "saving", "sample": "samples"}.items()),
-            (housekeeping, "evaluate", "evaluation", BETWEEN),
+            *(
+                (housekeeping, verb, name, BETWEEN_STEPS)
+                for verb, name in {"save": "saving", "sample": "samples"}.items()
+            ),
+            (housekeeping, "evaluate", "evaluation", BETWEEN_STEPS),
         ]
-        self.phase = BETWEEN
+        self.phase = BETWEEN_STEPS
         """Open now."""
         self._step: record_function | None = None
         self._open: record_function | None = None
@@ -55,7 +67,7 @@ class PhaseMarks:
         """step: as it will be logged."""
         self._step = record_function(f"{STEP}{step}")
         self._step.__enter__()
-        self._enter(BETWEEN)
+        self._enter(BETWEEN_STEPS)
 
     def end_step(self) -> None:
         for mark in (self._open, self._step):

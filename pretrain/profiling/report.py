@@ -47,7 +47,7 @@ def report_text(evidence: Evidence, causes: Sequence[Cause], title: str) -> str:
     return "\n\n".join(parts)
 
 
-def shown(evidence: Evidence) -> list[RankSteps]:
+def ranks_shown(evidence: Evidence) -> list[RankSteps]:
     """Of many ranks those that take longest for themselves, in their order."""
     slowest = sorted(evidence.ranks, key=lambda rank: -rank.typical(lambda step: step.own + step.data))[:RANKS_SHOWN]
     return sorted(slowest, key=lambda rank: rank.rank)
@@ -67,7 +67,7 @@ def ranks_text(evidence: Evidence) -> str:
         "no core",
     ]
     rows = [header]
-    for rank in shown(evidence):
+    for rank in ranks_shown(evidence):
         waiting = evidence.waiting(rank)
         seconds = [
             rank.typical(lambda step: step.seconds),
@@ -140,7 +140,7 @@ def memory_text(evidence: Evidence) -> str:
     return f"memory of rank {most.rank}: {bytes_text(memory['resident_peak'])} resident at the peak"
 
 
-def title_of(run: Path, evidence: Evidence) -> str:
+def profile_title(run: Path, evidence: Evidence) -> str:
     steps = [step.step for step in evidence.ranks[0].steps]
     return (
         f"Profile of {run}: steps {steps[0]:,} to {steps[-1]:,}, {counted(len(evidence.ranks), 'rank')}, "
@@ -148,14 +148,14 @@ def title_of(run: Path, evidence: Evidence) -> str:
     )
 
 
-def write_report(
+def write_profile(
     folder: Path, run: Path, evidence: Evidence, causes: Sequence[Cause], *, request_id: str | None
 ) -> str:
     """report.txt, gantt.png and report.json, for which others may wait, in this order; returns the text."""
     from pretrain.profiling.gantt import draw_gantt
 
     folder.mkdir(parents=True, exist_ok=True)
-    title = title_of(run, evidence)
+    title = profile_title(run, evidence)
     text = report_text(evidence, causes, title)
     write_durably(folder / "report.txt", text + "\n")
     draw_gantt(evidence.ranks, title, folder / "gantt.png")

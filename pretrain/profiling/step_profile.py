@@ -7,19 +7,20 @@ from pretrain.errors import InputError, one_line
 from pretrain.profiling.causes import Evidence, RankSteps, find_causes
 from pretrain.profiling.expected_step import expected_step
 from pretrain.profiling.recording import EVENTS_OF_BLOCK, Recording
-from pretrain.profiling.report import verdict_of, write_json, write_report
+from pretrain.profiling.report import verdict_of, write_json, write_profile
 from pretrain.runs.run_folder import PROFILE_FOLDER
 from pretrain.training.housekeeping import Housekeeping
 from pretrain.training.prefetch import ReadAhead
 
 WARM_UP_STEPS = 5
 """After the start: those that compile, and create the optimizer's state."""
-MOST_STEPS = 100
+USUAL_STEPS, MOST_STEPS = 20, 100
+"""Unless a request says how many."""
 
 
 def profile_problem(steps: int, begins_at: int, total_steps: int) -> str | None:
     """Why so many steps cannot be profiled; None if they can. The first one, after step `begins_at`, is left out."""
-    if not 1 <= steps <= MOST_STEPS:
+    if not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
         return f"{steps} steps cannot be profiled; give 1 to {MOST_STEPS}"
     left = max(0, total_steps - begins_at - 1)
     if steps <= left:
@@ -78,7 +79,7 @@ class StepProfile:
 
     def _take_request(self) -> None:
         asked = self.strategy.ranks.gather(self.supervisor.control.asked)[0]
-        self.supervisor.refusal = self._plan(asked.get("steps", 0))
+        self.supervisor.refusal = self._plan(asked.get("steps", USUAL_STEPS))
         if self.supervisor.refusal is None:
             self._request_id = asked["id"]
 
@@ -133,7 +134,7 @@ class StepProfile:
                 compile_mode=config.compile,
             )
             causes = find_causes(evidence)
-            text = write_report(self.folder, config.output, evidence, causes, request_id=self._request_id)
+            text = write_profile(self.folder, config.output, evidence, causes, request_id=self._request_id)
         except Exception as error:  # a report is no reason to end a run
             return {"problem": f"no report: {one_line(error)}"}
         self.metrics.say(text)

@@ -17,7 +17,7 @@ import numpy as np
 MARK = "groundwork: "
 STEP, ALIGNED = f"{MARK}step ", f"{MARK}aligned"
 """Of the marks in a trace that are no phase: a whole step, and a moment that all ranks share."""
-WAITING_FOR_DATA, FORWARD, BACKWARD, UPDATE, BETWEEN = "data", "forward", "backward", "update", "between"
+WAITING_FOR_DATA, FORWARD, BACKWARD, UPDATE, BETWEEN_STEPS = "data", "forward", "backward", "update", "between"
 """The phases of every step, the last one between two micro-steps and two steps; a save and the like have their own."""
 BLOCKED, IDLE, WHOLE_STEP = "communication, waiting for ranks", "nothing runs", "step"
 """In a timeline, beside the phases."""
@@ -30,7 +30,7 @@ INHERITED = (
     ("loss", re.compile(r"chunked_loss|softmax_less_target|cross_entropy|nll_loss", re.IGNORECASE)),
 )
 """Kinds of operators whose kernels are of the same kind, matrix products too."""
-OWN = (
+KERNEL_NAMES = (
     (COMMUNICATION, re.compile(r"nccl|rccl|gloo:|c10d", re.IGNORECASE)),
     *INHERITED,
     (
@@ -141,7 +141,7 @@ class StepRecord:
         return self.seconds - self.blocked - self.data
 
 
-class Part(NamedTuple):
+class PhaseSpan(NamedTuple):
     """A phase of a step, as marked."""
 
     name: str
@@ -169,12 +169,12 @@ def read_events(profiler: Any) -> list[TraceEvent]:
 
 
 @functools.cache
-def kind_of(name: str) -> str:
+def kernel_kind(name: str) -> str:
     """What an operator or a kernel computes, by its name alone."""
-    return next((kind for kind, pattern in OWN if pattern.search(name)), POINTWISE)
+    return next((kind for kind, pattern in KERNEL_NAMES if pattern.search(name)), POINTWISE)
 
 
-class Piece(NamedTuple):
+class WorkSpan(NamedTuple):
     """What one thread ran without calling anything else."""
 
     start: int
@@ -197,10 +197,10 @@ class _Open:
     """Its own time goes on from here: the end of the last operator that it has called."""
     waits: bool = False
     """It is one of Python's, which dispatches itself again or communicates: what is its own may be waiting."""
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[WorkSpan] = field(default_factory=list)
 
 
-def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool]) -> tuple[list[Piece], dict[int, str]]:
+def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool]) -> tuple[list[WorkSpan], dict[int, str]]:
     """(own work of one thread's operators, {correlation: kind} of what they launched, by the operators around it)."""
     pieces, launched, stack = [], {}, []
 
@@ -216,8 +216,8 @@ def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool]) -> tupl
     def add_own(of: _Open, until: int) -> None:
         if until > of.since:
             name = of.event.name
-            kind = of.inherited or (POINTWISE if name.startswith(COMPILED) else kind_of(name))
-            of.pieces.append(Piece(of.since, until, kind))
+            kind = of.inherited or (POINTWISE if name.startswith(COMPILED) else kernel_kind(name))
+            of.pieces.append(WorkSpan(of.since, until, kind))
 
     for event in sorted(events, key=lambda event: (event.start, -event.end)):
         close(event.start)
@@ -246,14 +246,18 @@ def read_steps(
     marks = sorted((event for event in events if event.name.startswith(MARK)), key=lambda mark: mark.start)
     whole = [mark for mark in marks if mark.name.startswith(STEP)]
     aligned = next((mark.start for mark in marks if mark.name == ALIGNED), whole[0].start)
-    parts = parts_of([mark for mark in marks if mark.name not in (ALIGNED,) and not mark.name.startswith(STEP)], whole)
+    parts = phases_of(
+        [mark for mark in marks if mark.name not in (ALIGNED,) and not mark.name.startswith(STEP)], whole
+    )
     updates = Spans((part.start, part.end) for part in itertools.chain(*parts) if part.name == UPDATE)
     pieces, launched = walk_threads(events, whole[0].thread, lambda time: updates.seconds(time, time + 1) > 0)
     if on_device:
         kernels = [event for event in events if event.kind == "kernel"]
-        kinds = [launched.get(e.correlation) or kind_of(e.name) for e in kernels]
-        kinds = [COMMUNICATION if kind_of(e.name) == COMMUNICATION else k for e, k in zip(kernels, kinds, strict=True)]
-        pieces = [Piece(e.start, e.end, k) for e, k in zip(kernels, kinds, strict=True)]
+        kinds = [launched.get(e.correlation) or kernel_kind(e.name) for e in kernels]
+        kinds = [
+            COMMUNICATION if kernel_kind(e.name) == COMMUNICATION else k for e, k in zip(kernels, kinds, strict=True)
+        ]
+        pieces = [WorkSpan(e.start, e.end, k) for e, k in zip(kernels, kinds, strict=True)]
         collectives = Spans((piece.start, piece.end) for piece in pieces if piece.kind == COMMUNICATION)
     else:
         collectives = Spans((event.start, event.end) for event in events if event.kind == "collective")
@@ -295,7 +299,7 @@ def _add(sums: dict[str, float], name: str, seconds: float) -> None:
 
 def walk_threads(
     events: list[TraceEvent], main: int, is_update: Callable[[int], bool]
-) -> tuple[list[Piece], dict[int, str]]:
+) -> tuple[list[WorkSpan], dict[int, str]]:
     """`walk` of every thread: the pieces of the main one, and what all of them launched."""
     by_thread: dict[int, list[TraceEvent]] = defaultdict(list)
     for event in events:
@@ -306,7 +310,7 @@ def walk_threads(
     return walked.get(main, ([], {}))[0], launched
 
 
-def parts_of(marks: list[TraceEvent], steps: list[TraceEvent]) -> list[list[Part]]:
+def phases_of(marks: list[TraceEvent], steps: list[TraceEvent]) -> list[list[PhaseSpan]]:
     """The phases of each step, in order. A micro-step begins with its data."""
     found = []
     for step in steps:
@@ -315,6 +319,6 @@ def parts_of(marks: list[TraceEvent], steps: list[TraceEvent]) -> list[list[Part
             if step.start <= mark.start < step.end:
                 name = mark.name.removeprefix(MARK)
                 micro_step += name == WAITING_FOR_DATA
-                of_step.append(Part(name, micro_step, mark.start, min(mark.end, step.end)))
+                of_step.append(PhaseSpan(name, micro_step, mark.start, min(mark.end, step.end)))
         found.append(of_step)
     return found

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from support.faults import launch_with_faults, reached, wait_until
-from support.project import ROOT, events, run_script
+from support.project import ROOT, events, losses, run_script
 
 STEPS = 4
 EFFECTS = {"busy machine"}
@@ -101,6 +101,13 @@ def test_a_healthy_live_run_is_said_to_be_one(train, tmp_path):
     assert report["text"] in answered.stdout and "profiling from step" in answered.stdout
     (event,) = events(run, "profile")
     assert event["verdict"] == report["verdict"]
+
+
+def test_a_profile_changes_no_loss(recipe, tmp_path):
+    run_script("train.py", recipe, "--output", tmp_path / "plain")
+    said = run_script("train.py", recipe, "--profile", STEPS).stdout
+    assert "rank 0" in said and "Profile of" in said
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
 
 
 @pytest.mark.parametrize(

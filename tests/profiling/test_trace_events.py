@@ -2,7 +2,7 @@
 
 import pytest
 
-from pretrain.profiling.trace_events import BLOCKED, COMMUNICATION, MARK, Spans, TraceEvent, kind_of, read_steps
+from pretrain.profiling.trace_events import BLOCKED, COMMUNICATION, MARK, Spans, TraceEvent, kernel_kind, read_steps
 
 MAIN, OTHER = 1, 2
 MS = 1_000_000
@@ -117,4 +117,4 @@ def test_on_a_gpu_its_timeline_counts():
     ],
 )
 def test_kernels_are_told_by_their_names(name, kind):
-    assert kind_of(name) == kind
+    assert kernel_kind(name) == kind
