@@ -158,7 +158,7 @@ def write_profile(
     title = profile_title(run, evidence)
     text = report_text(evidence, causes, title)
     write_durably(folder / "report.txt", text + "\n")
-    draw_gantt(evidence.ranks, title, folder / "gantt.png")
+    draw_gantt(evidence.ranks, f"{title}; the last ones", folder / "gantt.png")
     contents = {
         "request": request_id,
         "verdict": verdict_of(evidence, causes),
