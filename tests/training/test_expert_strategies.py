@@ -223,10 +223,8 @@ EXPORTED = [*(f"{kind} {strategy}" for kind, strategy in CASES), "biased", *(f"b
 def test_final_is_what_save_pretrained_writes_of_the_last_checkpoint(runs, name, tmp_path):
     """Expert by expert, whoever held them. The logits were compared when it was written."""
     last = runs / name / f"checkpoints/step-{STEPS:08d}"
-    exported, expected = (
-        SavedTensors(runs / name / "final", "model"),
-        as_the_library_saves(last, tmp_path, torch.bfloat16),
-    )
+    exported = SavedTensors(runs / name / "final", "model")
+    expected = as_the_library_saves(last, tmp_path, torch.bfloat16)
     assert set(exported) == set(expected) and any(".experts.7.down_proj.weight" in key for key in exported)
     assert all(torch.equal(exported[key], expected[key]) for key in exported)
     assert any(".experts.down_proj" in key for key in SavedTensors(last, "model")), "as it trains"
