@@ -14,14 +14,14 @@ from pretrain.model.build import initialize_module, load_pretrained
 from pretrain.model.model_config import load_model_config
 from pretrain.model.published_names import PublishedNames
 
-Places = dict[str, tuple[Path, str]]
+TensorPlaces = dict[str, tuple[Path, str]]
 """{name of a tensor, or of each of its pieces as published: (file, name in it)}"""
 
 
 class PretrainedTensors:
     """The weights of a folder or Hub id, by the names of the model that trains, fp32 whatever they were saved in."""
 
-    def __init__(self, places: dict[str, Places], names: PublishedNames | None = None):
+    def __init__(self, places: dict[str, TensorPlaces], names: PublishedNames | None = None):
         self._places, self._names = places, names
 
     def read(self, name: str) -> torch.Tensor:
@@ -125,7 +125,7 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
     return places
 
 
-def places_in_files(files: dict[str, Path], names: PublishedNames) -> dict[str, Places] | None:
+def places_in_files(files: dict[str, Path], names: PublishedNames) -> dict[str, TensorPlaces] | None:
     """Where the model's tensors are, the base model's prefix added where the files lack it.
 
     None where a parameter is missing or has another shape.
