@@ -34,13 +34,15 @@ from pretrain.training.run_plan import derive
 from support.hub_server import TOKEN, running_hub
 from support.project import ROOT, events, run_script
 from support.run_folders import write_run
+from support.tiny_experts import as_the_library_saves
+from support.tiny_models import TINY_MOE
 
 SOON = 300
 """Seconds that no machine, however busy, needs for what is waited for here."""
 OFFER = ("--license", "apache-2.0", "--language", "en")
 WENT_UP = {
-    "README.md", "config.json", "generation_config.json", "loss.png", "model.safetensors", "provenance.json",
-    "tokenizer.json", "tokenizer_config.json",
+    "README.md", "bom.cdx.json", "config.json", "generation_config.json", "loss.png", "model.safetensors",
+    "provenance.json", "tokenizer.json", "tokenizer_config.json", "training_content.md",
 }  # fmt: skip
 
 
@@ -125,7 +127,7 @@ def test_final_and_milestones_go_up_and_come_back(run, hub, home, tmp_path):
 def test_a_dry_run_writes_exactly_what_goes_up(run, hub, home, tmp_path):
     output = tmp_path / "dry"
     out = publish_run(run, hub, home, "--checkpoint", "4", "--final", "--dry_run", "--output", output, HF_TOKEN="")
-    assert "main: step 8, 8 files" in out.stdout and not hub.repositories
+    assert "main: step 8, 10 files" in out.stdout and not hub.repositories
     publish_run(run, hub, home, "--checkpoint", "4", "--final")
     for revision in ("main", "step-4"):
         gone_up = {name: file.content for name, file in hub.files("me/tiny", revision).items()}
@@ -141,7 +143,7 @@ def test_a_repository_is_verified(run, hub, home):
 
     out = verify("me/tiny")
     assert out.returncode == 0, out.stdout + out.stderr
-    assert "me/tiny: 7 files and provenance.json as published: step 8 of x, code abc123" in out.stdout
+    assert "me/tiny: 9 files and provenance.json as published: step 8 of x, code abc123" in out.stdout
     api = HfApi(endpoint=hub.url, token=TOKEN)
     api.upload_file(path_or_fileobj=b"{}", path_in_repo="config.json", repo_id="me/tiny")
     api.upload_file(path_or_fileobj=b"import os", path_in_repo="extra.py", repo_id="me/tiny")
@@ -361,12 +363,22 @@ def test_a_checkpoint_in_several_files_is_rounded_file_by_file(run, tmp_path):
     assert AutoTokenizer.from_pretrained(staged).eos_token_id == 0
 
 
+def test_a_checkpoint_of_experts_is_published_as_the_library_saves_it(tmp_path):
+    run = write_run(tmp_path / "run", model=TINY_MOE, steps=(4,))
+    folder = run / "checkpoints/step-00000004"
+    theirs = as_the_library_saves(folder, tmp_path / "library", torch.bfloat16)
+    staged = stage(run, checkpoint_model(folder, 4), Publication("me/tiny", dtype="bf16"), tmp_path / "staged")
+    ours = load_file(staged / "model.safetensors")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    assert "model.layers.0.mlp.experts.7.down_proj.weight" in ours
+
+
 def test_a_checkpoint_goes_up_whole_with_its_optimizer(run, tmp_path):
     folder = run / "checkpoints/step-00000004"
     (model,) = find_publishable(run, steps=["best"], milestones=False, final=False, with_optimizer=True)
     assert model.step == 4, "the one with the lowest validation loss"
     staged = stage(run, model, Publication("me/tiny", dtype="bf16"), tmp_path / "staged")
-    new = {"README.md", "loss.png", "provenance.json"}
+    new = {"README.md", "loss.png", "provenance.json", "bom.cdx.json", "training_content.md"}
     assert {path.name for path in folder.iterdir()} | new == {path.name for path in staged.iterdir()}
     for name in ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json"):
         assert (staged / name).read_bytes() == (folder / name).read_bytes()
