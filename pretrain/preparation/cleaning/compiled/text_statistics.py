@@ -195,7 +195,7 @@ def repetitions(text, bounds, words, hashes, word_bounds, classes, limits, scrat
                 rule = 2 + n
         if rule < 0 and covered > smallest * characters:
             for n in range(5, 11):
-                if not np.isfinite(limits[2 + n]):
+                if covered <= limits[2 + n] * characters:  # also where the rule is off
                     continue
                 stamp += 1
                 repeated = _duplicate_characters(words, hashes, first_word, words_end, n, scratch, stamp)
@@ -343,17 +343,27 @@ def _duplicate_characters(words, hashes, start, end, n, scratch, stamp):
     """Characters of n-grams that have occurred before, none of which overlap."""
     keys, stamps, _, _, _ = scratch
     mask = _mask_for(end - start)
-    position, repeated = start, np.int64(0)
+    position, repeated, value, known = start, np.int64(0), np.uint64(0), np.int64(0)
+    highest = ONE
+    for _ in range(n - 1):
+        highest *= HASH_FACTOR
     while position < end - n + 1:
-        value = _gram(hashes, position, n)
-        slot, seen = _find(keys, stamps, stamp, mask, value)
+        # A polynomial of the words' hashes, of which the next one drops the first word and takes up another.
+        while known < n:
+            value = value * HASH_FACTOR + hashes[np.uintp(position + known)]
+            known += 1
+        key = mixed(value)
+        slot, seen = _find(keys, stamps, stamp, mask, key)
         if seen:
             for index in range(position, position + n):
                 repeated += words[index, 2]
             position += n
+            value, known = np.uint64(0), np.int64(0)
         else:
-            keys[slot], stamps[slot] = value, stamp
+            keys[slot], stamps[slot] = key, stamp
+            value -= hashes[np.uintp(position)] * highest
             position += 1
+            known -= 1
     return repeated
 
 
