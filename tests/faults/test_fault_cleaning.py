@@ -30,21 +30,19 @@ run_script(prepare_data.main)
 
 def documents(rng, count):
     """Prose with notices, near copies, benchmark items and addresses, and texts that filters remove."""
-    sentences, made = PROSE.split(". "), []
+    words, made = PROSE.replace(".", "").split(), []
     for number in range(count):
-        own = [
-            f"{rng.choice(sentences)}, as it was said of number {number * 40 + n}." for n in range(rng.randint(8, 40))
-        ]
+        own = [" ".join(rng.choices(words, k=14)).capitalize() + "." for _ in range(rng.randint(8, 40))]
         text = "\n".join([*own, "Home | About | Contact"] if number % 3 else own)
         if number % 7 == 0 and made:
-            text = rng.choice(made).replace("village", "town", 1)
+            text = rng.choice(made).replace("village", "town")
         if number % 11 == 0:
             text += (
                 f" Which of the millers had number {number % 5} of the seven mills by the river in his last century?"
             )
         if number % 13 == 0:
             text += f" Write to miller{number}@example.com now."
-        made.append("buy now " * 60 if number % 17 == 0 else text)
+        made.append(f"buy {number} now " * 60 if number % 17 == 0 else text)
     return made
 
 
@@ -88,10 +86,13 @@ def test_kills_at_random_moments_of_a_cleaning_change_no_byte(tmp_path, tokenize
                 os.killpg(process.pid, signal.SIGKILL)
             else:
                 os.kill(rng.choice(children).pid if kind == "worker" else process.pid, signal.SIGKILL)
-            assert process.wait(60) in (-signal.SIGKILL, *((0, 2) if kind == "worker" else ()))
-            hit.append((kind, round(delay, 2)))
+            code = process.wait(60)
+            # It may have ended by itself just then; a preparation whose worker dies says so.
+            assert code in (-signal.SIGKILL, 0, *([2] if kind == "worker" else []))
             stages = sorted(path.name for path in (tmp_path / name).glob(".unfinished/*"))
-            print(f"{kind} after {delay:.2f} of {whole:.2f} s, with {' '.join(stages) or 'nothing unfinished'}")
+            if code:
+                hit.append(kind)
+                print(f"{kind} after {delay:.2f} of {whole:.2f} s, with {' '.join(stages)}")
         process.wait(300)
         if (tmp_path / name / "manifest.json").exists() and not (tmp_path / name / ".unfinished").exists():
             assert content_of(tmp_path / name) == expected, f"KILL_SEED={seed}"
