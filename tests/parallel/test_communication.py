@@ -38,6 +38,12 @@ def sharded(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
     }
 
 
+def reduced_once(least: dict[str, dict[str, tuple[int, int]]]) -> dict[str, dict[str, tuple[int, int]]]:
+    """The same without the first micro-step's reduction."""
+    gathers = {kind: sent for kind, sent in least["micro-step"].items() if not kind.startswith("reduce-scatter")}
+    return {**least, "micro-step": gathers}
+
+
 def cut(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
     """Beside what sharding takes: query, key and value of a rank's positions away and its output back, once per layer
     and direction."""
@@ -101,6 +107,7 @@ SCATTERED_ONCE = {"reduce-scatter of 8": (1, FP32 * TOTAL)}
 LEAST = {
     "ddp": {"last micro-step": {"all-reduce of 8": (1, FP32 * TOTAL)}},
     "fsdp2": sharded(8),
+    "fsdp2, reduced once": reduced_once(sharded(8)),
     "fsdp2, offloaded": sharded(8),
     "hsdp, 2 x 4": with_replicas(sharded(4), "last micro-step", 1, TOTAL // 4),
     "cp": cut(8),
@@ -116,6 +123,11 @@ LEAST = {
     "zero3": {
         "micro-step": {**GATHERED_ONCE, **SCATTERED_ONCE},
         "last micro-step": {**GATHERED_ONCE, **SCATTERED_ONCE},
+        "update": ONE_SUM,
+    },
+    "zero3, fp32, reduced once": {
+        "micro-step": {"all-gather of 8": (1, FP32 * TOTAL)},
+        "last micro-step": {"all-gather of 8": (1, FP32 * TOTAL), **SCATTERED_ONCE},
         "update": ONE_SUM,
     },
 }

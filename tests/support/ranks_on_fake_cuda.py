@@ -85,6 +85,8 @@ class Launch:
     layers: int = MODEL["num_hidden_layers"]
     model: str = "llama"
     may_wait: bool = False
+    settings: tuple[tuple[str, str], ...] = ()
+    """Of the recipe, beside those that all have."""
     attention: str = "groundwork_sdpa"
 
     @property
@@ -330,7 +332,7 @@ def read_config(folder: Path, launch: Launch) -> RunConfig:
         "pipeline": {"schedule": "1F1B"},
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
-    return read_run_config(folder / "recipe.yaml")
+    return read_run_config(folder / "recipe.yaml", list(launch.settings))
 
 
 def count(launch: Launch) -> dict[str, dict]:
@@ -386,10 +388,12 @@ def take_step(strategy: Strategy, model: torch.nn.Module, batch: dict) -> dict[s
 LAUNCHES = {
     "ddp": Launch("ddp"),
     "fsdp2": Launch("fsdp2"),
+    "fsdp2, reduced once": Launch("fsdp2", settings=(("batch.reduce_once", "true"),)),
     "fsdp2, offloaded": Launch("fsdp2", environment=(("FSDP_OFFLOAD_PARAMS", "true"),), may_wait=True),
     "hsdp, 2 x 4": Launch("hsdp"),
     "tp": Launch("tp"),
     "tp, 2 x 4": Launch("tp", rank=7, environment=(("PARALLELISM_CONFIG_TP_SIZE", "4"),)),
+    "fsdp_tp, 4 x 2": Launch("fsdp_tp", rank=7),
     "pp, an inner stage": Launch("pp", rank=3, layers=8),
     "pp, 2 x 4, the last stage": Launch("pp", rank=7, environment=(("MEGATRON_LM_PP_DEGREE", "4"),), layers=4),
     "cp": Launch("cp"),
@@ -401,6 +405,7 @@ LAUNCHES = {
     "zero1": Launch("zero1"),
     "zero2": Launch("zero2"),
     "zero3": Launch("zero3"),
+    "zero3, fp32, reduced once": Launch("zero3", settings=(("precision", "fp32"), ("batch.reduce_once", "true"))),
 }
 ATTENTIONS = {
     f"cp, {attention}": Launch("cp", attention=attention)
