@@ -182,7 +182,7 @@ class ShardedTensorParallel(TensorParallel):
 
     name = "fsdp_tp"
     parameter_form = "tiles"  # DTensors of two dimensions, where an exchange of whole matrices knows one
-    compilations = ("none",)  # FSDP2's hooks hand a compiled layer another DTensor in every step
+    compilations = ("none", "regional")
 
     @classmethod
     def requested(cls) -> str | None:

@@ -69,6 +69,22 @@ def split(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
     }
 
 
+def split_and_sharded(ranks: int, groups: int) -> dict[str, dict[str, tuple[int, int]]]:
+    """What both take, of the elements that a rank of one group would hold."""
+    total = LAYERS * (SPLIT // ranks + NORMS) + BESIDE
+    gathers = (2 * LAYERS + 1, BF16 * (2 * total - BESIDE))
+    of_shards = {f"all-gather of {groups}": gathers, f"reduce-scatter of {groups}": (LAYERS + 1, FP32 * total)}
+    least = {moment: collectives | of_shards for moment, collectives in split(ranks).items() if "step" in moment}
+    return {
+        **least,
+        "update": {
+            f"all-reduce of {ranks}": (2, FP32 * WHOLE // groups + FP32),
+            f"all-reduce of {groups}": (1, FP32),
+        },
+        "validation": {**split(ranks)["validation"], f"all-gather of {groups}": (LAYERS + 1, BF16 * total)},
+    }
+
+
 def staged(ranks: int, neighbours: int) -> dict[str, dict[str, tuple[int, int]]]:
     """Hidden states of each pipeline microbatch, as many as there are ranks, forward and their gradients backward."""
     passed = (neighbours * ranks, neighbours * ranks * BF16 * HIDDEN)
@@ -113,6 +129,7 @@ LEAST = {
     "cp": cut(8),
     "cp, 2 x 4": cut(4),
     "tp": split(8),
+    "fsdp_tp, 4 x 2": split_and_sharded(2, 4),
     "tp, 2 x 4": with_replicas(split(4), "update", 1, WHOLE + LAYERS * SPLIT // 4),
     "pp, an inner stage": staged(8, neighbours=2),
     "pp, 2 x 4, the last stage": with_replicas(staged(4, neighbours=1), "update", 1, STAGE),

@@ -23,7 +23,7 @@ from pretrain.planning.candidates import (
     work_of_run,
 )
 from pretrain.planning.report import PARTS, build_plan, comment_of, plan_json, plan_verdict, remarks
-from pretrain.planning.step_time import Hardware
+from pretrain.planning.step_time import COMMUNICATION_BYTES, CONTEXT_BYTES, FRAGMENTATION, Hardware
 from pretrain.recipe import read_run_config
 from pretrain.units import co2_text
 from support.project import ROOT, run_script
@@ -118,8 +118,10 @@ def test_gradients_are_reduced_once_where_that_is_faster_and_fits(recipe):
     run = PlannedRun(plan.config, planned_model_config(plan.config), "bf16")
     plain = replace(fsdp2, reduces_once=False, step_seconds=2 * fsdp2.step_seconds)
     assert reduced_once(plain, run, plan.work, plan.hardware, plan.speed).reduces_once
-    small = replace(plan.hardware, gpu=replace(plan.hardware.gpu, memory_bytes=2.2 * GIB))
-    assert small.usable_bytes < fsdp2.memory.total
+    taken = CONTEXT_BYTES + COMMUNICATION_BYTES
+    memory = (taken + 0.9 * fsdp2.memory.total) / (1 - FRAGMENTATION)
+    small = replace(plan.hardware, gpu=replace(plan.hardware.gpu, memory_bytes=memory))
+    assert small.usable_bytes == pytest.approx(0.9 * fsdp2.memory.total)
     assert not reduced_once(plain, run, plan.work, small, plan.speed).reduces_once
 
 

@@ -69,7 +69,7 @@ def test_trackio_gets_the_settings_and_the_numbers(tmp_path, monkeypatch):
     trackers.log({"train/loss": 2.5, "train/perplexity": 12.2}, step=3)
     trackers.finish()
     assert told == {"project": "groundwork", "name": "run_7", "group": "mine", "resume": "allow"}
-    assert package.config["optim.name"] == "adamw" and package.config["trackers.0"] == "trackio"
+    assert package.config["optim.name"] == config.optim.name and package.config["trackers.0"] == "trackio"
     assert sent == [(3, {"train/loss": 2.5, "train/perplexity": 12.2}), "finished"]
 
 
