@@ -171,10 +171,14 @@ REASONS = {
     ("zero2", "last micro-step"): ALL_REDUCED,
     ("zero2", "update"): f"{IN_TWO}; three sums for the norm and its overflow",
     **{
-        ("zero3", moment): "DeepSpeed fetches ahead in buckets; norms stay whole"
+        (launch, moment): "DeepSpeed fetches ahead in buckets; norms stay whole"
+        for launch in ("zero3", "zero3, fp32, reduced once")
         for moment in ("micro-step", "last micro-step")
     },
-    ("zero3", "update"): "DeepSpeed keeps norms whole and gathers them; two sums for the norm and its overflow",
+    **{
+        (launch, "update"): "DeepSpeed keeps norms whole and gathers them; two sums for the norm and its overflow"
+        for launch in ("zero3", "zero3, fp32, reduced once")
+    },
 }
 """Why a moment takes more than the least."""
 

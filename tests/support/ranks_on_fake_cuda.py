@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._meta_registrations import create_fakework
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
 from torch.distributed.pipelining.stage import InferenceMode
 from torch.distributed.tensor import DTensor
@@ -220,6 +220,15 @@ def real_mesh(*arguments, **settings):
         return init_device_mesh(*arguments, **settings)
 
 
+init_mesh = DeviceMesh.__init__
+
+
+def init_real_mesh(mesh: DeviceMesh, *arguments, **settings) -> None:
+    """FSDP2 joins its mesh with that of tensor parallelism."""
+    with unset_fake_temporarily():
+        init_mesh(mesh, *arguments, **settings)
+
+
 def agree_on_shapes(schedule, stages: list, *_) -> None:
     """In place of the vote of a pipeline's stages on whether shapes are known before: they are."""
     for stage in stages:
@@ -297,6 +306,7 @@ def fake_devices() -> Iterator[FakeTensorMode]:
     """Fake CUDA, with what strategies use and fake tensors do not know."""
     patches = (
         mock.patch("pretrain.parallel.fully_sharded.init_device_mesh", real_mesh),
+        mock.patch.object(DeviceMesh, "__init__", init_real_mesh),
         mock.patch.object(torch.nn.Module, "_apply", apply_in_place),
         mock.patch.object(FakeTensor, "tolist", even_rows),
         mock.patch("torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device", move_states),
