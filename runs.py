@@ -1,6 +1,7 @@
 """Inspects runs and controls live ones.
 
 python runs.py list [FOLDER]                 # every run under a folder: state, step, loss, speed, time left
+python runs.py watch [FOLDER]                # the same, live; --page: with curves and controls in a browser
 python runs.py status RUN                    # one run: progress, loss, last events; --watch to refresh
 python runs.py plot RUN...                   # curves: a PNG and an interactive HTML page
 python runs.py compare RUN...                # differing settings and results, side by side
@@ -16,13 +17,15 @@ python runs.py mixture --config recipes/NAME.yaml --output sweeps/y  # weights o
 """
 
 import argparse
+import contextlib
 import os
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import EXIT_INTERRUPTED, InputError, run_script
 from pretrain.runs.comparison import comparison_text, names_of, summary_text, write_csv
@@ -31,7 +34,11 @@ from pretrain.runs.history import find_runs, read_history, require_run, require_
 from pretrain.runs.run_folder import METRICS_FILE
 from pretrain.runs.status import list_text, read_status, status_text
 
+if TYPE_CHECKING:
+    from pretrain.runs.live_log import LiveRuns
+
 ROOT_OF_RUNS = Path("runs")
+USUAL_PORT, LAST_PORT = 8765, 65_535
 
 
 def list_runs(arguments: argparse.Namespace) -> int:
@@ -67,6 +74,67 @@ def status(arguments: argparse.Namespace) -> int:
             return 0
         if not sys.stdout.isatty():
             print()
+
+
+def watch(arguments: argparse.Namespace) -> int:
+    """Shows all runs of a folder until Ctrl-C, in the terminal and, if asked for, as a page."""
+    from pretrain.runs.live_log import LiveRuns
+    from pretrain.runs.live_table import print_once, show_live
+
+    folder, problems = arguments.folder, []
+    if not folder.is_dir():
+        problems.append(f"{folder}: no such folder; give a folder that contains runs")
+    if arguments.once and arguments.page:
+        problems.append("--once: not with --page, which serves until Ctrl-C; --output FILE writes the page as a file")
+    if arguments.port is not None and not arguments.page:
+        problems.append("--port: only valid with --page")
+    if arguments.port is not None and arguments.port > LAST_PORT:
+        problems.append(f"--port {arguments.port}: must be from 0 to {LAST_PORT}")
+    if problems:
+        raise InputError(*problems)
+    if arguments.output is not None:
+        require_writable(arguments.output)
+    runs = LiveRuns(folder)
+    if not runs.refresh():
+        raise InputError(f"{folder}: contains no runs; start one with train.py, or give another folder")
+    if arguments.output is None and not arguments.page:
+        print_once(runs) if arguments.once else show_live(runs, arguments.interval)
+        return 0
+    return watch_page(arguments, runs)
+
+
+def watch_page(arguments: argparse.Namespace, runs: "LiveRuns") -> int:
+    """The same with a page, served, written, or both."""
+    from pretrain.runs.live_page import LiveData, PageServer, write_live_page
+    from pretrain.runs.live_table import print_once, show_live
+
+    data, notes = LiveData(runs), []
+
+    def write() -> None:
+        if arguments.output is not None:
+            write_live_page(data, arguments.output, None if arguments.once else arguments.interval)
+
+    def write_again() -> None:
+        with contextlib.suppress(OSError):  # a shared disk that is away for a while: the page says how old it is
+            write()
+
+    write()
+    notes += [str(arguments.output)] if arguments.output is not None else []
+    if arguments.once:
+        print_once(runs)
+        print(notes[0])
+        return 0
+    if not arguments.page:
+        show_live(runs, arguments.interval, write_again, notes[0])
+        return 0
+    port = USUAL_PORT if arguments.port is None else arguments.port
+    with PageServer(data, port, arguments.interval) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            show_live(runs, arguments.interval, write_again, " · ".join([server.address, *notes]))
+        finally:
+            server.shutdown()
+    return 0
 
 
 def plot(arguments: argparse.Namespace) -> int:
@@ -245,6 +313,13 @@ def positive(text: str, kind: type = float) -> float:
     return value
 
 
+def whole(text: str) -> int:
+    """A whole number from 0, for argparse."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0")
+    return int(text)
+
+
 def natural(text: str) -> int:
     """A whole number from 1, for argparse."""
     return positive(text, int)
@@ -286,6 +361,16 @@ def add_readers(commands: argparse._SubParsersAction) -> None:
     default, several = {"nargs": "?", "default": ROOT_OF_RUNS}, {"given": "runs", "nargs": "+"}
     add_command(
         commands, "list", list_runs, "all runs under a folder (default runs)", "folder", metavar=None, **default
+    )
+    command = add_command(
+        commands, "watch", watch, "all runs under a folder, live (default runs)", "folder", metavar=None, **default
+    )
+    command.add_argument("--page", action="store_true", help="a page with curves and controls too, for this machine")
+    command.add_argument("--port", type=whole, metavar="PORT", help=f"of the page (default {USUAL_PORT}; 0: any)")
+    command.add_argument("--output", type=Path, metavar="FILE.html", help="keep the page up to date as one file, too")
+    command.add_argument("--once", action="store_true", help="as it is now, and end")
+    command.add_argument(
+        "--interval", type=positive, default=2.0, metavar="SECONDS", help="between two looks (default 2)"
     )
     command = add_command(commands, "status", status, "state and progress of a run", **default)
     command.add_argument("--watch", type=positive, nargs="?", const=2.0, metavar="SECONDS", help="refresh every N (2)")

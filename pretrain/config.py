@@ -528,8 +528,9 @@ class RunConfig(Section):
         "auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "varlen"
     ] = "auto"
     """Attention implementation; auto: the fastest that is correct for the model, device and document_mask."""
-    compile: Literal["none", "regional", "full"] = "regional"
-    """torch.compile: regional compiles one layer and reuses it; full compiles the whole model (single and ddp)."""
+    compile: Literal["auto", "none", "regional", "full"] = "auto"
+    """torch.compile: regional compiles one layer and reuses it; full compiles the whole model (single and ddp); auto
+    is full for at most four layers in one process on a CPU, else regional."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """full: keep only each layer's input and recompute the rest in the backward pass."""
     validation: Validation = Validation()

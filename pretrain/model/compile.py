@@ -15,6 +15,27 @@ def layers_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in causal_lm.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
 
 
+LAYERS_COMPILED_WHOLE = 4
+"""Up to so many, compiling the whole model costs a few seconds more than one layer."""
+
+
+def choose_compile(requested: str, causal_lm: PreTrainedModel, *, is_alone: bool, is_plain: bool) -> str:
+    """The mode of `compile_model` for the recipe's compile.
+
+    auto is full for a few layers on a CPU: what is called for every layer is 5 % of a step of 1M parameters
+    (docs/performance.md).
+
+    Args:
+        is_alone: whether one process trains the model.
+        is_plain: whether nothing is counted or computed again within its layers.
+    """
+    if requested != "auto":
+        return requested
+    on_cpu = next(causal_lm.parameters()).device.type == "cpu"
+    is_small = len(layers_of(causal_lm)) <= LAYERS_COMPILED_WHOLE
+    return "full" if is_alone and is_plain and on_cpu and is_small else "regional"
+
+
 def compile_model(model: torch.nn.Module, causal_lm: PreTrainedModel, mode: str, lengths: int = 1) -> None:
     """none: as it is. regional: each block, by one compilation that all share. full: the whole of `model`.
 

@@ -36,7 +36,7 @@ class FullySharded(Strategy):
 
     parameter_form = "sharded"
     precisions = ("fp32", "bf16")
-    compilations = ("none", "regional")  # compiled whole, the graph would break at every hook of a layer
+    compilations = ("auto", "none", "regional")  # compiled whole, the graph would break at every hook of a layer
     holds_whole_model = False
 
     @classmethod

@@ -33,7 +33,7 @@ class ModelParallel(Strategy, ABC):
     """Base of the strategies in which a process holds a part of the model. See `Strategy` for the order of calls."""
 
     precisions = ("fp32", "bf16")
-    compilations = ("none", "regional")
+    compilations = ("auto", "none", "regional")
     holds_whole_model = False
     experts_problem: ClassVar[str | None]
     """Why mixtures of experts do not run; None: they do."""

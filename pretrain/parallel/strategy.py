@@ -84,7 +84,7 @@ class Strategy:
     parameter_form: str = "whole"
     """In which the optimizer is given parameters; see `OptimizerSpec.takes`."""
     precisions: tuple[str, ...] = tuple(PRECISIONS)
-    compilations: tuple[str, ...] = ("none", "regional", "full")
+    compilations: tuple[str, ...] = ("auto", "none", "regional", "full")
     """What of the recipe's precision and compile runs under this strategy."""
     holds_whole_model = True
     """Whether each process has all fp32 weights on its device."""

@@ -182,7 +182,6 @@ class ShardedTensorParallel(TensorParallel):
 
     name = "fsdp_tp"
     parameter_form = "tiles"  # DTensors of two dimensions, where an exchange of whole matrices knows one
-    compilations = ("none", "regional")
 
     @classmethod
     def requested(cls) -> str | None:

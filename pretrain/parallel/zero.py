@@ -52,7 +52,7 @@ class Zero(Strategy):
 
     parameter_form = "pieces"  # flat, of many parameters together
     precisions = ("fp32", "bf16")
-    compilations = ("none", "regional")  # compiled whole, the graph would break at every hook of a layer
+    compilations = ("auto", "none", "regional")  # compiled whole, the graph would break at every hook of a layer
 
     holds_whole_model = False
 

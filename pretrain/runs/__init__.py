@@ -6,6 +6,8 @@ Copes with what a crash left behind, imports nothing heavy, and changes a run on
     history: its metrics
     status: state, progress, time left
     curves, plots, comparison: pictures and tables
+    live_log, live_table: all runs while they are written, in the terminal
+    live_page, live_curves: the same on a page
     control: commands to a live run
     step_documents: what a step was trained on
     parity: one recipe under every strategy

@@ -247,6 +247,11 @@ def _line_handle(colour: str, label: str, dash: str = "-", **mark: Any) -> Any:
 
 
 def write_page(runs: list[RunCurves], path: Path) -> None:
+    """Writes `page_text`."""
+    write_durably(path, page_text(runs))
+
+
+def page_text(runs: list[RunCurves]) -> str:
     """A page with the same curves to hover over, zoom into and choose the x-axis of; everything is in the one file."""
     page = {
         "made": time.strftime("%Y-%m-%d %H:%M"),
@@ -257,5 +262,4 @@ def write_page(runs: list[RunCurves], path: Path) -> None:
     # In a script element nothing may look like the end of one, whatever a run's names and messages say.
     data = json.dumps(page, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     title = ", ".join(run.name for run in runs).replace("&", "&amp;").replace("<", "&lt;")
-    text = PAGE.read_text(encoding="utf-8").replace("{{TITLE}}", title, 1).replace("{{DATA}}", data, 1)
-    write_durably(path, text)
+    return PAGE.read_text(encoding="utf-8").replace("{{TITLE}}", title, 1).replace("{{DATA}}", data, 1)

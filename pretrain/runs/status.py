@@ -91,7 +91,11 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
 
     brief: reads less, for long lists.
     """
-    events = read_end(run, lines=100, look_back_bytes=1 << 20) if brief else read_end(run)
+    return status_from(run, read_end(run, lines=100, look_back_bytes=1 << 20) if brief else read_end(run))
+
+
+def status_from(run: Path, events: list[Event]) -> RunStatus:
+    """The state of a run whose last events are known. Raises OSError where the run is gone."""
     heartbeat = read_json(heartbeat_path(run))
     last = {event["event"]: event for event in events}
     train, start = last.get("train", {}), last.get("start", {})
@@ -254,6 +258,11 @@ def status_text(status: RunStatus) -> str:
 def event_text(event: Event) -> str:
     """'2026-01-31 12:00:00  checkpoint  step 500 · path step-00000500 ...': any event in one line."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"])) if is_number(event.get("time")) else ""
+    return f"{when}  {event['event']:<10}  {facts_text(event)}".rstrip()
+
+
+def facts_text(event: Event) -> str:
+    """'step 500 · path step-00000500 ...': what an event says, without its name and time."""
     shown = {k: v for k, v in event.items() if k not in ("event", "time", "hours", "step") and v is not None}
     if event["event"] == "start":
         names = ["parameters", "active_parameters", "ranks", "total_steps"]
@@ -263,7 +272,7 @@ def event_text(event: Event) -> str:
     parts = [f"{name} {_value_text(value)}" for name, value in list(shown.items())[:6]]
     if is_number(event.get("step")):
         parts.insert(0, f"step {event['step']:,}")
-    return f"{when}  {event['event']:<10}  {' · '.join(parts)}".rstrip()
+    return " · ".join(parts)
 
 
 def _value_text(value: object) -> str:

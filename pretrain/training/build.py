@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from pretrain.config import RunConfig
 from pretrain.model.build import build_meta_model
-from pretrain.model.compile import checkpoint_activations, compile_model
+from pretrain.model.compile import checkpoint_activations, choose_compile, compile_model
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss, choose_loss
 from pretrain.model.pretrained import open_pretrained
@@ -59,5 +59,7 @@ def build_training(
     prepared = strategy.prepare(model, weights, build_optimizer)
     experts = Experts(causal_lm, strategy, plan.router_losses)  # before the layers are compiled
     lengths = {config.data.window, *config.data.windows}
-    compile_model(prepared, causal_lm, config.compile, len(lengths))
+    is_plain = config.activation_checkpointing == "none" and plan.active_parameters == plan.parameters
+    mode = choose_compile(config.compile, causal_lm, is_alone=strategy.name == "single", is_plain=is_plain)
+    compile_model(prepared, causal_lm, mode, len(lengths))
     return Built(prepared, causal_lm, experts)

@@ -24,7 +24,7 @@ from pretrain.optim.averaging import averages_after
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.preparation.cleaning.decontamination import contamination_of
 from pretrain.recipe import as_yaml
-from pretrain.runs.publishing.card_facts import DATA_FILE, hub_datasets_of
+from pretrain.runs.publishing.card_facts import DATA_FILE, hub_datasets_of, preparation_of
 from pretrain.runs.run_folder import read_json
 from pretrain.training.cautions import cautions
 from pretrain.training.resume import Continuation
@@ -103,6 +103,7 @@ def data_record(reader: ShardReader) -> dict:
         "totals": splits,
         "hub_datasets": hub_datasets_of(fields),
         "contamination": contamination_of(fields),
+        "preparation": preparation_of(fields),
         "input_files": len(manifest.source_names),
     }
 

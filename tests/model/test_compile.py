@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
-from pretrain.model.compile import compile_model, gelu_by_sigmoid
+from pretrain.model.compile import choose_compile, compile_model, gelu_by_sigmoid
 from support.project import events, launch, losses, run_script
 
 
@@ -89,10 +89,28 @@ def test_gelu_without_tanh_is_gelu(name, dtype, tolerance):
     torch.testing.assert_close(gradient.double(), wanted_gradient, rtol=tolerance, atol=tolerance)
 
 
+def tiny_gpt2(layers: int) -> torch.nn.Module:
+    sizes = {"n_layer": layers, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 64}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
+
+
+@pytest.mark.parametrize(
+    ("requested", "layers", "is_alone", "is_plain", "chosen"),
+    [
+        ("auto", 4, True, True, "full"),
+        ("auto", 5, True, True, "regional"),
+        ("auto", 4, False, True, "regional"),
+        ("auto", 4, True, False, "regional"),
+        ("none", 4, True, True, "none"),
+    ],
+)
+def test_a_few_layers_are_compiled_whole(requested, layers, is_alone, is_plain, chosen):
+    assert choose_compile(requested, tiny_gpt2(layers), is_alone=is_alone, is_plain=is_plain) == chosen
+
+
 def test_compiled_layers_of_gpt2_compute_what_they_did_before():
     torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 64}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes)).eval()
+    model = tiny_gpt2(layers=2).eval()
     ids = torch.randint(0, 64, (2, 16))
     names, wanted = list(model.state_dict()), model(ids).logits
     compile_model(model, model, "regional")

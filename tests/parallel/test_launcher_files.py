@@ -146,7 +146,7 @@ def test_a_deepspeed_file_that_cannot_be_used(tmp_path, config):
         ("zero2", "deepspeed_config", {"gradient_accumulation_steps": 4}, "recipe's batch.tokens_per_step: 4096"),
         ("zero2", "deepspeed_config", {"gradient_clipping": 0.3}, "recipe's optim.max_grad_norm: 1.0"),
         ("fsdp2", "fsdp_config", {"fsdp_activation_checkpointing": True}, "recipe's activation_checkpointing: none"),
-        ("ddp", "dynamo_config", {"dynamo_backend": "INDUCTOR"}, "recipe's compile: regional"),
+        ("ddp", "dynamo_config", {"dynamo_backend": "INDUCTOR"}, "recipe's compile: auto"),
         ("hsdp", "parallelism_config", {"parallelism_config_dp_replicate_size": 3}, "3 does not divide 2 processes"),
         ("hsdp", "parallelism_config", {"parallelism_config_dp_shard_size": 4}, "2 x dp_shard_size 4 is not 2 proc"),
     ],
@@ -194,7 +194,7 @@ def test_the_launcher_itself_is_checked(tmp_path, shards):
     assert "fsdp_config.fsdp_offload_param is unknown" in refused.stderr
     assert "did you mean fsdp_offload_params?" in refused.stderr
     assert "optim.name: adamw_8bit does not run under fsdp2; choose adamw or adafactor or muon" in refused.stderr
-    assert "compile: full does not run under fsdp2; choose none or regional" in refused.stderr
+    assert "compile: full does not run under fsdp2; choose auto or none or regional" in refused.stderr
 
 
 SLURM_COMMANDS = {

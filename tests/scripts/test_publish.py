@@ -39,8 +39,8 @@ SOON = 300
 """Seconds that no machine, however busy, needs for what is waited for here."""
 OFFER = ("--license", "apache-2.0", "--language", "en")
 WENT_UP = {
-    "README.md", "config.json", "generation_config.json", "loss.png", "model.safetensors", "provenance.json",
-    "tokenizer.json", "tokenizer_config.json",
+    "README.md", "bom.cdx.json", "config.json", "generation_config.json", "loss.png", "model.safetensors",
+    "provenance.json", "tokenizer.json", "tokenizer_config.json", "training_content.md",
 }  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def test_final_and_milestones_go_up_and_come_back(run, hub, home, tmp_path):
 def test_a_dry_run_writes_exactly_what_goes_up(run, hub, home, tmp_path):
     output = tmp_path / "dry"
     out = publish_run(run, hub, home, "--checkpoint", "4", "--final", "--dry_run", "--output", output, HF_TOKEN="")
-    assert "main: step 8, 8 files" in out.stdout and not hub.repositories
+    assert "main: step 8, 10 files" in out.stdout and not hub.repositories
     publish_run(run, hub, home, "--checkpoint", "4", "--final")
     for revision in ("main", "step-4"):
         gone_up = {name: file.content for name, file in hub.files("me/tiny", revision).items()}
@@ -141,7 +141,7 @@ def test_a_repository_is_verified(run, hub, home):
 
     out = verify("me/tiny")
     assert out.returncode == 0, out.stdout + out.stderr
-    assert "me/tiny: 7 files and provenance.json as published: step 8 of x, code abc123" in out.stdout
+    assert "me/tiny: 9 files and provenance.json as published: step 8 of x, code abc123" in out.stdout
     api = HfApi(endpoint=hub.url, token=TOKEN)
     api.upload_file(path_or_fileobj=b"{}", path_in_repo="config.json", repo_id="me/tiny")
     api.upload_file(path_or_fileobj=b"import os", path_in_repo="extra.py", repo_id="me/tiny")
@@ -366,7 +366,7 @@ def test_a_checkpoint_goes_up_whole_with_its_optimizer(run, tmp_path):
     (model,) = find_publishable(run, steps=["best"], milestones=False, final=False, with_optimizer=True)
     assert model.step == 4, "the one with the lowest validation loss"
     staged = stage(run, model, Publication("me/tiny", dtype="bf16"), tmp_path / "staged")
-    new = {"README.md", "loss.png", "provenance.json"}
+    new = {"README.md", "loss.png", "provenance.json", "bom.cdx.json", "training_content.md"}
     assert {path.name for path in folder.iterdir()} | new == {path.name for path in staged.iterdir()}
     for name in ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json"):
         assert (staged / name).read_bytes() == (folder / name).read_bytes()

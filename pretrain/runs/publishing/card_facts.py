@@ -3,16 +3,22 @@
 What a run does not have (a data folder since moved, no evaluation) is left out; nothing is guessed.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
+from urllib.parse import urlsplit
 
 from pretrain.data.manifest import MANIFEST_FILE
+from pretrain.files import sha256_of
 from pretrain.preparation.cleaning.decontamination import contamination_of
+from pretrain.runs.curves import Places, flops_per_token_of
 from pretrain.runs.history import Event, History, Score, current_events, joules_of, read_metrics, scores_of
 from pretrain.runs.run_folder import read_config, read_json, read_state, setting
 from pretrain.units import count_text
 
+SHOWN_DOMAINS = 50
 DATA_FILE = "data.json"
 """A run's copy of the totals in its shards' manifests (training/run_records.py), by folder as in the recipe."""
 
@@ -38,6 +44,8 @@ class DataSource:
     hub_datasets: tuple[str, ...] = ()
     contamination: tuple[dict[str, Any], ...] = ()
     """By benchmark, as `contamination_of` gives it."""
+    preparation: dict[str, Any] = field(default_factory=dict)
+    """As `preparation_of` gives it."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +161,69 @@ def describe_source(source: dict[str, Any], record: dict[str, Any], weight: floa
         vocabulary_size=record.get("vocabulary_size"),
         hub_datasets=tuple(record.get("hub_datasets") or hub_datasets_of(record)),
         contamination=tuple(record.get("contamination") or contamination_of(record)),
+        preparation=record.get("preparation") or preparation_of(manifest_behind(record, Path(source["shards"]))),
     )
+
+
+def manifest_behind(record: dict[str, Any], shards: Path) -> dict[str, Any]:
+    """The manifest whose totals a run kept, if it still lies there unchanged: runs once kept less of it."""
+    if "manifest_sha256" not in record:
+        return record  # it is the manifest
+    path = shards / MANIFEST_FILE
+    return read_json(path) if path.is_file() and sha256_of(path) == record["manifest_sha256"] else {}
+
+
+def distinct_sources(sources: Iterable[DataSource]) -> list[DataSource]:
+    """Each folder of shards once, in whatever stages it is."""
+    return list({(source.name, source.manifest_sha256): source for source in sources}.values())
+
+
+def preparation_of(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Where the documents of shards came from and what was removed, as far as their manifest says; {} without one.
+
+    No file is named: of files the number, the size and, of those that were read by URL, the hosts.
+    """
+    sources = [source for source in manifest.get("sources") or [] if isinstance(source, dict)]
+    if not sources:
+        return {}
+    files = [source for source in sources if "split" not in source]
+    options, cleaning = manifest.get("options") or {}, manifest.get("cleaning") or {}
+    domains = Counter((cleaning.get("domains") or {}).values())
+    return {
+        "datasets": [
+            {"name": public_name(source.get("path")), **{key: source.get(key) for key in DATASET_KEYS}}
+            for source in sources
+            if "split" in source
+        ],
+        "files": len(files),
+        "file_bytes": sum(source.get("bytes") or 0 for source in files),
+        "file_hosts": sorted({host for source in files if (host := urlsplit(str(source.get("path"))).hostname)}),
+        "filters": [stage.get("name") for stage in options.get("cleaning") or []],
+        "documents_in": cleaning.get("documents_in"),
+        "removed": {rule: counts.get("documents") for rule, counts in (cleaning.get("removed") or {}).items()},
+        "skipped": {name: count for name, count in (manifest.get("skipped") or {}).items() if isinstance(count, int)},
+        "deduplicated": bool(options.get("deduplicate")),
+        "near_duplicates_at": setting(options, "near_duplicates.threshold"),
+        "languages": setting(cleaning, "histograms.language"),
+        "domains": dict(domains.most_common(SHOWN_DOMAINS)),
+        "domain_sample": domains.total(),
+    }
+
+
+DATASET_KEYS = ("subset", "split", "rows", "fingerprint")
+
+
+def training_flops(facts: CardFacts) -> tuple[float | None, bool]:
+    """(FLOPs of the model's training by the formula of MFU, whether the run recorded those of a token).
+
+    Steps that were repeated count once, and a model that it began with not at all. None where tokens are not known.
+    """
+    per_token, is_exact = flops_per_token_of(facts.history)
+    if facts.tokens is None or per_token is None:
+        return None, False
+    steps = [{"hours": 0.0, **event} for event in facts.history.of("train")]  # a card's facts do without
+    places = Places(steps, per_token, facts.history.of("stage"))
+    return places.of([{"step": facts.step}])["flops"][0], is_exact
 
 
 def hub_datasets_of(manifest: dict[str, Any]) -> list[str]:

@@ -13,8 +13,11 @@ from pretrain.errors import InputError, Problems
 from pretrain.files import PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, commit, damage, remove
 from pretrain.runs.history import last_good_end
 from pretrain.runs.publishing.card import CARD_FILE, PICTURE_FILE, Publication, write_card
+from pretrain.runs.publishing.card_facts import read_card_facts
+from pretrain.runs.publishing.materials import MATERIALS_FILE, write_materials
 from pretrain.runs.publishing.provenance import write_provenance
 from pretrain.runs.publishing.signature import sign
+from pretrain.runs.publishing.training_content import TRAINING_CONTENT_FILE, write_training_content
 from pretrain.runs.run_folder import best_step, checkpoint_folders, read_config, read_json, read_state, setting
 from pretrain.units import count_text
 
@@ -22,7 +25,9 @@ STAGING = "publish"
 """Folder of a run where models are staged for upload, with the log of publishing during training."""
 EVALUATIONS = "evaluations"
 """Folder of a run with the logs and results of evaluations during training."""
-WRITTEN_ANEW = (CARD_FILE, PICTURE_FILE, SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE)
+WRITTEN_ANEW = (
+    CARD_FILE, PICTURE_FILE, TRAINING_CONTENT_FILE, MATERIALS_FILE, SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE,
+)  # fmt: skip
 STAYS_HERE = re.compile(r"(optimizer|average).*\.safetensors(\.index\.json)?|trainer_state\.json")
 WEIGHTS = re.compile(r"model.*\.safetensors")
 SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
@@ -143,8 +148,8 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
 
     A checkpoint's fp32 weights are rounded to the export dtype, and its optimizer and trainer state are left out,
     unless with_optimizer: then it is uploaded whole and sealed with its card, so that a run can continue from a
-    download. provenance.json covers all files, the seal too. Raises InputError if a file contains a secret of this
-    process's environment.
+    download. bom.cdx.json lists all files but the seal; provenance.json covers all, the seal too. Raises InputError
+    if a file contains a secret of this process's environment.
 
     key: private, in PEM, to sign it all with.
     """
@@ -168,9 +173,13 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
     if is_rounded:
         note_dtype(unfinished, dtype, weight_bytes)
     write_card(run, unfinished, publication, step=model.step)
+    facts = read_card_facts(run, model.step, unfinished)
+    write_training_content(facts, unfinished, publication)
+    write_materials(facts, unfinished, publication)
     if model.with_optimizer:
         sealed = target.with_name(f".sealed-{target.name}")
-        commit(unfinished, sealed, read_json(model.folder / SEAL_FILE)["files"])
+        known = read_json(model.folder / SEAL_FILE)["files"]
+        commit(unfinished, sealed, {name: entry for name, entry in known.items() if name not in WRITTEN_ANEW})
         unfinished = sealed
     write_provenance(run, unfinished, publication, step=model.step, signed=key is not None)
     if problems := secret_problems(unfinished):

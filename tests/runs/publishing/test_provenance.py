@@ -40,7 +40,8 @@ def changed(content: bytes, position: int) -> bytes:
 def test_every_file_changed_by_a_byte_missing_or_added_is_named(folder):
     assert provenance_problems(folder) == [] and publish.main(["--verify", str(folder)]) == 0
     files = sorted(path for path in folder.iterdir())
-    assert {"provenance.json", "README.md", "model.safetensors", "config.json"} <= {path.name for path in files}
+    known = {"provenance.json", "README.md", "model.safetensors", "config.json", "bom.cdx.json", "training_content.md"}
+    assert known <= {path.name for path in files}
     for path in files:
         content = path.read_bytes()
         for position in (0, len(content) // 2, len(content) - 1):

@@ -1,0 +1,129 @@
+"""bom.cdx.json: valid by CycloneDX's official schema, and what it says is what the folder and the run hold."""
+
+import hashlib
+import json
+
+import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+
+from pretrain.runs.history import append_events
+from pretrain.runs.publishing.card import Publication
+from pretrain.runs.publishing.hub_upload import LICENSES
+from pretrain.runs.publishing.materials import SPDX
+from pretrain.runs.publishing.publish import find_publishable, stage
+from support.run_folders import write_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """With energy, evaluations, and what it kept of one source's manifest; not to be changed."""
+    run = write_run(tmp_path_factory.mktemp("runs") / "x", energy={"grid_grams_per_kwh": 500.0})
+    preparation = {
+        "datasets": [{"name": "owner/web", "subset": "cc", "split": "train", "rows": 9, "fingerprint": "f" * 40}],
+        "filters": ["gopher", "decontaminate"], "deduplicated": True, "removed": {"gopher: words": 3}, "files": 0,
+    }  # fmt: skip
+    found = [{"benchmark": "quiz", "items": 4, "sought": 4, "found": 1, "documents": 1, "remove": "document"}]
+    kept = {"manifest_sha256": "d" * 64, "tokenizer": {"name": "bpe", "sha256": "e" * 64}, "contamination": found}
+    kept |= {"totals": {"train": {"tokens": 5000, "documents": 9}}, "preparation": preparation}
+    (run / "data.json").write_text(json.dumps({str(run.parent / "docs"): kept}))
+    append_events(run, [
+        {"event": "train", "step": 8, "tokens": 8000, "loss": 2.0, "joules": 7.2e6, "time": 1_767_225_600.0},
+        {"event": "evaluation", "step": 8, "task": "quiz", "acc": 0.5, "acc_stderr": 0.1},
+        {"event": "evaluation", "step": 8, "task": "half", "acc": 0.5, "limit": 10},
+    ])  # fmt: skip
+    return run
+
+
+def bill(run, publication, folder, **wanted) -> dict:
+    """Of the model of the last step, or of another; valid by the schema."""
+    (model,) = find_publishable(run, **{"steps": [], "milestones": False, "final": not wanted.get("steps"), **wanted})
+    text = (stage(run, model, publication, folder / "staged") / "bom.cdx.json").read_text()
+    error = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
+    assert error is None, error
+    return json.loads(text)
+
+
+OFFER = Publication("me/tiny", license="apache-2.0", languages=("en",))
+
+
+def properties(entry) -> dict:
+    return {item["name"].removeprefix("groundwork:"): item["value"] for item in entry["properties"]}
+
+
+def test_it_is_valid_and_says_what_the_run_holds(run, tmp_path):
+    contents = bill(run, OFFER, tmp_path)
+    model = contents["metadata"]["component"]
+    assert (contents["specVersion"], contents["metadata"]["timestamp"]) == ("1.6", "2026-01-01T00:00:00Z")
+    assert (model["type"], model["group"], model["version"]) == ("machine-learning-model", "me", "step-8")
+    assert model["licenses"] == [{"license": {"id": "Apache-2.0"}}] and model["purl"] == "pkg:huggingface/me/tiny"
+    assert model["pedigree"]["commits"][0]["uid"] == "abc123" and "random weights of seed 7" in str(model["pedigree"])
+    about = properties(model)
+    assert (about["training_tokens"], about["parameters"]) == ("8000", "106816")
+    assert float(about["training_flops"]) == pytest.approx(6 * 106_816 * 8000, rel=1e-5)
+    parameters = model["modelCard"]["modelParameters"]
+    assert parameters["modelArchitecture"] == "LlamaForCausalLM" and parameters["architectureFamily"] == "llama"
+    docs, code = (entry for entry in contents["components"] if entry["type"] == "data")
+    assert parameters["datasets"] == [{"ref": docs["bom-ref"]}, {"ref": code["bom-ref"]}]
+    assert docs["hashes"] == [{"alg": "SHA-256", "content": "d" * 64}] and "hashes" not in code
+    assert properties(docs)["filters"] == "gopher, decontaminate" and properties(docs)["kept_out"] == "quiz"
+    assert docs["externalReferences"][0]["url"] == "https://huggingface.co/datasets/owner/web"
+    assert "pkg:pypi/torch@2.13.0" in [entry.get("purl") for entry in contents["components"]]
+
+
+def test_every_evaluation_and_the_energy_are_in_its_card(run, tmp_path):
+    card = bill(run, OFFER, tmp_path)["metadata"]["component"]["modelCard"]
+    metrics = {(m["type"], m["slice"]): m for m in card["quantitativeAnalysis"]["performanceMetrics"]}
+    assert metrics["loss", "validation text of docs, step 8"]["value"] == "4"
+    assert metrics["acc", "quiz"]["confidenceInterval"] == {"lowerBound": "0.304", "upperBound": "0.696"}
+    assert "confidenceInterval" not in metrics["acc", "half, a part of the task: not comparable"]
+    (used,) = card["considerations"]["environmentalConsiderations"]["energyConsumptions"]
+    assert used["activity"] == "training" and used["activityEnergyCost"] == {"value": 2.0, "unit": "kWh"}
+    assert used["co2CostEquivalent"] == {"value": 0.001, "unit": "tCO2eq"}
+
+
+def test_every_file_is_listed_by_its_hash(run, tmp_path):
+    contents = bill(run, OFFER, tmp_path, steps=[4], with_optimizer=True)
+    folder = tmp_path / "staged"
+    listed = {
+        entry["name"]: entry["hashes"][0]["content"] for entry in contents["metadata"]["component"]["components"]
+    }
+    covering = {"bom.cdx.json", "MANIFEST.json", "provenance.json"}
+    files = {path.name: path for path in folder.iterdir() if path.name not in covering}
+    assert listed == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    assert {"model.safetensors", "README.md", "training_content.md", "config.json"} <= listed.keys()
+
+
+def test_references_are_of_what_is_there_and_of_nothing_twice(run, tmp_path):
+    contents = bill(run, OFFER, tmp_path)
+    model = contents["metadata"]["component"]
+    known = [entry["bom-ref"] for entry in [model, *model["components"], *contents["components"]]]
+    assert len(known) == len(set(known))
+    depends = {entry["ref"]: entry.get("dependsOn", []) for entry in contents["dependencies"]}
+    assert depends.keys() | set(depends["model"]) <= set(known) and len(depends["model"]) == 4
+
+
+def test_the_same_run_gives_the_same_bytes_and_another_another_number(run, tmp_path):
+    one, same = (bill(run, OFFER, tmp_path / name) for name in ("a", "b"))
+    other = bill(run, Publication("me/other", license="mit"), tmp_path / "c")
+    assert one == same and one["serialNumber"] != other["serialNumber"]
+
+
+@pytest.mark.parametrize("license", LICENSES)
+def test_every_licence_that_is_suggested_is_valid(run, tmp_path, license):
+    (entry,) = bill(run, Publication("me/x", license=license), tmp_path)["metadata"]["component"]["licenses"]
+    assert entry["license"] == ({"id": SPDX[license]} if license in SPDX else {"name": license})
+
+
+def test_a_run_that_recorded_little_has_a_valid_bill(tmp_path):
+    run = write_run(tmp_path / "x", init="pretrained")
+    recipe = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(recipe.replace("model_configs/tiny.json", "owner/base@v1"))
+    for name in ("environment.json", "strategy.json"):
+        (run / name).unlink()
+    contents = bill(run, Publication(), tmp_path)
+    (ancestor,) = contents["metadata"]["component"]["pedigree"]["ancestors"]
+    assert (ancestor["purl"], ancestor["version"]) == ("pkg:huggingface/owner/base", "v1")
+    assert "timestamp" not in contents["metadata"] and "environmentalConsiderations" not in json.dumps(contents)
+    (run / "config.yaml").write_text("{}")
+    assert bill(run, Publication(), tmp_path / "again")["components"] == []
