@@ -65,10 +65,11 @@ bench: .venv/requirements
 	$(BIN)/python bench/guards.py
 	$(BIN)/python bench/data.py
 
-# One recipe under every strategy: make parity RECIPE=recipes/mine.yaml
-RECIPE ?= recipes/demo.yaml
+# One recipe under every strategy: make parity RECIPE=recipes/mine.yaml; else a dense model and one with experts.
+RECIPE ?= recipes/moe_5m.yaml
+MODELS ?= $(if $(filter recipes/moe_5m.yaml,$(RECIPE)),model_configs/llama_demo.json model_configs/qwen3_moe_5m.json)
 parity: .venv/requirements
-	$(BIN)/python runs.py parity --config $(RECIPE) --steps 10
+	$(BIN)/python runs.py parity --config $(RECIPE) --steps 10 $(if $(MODELS),--models $(MODELS))
 
 lint: .venv/requirements-dev
 	$(BIN)/ruff check .

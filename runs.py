@@ -18,6 +18,7 @@ python runs.py mixture --config recipes/NAME.yaml --output sweeps/y  # weights o
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -245,9 +246,12 @@ def steer(arguments: argparse.Namespace) -> int:
 def parity(arguments: argparse.Namespace) -> int:
     """Trains the recipe for a few steps under each strategy and compares; exit status 1 if one differs."""
     from pretrain.recipe import pair_up
-    from pretrain.runs.parity import measure_parity, strategy_names
+    from pretrain.runs.parity import measure_parity, measure_parity_of_models, strategy_names
 
-    return measure_parity(
+    measure = measure_parity
+    if arguments.models:
+        measure = functools.partial(measure_parity_of_models, models=arguments.models)
+    return measure(
         arguments.config,
         arguments.output,
         steps=arguments.steps,
@@ -413,6 +417,10 @@ def add_parity(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--config", type=Path, required=True, metavar="RECIPE")
     command.add_argument("--steps", type=int, default=50, help="optimizer steps of each run (default 50)")
     command.add_argument("--strategies", help="names in accelerate_configs/, comma-separated (default: all)")
+    command.add_argument(
+        "--models", type=Path, nargs="+", metavar="JSON",
+        help="each of these in the place of the recipe's, such as model_configs/qwen3_moe_5m.json, which ep trains",
+    )  # fmt: skip
     command.add_argument("--processes", type=int, default=2, help="processes, except of single (default 2)")
     command.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="(default fp32)")
     command.add_argument("--output", type=Path, default=Path("runs/parity"), help="(default runs/parity)")
