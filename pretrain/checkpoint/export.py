@@ -1,4 +1,4 @@
-"""final/: the trained model as a Hugging Face folder, in the export dtype, with tokenizer and model card."""
+"""final/: the trained model as save_pretrained would write it, in the export dtype, with tokenizer and model card."""
 
 import json
 import shutil
@@ -13,6 +13,7 @@ from pretrain.checkpoint.tensor_files import write_group
 from pretrain.files import commit
 from pretrain.hardware import DTYPES
 from pretrain.model.build import save_model_metadata
+from pretrain.model.published_names import PublishedNames
 from pretrain.parallel.strategy import Strategy
 from pretrain.runs.publishing.card import CARD_FILE, write_card
 
@@ -50,7 +51,8 @@ def export_final(
         group, buffers = strategy.model_tensors(), {name for name, _ in strategy.causal_lm.named_buffers()}
         # Buffers as they are: the library reads a router's bias in fp32, and rounded it would choose other experts.
         dtypes = dict.fromkeys(group.shapes.keys() - buffers, DTYPES[dtype])
-        written = write_group(unfinished, "model", group, ranks.rank, ranks.count, dtypes, beat)
+        published = PublishedNames.of(strategy.causal_lm.config)
+        written = write_group(unfinished, "model", group, ranks.rank, ranks.count, dtypes, beat, published)
     files = {name: entry for share in ranks.gather(written) for name, entry in share.items()}
     with ranks.together(SaveError):
         if ranks.is_main:

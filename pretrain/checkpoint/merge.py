@@ -8,7 +8,7 @@ model soup (Wortsman et al., arXiv 2203.05482).
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, write_group
 from pretrain.errors import InputError, Problems
 from pretrain.files import PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, commit
 from pretrain.model.model_config import config_differences, load_model_config
+from pretrain.model.published_names import JoinedTensors, PublishedNames
 from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.runs.addresses import ModelAddress, find_models
 from pretrain.runs.publishing.card import CARD_FILE, PICTURE_FILE
@@ -36,7 +37,9 @@ LEFT_BEHIND = {SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE, CARD_FILE, PICTURE_FI
 class MeanTensors(TensorGroup):
     """The mean of each tensor over several models, computed in fp64 when it is asked for, in fp32."""
 
-    models: Sequence[SavedTensors]
+    models: Sequence[Mapping[str, torch.Tensor]]
+    published: PublishedNames
+    """How they are called in the mean's folder."""
 
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
         if not wanted:
@@ -79,7 +82,7 @@ def merge_models(texts: list[str], *, last: int | None, weights: str, output: Pa
     unfinished = output.with_name(f".saving-{output.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    files = write_group(unfinished, "model", group, 0, 1)
+    files = write_group(unfinished, "model", group, 0, 1, published=group.published)
     describe_mean(unfinished, folders[-1], {"models": names, "weights": weights})
     commit(unfinished, output, files)
     return output, names
@@ -126,12 +129,13 @@ def mean_of(names: Sequence[str], folders: Sequence[Path], prefix: str) -> MeanT
     problems = Problems()
     configs: list[PreTrainedConfig | None] = [problems.attempt(load_model_config, str(folder)) for folder in folders]
     problems.stop_if_any()
-    models = [SavedTensors(folder, prefix) for folder in folders]
-    problems += [f"merge {name}: has no safetensors" for name, model in zip(names, models, strict=True) if not model]
+    saved = [SavedTensors(folder, prefix) for folder in folders]
+    problems += [f"merge {name}: has no safetensors" for name, model in zip(names, saved, strict=True) if not model]
+    published = problems.attempt(PublishedNames.of, configs[0])
     problems.stop_if_any()
-    shapes = models[0].shapes()
-    for name, config, model in zip(names[1:], configs[1:], models[1:], strict=True):
-        ours = model.shapes()
+    models = [JoinedTensors(model, published) for model in saved]
+    shapes, *others = (joined.shapes(of.shapes()) for joined, of in zip(models, saved, strict=True))
+    for name, config, ours in zip(names[1:], configs[1:], others, strict=True):
         different = [key for key in (shapes | ours) if shapes.get(key) != ours.get(key)]
         if type(config) is not type(configs[0]) or different:
             what = f"{len(different)} tensors differ, first {different[0]}; " if different else ""
@@ -145,7 +149,7 @@ def mean_of(names: Sequence[str], folders: Sequence[Path], prefix: str) -> MeanT
                 "under which the same weights are another model; merge checkpoints of one stage"
             )
     problems.stop_if_any()
-    return MeanTensors(shapes, dict.fromkeys(shapes, torch.float32), {}, models)
+    return MeanTensors(shapes, dict.fromkeys(shapes, torch.float32), {}, models, published)
 
 
 def require_room(output: Path, group: TensorGroup) -> None:

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from pretrain.files import seal
+from pretrain.model.published_names import PublishedNames
 from pretrain.parallel.tensor_group import TensorGroup
 
 MAX_FILE_BYTES = 4 * 1024**3
@@ -36,6 +37,9 @@ class SavedTensors(Mapping[str, torch.Tensor]):
                 found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         return found
 
+    def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
+        return name in self._file_of
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
 
@@ -59,12 +63,18 @@ def plan_files(group: TensorGroup, prefix: str, max_file_bytes: int = MAX_FILE_B
     return {f"{prefix}-{i:05d}-of-{len(bundles):05d}.safetensors": names for i, names in enumerate(bundles, start=1)}
 
 
-def tensor_index(group: TensorGroup, prefix: str, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, dict]:
+def tensor_index(
+    group: TensorGroup,
+    prefix: str,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    published: PublishedNames | None = None,
+) -> dict[str, dict]:
     """{file name: contents} of HF's index of which tensor is in which file; {} where there is one file."""
     files = plan_files(group, prefix)
     if len(files) == 1:
         return {}
-    weight_map = {name: file for file, names in files.items() for name in names}
+    pieces = published.pieces if published else {}
+    weight_map = {piece: file for file, names in files.items() for name in names for piece in pieces.get(name, [name])}
     index = {"metadata": {"total_size": bytes_of(group, dtypes)}, "weight_map": weight_map}
     return {f"{prefix}.safetensors.index.json": index}
 
@@ -103,21 +113,24 @@ def write_group(
     ranks: int,
     dtypes: Mapping[str, torch.dtype] | None = None,
     beat: Callable[[], None] = lambda: None,
+    published: PublishedNames | None = None,
 ) -> dict[str, dict]:
     """Writes this rank's share of the files; returns {file: {bytes, sha256}} of what it wrote.
 
     dtypes: of the tensors in the files; where one is left out, its own.
     beat: called for every tensor: a large model on a slow disk takes longer than a step may.
+    published: names and pieces to write in the place of the group's; tensors of one are in one file.
     """
     written = {}
     for file, entries in itertools.groupby(shares(prefix, group, rank, ranks, beat), key=lambda entry: entry[0]):
         tensors = {}
         for _, name, tensor in entries:
-            tensors[name] = tensor.to((dtypes or {}).get(name, tensor.dtype)).contiguous()
+            tensor = tensor.to((dtypes or {}).get(name, tensor.dtype)).contiguous()
+            tensors |= published.split(name, tensor) if published else {name: tensor}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         written[file] = seal(folder / file)
     if rank == 0:
-        for file, index in tensor_index(group, prefix, dtypes).items():
+        for file, index in tensor_index(group, prefix, dtypes, published).items():
             (folder / file).write_text(json.dumps(index, indent=1))
     return written
 

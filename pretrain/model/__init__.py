@@ -6,6 +6,7 @@ file in architectures/ (docs/models.md).
     architectures/: local architectures
     model_config, build: from JSON to model
     initial_weights, pretrained: initial weights unit by unit, from the seed or from files
+    published_names: tensors as save_pretrained writes them, each expert by itself
     inputs: token ids to what the model takes
     attention, cpu_attention: kernels, document mask
     kernels: those that a run uses, in words

@@ -10,16 +10,19 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from pretrain.errors import InputError
-from pretrain.model.build import build_meta_model, initialize_module, load_pretrained
+from pretrain.model.build import initialize_module, load_pretrained
 from pretrain.model.model_config import load_model_config
+from pretrain.model.published_names import PublishedNames
+
+TensorPlaces = dict[str, tuple[Path, str]]
+"""{name of a tensor, or of each of its pieces as published: (file, name in it)}"""
 
 
 class PretrainedTensors:
     """The weights of a folder or Hub id, by the names of the model that trains, fp32 whatever they were saved in."""
 
-    def __init__(self, places: dict[str, tuple[Path, str]]):
-        self._places = places
-        """{parameter or buffer: (file, name in it)}"""
+    def __init__(self, places: dict[str, TensorPlaces], names: PublishedNames | None = None):
+        self._places, self._names = places, names
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor of its own, on the CPU; integers keep their type."""
@@ -28,9 +31,12 @@ class PretrainedTensors:
         return tensor.to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
 
     def _found(self, name: str) -> torch.Tensor:
-        path, name_in_file = self._places[name]
-        with safe_open(path, framework="pt") as file:
-            return file.get_tensor(name_in_file)
+        tensors, places = {}, self._places[name]
+        for path in {path for path, _ in places.values()}:
+            with safe_open(path, framework="pt") as file:
+                mine = {piece: name_in_file for piece, (there, name_in_file) in places.items() if there == path}
+                tensors |= {piece: file.get_tensor(name_in_file) for piece, name_in_file in mine.items()}
+        return tensors[name] if name in tensors else self._names.join(name, tensors.pop)
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
         """Gives the module called `unit` inside `causal_lm`, on the meta device so far, its weights and no others.
@@ -67,14 +73,15 @@ class TensorsInMemory(PretrainedTensors):
 def open_pretrained(name_or_path: str) -> PretrainedTensors | PreTrainedModel:
     """Where the weights of a folder or a Hub id are; the whole model where its files need more than reading.
 
-    They do where transformers converts them as it loads (experts saved one by one, say): then every process holds the
-    model until its own part is made. Raises InputError as `load_pretrained` does.
+    They do where transformers makes one tensor of several kinds of them as it loads (experts, saved one by one, are
+    put together here): then every process holds the model until its own part is made. Raises InputError as
+    `load_pretrained` does.
     """
-    places = {} if name_or_path.endswith(".json") else find_tensors(name_or_path)
-    meta_model = build_meta_model(load_model_config(name_or_path)) if places else None
-    if meta_model is None or (named := names_in_model(places, meta_model)) is None:
+    files = {} if name_or_path.endswith(".json") else find_tensors(name_or_path)
+    names = PublishedNames.of(load_model_config(name_or_path)) if files else None
+    if names is None or (places := places_in_files(files, names)) is None:
         return load_pretrained(name_or_path)
-    return PretrainedTensors(named)
+    return PretrainedTensors(places, names)
 
 
 def find_weights(name_or_path: str) -> None:
@@ -118,26 +125,28 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
     return places
 
 
-def names_in_model(places: dict[str, Path], meta_model: PreTrainedModel) -> dict[str, tuple[Path, str]] | None:
-    """{name in the model: (file, name in it)}, the base model's prefix added where the files lack it.
+def places_in_files(files: dict[str, Path], names: PublishedNames) -> dict[str, TensorPlaces] | None:
+    """Where the model's tensors are, the base model's prefix added where the files lack it.
 
     None where a parameter is missing or has another shape.
     """
-    prefix = f"{meta_model.base_model_prefix}."
+    meta_model, shapes = names.meta_model, shapes_in_files(files)
+    prefix, found = f"{meta_model.base_model_prefix}.", {}
     wanted = dict(meta_model.named_parameters())
     buffers = {name for name, _ in meta_model.named_buffers()} & meta_model.state_dict().keys()
-    found = {}
     for name in [*wanted, *buffers]:
-        for name_in_file in (name, name.removeprefix(prefix)):
-            if name_in_file in places:
-                found[name] = (places[name_in_file], name_in_file)
-                break
-    for name, parameter in wanted.items():
-        if name not in found or shape_in_file(*found[name]) != tuple(parameter.shape):
-            return None
+        for pieces in ({name: names.shapes[name]}, names.pieces[name]):
+            for cut in ("", prefix):
+                places = {piece: piece.removeprefix(cut) for piece in pieces}
+                if all(shapes.get(place) == pieces[piece] for piece, place in places.items()):
+                    found.setdefault(name, {piece: (files[place], place) for piece, place in places.items()})
+    return found if wanted.keys() <= found.keys() else None
+
+
+def shapes_in_files(files: dict[str, Path]) -> dict[str, tuple[int, ...]]:
+    """{name: shape}, from the headers."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path in set(files.values()):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     return found
-
-
-def shape_in_file(path: Path, name: str) -> tuple[int, ...]:
-    with safe_open(path, framework="pt") as file:
-        return tuple(file.get_slice(name).get_shape())

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from pretrain.optim.matrix_exchange import Holders, local_tensor
 
 CLIP = 1.0
-"""Largest root mean square of an update."""
+"""Largest root mean square of an update; in a stack of matrices, such as experts, of each one's."""
 DECAY_EXPONENT = 0.8
 """The second moment's decay at step t is 1 - t^-DECAY_EXPONENT."""
 LEAST_SQUARE = 1e-30
@@ -139,13 +139,25 @@ class Adafactor(torch.optim.Optimizer):
             state["variance"].lerp_(sums["variance"] + LEAST_SQUARE, new)
             block.mul_(part_of_vector(state["variance"].rsqrt(), first, block).view_as(block))
         update = part.inside(block, first)
+        if is_stack := are_matrices(part.shape):
+            squares = torch.zeros(part.shape[:-2], device=block.device)
+            part_of_matrices(squares, part, first, block).copy_(block.square().sum((-2, -1)))
+        else:
+            squares = update.square().sum()
         if part.offset is not None:
             gradient.copy_(update)
             update = gradient
             del block
-        (square,) = yield [update.square().sum()]
-        rms = square.sqrt() / math.sqrt(math.prod(part.shape))
-        update.div_(torch.clamp(rms / CLIP, min=1.0))
+        (square,) = yield [squares]
+        rms = square.sqrt() / math.sqrt(math.prod(part.shape[-2:] if is_stack else part.shape))
+        excess = torch.clamp(rms / CLIP, min=1.0)
+        if is_stack:
+            block, first = part.block(update)
+            block.div_(part_of_matrices(excess, part, first, block)[..., None, None])
+            update.copy_(part.inside(block, first))
+            del block
+        else:
+            update.div_(excess)
         decay = 1 - group["lr"] * group["weight_decay"]
         if skips is not None:
             update.masked_fill_(skips, 0)
@@ -183,6 +195,11 @@ def part_of_columns(columns: torch.Tensor, part: ParameterPart, first: int, bloc
     return columns.narrow(min(part.dim, len(part.shape) - 2), first, block.size(part.dim))
 
 
+def part_of_matrices(numbers: torch.Tensor, part: ParameterPart, first: int, block: torch.Tensor) -> torch.Tensor:
+    """The same of whole matrices, where the parameter is a stack of them."""
+    return numbers if part.dim >= len(part.shape) - 2 else numbers.narrow(part.dim, first, block.size(part.dim))
+
+
 def part_of_vector(vector: torch.Tensor, first: int, block: torch.Tensor) -> torch.Tensor:
     """The same of elements, where there is one dimension or none."""
     return vector.view(-1).narrow(0, first, block.numel())
@@ -209,6 +226,11 @@ def factored_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     if len(shape) < 2:
         return {"step": (), "variance": shape}
     return {"step": (), "row": shape[:-1], "column": shape[:-2] + shape[-1:]}
+
+
+def are_matrices(shape: tuple[int, ...]) -> bool:
+    """Whether a parameter is a stack of matrices, as a layer's experts are; a filter for each channel is none."""
+    return len(shape) > 2 and min(shape[-2:]) > 1
 
 
 def round_stochastically(values: torch.Tensor, seed: int, step: torch.Tensor) -> torch.Tensor:

@@ -86,8 +86,7 @@ class ContextParallel(FullySharded):
                 f"nearest: {f'{below:,} or ' if below else ''}{below + parts:,}"
             )
         try:
-            model_config = planned_model_config(config)
-            problem = mixing_problem(model_config) or heads_problem(model_config, parts)
+            problem = model_problem(planned_model_config(config), parts)
         except InputError:
             problem = None  # `derive` says what is wrong with the model
         return [*problems, *([problem] if problem else [])]
@@ -96,13 +95,21 @@ class ContextParallel(FullySharded):
     def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
         """The processes of a machine share their sequences: they exchange in every layer."""
         parts = ranks // machines
-        options = f" --{SIZE_SETTING} {parts}" if machines > 1 else ""
+        options = option_of(parts) if machines > 1 else ""
         problem = "needs several GPUs in each machine" if ranks > 1 and parts < 2 else None
         layout = super().layout(name, ranks, machines)
         environment = {SIZE_VARIABLE: str(parts)}
         return replace(
             layout, parts=parts, environment=environment, options=options, problem=layout.problem or problem
         )
+
+    @classmethod
+    def layouts(cls, name: str, ranks: int, machines: int = 1) -> list[Layout]:
+        """By how many processes share a sequence: the fewer, the less is exchanged, and the more is held."""
+        whole = cls.layout(name, ranks, machines)
+        sizes = [n for n in range(2, whole.parts) if whole.parts % n == 0]
+        few = [replace(whole, parts=n, environment={SIZE_VARIABLE: str(n)}, options=option_of(n)) for n in sizes]
+        return [whole] if whole.problem else [*few, whole]
 
     @classmethod
     def launched_layout(cls, name: str) -> Layout:
@@ -172,6 +179,11 @@ def parts_requested() -> int:
     return int(os.environ.get(SIZE_VARIABLE, "1")) or processes_launched()
 
 
+def option_of(parts: int) -> str:
+    """Of the launcher."""
+    return f" --{SIZE_SETTING} {parts}"
+
+
 def size_problems() -> list[str]:
     """What is wrong with the number of processes that are to share a sequence, and what it is combined with."""
     launched, parts = processes_launched(), parts_requested()
@@ -187,6 +199,11 @@ def size_problems() -> list[str]:
             f"launcher: {SIZE_SETTING}: {parts} of {launched} processes cannot share a sequence; use {remedy}"
         )
     return problems
+
+
+def model_problem(model_config: PreTrainedConfig, parts: int) -> str | None:
+    """Why so many processes cannot share a sequence of this model. Raises InputError as `reference_of`."""
+    return mixing_problem(model_config) or heads_problem(model_config, parts)
 
 
 def heads_problem(model_config: PreTrainedConfig, parts: int) -> str | None:

@@ -3,20 +3,24 @@
 from dataclasses import replace
 
 from pretrain.memory.parts import PlannedRun
+from pretrain.parallel.context_parallel import model_problem
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.units import bytes_text
 
 FURTHER = {
     "single": ("zero3_offload",),
-    "ddp": ("zero1", "zero2", "fsdp2", "zero3_offload"),
-    "zero1": ("zero2", "fsdp2", "zero3_offload"),
-    "zero2": ("fsdp2", "zero3_offload"),
-    "fsdp2": ("zero3_offload",),
-    "zero3": ("zero3_offload",),
+    "ddp": ("zero1", "zero2", "fsdp2", "cp", "zero3_offload"),
+    "zero1": ("zero2", "fsdp2", "cp", "zero3_offload"),
+    "zero2": ("fsdp2", "cp", "zero3_offload"),
+    "fsdp2": ("cp", "zero3_offload"),
+    "zero3": ("cp", "zero3_offload"),
+    "cp": (),
 }
 """Launcher files that divide or move away more than a strategy does, the fastest first."""
-FURTHER_ELSEWHERE = ("fsdp2", "zero3_offload")
+FURTHER_ELSEWHERE = ("fsdp2", "cp", "zero3_offload")
 """The same for all others."""
+MOST_PARTS = 64
+"""Processes of a sequence that are advised."""
 
 
 def ladder(run: PlannedRun, strategy_name: str, ranks: int, gpu_memory_bytes: float) -> list[str]:
@@ -48,6 +52,36 @@ def ladder(run: PlannedRun, strategy_name: str, ranks: int, gpu_memory_bytes: fl
         if climb(f"--batch.sequences_per_micro_batch {sequences}"):
             return rungs
     for name in FURTHER.get(strategy_name, FURTHER_ELSEWHERE):
+        if name == "cp" and not can_share(run, ranks):
+            continue
+        if name == "zero3_offload" and run.device_type == "cpu":  # it would move things to where they are
+            continue
         if (ranks > 1 or name == "zero3_offload") and climb(f"accelerate_configs/{name}.yaml"):
             return rungs
     return rungs
+
+
+def can_share(run: PlannedRun, parts: int) -> bool:
+    """Whether so many processes can each hold a part of every sequence."""
+    divides = parts > 1 and run.config.data.sequence_length % parts == 0
+    return divides and model_problem(run.model_config, parts) is None
+
+
+def context_advice(run: PlannedRun, gpu_memory_bytes: float) -> str | None:
+    """How many processes would have to share each sequence, alone in its micro-batch; None if none do.
+
+    Args:
+        gpu_memory_bytes: as of `ladder`.
+    """
+    strategy, full = STRATEGIES["cp"], {"activation_checkpointing": "full"}
+    again = replace(run, config=run.config.model_copy(update=full))
+    for parts in (2**n for n in range(1, MOST_PARTS.bit_length())):
+        for planned, words in ((run, ""), (again, " and --activation_checkpointing full")):
+            total = strategy.largest_footprint(planned, strategy.layout("cp", parts), 1).total
+            if can_share(planned, parts) and total <= 0.9 * gpu_memory_bytes:
+                micro_batch = "--batch.sequences_per_micro_batch 1"
+                what = (
+                    f"accelerate_configs/cp.yaml, {parts} processes sharing each sequence, with {micro_batch}{words}"
+                )
+                return f"{what}: needs {bytes_text(total)} of each one's {bytes_text(gpu_memory_bytes)}, fits"
+    return None

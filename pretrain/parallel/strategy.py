@@ -145,6 +145,11 @@ class Strategy:
         return Layout(name, ranks, machines, problem=problem if (name == "single") != (ranks == 1) else None)
 
     @classmethod
+    def layouts(cls, name: str, ranks: int, machines: int = 1) -> list[Layout]:
+        """Every way in which this file can divide a run by the launcher's options, the fastest first."""
+        return [cls.layout(name, ranks, machines)]
+
+    @classmethod
     def launched_layout(cls, name: str) -> Layout:
         """How the processes that were launched divide a run."""
         return cls.layout(name, processes_launched())

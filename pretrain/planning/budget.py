@@ -17,6 +17,7 @@ from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.memory.activations import Activations, ForwardPass, Line
 from pretrain.memory.parts import PlannedRun, sizes_of
+from pretrain.model.flops import active_parameters, matrix_parameters
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.optim.scaling_laws import batch_by_law, rate_by_law, warmup_by_law, weight_decay_by_law
 from pretrain.parallel.registry import STRATEGIES
@@ -36,7 +37,7 @@ ENOUGH_TOKENS = {"cuda": 16_384, "cpu": 1024}
 """From there on larger products are hardly faster."""
 ABOUT_AS_FAST, WORTH_A_STRATEGY = 1.01, 1.03
 DATA_PARALLEL = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "hsdp")
-COMPARED = (*DATA_PARALLEL, "tp", "pp")
+COMPARED = (*DATA_PARALLEL, "tp", "pp", "ep")
 """Offloading is left out: it is for models that fit in no other way, and bound to a machine's own memory and disk."""
 COMPUTE_OPTIMAL = 20.0
 """Tokens per parameter (Hoffmann et al., arXiv 2203.15556)."""
@@ -81,7 +82,7 @@ class RunBudget:
     def speed(self, shape: Shape) -> Speed:
         if self.mfu:
             return Speed(self.mfu, "stated")
-        return Speed(mfu_of_size(shape.parameters, self.hardware.device_type, self.precision), "assumed for this size")
+        return Speed(mfu_of_size(shape.active, self.hardware.device_type, self.precision), "assumed for this size")
 
     def tokens(self, shape: Shape, tokens_per_second: float) -> float:
         """That a model can be trained on."""
@@ -217,7 +218,7 @@ class Sized:
     @property
     def expected_loss(self) -> float:
         """By the law, to compare with."""
-        return expected_loss(self.shape.parameters, self.tokens, self.budget.unique_tokens)
+        return expected_loss(self.shape.active, self.tokens, self.budget.unique_tokens)
 
     @property
     def learning_rate(self) -> float:
@@ -325,12 +326,12 @@ def refuse_more_than_the_largest(budget: RunBudget) -> None:
     """At the speed of GPUs that do nothing but compute."""
     largest, asked = budget.shapes[-1], budget.tokens_per_parameter or COMPUTE_OPTIMAL
     tokens = budget.tokens_at_mfu(largest)
-    ratio = tokens / largest.parameters
+    ratio = tokens / largest.active
     if ratio > MOST_TIMES_TOO_LONG * asked:
-        wanted = math.sqrt(tokens * largest.parameters / asked)
+        wanted = math.sqrt(tokens * largest.active / asked)
         raise InputError(
             f"budget: {budget.in_words()} would train {count_text(wanted)} parameters at {asked:g} tokens per "
-            f"parameter; the largest {budget.family.name} here has {count_text(largest.parameters)} ({largest.layers} "
+            f"parameter; the largest {budget.family.name} here has {count_text(largest.active)} ({largest.layers} "
             f"x {largest.width}). Give less, or train that one for longer with --tokens_per_parameter {ratio:.0f}"
         )
 
@@ -355,8 +356,8 @@ def size(
     sizes = sizes_of(run.model_config)
     work = RunWork(
         sizes=sizes,
-        active=sizes.total,
-        non_embedding=sizes.total - (0 if sizes.is_tied else sizes.embedding),
+        active=active_parameters(run.model_config),
+        non_embedding=matrix_parameters(run.model_config),
         tokens=int(tokens),
         steps=int(tokens / batch),
         tokens_per_step=batch,

@@ -42,6 +42,7 @@ SAVES, SECONDS_BETWEEN_SAVES = 10, 1800
 """Checkpoints and validations of a run, more where it is so long that half an hour is lost otherwise."""
 PUBLISHED_FROM = 6e7
 """Parameters in layers."""
+ROUTERS = "loss: {router_balance: 0.01, router_z_loss: 0.001}  # OLMoE's\n"
 SHARE_FOR_VALIDATION = 0.02
 """Of the computation."""
 
@@ -141,12 +142,17 @@ def choices(found: Answer) -> list[Choice]:
 def choices_of_model(found: Answer) -> list[Choice]:
     """The budget, and the sizes that it buys."""
     run, shape = found.chosen, found.chosen.shape
-    family, ratio = run.budget.family.name, run.tokens / shape.parameters
+    family, ratio, total = run.budget.family.name, run.tokens / shape.active, run.work.sizes.total
+    active = f"{count_text(run.work.active)} active of " if run.work.active < total else ""
     return [
         Choice("budget", run.budget.in_words(), budget_reason(run)),
-        Choice("model", f"{family}, {count_text(run.work.sizes.total)} parameters", size_reason(found)),
+        Choice("model", f"{family}, {active}{count_text(total)} parameters", size_reason(found)),
         Choice("shape", f"{shape.layers} layers x {shape.width:,}", shape_reason(shape)),
-        Choice("tokens", f"{count_text(run.tokens)}, {ratio:.3g} per parameter", tokens_reason(run)),
+        Choice(
+            "tokens",
+            f"{count_text(run.tokens)}, {ratio:.3g} per {'active ' if active else ''}parameter",
+            tokens_reason(run),
+        ),
         Choice(
             "window",
             f"{shape.sequence_length:,} tokens",
@@ -212,7 +218,7 @@ def choices_of_launch(found: Answer) -> list[Choice]:
 
 def size_reason(found: Answer) -> str:
     run = found.chosen
-    budget, ratio = run.budget, run.tokens / run.shape.parameters
+    budget, ratio = run.budget, run.tokens / run.shape.active
     why = f"nearest to {budget.tokens_per_parameter or COMPUTE_OPTIMAL:g} tokens per parameter"
     if not budget.tokens_per_parameter:
         why += ", where the loss is lowest for the computation (Hoffmann et al., arXiv 2203.15556)"
@@ -286,6 +292,7 @@ def alternative_rows(found: Answer) -> list[dict[str, Any]]:
                 "layers": sized.shape.layers,
                 "width": sized.shape.width,
                 "parameters": sized.work.sizes.total,
+                "active_parameters": sized.work.active,
                 "tokens": sized.tokens,
                 "strategy": used.candidate.name,
                 "sequences_per_micro_batch": used.candidate.micro_batch,
@@ -313,6 +320,7 @@ def answer_json(found: Answer) -> str:
         "choices": [asdict(choice) for choice in choices(found)],
         "model": run.shape.config_values(2 * run.shape.sequence_length),
         "parameters": run.work.sizes.total,
+        "active_parameters": run.work.active,
         "tokens": run.tokens,
         "steps": run.steps,
         "tokens_per_step": run.batch,
@@ -376,7 +384,7 @@ def alternatives_table(found: Answer) -> Table:
             f"{row['family']} {row['layers']} x {row['width']:,}",
             count_text(row["parameters"]),
             count_text(row["tokens"]),
-            f"{row['tokens'] / row['parameters']:.3g}",
+            f"{row['tokens'] / row['active_parameters']:.3g}",
             f"{row['strategy']} {row['sequences_per_micro_batch']}{recomputes}",
             duration_text(3600 * row["hours"]),
             f"${row['cost']:,.0f}" if row["cost"] else "-",
@@ -415,6 +423,7 @@ def recipe_text(found: Answer, command: str) -> str:
         )
         for choice in choices(found)
     )
+    routers = ROUTERS if run.shape.family.experts else ""
     preparation = "" if place.is_prepared else f"# Prepare the data first:\n#   {preparation_command(found)}\n"
     return f"""\
 {MADE_BY}python {command}
@@ -437,7 +446,7 @@ optim:
   warmup_steps: {run.warmup_steps}
   weight_decay: {run.weight_decay:g}
   max_grad_norm: 1.0
-compile: {run.run.config.compile}
+{routers}compile: {run.run.config.compile}
 activation_checkpointing: {best.checkpointing}
 validation: {{every_steps: {every}, sequences: {int(min(max(measured, 4), 512))}}}
 checkpoint: {{every_steps: {every}, keep_last: 2, keep_best: 1}}

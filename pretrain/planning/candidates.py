@@ -47,6 +47,8 @@ class Candidate:
     communication_seconds: float = 0.0
     """Of the step, not hidden behind computing."""
     notes: list[str] = field(default_factory=list)
+    options: str = ""
+    """For the launcher, where the file itself says something else."""
 
     @property
     def runs(self) -> bool:
@@ -119,9 +121,18 @@ def micro_batches(config: RunConfig, ranks: int) -> list[int]:
 
 
 def consider(name: str, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed) -> Candidate:
-    """The run under one strategy: what keeps it from running, memory, the largest micro-batch, seconds per step."""
-    strategy, config = STRATEGIES[name], run.config
-    layout = strategy.layout(name, hardware.gpus, hardware.machines)
+    """The run under one strategy, divided in the first of its ways in which the recipe's micro-batch fits."""
+    found: list[Candidate] = []
+    for layout in STRATEGIES[name].layouts(name, hardware.gpus, hardware.machines):
+        found.append(replace(consider_layout(layout, run, work, hardware, speed), options=layout.options))
+        if found[-1].runs and found[-1].fits:
+            return found[-1]
+    return min(reversed(found), key=lambda each: (bool(each.problems), not each.runs, each.step_seconds))
+
+
+def consider_layout(layout: Layout, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed) -> Candidate:
+    """What keeps it from running, memory, the largest micro-batch, seconds per step."""
+    name, strategy, config = layout.name, STRATEGIES[layout.name], run.config
     problems = strategy_problems(run, layout)
     if problems:
         return Candidate(name, problems)
@@ -141,6 +152,8 @@ def consider(name: str, run: PlannedRun, work: RunWork, hardware: Hardware, spee
     )
     fits = memory.total <= hardware.usable_bytes
     notes = [] if micro_batch in possible else [batch_problem(config, ranks)]
+    if layout.parts > 1:
+        notes.append(f"{name}: {layout.parts} of {layout.ranks} processes share each sequence")
     used = micro_batch if fits and micro_batch in possible else fitting
     if used is None:
         return Candidate(name, [], memory, fits, None, None, notes=notes)
@@ -208,7 +221,7 @@ def command_of(
     launch = (
         f"accelerate launch --config_file accelerate_configs/{candidate.name}.yaml --num_processes {hardware.gpus}"
     )
-    launch += STRATEGIES[candidate.name].layout(candidate.name, hardware.gpus, hardware.machines).options
+    launch += candidate.options
     if hardware.machines > 1:
         launch += f" --num_machines {hardware.machines} --machine_rank RANK --main_process_ip ADDRESS"
     return " ".join([f"{launch} train.py --config {config_path}", *settings])

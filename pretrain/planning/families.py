@@ -21,6 +21,8 @@ WIDE_HEADS_FROM = 2560
 """Width of the model: GPT-3's and Llama's heads are 64 wide in small models and 128 in large ones."""
 UNTIED_FROM_WIDTH = 4096
 """Of Llama and Qwen3: their models below 5B share the embedding with the head, larger ones do not."""
+CHOSEN = 8
+"""Experts of a token."""
 CONTEXTS = ((2e7, 256), (8e7, 512), (2e8, 1024), (4e9, 2048), (math.inf, 4096))
 """(parameters in layers below which it holds, tokens of a window): the demo's, GPT-2's, Llama's and Llama 2's."""
 
@@ -59,6 +61,8 @@ class Family:
     learns_positions: bool = False
     caps_logits: bool = False
     """So that the loss needs them whole."""
+    experts: int = 0
+    """In a layer, in the place of its feed-forward network; CHOSEN of them are together as wide as that."""
 
 
 GPT3, LLAMA_SHAPES = "GPT-3's table 2.1 (arXiv 2005.14165)", "Llama's table 2 (arXiv 2302.13971)"
@@ -98,7 +102,15 @@ DEEPONE = Family(
     "(arXiv 2203.00555)",
     ties=False,
 )
-FAMILIES = {family.name: family for family in (LLAMA, QWEN3, GPT2, NANOCHAT, DEEPONE)}
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    filled((*SMALL_RUNGS, (16, 768), (40, 2048))),
+    "Qwen3's layers with Qwen3 30B-A3B's experts (arXiv 2505.09388): 8 for a token, each 3/8 as wide as the model; 64 "
+    "of them, as OLMoE has (arXiv 2409.02060)",
+    feed_forward=3.0,
+    experts=64,
+)
+FAMILIES = {family.name: family for family in (LLAMA, QWEN3, GPT2, NANOCHAT, DEEPONE, QWEN3_MOE)}
 
 
 @dataclass(frozen=True)
@@ -112,20 +124,24 @@ class Shape:
 
     @property
     def head_width(self) -> int:
-        if self.family is NANOCHAT or (self.family is QWEN3 and self.width >= 1024):
+        if self.family is NANOCHAT or (self.is_qwen3 and self.width >= 1024):
             return WIDE_HEAD
         return NARROW_HEAD if self.width < WIDE_HEADS_FROM else WIDE_HEAD
 
     @property
     def heads(self) -> int:
         """Qwen3's smallest has 16 of 128, whose outputs together are wider than the model."""
-        least = 16 if self.family is QWEN3 and self.width >= 1024 else 1
+        least = 16 if self.is_qwen3 and self.width >= 1024 else 1
         return max(least, self.width // self.head_width)
+
+    @property
+    def is_qwen3(self) -> bool:
+        return self.family in (QWEN3, QWEN3_MOE)
 
     @property
     def key_heads(self) -> int:
         """As many as heads; of Qwen3 half of them, and no more than 8."""
-        if self.family is not QWEN3 or self.heads % 2:
+        if not self.is_qwen3 or self.heads % 2:
             return self.heads
         return math.gcd(self.heads, 8) if self.heads >= 16 else self.heads // 2
 
@@ -135,20 +151,33 @@ class Shape:
         return math.ceil(self.width * self.family.feed_forward / 64) * 64
 
     @property
+    def expert_width(self) -> int:
+        """A multiple of 16, for the kernels."""
+        return math.ceil(self.width * self.family.feed_forward / CHOSEN / 16) * 16
+
+    @property
     def is_tied(self) -> bool:
         return self.family.ties_always or (self.family.ties and self.width < UNTIED_FROM_WIDTH)
 
     @property
     def layer_parameters(self) -> int:
-        """Matrices of all layers."""
+        """Matrices of all layers that a token meets."""
         attention = 2 * self.width * self.head_width * (self.heads + self.key_heads)
-        return self.layers * (attention + (3 if self.family.gated else 2) * self.width * self.intermediate)
+        width = self.intermediate if not self.family.experts else CHOSEN * self.expert_width
+        router = self.width * self.family.experts
+        return self.layers * (attention + (3 if self.family.gated else 2) * self.width * width + router)
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token meets, with embedding and head."""
+        positions = self.sequence_length if self.family.learns_positions else 0
+        return self.layer_parameters + ((1 if self.is_tied else 2) * self.vocabulary + positions) * self.width
 
     @property
     def parameters(self) -> int:
-        """With embedding and head."""
-        positions = self.sequence_length if self.family.learns_positions else 0
-        return self.layer_parameters + ((1 if self.is_tied else 2) * self.vocabulary + positions) * self.width
+        """All of them: with the experts that a token does not meet."""
+        others = max(0, self.family.experts - CHOSEN)
+        return self.active + self.layers * others * 3 * self.width * self.expert_width
 
     @property
     def sequence_length(self) -> int:
@@ -188,6 +217,8 @@ class Shape:
             "nanochat": {**rope, "rms_norm_eps": 1e-6, "final_logit_softcapping": 15.0},
             "deepone": {"rope_theta": 10000.0},
         }
+        experts = {"num_experts": self.family.experts, "num_experts_per_tok": CHOSEN, "norm_topk_prob": True}
+        own["qwen3_moe"] = {**own["qwen3"], **experts, "moe_intermediate_size": self.expert_width}
         return {
             "model_type": self.family.name,
             "vocab_size": self.vocabulary,

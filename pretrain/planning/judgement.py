@@ -12,9 +12,11 @@ import torch
 from pretrain.config import RunConfig
 from pretrain.data.shards import ShardReader
 from pretrain.errors import InputError
-from pretrain.hardware import peak_flops
-from pretrain.memory.parts import sizes_of
+from pretrain.hardware import memory_bytes, peak_flops
+from pretrain.memory.parts import PlannedRun, sizes_of
 from pretrain.model.model_config import padded_vocabulary
+from pretrain.parallel.memory_advice import context_advice, ladder
+from pretrain.parallel.registry import requested_strategy
 from pretrain.parallel.strategy import device_type
 from pretrain.planning.candidates import storage_of, work_of_run
 from pretrain.planning.step_time import default_mfu
@@ -51,6 +53,7 @@ def judgement(
         missing_validation(config, validation),
         heavy_vocabulary(run),
         few_steps(config, run),
+        small_memory(config, run, device),
         small_disk(config, run),
     )
     warnings = [*cautions(config, run, overridden, device), *filter(None, found)]
@@ -111,6 +114,24 @@ def few_steps(config: RunConfig, run: RunPlan) -> str | None:
     return (
         f"batch: {config.batch.tokens_per_step:,} tokens per step leave {run.total_steps:,} steps, of which "
         f"{run.schedule.warmup_steps:,} are warmup; a run learns little in fewer than {FEWEST_STEPS}: {remedy}"
+    )
+
+
+def small_memory(config: RunConfig, run: RunPlan, device: torch.device) -> str | None:
+    """Warns that a step will not fit into the memory here, with what would; of several stages the largest counts."""
+    name, strategy = requested_strategy()
+    planned = PlannedRun(config, run.model_config, run.precision, device.type)
+    layout, have = strategy.launched_layout(name), memory_bytes(device)
+    need = strategy.largest_footprint(planned, layout, config.batch.sequences_per_micro_batch).total
+    if need <= have:
+        return None
+    remedies = ladder(planned, name, layout.ranks, have)
+    if all("does not fit" in remedy for remedy in remedies):
+        remedies += filter(None, [context_advice(planned, have)])
+    longest = config.data.longest_window.sequence_length
+    return (
+        f"memory: under {name} a step in sequences of {longest:,} tokens needs {bytes_text(need)}, and "
+        f"{'this GPU' if device.type == 'cuda' else 'each process here'} has {bytes_text(have)}; {'; '.join(remedies)}"
     )
 
 

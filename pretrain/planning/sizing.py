@@ -127,14 +127,14 @@ def best_shape(tokens: Mapping[Shape, float], unique_tokens: float) -> Shape:
 
     tokens: that each can be trained on.
     """
-    losses = {shape: expected_loss(shape.parameters, tokens[shape], unique_tokens) for shape in tokens}
+    losses = {shape: expected_loss(shape.active, tokens[shape], unique_tokens) for shape in tokens}
     best = min(losses.values())
     return next(shape for shape in tokens if losses[shape] <= (1 + WORTHWHILE) * best)
 
 
 def nearest_shape(tokens: Mapping[Shape, float], tokens_per_parameter: float) -> Shape:
-    """The one that is trained on the ratio nearest to this."""
-    return min(tokens, key=lambda shape: abs(math.log(tokens[shape] / shape.parameters / tokens_per_parameter)))
+    """The one that is trained on the ratio nearest to this; of a mixture's active parameters."""
+    return min(tokens, key=lambda shape: abs(math.log(tokens[shape] / shape.active / tokens_per_parameter)))
 
 
 def batch_for(tokens: float, smallest: int, largest: int) -> int:

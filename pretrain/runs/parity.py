@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pretrain.errors import EXIT_BAD_INPUT, InputError, did_you_mean
 from pretrain.files import ROOT
@@ -43,6 +44,39 @@ def strategy_names() -> list[str]:
     """The strategies there are files for, the reference first."""
     names = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
     return [REFERENCE, *(name for name in names if name != REFERENCE)]
+
+
+def measure_parity_of_models(
+    recipe: Path,
+    output: Path,
+    *,
+    models: Sequence[Path],
+    strategies: list[str],
+    changes: Sequence[tuple[str, str]] = (),
+    **settings: Any,
+) -> int:
+    """`measure_parity` of the recipe with each of these models, into output/MODEL, and a table of them all.
+
+    Returns 0 if every model agrees with itself under `single`, else 1. Raises InputError as `measure_parity`.
+    """
+    names = [path.stem for path in models]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"--models: {', '.join(repeated)}: several files of one name; rename one")
+    rows, statuses = [["", *(name for name in strategies if name != REFERENCE)]], []
+    for name, path in zip(names, models, strict=True):
+        print(f"{name}\n", flush=True)
+        own = [*changes, ("model.config", str(path))]
+        statuses.append(measure_parity(recipe, output / name, strategies=strategies, changes=own, **settings))
+        results = json.loads((output / name / "parity.json").read_text(encoding="utf-8"))
+        rows.append([name, *(loss_or_why_not(results[strategy]) for strategy in rows[0][1:])])
+        print()
+    print(f"Largest difference of the loss from {REFERENCE}\n{table(rows, right=set(range(1, len(rows[0]))))}")
+    return max(statuses)
+
+
+def loss_or_why_not(result: Mapping) -> str:
+    """A strategy's largest difference, or the word for none."""
+    return f"{result['loss']:.1e}" if "loss" in result else "refused" if "refused" in result else "FAILED"
 
 
 def measure_parity(

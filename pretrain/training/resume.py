@@ -13,6 +13,7 @@ from pretrain.errors import InputError
 from pretrain.files import SEAL_FILE
 from pretrain.model.build import shape_changes
 from pretrain.model.model_config import config_differences, load_model_config
+from pretrain.model.published_names import JoinedTensors, PublishedNames
 from pretrain.optim.averaging import average_after_step, averages_after, can_continue
 from pretrain.parallel.strategy import Strategy
 from pretrain.runs.addresses import trunk_checkpoint
@@ -141,7 +142,8 @@ class Continuation:
         """Loads the checkpoint into the model, the optimizer and the average."""
         if not self.saved:
             return
-        self.strategy.load(self.saved.model, self.saved.optimizer)
+        names = PublishedNames.of(self.strategy.causal_lm.config)
+        self.strategy.load(JoinedTensors(self.saved.model, names), self.saved.optimizer)
         self.strategy.load_state(self.saved.contents["strategy"])
         settings, state, total_steps = self.config.averaging, self.state, self.run.total_steps
         if settings.kind == "none" or not can_continue(settings, state.average, total_steps):

@@ -1,6 +1,8 @@
 """The mean of several models: what it is of, exactly, and what it refuses."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from pretrain.files import SEAL_FILE, commit, damage
 from pretrain.model.build import load_pretrained
 from support.project import run_script
 from support.run_folders import write_model, write_run, write_tokenizer
-from support.tiny_models import TINY_LLAMA
+from support.tiny_experts import as_the_library_saves
+from support.tiny_models import TINY_LLAMA, TINY_MOE
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,23 @@ def test_folders_of_several_dtypes_are_a_mixture_too(run, tmp_path):
     assert next(iter(ours.values())).dtype == torch.bfloat16
     for name, tensor in mean.items():
         assert tensor.equal(((ours[name].double() + theirs[name].double()) / 2).float())
+
+
+def test_experts_by_either_name_are_one_model(tmp_path):
+    """A checkpoint has them by the names of the model that trains, final/ and the Hub one by one; so has the mean."""
+    ours = write_model(tmp_path / "ours", write_tokenizer(tmp_path / "tokenizer"), TINY_MOE, seed=1)
+    shutil.copytree(ours, theirs := tmp_path / "theirs")
+    expected = as_the_library_saves(ours, theirs, torch.float32)
+    (theirs / SEAL_FILE).unlink()
+    commit(theirs, sealed := tmp_path / "sealed", {})
+    assert expected.keys() != saved(ours).keys()
+    for texts in ([str(ours), str(sealed)], [str(sealed), str(ours)]):
+        folder, _ = merge_models(texts, last=None, weights="raw", output=tmp_path / f"mean, {Path(texts[0]).name}")
+        assert saved(folder).keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in saved(folder).items())
+    wider = write_model(tmp_path / "wider", tmp_path / "tokenizer", {**TINY_MOE, "moe_intermediate_size": 48}, seed=1)
+    with pytest.raises(InputError, match="not of one architecture"):
+        merge_models([str(sealed), str(wider)], last=None, weights="raw", output=tmp_path / "none")
 
 
 def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path, capsys):

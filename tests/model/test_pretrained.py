@@ -9,6 +9,8 @@ from pretrain.errors import InputError
 from pretrain.model.build import build_meta_model, build_model, load_pretrained
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.pretrained import PretrainedTensors, TensorsInMemory, find_weights, open_pretrained
+from pretrain.model.published_names import PublishedNames
+from support.tiny_experts import tiny_config
 from support.tiny_models import TINY
 
 
@@ -92,12 +94,26 @@ def test_what_is_read_does_not_change_the_files(tmp_path):
     assert_same(again, load_pretrained(path))
 
 
-def test_files_that_are_converted_as_they_are_loaded_make_a_whole_model(tmp_path):
-    """Mixtral's experts are saved one by one and computed as one tensor."""
-    config = AutoConfig.for_model(
-        **{**TINY["llama"], "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
-    )
+@pytest.mark.parametrize("shard", ["20KB", "1GB"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v3"])
+def test_experts_that_are_saved_one_by_one_are_put_together_layer_by_layer(kind, shard, tmp_path):
+    config = tiny_config(kind)
+    build_model(config, seed=7).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size=shard)
+    pretrained = open_pretrained(str(tmp_path))
+    assert isinstance(pretrained, PretrainedTensors)
+    model, weights = build_meta_model(config), InitialWeights(seed=0, pretrained=pretrained)
+    weights.fill(model, "model.layers.1")
+    read = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
+    assert read and all(name.startswith("model.layers.1.") for name in read)
+    for unit in units_of(model):
+        weights.fill(model, unit)
+    assert_same(model, load_pretrained(str(tmp_path)))
+
+
+def test_files_that_need_several_tensors_for_one_make_a_whole_model(tmp_path, monkeypatch):
+    config = tiny_config("mixtral")
     build_model(config, seed=7).save_pretrained(tmp_path)
+    monkeypatch.setattr(PublishedNames, "_taken_apart", lambda names, tensors: {"all": next(iter(tensors.values()))})
     pretrained = open_pretrained(str(tmp_path))
     assert isinstance(pretrained, PreTrainedModel)
     model = build_meta_model(config)

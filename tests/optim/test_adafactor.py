@@ -35,6 +35,22 @@ def expected():
     return [p.detach() for p in parameters], [optimizer.state[p] for p in parameters]
 
 
+def test_each_matrix_of_a_stack_is_updated_as_it_would_be_alone():
+    """Gradients of other sizes: clipped together, the update of one would scale those of the others."""
+    generator = torch.Generator().manual_seed(0)
+    weights, spikes = torch.randn(3, 4, 5, generator=generator), torch.tensor([1.0, 50.0, 1e-3])
+    stack, alone = nn.Parameter(weights.clone()), [nn.Parameter(matrix.clone()) for matrix in weights]
+    optimizers = [Adafactor([stack], lr=0.1, weight_decay=0.2), Adafactor(alone, lr=0.1, weight_decay=0.2)]
+    for step in range(STEPS):
+        sizes = spikes if step else torch.ones(3)
+        stack.grad = torch.randn(3, 4, 5, generator=generator) * sizes[:, None, None]
+        for parameter, own in zip(alone, stack.grad.clone(), strict=True):
+            parameter.grad = own
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(stack.detach(), torch.stack([parameter.detach() for parameter in alone]))
+
+
 @pytest.fixture
 def threads(monkeypatch):
     threads = Threads()

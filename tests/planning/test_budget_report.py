@@ -8,14 +8,19 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pretrain.config import Loss
 from pretrain.errors import InputError
 from pretrain.experiments.ladder import Rung, make_ladder
 from pretrain.experiments.ladder_report import ladder_values, read_ladder
 from pretrain.gpus import find_gpu
+from pretrain.model.build import count_parameters
+from pretrain.model.flops import active_parameters
+from pretrain.model.model_config import load_model_config
 from pretrain.planning.budget_report import recipe_of_budget
 from pretrain.planning.budget_request import BudgetRequest, RecipePlace
-from pretrain.planning.families import LLAMA
+from pretrain.planning.families import LLAMA, QWEN3_MOE
 from pretrain.planning.step_time import Hardware
+from pretrain.training.experts import router_losses
 from support.quick_traces import use_quick_traces
 
 PLACE = RecipePlace(Path("recipes/a.yaml"), Path("data/a"), "tokenizers/a")
@@ -51,6 +56,19 @@ def test_for_many_gpus_the_command_names_strategy_and_machines(made):
     assert "--tokenizer tokenizers/a" in printed and "--output data/a" in printed
     cost = next(line for line in printed.splitlines() if line.startswith("cost"))
     assert 95 < float(cost.split()[1].lstrip("$")) <= 100
+
+
+def test_a_mixture_of_experts_is_sized_by_what_a_token_meets(made):
+    text, printed = made(replace(ASKED, family=QWEN3_MOE, as_json=True))
+    values, found = yaml.safe_load(text), json.loads(printed)
+    config = load_model_config(values["model"])
+    assert found["parameters"] == count_parameters(config) > 4 * found["active_parameters"]
+    assert found["active_parameters"] == active_parameters(config)
+    assert 10 < found["tokens"] / found["active_parameters"] < 32, "about 20, as far as the rungs allow"
+    assert router_losses(Loss(**values["loss"]), config).balance == 0.01
+    rows = {row["alternative"]: row for row in found["alternatives"]}
+    assert rows["llama"]["parameters"] < found["parameters"] / 2, "as much work, so fewer parameters"
+    assert "ep" in {found["strategy"], *rows} and not {"tp", "pp"} & {found["strategy"], *rows}
 
 
 def test_json_has_the_choices_and_what_else_it_would_be(made):

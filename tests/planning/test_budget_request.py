@@ -13,7 +13,7 @@ def plan(*arguments, cwd, check=True):
 
 
 def test_a_recipe_of_a_budget_passes_the_check(tmp_path, shards):
-    asked = ("--flops", "2e12", "--gpu", "cpu", "--family", "nanochat", "--data", shards)
+    asked = ("--flops", "2e12", "--gpu", "cpu", "--family", "qwen3_moe", "--data", shards)
     found = json.loads(plan(*asked, "--write", "recipes/mine.yaml", "--json", cwd=tmp_path).stdout)
     config = read_run_config(tmp_path / "recipes/mine.yaml")
     assert config.budget.steps == found["steps"] >= 100
@@ -22,7 +22,7 @@ def test_a_recipe_of_a_budget_passes_the_check(tmp_path, shards):
     assert {choice["name"] for choice in found["choices"]} >= {"model", "tokens", "batch", "strategy", "learning rate"}
     assert all(choice["reason"] for choice in found["choices"])
     names = [row["alternative"] for row in found["alternatives"]]
-    assert {"half the FLOPs", "double the FLOPs", "llama", "qwen3", "gpt2", "deepone"} <= set(names)
+    assert {"half the FLOPs", "double the FLOPs", "llama", "qwen3", "gpt2", "nanochat", "deepone"} <= set(names)
     text = (tmp_path / "recipes/mine.yaml").read_text()
     assert text.startswith("# Made by: python plan.py --flops 2e12")
     for choice in found["choices"]:

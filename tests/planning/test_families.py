@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from pretrain.model.build import count_parameters
-from pretrain.model.flops import flops_per_token
+from pretrain.model.flops import active_parameters, flops_per_token
 from pretrain.model.model_config import load_model_config
 from pretrain.planning.families import FAMILIES, Shape
 
@@ -18,6 +18,7 @@ def test_counts_are_those_of_the_model_that_the_json_makes(family, tmp_path):
         path.write_text(shape.json_text)
         config = load_model_config(str(path))
         assert shape.parameters == pytest.approx(count_parameters(config), rel=0.01)
+        assert shape.active == pytest.approx(active_parameters(config), rel=0.01)
         assert shape.flops_per_token == pytest.approx(flops_per_token(config, shape.sequence_length), rel=0.01)
         assert config.max_position_embeddings >= shape.sequence_length
 
@@ -30,7 +31,7 @@ def test_ladders_rise_by_small_steps_from_ten_million_to_thirteen_billion(family
     large = [size for size in sizes if size > 1e7]
     assert all(more / less < (1.8 if family.name != "nanochat" else 2.4) for less, more in itertools.pairwise(large))
     assert 1.2e10 < shapes[-1].parameters < 1.35e10
-    assert all(shape.width == shape.heads * shape.head_width or family.name == "qwen3" for shape in shapes)
+    assert all(shape.width == shape.heads * shape.head_width or shape.is_qwen3 for shape in shapes)
 
 
 @pytest.mark.parametrize(

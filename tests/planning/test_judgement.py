@@ -1,10 +1,13 @@
 """--check says with figures what runs but may not be meant, how long it takes here, and how to start it."""
 
+import re
 from collections import namedtuple
 
 import pytest
 import torch
 
+from pretrain.memory.parts import PlannedRun
+from pretrain.parallel.registry import STRATEGIES
 from pretrain.planning import judgement as judgement_module
 from pretrain.planning.judgement import (
     few_steps,
@@ -13,6 +16,7 @@ from pretrain.planning.judgement import (
     launch_command,
     repeated_data,
     small_disk,
+    small_memory,
 )
 from pretrain.recipe import read_run_config
 from pretrain.training.run_plan import derive
@@ -94,6 +98,20 @@ def test_a_disk_too_small_for_the_checkpoints(read, monkeypatch, tmp_path):
     (tmp_path / "run/checkpoints/step-1").mkdir(parents=True)
     (tmp_path / "run/checkpoints/step-1/model.safetensors").write_bytes(b"0")
     assert small_disk(config, run) is None, "checkpoints that are there make room for those to come"
+
+
+def test_a_step_too_large_for_the_memory(read, monkeypatch):
+    long = {"data__sequence_length": 2048, "model__max_position_embeddings": 2048, "batch__tokens_per_step": 4096}
+    config, run = read(**long)
+    planned = PlannedRun(config, run.model_config, run.precision, "cpu")
+    need = STRATEGIES["single"].largest_footprint(planned, STRATEGIES["single"].layout("single", 1), 1).total
+    monkeypatch.setattr(judgement_module, "memory_bytes", lambda device: int(need))
+    assert small_memory(config, run, torch.device("cpu")) is None
+    monkeypatch.setattr(judgement_module, "memory_bytes", lambda device: int(0.5 * need))
+    message = small_memory(config, run, torch.device("cpu"))
+    assert message.startswith("memory: under single a step in sequences of 2,048 tokens needs ")
+    assert "--activation_checkpointing full, a third slower: needs" in message and "zero3_offload" not in message
+    assert re.search(r"accelerate_configs/cp\.yaml, [24] processes sharing each sequence, .* fits$", message)
 
 
 def test_the_time_rests_on_the_measured_peak(read, monkeypatch):

@@ -2,12 +2,14 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from pretrain import hardware
 from pretrain.config import Optim
+from pretrain.errors import InputError
 from pretrain.optim import muon
 from pretrain.optim.optimizers import OPTIMIZERS, optimizer_builder
 from pretrain.runs import parity
@@ -141,6 +143,35 @@ def test_settings_can_be_changed_on_the_command_line():
     )
     assert overrides[:2] == ["--optim.name=adamw", "--budget.tokens=9M"]
     assert overrides.index("--budget") > 1, "the short budget comes later, and counts"
+
+
+def test_several_models_make_a_table_of_models_by_strategies(recipe, tmp_path, monkeypatch, capsys):
+    """A model that a strategy cannot train is a word in it, and the others count."""
+    other = StrategyOutcome(Curve({1: 6.0, 2: 5.25}, REFERENCE.grad_norm))
+    refused = StrategyOutcome(None, ("model: llama has no experts that could be divided; use ddp or fsdp2",))
+
+    def train_under(name, processes, recipe, output, overrides):
+        dense = any(setting == "--model.config=dense.json" for setting in overrides)
+        return EQUAL if name != "ep" else refused if dense else other
+
+    monkeypatch.setattr(parity, "train_under", train_under)
+    options = {"steps": 2, "strategies": ["ddp", "ep"], "processes": 2, "precision": "fp32"}
+    for name in ("dense", "experts"):
+        (tmp_path / name).mkdir()
+
+    def compare(*models: str) -> int:
+        return parity.measure_parity_of_models(recipe, tmp_path, models=[Path(model) for model in models], **options)
+
+    assert compare("dense.json") == 0
+    capsys.readouterr()
+    assert compare("dense.json", "experts.json") == 1, "under ep its losses are others"
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "             ddp       ep",
+        "dense    0.0e+00  refused",
+        "experts  0.0e+00  2.5e-01",
+    ]
+    with pytest.raises(InputError, match="--models: dense: several files of one name"):
+        compare("dense.json", "x/dense.json")
 
 
 def test_the_script_refuses_a_setting_that_does_not_exist(recipe, tmp_path):

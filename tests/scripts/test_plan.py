@@ -13,13 +13,15 @@ from pretrain.config import Averaging
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.gpus import GIB, GPUS, find_gpu, gpu_called
-from pretrain.memory.parts import sizes_of
+from pretrain.memory.parts import PlannedRun, sizes_of
+from pretrain.parallel.registry import STRATEGIES
 from pretrain.planning.candidates import command_of, largest_that_fits, micro_batches, storage_of, work_of_run
 from pretrain.planning.report import PARTS, build_plan, comment_of, plan_json, plan_verdict, remarks
-from pretrain.planning.step_time import Hardware
+from pretrain.planning.step_time import COMMUNICATION_BYTES, CONTEXT_BYTES, FRAGMENTATION, Hardware
 from pretrain.recipe import read_run_config
 from pretrain.units import co2_text
 from support.project import ROOT, run_script
+from support.quick_traces import use_quick_traces
 from support.terminals import InTerminal
 from support.tiny_models import TINY_LLAMA
 
@@ -361,3 +363,23 @@ def test_offload_on_one_gpu_refuses_what_it_refuses_elsewhere(recipe):
         "optim.name: adamw_8bit does not run under zero3_offload; choose adamw or adafactor or muon"
     )
     assert candidate(plan_of(recipe, gpus=1, mfu=0.4), "zero3_offload").runs
+
+
+@pytest.mark.parametrize(("share", "parts"), [(1.01, 2), (0.7, 4)])
+def test_as_few_processes_share_a_sequence_as_it_takes_to_fit(recipe, share, parts, monkeypatch):
+    """Eight GPUs, four query heads: all eight cannot; two do, unless their parts are too long for the memory."""
+    use_quick_traces(monkeypatch)
+    settings = (
+        ("data.sequence_length", "64k"), ("model.max_position_embeddings", "65536"), ("batch.tokens_per_step", "512k"),
+        ("batch.sequences_per_micro_batch", "1"), ("activation_checkpointing", "full"),
+    )  # fmt: skip
+    strategy, config = STRATEGIES["cp"], read_run_config(recipe, list(settings))
+    run = PlannedRun(config, planned_model_config(config), "bf16")
+    of_two = strategy.largest_footprint(run, strategy.layouts("cp", 8)[0], 1).total
+    memory = (share * of_two + CONTEXT_BYTES + COMMUNICATION_BYTES) / (1 - FRAGMENTATION)
+    plan = plan_of(recipe, *settings, gpu=find_gpu("h100", memory_bytes=memory))
+    found = candidate(plan, "cp")
+    assert found.fits and found.options == f" --parallelism_config_cp_size {parts}"
+    assert f"cp: {parts} of 8 processes share each sequence" in found.notes
+    assert plan.recommended.name == "cp", "no whole sequence fits"
+    assert f"--num_processes 8 --parallelism_config_cp_size {parts} train.py" in plan.command

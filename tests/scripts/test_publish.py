@@ -34,6 +34,8 @@ from pretrain.training.run_plan import derive
 from support.hub_server import TOKEN, running_hub
 from support.project import ROOT, events, run_script
 from support.run_folders import write_run
+from support.tiny_experts import as_the_library_saves
+from support.tiny_models import TINY_MOE
 
 SOON = 300
 """Seconds that no machine, however busy, needs for what is waited for here."""
@@ -359,6 +361,16 @@ def test_a_checkpoint_in_several_files_is_rounded_file_by_file(run, tmp_path):
         torch.equal(tensor.bfloat16(), loaded.state_dict()[name]) for name, tensor in whole.state_dict().items()
     )
     assert AutoTokenizer.from_pretrained(staged).eos_token_id == 0
+
+
+def test_a_checkpoint_of_experts_is_published_as_the_library_saves_it(tmp_path):
+    run = write_run(tmp_path / "run", model=TINY_MOE, steps=(4,))
+    folder = run / "checkpoints/step-00000004"
+    theirs = as_the_library_saves(folder, tmp_path / "library", torch.bfloat16)
+    staged = stage(run, checkpoint_model(folder, 4), Publication("me/tiny", dtype="bf16"), tmp_path / "staged")
+    ours = load_file(staged / "model.safetensors")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    assert "model.layers.0.mlp.experts.7.down_proj.weight" in ours
 
 
 def test_a_checkpoint_goes_up_whole_with_its_optimizer(run, tmp_path):

@@ -16,6 +16,7 @@ import yaml
 
 from pretrain.checkpoint.tensor_files import SavedTensors
 from support.project import events, launch, losses
+from support.tiny_experts import as_the_library_saves
 from support.tiny_models import TINY_MOE, TINY_OLMOE
 
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
@@ -51,12 +52,13 @@ BIASED |= {"qk_nope_head_dim": 8, "v_head_dim": 8, "max_position_embeddings": 12
 """The first layer is dense, the others have a shared expert and, of those that are chosen, a number that no number of
 processes divides."""
 BY_BIAS = ["--loss.router_bias_rate", "0.01", "--optim.name", "muon"]
-SHARDED = ["ddp", "fsdp2", "zero1", "zero3"] if EVERYTHING else ["fsdp2", "zero3"]
+SHARDED = ["ddp", "fsdp2", "zero1", "zero3", "cp"] if EVERYTHING else ["fsdp2", "zero3", "cp"]
 ALONE = {
     "micro_batch_4": ["--batch.sequences_per_micro_batch", "4"],
     "recomputed": ["--activation_checkpointing", "full"],
-    "compiled": ["--compile", "regional"],
 }
+if EVERYTHING:
+    ALONE["compiled"] = ["--compile", "regional"]  # else tests/training/test_experts.py compares the gradients
 BALANCE = ["--loss.router_balance", "0.5"]
 LONG = ["--budget.steps", "150", "--batch.tokens_per_step", "1024", "--batch.sequences_per_micro_batch", "16"]
 LONG += ["--optim.learning_rate", "3e-3", "--optim.max_grad_norm", "1.0", "--optim.warmup_steps", "20"]
@@ -212,6 +214,21 @@ def test_the_bias_and_muons_experts_are_those_of_one_process(runs, name):
             "in fp32 in final/ too"
         )
     assert not events(found, "export")[0]["problems"]
+
+
+EXPORTED = [*(f"{kind} {strategy}" for kind, strategy in CASES), "biased", *(f"biased_{name}" for name in SHARDED)]
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_final_is_what_save_pretrained_writes_of_the_last_checkpoint(runs, name, tmp_path):
+    """Expert by expert, whoever held them. The logits were compared when it was written."""
+    last = runs / name / f"checkpoints/step-{STEPS:08d}"
+    exported = SavedTensors(runs / name / "final", "model")
+    expected = as_the_library_saves(last, tmp_path, torch.bfloat16)
+    assert set(exported) == set(expected) and any(".experts.7.down_proj.weight" in key for key in exported)
+    assert all(torch.equal(exported[key], expected[key]) for key in exported)
+    assert any(".experts.down_proj" in key for key in SavedTensors(last, "model")), "as it trains"
+    assert not events(runs / name, "export")[0]["problems"]
 
 
 def test_a_skipped_step_leaves_the_bias(runs):

@@ -1,6 +1,12 @@
-"""A run whose stages have sequences of other lengths and other positions: resumed, exported, refused."""
+"""A run whose stages have sequences of other lengths and other positions: resumed, exported, refused.
+
+Two launches (tests/support/train_strategies.py) train everything, and the tests look at what they left. With
+STRATEGIES=all in the environment (`make test-strategies`) under every strategy.
+"""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,25 +14,67 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from pretrain.runs.step_documents import documents_text
 from support.project import ROOT, events, launch, losses, run_script
-from support.tiny_models import TINY_LLAMA
+from support.tiny_models import TINY_LLAMA, TINY_MOE
 
+EVERYTHING = os.environ.get("STRATEGIES") == "all"
+STRATEGIES = ["ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "cp", "tp", "pp"]
+UNDER = STRATEGIES if EVERYTHING else ["ddp", "zero2", "cp", "tp"]
+STEPS, BORDER = 8, 4
 ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+SHORT = {"max_position_embeddings": 64}
+UNMEASURED = ["--validation.every_steps", "null"]
 
 
-@pytest.fixture
-def staged(recipe):
-    """The recipe in sequences of 64 tokens, and from its seventh step on of 256 with YaRN; a checkpoint every two."""
-    values = yaml.safe_load(recipe.read_text())
-    model = recipe.with_name("short_llama.json")
-    model.write_text(json.dumps(TINY_LLAMA | {"max_position_embeddings": 64}))
-    (source,) = values["data"].pop("train")
+def recipe_of(model: Path, shards: Path, output: Path) -> dict:
+    """In sequences of 64 tokens, and after half of the run of 256 with YaRN; a checkpoint every two steps."""
+    source = {"shards": str(shards)}
     stages = [{"until": 0.5, "train": [source]}, {"train": [source], "sequence_length": 256, "rope_parameters": ROPE}]
-    values["data"]["stages"] = stages
-    values |= {"model": str(model), "checkpoint": {"every_steps": 2, "keep_last": 9}}
-    values["batch"] = {"tokens_per_step": 1024, "sequences_per_micro_batch": 2}
-    recipe.write_text(yaml.safe_dump(values))
-    return recipe
+    return {
+        "model": str(model),
+        "output": str(output),
+        "seed": 1,
+        "precision": "fp32",
+        "data": {"stages": stages, "sequence_length": 64},
+        "budget": {"steps": STEPS},
+        "batch": {"tokens_per_step": 1024, "sequences_per_micro_batch": 2},
+        "optim": {"learning_rate": 0.003, "warmup_steps": 2},
+        "compile": "none",
+        "validation": {"every_steps": 4, "sequences": 8},
+        "checkpoint": {"every_steps": 2, "keep_last": 9},
+        "logging": {"every_steps": 1},
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(shards, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("stages")
+    (folder / "llama.json").write_text(json.dumps(TINY_LLAMA | SHORT))
+    (folder / "experts.json").write_text(json.dumps(TINY_MOE | SHORT))
+    recipe = recipe_of(folder / "llama.json", shards, folder / "run")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+
+    def run(strategy: str, name: str, *arguments: str, **more) -> dict:
+        return {"strategy": strategy, "arguments": ["--output", str(folder / name), *arguments], **more}
+
+    def resumed(step: int) -> dict:
+        return run("single", f"from {step}", start_from=str(folder / f"whole/checkpoints/step-{step:08d}"))
+
+    experts = ["--model", str(folder / "experts.json"), *UNMEASURED]
+    alone = [run("single", "whole"), *map(resumed, (2, 4, 6)), run("single", "experts", *experts)]
+    two_stages = ["--pipeline.schedule", "1F1B"]  # of two layers
+    together = [run(name, name, *UNMEASURED, *(two_stages if name == "pp" else [])) for name in UNDER]
+    together.append(run("ep", "ep", *experts))
+    longer = ["--optim.schedule", "constant", "--budget.steps", str(STEPS + 2)]
+    together.append(run("ddp", "ddp", *UNMEASURED, *longer))
+    for strategy, processes, descriptions in (("single", 1, alone), ("ddp", 2, together)):
+        path = folder / f"{processes}.json"
+        path.write_text(json.dumps(descriptions))
+        launch(
+            strategy, processes, "tests/support/train_strategies.py", folder / "recipe.yaml", path, timeout=3000
+        )  # fmt: skip
+    return folder
 
 
 def measured(run):
@@ -41,59 +89,76 @@ def config_of(folder):
     return values["max_position_embeddings"], values["rope_parameters"]["rope_type"]
 
 
-def test_a_run_resumed_before_at_and_after_a_border_is_the_unbroken_one(staged, shards, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_script("train.py", "--config", staged, "--output", whole)
-    for pause in ("4", "6", "8", "null"):
-        paused = run_script(
-            "train.py", "--config", staged, "--output", parts, "--checkpoint.pause_at", pause, check=False
-        )
-        assert paused.returncode == (0 if pause == "null" else 130)
-    assert [event["step"] for event in events(parts, "resume")] == [4, 6, 8]
-    assert losses(parts) == losses(whole)
-    assert measured(whole).items() <= measured(parts).items(), "a pause measures too"
-    for step in (6, 8, 12):
-        ours, theirs = (run / f"checkpoints/step-{step:08d}" for run in (parts, whole))
+@pytest.mark.parametrize("step", [2, 4, 6])
+def test_a_run_resumed_before_at_and_after_a_border_is_the_unbroken_one(runs, step):
+    whole, resumed = runs / "whole", runs / f"from {step}"
+    assert losses(resumed) == {number: loss for number, loss in losses(whole).items() if number > step}
+    again = measured(resumed)
+    assert again and all(again[number] == measured(whole)[number] for number in again if number > step)
+    for number in range(step + 2, STEPS + 1, 2):
+        ours, theirs = (run / f"checkpoints/step-{number:08d}" for run in (resumed, whole))
         for file in ("model.safetensors", "optimizer.safetensors"):
             mine, others = load_file(ours / file), load_file(theirs / file)
             assert all(torch.equal(mine[name], others[name]) for name in others | mine)
-        assert config_of(ours) == config_of(theirs) == ((64, "default") if step <= 6 else (256, "yarn"))
+        assert config_of(ours) == config_of(theirs) == ((64, "default") if number <= BORDER else (256, "yarn"))
+
+
+def test_a_stage_is_measured_at_its_own_length(runs):
+    whole = runs / "whole"
     (stage,) = events(whole, "stage")
-    assert (stage["step"], stage["sequences_per_step"], stage["sequences_per_micro_batch"]) == (6, 4, 1)
+    assert (stage["step"], stage["sequences_per_step"], stage["sequences_per_micro_batch"]) == (BORDER, 4, 1)
     train = {event["step"]: event for event in events(whole, "train")}
     flops = stage["flops_per_token"] / events(whole, "start")[0]["flops_per_token"]
     work = {step: event["mfu"] / event["tokens_per_second"] for step, event in train.items()}
-    assert work[7] / work[6] == pytest.approx(flops, rel=1e-4), "MFU counts what a token costs at each length"
-    last = measured(whole)[12]
+    assert work[5] / work[4] == pytest.approx(flops, rel=1e-4), "MFU counts what a token costs at each length"
+    last = measured(whole)[STEPS]
     assert last["stage_sequence_length"] == 256 and list(last["loss_by_position"]) == ["0-127", "128-255"]
     by_range = [last[name].values() for name in ("loss_by_position", "tokens_by_position")]
     mean = sum(a * b for a, b in zip(*by_range, strict=True)) / sum(by_range[1])
     assert mean == pytest.approx(last["stage_loss"], rel=1e-6) and sum(by_range[1]) == 2 * 256
-    # What is exported is what was trained: the library's own model at the new length has the loss of the run.
+
+
+def test_what_is_exported_is_what_was_trained(runs, shards, tmp_path):
+    """The library's own model at the new length has the loss of the run."""
+    whole, last = runs / "whole", measured(runs / "whole")[STEPS]
     exported = AutoModelForCausalLM.from_pretrained(whole / "final", dtype=torch.float32)
-    trained = AutoModelForCausalLM.from_pretrained(whole / "checkpoints/step-00000012")
+    trained = AutoModelForCausalLM.from_pretrained(whole / f"checkpoints/step-{STEPS:08d}")
     ids = torch.randint(2, exported.config.vocab_size, (1, 256), generator=torch.Generator().manual_seed(0))
     assert exported.config.max_position_embeddings == 256 and exported.config.rope_parameters["factor"] == 4
     assert torch.allclose(exported(ids).logits, trained(ids).logits, atol=0.02)
     asked = ("--data", shards, "--sequence_length", "256", "--sequences", "2", "--output", tmp_path / "found.json")
-    run_script("evaluate.py", "--model", f"{whole}@12", *asked)
+    run_script("evaluate.py", "--model", f"{whole}@{STEPS}", *asked)
     (found,) = json.loads((tmp_path / "found.json").read_text())["models"][0]["sources"].values()
     assert found["loss"] == pytest.approx(last["stage_loss"], rel=1e-5)
     assert found["loss_by_position"] == pytest.approx(last["loss_by_position"], rel=1e-5)
-    assert run_script("runs.py", "plot", whole).returncode == 0 and (whole / "plot.png").exists()
-    shown = run_script("runs.py", "documents", whole, "--step", "7", "--limit", "1").stdout
-    assert "step 7: 4 sequences of 256 tokens, samples 96 to 111 of the run" in shown
+    shown = documents_text(whole, 5, limit=1, characters=100)
+    assert "step 5: 4 sequences of 256 tokens, samples 64 to 79 of the run" in shown
 
 
-def test_a_run_of_two_processes_takes_the_same_stages(staged, tmp_path):
-    """And a longer run that goes on from it keeps the border where it was."""
-    run_script("train.py", "--config", staged, "--output", tmp_path / "one", "--validation.every_steps", "null")
-    arguments = ("--config", staged, "--output", tmp_path / "two", "--optim.schedule", "constant")
-    launch("ddp", 2, "train.py", "--config", staged, "--output", tmp_path / "two", "--validation.every_steps", "null")
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    run_script("train.py", *arguments, "--budget.steps", "14", "--validation.every_steps", "null")
-    assert len(events(tmp_path / "two", "stage")) == 1, "the border is not moved to the middle of the longer run"
-    assert losses(tmp_path / "two").keys() == set(range(1, 15))
+@pytest.mark.parametrize("name", [*UNDER, "ep"])
+def test_every_strategy_takes_the_same_stages(runs, name):
+    expected = losses(runs / ("experts" if name == "ep" else "whole"))
+    found = {step: loss for step, loss in losses(runs / name).items() if step <= STEPS}
+    assert found.keys() == expected.keys()
+    assert max(abs(found[step] - loss) for step, loss in expected.items()) <= 2e-6
+
+
+def test_a_longer_run_keeps_the_border_where_it_was(runs):
+    assert len(events(runs / "ddp", "stage")) == 1, "the border is not moved to the middle of the longer run"
+    assert losses(runs / "ddp").keys() == set(range(1, STEPS + 3))
+
+
+def test_compiled_layers_are_compiled_once_more_at_the_border(runs, tmp_path):
+    """And compute what they do uncompiled. Validation and the export's check, compiled by themselves, are left out."""
+    environment = {"COMPILATIONS": str(tmp_path / "compilations"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    settings = ("--compile", "regional", "--data.validation", "[]", "--checkpoint.at_end", "false")
+    arguments = ("--config", runs / "recipe.yaml", "--output", tmp_path / "run", *settings)
+    run_script("tests/support/train_and_count.py", *arguments, **environment)
+    began = [float(line.split()[0]) for line in (tmp_path / "compilations0").read_text().splitlines()]
+    times = {line["step"]: line["time"] for line in events(tmp_path / "run", "train")}
+    assert len(began) <= 2 and sum(when > times[BORDER] for when in began) <= 1
+    expected = losses(runs / "whole")
+    assert max(abs(expected[step] - loss) for step, loss in losses(tmp_path / "run").items()) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -106,7 +171,10 @@ def test_a_run_of_two_processes_takes_the_same_stages(staged, tmp_path):
          "more than the 1,024 positions of gpt2, which learns a vector for each"),
     ],
 )  # fmt: skip
-def test_stages_that_cannot_work_end_with_status_2(staged, changes, problem):
+def test_stages_that_cannot_work_end_with_status_2(shards, tmp_path, changes, problem):
+    (tmp_path / "llama.json").write_text(json.dumps(TINY_LLAMA | SHORT))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(recipe_of(tmp_path / "llama.json", shards, tmp_path / "run")))
     words = [f"--{word}" if place % 2 == 0 else word for place, word in enumerate(changes)]
-    result = run_script("train.py", "--config", staged, *words, "--check", check=False)
+    result = run_script("train.py", "--config", recipe, *words, "--check", check=False)
     assert result.returncode == 2 and problem in result.stderr and "Traceback" not in result.stderr

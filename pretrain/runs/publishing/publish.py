@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pretrain.errors import InputError, Problems
 from pretrain.files import PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, commit, damage, remove
@@ -20,6 +21,9 @@ from pretrain.runs.publishing.signature import sign
 from pretrain.runs.publishing.training_content import TRAINING_CONTENT_FILE, write_training_content
 from pretrain.runs.run_folder import best_step, checkpoint_folders, read_config, read_json, read_state, setting
 from pretrain.units import count_text
+
+if TYPE_CHECKING:
+    from pretrain.model.published_names import PublishedNames
 
 STAGING = "publish"
 """Folder of a run where models are staged for upload, with the log of publishing during training."""
@@ -146,10 +150,10 @@ def final_model(run: Path) -> Model:
 def stage(run: Path, model: Model, publication: Publication, target: Path, key: Path | None = None) -> Path:
     """Writes exactly the files to upload into `target`, complete or not at all. Returns it.
 
-    A checkpoint's fp32 weights are rounded to the export dtype, and its optimizer and trainer state are left out,
-    unless with_optimizer: then it is uploaded whole and sealed with its card, so that a run can continue from a
-    download. bom.cdx.json lists all files but the seal; provenance.json covers all, the seal too. Raises InputError
-    if a file contains a secret of this process's environment.
+    A checkpoint's fp32 weights are rounded to the export dtype and named as in final/, and its optimizer and trainer
+    state are left out, unless with_optimizer: then it is uploaded whole and sealed with its card, so that a run can
+    continue from a download. bom.cdx.json lists all files but the seal; provenance.json covers all, the seal too.
+    Raises InputError if a file contains a secret of this process's environment.
 
     key: private, in PEM, to sign it all with.
     """
@@ -158,20 +162,21 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
     unfinished = target.with_name(f".staging-{target.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    is_rounded, weight_bytes = not (model.is_final or model.with_optimizer), 0
+    is_rounded, weights = not (model.is_final or model.with_optimizer), {}
+    published = published_names_of(model.folder) if is_rounded else None
     for path in sorted(model.folder.iterdir()):
         if not path.is_file() or path.name in WRITTEN_ANEW:
             continue
         if STAYS_HERE.fullmatch(path.name) and not model.with_optimizer:
             continue
         if is_rounded and WEIGHTS.fullmatch(path.name):
-            weight_bytes += round_weights(path, unfinished / path.name, dtype)
+            weights[path.name] = round_weights(path, unfinished / path.name, dtype, published)
         elif is_rounded:
             shutil.copyfile(path, unfinished / path.name)  # not linked: config.json and the index are rewritten
         else:
             link_or_copy(path, unfinished / path.name)
     if is_rounded:
-        note_dtype(unfinished, dtype, weight_bytes)
+        note_dtype(unfinished, dtype, weights)
     write_card(run, unfinished, publication, step=model.step)
     facts = read_card_facts(run, model.step, unfinished)
     write_training_content(facts, unfinished, publication)
@@ -201,22 +206,33 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def round_weights(source: Path, target: Path, dtype: str) -> int:
-    """Copies a safetensors file, its floating-point tensors rounded as in final/; returns the tensors' bytes."""
+def published_names_of(folder: Path) -> "PublishedNames":
+    import pretrain.model.architectures  # noqa: F401  (registers the local models)
+    from pretrain.model.model_config import load_model_config
+    from pretrain.model.published_names import PublishedNames
+
+    return PublishedNames.of(load_model_config(str(folder)))
+
+
+def round_weights(source: Path, target: Path, dtype: str, published: "PublishedNames") -> dict[str, int]:
+    """Copies a safetensors file, its parameters rounded and named as in final/; returns each tensor's bytes."""
     from safetensors.torch import load_file, save_file
 
     from pretrain.hardware import DTYPES
 
-    tensors = {
-        name: tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor
-        for name, tensor in load_file(source).items()
-    }
+    buffers, tensors = {name for name, _ in published.meta_model.named_buffers()}, {}
+    for name, tensor in load_file(source).items():
+        keeps = name in buffers or not tensor.is_floating_point()
+        tensors |= published.split(name, tensor if keeps else tensor.to(DTYPES[dtype]))
     save_file(tensors, target, metadata={"format": "pt"})
-    return sum(tensor.nbytes for tensor in tensors.values())
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
 
 
-def note_dtype(folder: Path, dtype: str, weight_bytes: int) -> None:
-    """Updates config.json and the index for weights that are now in `dtype`."""
+def note_dtype(folder: Path, dtype: str, weights: dict[str, dict[str, int]]) -> None:
+    """Updates config.json and the index for weights that are now in `dtype`.
+
+    weights: {file: {tensor: bytes}}.
+    """
     from pretrain.hardware import DTYPES
 
     path = folder / "config.json"
@@ -225,8 +241,9 @@ def note_dtype(folder: Path, dtype: str, weight_bytes: int) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     index_path = folder / "model.safetensors.index.json"
     if index_path.is_file():
-        index = json.loads(index_path.read_text(encoding="utf-8"))
-        index["metadata"]["total_size"] = weight_bytes
+        total = sum(size for sizes in weights.values() for size in sizes.values())
+        weight_map = {name: file for file, sizes in weights.items() for name in sizes}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         index_path.write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 

@@ -1,0 +1,115 @@
+"""Names of a model's tensors in folders that others read: one for each expert, where a layer's train as one tensor.
+
+transformers 5 stacks experts as it loads them (`experts.gate_up_proj`), and takes them apart as `save_pretrained`
+writes (`experts.0.gate_proj.weight`): so they are on the Hub, and so vLLM, llama.cpp and transformers 4 want them.
+Here both directions go tensor by tensor, by the library's own conversions: no second copy of a model is ever whole.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Self
+
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from pretrain.model.build import build_meta_model
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class PublishedNames:
+    """What becomes of each tensor of an architecture in the folder that `save_pretrained` would write."""
+
+    def __init__(self, meta_model: PreTrainedModel):
+        tensors = meta_model.state_dict()
+        conversions = get_model_conversion_mapping(meta_model, add_legacy=False)
+        # What `revert_weight_conversion` finds for each tensor anew, unless the model has it.
+        meta_model._weight_conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
+        self.meta_model = meta_model
+        self.pieces: dict[str, Shapes] = {name: {name: tuple(tensor.shape)} for name, tensor in tensors.items()}
+        """{name in the model that trains: {published name: shape}}."""
+        self.shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if not meta_model._weight_conversions:
+            return
+        try:
+            pieces = {name: shapes_of(self._taken_apart({name: tensor})) for name, tensor in tensors.items()}
+            together = shapes_of(self._taken_apart(tensors))
+        except Exception:  # a conversion that needs several of a model's tensors may fail in any way on one
+            return
+        each = [piece for named in pieces.values() for piece in named.items()]
+        if len(each) == len(together) and dict(each) == together:
+            self.pieces = pieces
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> Self:
+        return cls(build_meta_model(config))
+
+    def _taken_apart(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return revert_weight_conversion(self.meta_model, tensors)
+
+    def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """{published name: tensor} of a tensor of the model that trains; some are views of it."""
+        if self.pieces.get(name, {name: None}).keys() == {name}:
+            return {name: tensor}
+        return self._taken_apart({name: tensor})
+
+    def join(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
+        """The tensor of the model that trains, of what `read` returns for each of its published names."""
+        conversions, converter = self.meta_model._weight_conversions, None
+        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        for piece in self.pieces[name]:
+            _, pattern = rename_source_key(piece, renamings, converters)
+            if pattern is None:
+                return read(piece)
+            if converter is None:
+                converter = copy.deepcopy(next(each for each in converters if pattern in each.source_patterns))
+            converter.add_tensor(name, piece, pattern, read(piece))
+        return converter.convert(name, model=self.meta_model, config=self.meta_model.config)[name]
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+class JoinedTensors(Mapping[str, Tensor]):
+    """Saved tensors by the names of the model that trains, whether they were saved by these or by published ones."""
+
+    def __init__(self, saved: Mapping[str, Tensor], names: PublishedNames):
+        self._saved, self._names = saved, names
+        parts = {
+            name: pieces
+            for name, pieces in names.pieces.items()
+            if name not in saved and pieces.keys() <= saved.keys()
+        }
+        others = {piece for pieces in parts.values() for piece in pieces}
+        self._keys = dict.fromkeys([*(name for name in saved if name not in others), *parts])
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._saved[name] if name in self._saved else self._names.join(name, self._saved.__getitem__)
+
+    def shapes(self, saved: Shapes) -> Shapes:
+        """{name: shape} of tensors saved in these shapes; of pieces that do not fit together that of the first."""
+        found = {}
+        for name in self:
+            pieces = {} if name in saved else self._names.pieces[name]
+            wrong = [saved[piece] for piece, shape in pieces.items() if saved[piece] != shape]
+            found[name] = saved[name] if name in saved else [*wrong, self._names.shapes[name]][0]
+        return found
+
+    def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
+        return name in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
