@@ -49,7 +49,8 @@ test-strategies: .venv/requirements-dev
 test-faults: .venv/requirements-dev
 	FAULTS=all $(BIN)/python -m pytest tests/faults/test_fault_*.py tests/scripts/test_fuzz.py tests/evaluation/test_lm_harness.py \
 		tests/parallel/test_launcher_files.py tests/training/test_resume.py tests/test_deepspeed_build.py \
-		tests/preparation/test_prepare.py tests/preparation/documents/test_sources.py tests/scripts/test_prepare_data.py
+		tests/preparation/test_prepare.py tests/preparation/documents/test_sources.py tests/scripts/test_prepare_data.py \
+		tests/preparation/cleaning/test_near_duplicates.py
 
 # What a GPU is to prove, correctness and then speed, in the Python that is there: make gpu PYTHON=python. Installs
 # nothing and needs no network; interrupted, the same command goes on. Results and tables are in runs/gpu.
