@@ -47,7 +47,7 @@ test-strategies: .venv/requirements-dev
 # of simulated spot machines, then 900 mutated recipes, model JSONs and command lines: about 40 minutes. Ends with a
 # table of what was injected and what happened.
 test-faults: .venv/requirements-dev
-	FAULTS=all $(BIN)/python -m pytest tests/faults/test_fault_*.py tests/scripts/test_fuzz.py tests/evaluation/test_lm_harness.py
+	FAULTS=all $(BIN)/python -m pytest tests/faults/test_fault_*.py tests/preparation/cleaning/test_near_duplicates.py tests/scripts/test_fuzz.py tests/evaluation/test_lm_harness.py
 
 # What a GPU is to prove, correctness and then speed, in the Python that is there: make gpu PYTHON=python. Installs
 # nothing and needs no network; interrupted, the same command goes on. Results and tables are in runs/gpu.
