@@ -10,6 +10,7 @@ python runs.py export RUN... --output x.csv  # every logged line as a table
 python runs.py documents RUN --step N        # the text that a step was trained on
 python runs.py merge RUN --last 5            # the mean of its last checkpoints, as a model folder
 python runs.py save|stop|abort|anneal RUN    # controls a live run, from any machine that shares its disk
+python runs.py profile RUN                   # why is a live run slow?
 python runs.py parity --config recipes/NAME.yaml --steps 50     # same losses under every strategy?
 python runs.py sweep --config recipes/NAME.yaml --vary optim.learning_rate=1e-3,2e-3 --output sweeps/x
 python runs.py ladder SWEEP --predict parameters=30M,tokens=600M     # the loss of a larger run
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import EXIT_INTERRUPTED, InputError, run_script
 from pretrain.runs.comparison import comparison_text, names_of, summary_text, write_csv
-from pretrain.runs.control import COMMANDS, send, wait_for_answer, withdraw
+from pretrain.runs.control import COMMANDS, send, wait_for_answer, wait_for_profile, withdraw
 from pretrain.runs.history import find_runs, read_history, require_run, require_runs
 from pretrain.runs.run_folder import METRICS_FILE
 from pretrain.runs.status import list_text, read_status, status_text
@@ -218,10 +219,11 @@ def merge(arguments: argparse.Namespace) -> int:
 
 
 def steer(arguments: argparse.Namespace) -> int:
-    """Sends a command to a live run and waits until it is done."""
+    """Sends a command to a live run and waits until it is done; exit status 1 for a profile that has found causes."""
     command, run = arguments.command, arguments.run_folder
     request = {"id": uuid.uuid4().hex}  # known before it is sent: Ctrl-C may come while it is being written
-    shown = 0
+    more = {"steps": arguments.steps} if command == "profile" else {}
+    code, shown = 0, 0
 
     def show(seconds: float) -> None:
         nonlocal shown
@@ -231,8 +233,12 @@ def steer(arguments: argparse.Namespace) -> int:
             print(f"\r{command}: waiting for the run, {shown} s", end=end, file=sys.stderr, flush=True)
 
     try:
-        request = send(run, command, request["id"])
-        print(wait_for_answer(run, request, timeout_seconds=arguments.timeout, show=show))
+        request = send(run, command, request["id"], **more)
+        print(wait_for_answer(run, request, timeout_seconds=arguments.timeout, show=show), flush=True)
+        if command == "profile":
+            report = wait_for_profile(run, request, show=show)
+            print("\n" * sys.stderr.isatty() + report["text"])
+            code = 1 if report["causes"] else 0
     except KeyboardInterrupt:
         withdraw(run, request)
         print(f"\n{command}: gave up waiting; cancelled, unless the run has already picked it up", file=sys.stderr)
@@ -240,7 +246,7 @@ def steer(arguments: argparse.Namespace) -> int:
     finally:
         if shown and sys.stderr.isatty():
             print(file=sys.stderr)
-    return 0
+    return code
 
 
 def parity(arguments: argparse.Namespace) -> int:
@@ -338,6 +344,8 @@ def parser() -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         command = add_command(commands, name, steer, text)
         command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default 60)")
+        if name == "profile":
+            command.add_argument("--steps", type=natural, default=20, help="to record (default 20)")
     add_parity(commands)
     add_sweep(commands)
     add_mixture(commands)

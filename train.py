@@ -4,6 +4,7 @@
     python train.py --config recipes/demo.yaml --optim.learning_rate 1e-3    # any setting by its path
     python train.py --config recipes/demo.yaml --check [--verbose]           # every mistake; starts nothing
     python train.py --config recipes/demo.yaml --smoke                       # 100 steps, pass or fail per stage
+    python train.py --config recipes/demo.yaml --profile 20                  # why is it slow? goes on training
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config recipes/demo.yaml
 
 Run the same command to resume; a finished run is reported as already complete.
@@ -31,6 +32,7 @@ from pretrain.parallel.registry import make_strategy, micro_batches_launched, st
 from pretrain.parallel.strategy import Strategy
 from pretrain.planning.judgement import judgement
 from pretrain.planning.smoke import smoke_test
+from pretrain.profiling.step_profile import StepProfile, refuse_profile
 from pretrain.training.attempt import attempt
 from pretrain.training.build import build_training
 from pretrain.training.housekeeping import Housekeeping
@@ -43,18 +45,17 @@ from pretrain.training.supervisor import Supervisor
 from pretrain.training.validation import open_validation
 
 
-def main(
-    config: RunConfig, overridden: frozenset[str], strategy: Strategy, steps: int | None, metrics: Metrics
-) -> int:
+def main(asked: CommandLine, config: RunConfig, strategy: Strategy, steps: int | None, metrics: Metrics) -> int:
     """Trains to the end, or only the first `steps` steps; returns the exit status. All ranks."""
     plan = derive(config, strategy.data_ranks * strategy.micro_batches_per_call).cut(steps)
     validation_readers = open_validation(config.data)
-    continuation = Continuation(config, plan, overridden, strategy, metrics)  # at its newest intact checkpoint
+    continuation = Continuation(config, plan, asked.overridden, strategy, metrics)  # at its newest intact checkpoint
     run, state = continuation.run, continuation.state
     if continuation.is_done:
         message = f"{config.output} is already complete: {state.step:,} steps, model in {config.output}/final."
         strategy.ranks.print(message)
         return EXIT_DONE
+    refuse_profile(asked.profile, state.step, run.total_steps)
 
     # Model and optimizer: from the checkpoint, from a pretrained model, or initialised by the seed.
     built = build_training(
@@ -79,7 +80,7 @@ def main(
     if state.validation_loss is None and (begins or has_ended):
         housekeeping.measure()
 
-    first_step = state.step
+    profile = StepProfile(housekeeping, read_ahead, asked.profile)
     model.train()
     while state.step < run.total_steps:
         # The step: the same function of the step's number in every run of this recipe.
@@ -128,9 +129,8 @@ def main(
             run = housekeeping.anneal()
         if supervisor.ends or due.pauses:
             return housekeeping.end_early()
+        profile.after_step()
         supervisor.answer()
-        if step == first_step:
-            housekeeping.settle_in()
 
     return housekeeping.finish()
 
@@ -154,7 +154,7 @@ def start(asked: CommandLine) -> None:
     strategy = make_strategy(settled_config)
 
     def train(config: RunConfig, steps: int | None = None) -> int:
-        return attempt(config, strategy, lambda metrics: main(config, asked.overridden, strategy, steps, metrics))
+        return attempt(config, strategy, lambda metrics: main(asked, config, strategy, steps, metrics))
 
     strategy.ranks.exit(smoke_test(settled_config, strategy, train) if asked.smoke else train(settled_config))
 

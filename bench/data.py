@@ -15,11 +15,14 @@ The filters of --clean are measured in one process on --filters documents, besid
 Then the documents of the first file, 5 % of them again with 2 % of their words changed, in a parquet file per core:
 prepare_data.py with and without --near_duplicates 0.8, and datatrove's MinHash in four stages with its tokenizer.
 Ends with exit status 1 when a bar is missed: 10 times tokenizers, 10 times datatrove, 60 % of gigatoken, 2 GB; with
-near duplicates left out 60 MB of text per second, and at most twice the time of a preparation without.
+near duplicates left out, and with all of --clean and --decontaminate, 60 MB of text per second, and at most twice the
+time of a preparation without.
+
+The last row, of the whole cleaning on --megabytes of text, is in module cleaning_rate; --rows cleaning measures it
+alone, and what it measured stays in --work, so that an interrupted one goes on.
 """
 
 import argparse
-import importlib.util
 import itertools
 import json
 import random
@@ -29,8 +32,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,18 +40,28 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+
+from bench.cleaning_rate import bench_cleaning  # noqa: E402
+from bench.preparing import (  # noqa: E402
+    LARGEST_MEMORY,
+    SLOWEST_CLEANING_MB_PER_S,
+    TIMES_A_PREPARATION,
+    TIMES_AS_FAST_AS_DATATROVE,
+    Measured,
+    has_datatrove,
+    prepare,
+    rounds,
+    run_measured,
+)
+
+ROWS = ("files", "near_duplicates", "loader", "filters", "cleaning")
 LONG_LINE_BYTES = 200_000_000
 ROWS_PER_ROW_GROUP = 1000
-POLL_SECONDS = 0.1
 TIMES_AS_FAST_AS_TOKENIZERS = 10
 SHARE_OF_GIGATOKEN = 0.6
-TIMES_AS_FAST_AS_DATATROVE = 10
 FILTERS_SHARE_OF_DATATROVE = 20
 """datatrove filters one document in so many: it takes that much longer, and more."""
-LARGEST_MEMORY = 2_000_000_000
 NEAR_COPIES, CHANGED_WORDS = 0.05, 0.02
-SLOWEST_CLEANING_MB_PER_S = 60
-TIMES_A_PREPARATION = 2
 
 GIGATOKEN = """
 import sys, time, awkward, gigatoken
@@ -107,62 +119,6 @@ print("tokens", statistics.stats[-1].stats["tokens"].total)
 """
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One round of one contestant: seconds of the part that counts, peak bytes over all of its processes."""
-
-    tokens: int
-    seconds: float
-    peak: int
-    stages: str = ""
-
-    @property
-    def rate(self) -> float:
-        """Mtok/s."""
-        return self.tokens / self.seconds / 1e6
-
-
-def run_measured(command: list[str]) -> tuple[float, int, str]:
-    """(seconds, peak bytes over all of its processes, output) of a command; ends with its output if it fails.
-
-    Memory is the sum of the processes' proportional set sizes, so that pages they share count once.
-    """
-    began = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, text=True)
-        peak = 0
-        while process.poll() is None:
-            peak = max(peak, memory_of(process.pid))
-            time.sleep(POLL_SECONDS)
-        seconds = time.perf_counter() - began
-        output.seek(0)
-        told = output.read()
-    if process.returncode:
-        sys.exit(f"{' '.join(command)} exited {process.returncode}\n{told}")
-    return seconds, peak, told
-
-
-def memory_of(pid: int) -> int:
-    """Bytes that a process and its children hold."""
-    total = 0
-    try:
-        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-            total += process.memory_full_info().pss
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return total
-    return total
-
-
-def prepare(files: list[str], tokenizer: str, *options: str) -> Measured:
-    """The whole command once."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "prepare_data.py", "--input", *files, "--tokenizer", tokenizer]
-        seconds, peak, told = run_measured([*command, "--output", f"{folder}/out", *options])
-        totals = json.loads(Path(folder, "out/manifest.json").read_text())["totals"]
-    stages = re.search(r"seconds by stage (.*?) \(", told)
-    return Measured(sum(split["tokens"] for split in totals.values()), seconds, peak, stages[1] if stages else "")
-
-
 def gigatoken(files: list[str], tokenizer: str) -> Measured:
     """gigatoken alone, directly on the files, without the startup of Python and the loading of the tokenizer."""
     _, peak, told = run_measured([sys.executable, "-c", GIGATOKEN, f"{tokenizer}/tokenizer.json", *files])
@@ -176,15 +132,6 @@ def datatrove(file: str, tokenizer: str) -> Measured:
         command = [sys.executable, "-c", DATATROVE, f"{tokenizer}/tokenizer.json", file, folder]
         seconds, peak, told = run_measured(command)
     return Measured(int(re.search(r"tokens (\d+)", told)[1]), seconds, peak)
-
-
-def rounds(contestants: dict[str, Callable[[], Measured]], repeat: int) -> dict[str, list[Measured]]:
-    """The rounds of all contestants, taking turns."""
-    measured: dict[str, list[Measured]] = {name: [] for name in contestants}
-    for _ in range(repeat):
-        for name, contestant in contestants.items():
-            measured[name].append(contestant())
-    return measured
 
 
 def copies_of(file: str, copies: int, folder: str) -> list[str]:
@@ -207,7 +154,7 @@ def bench_file(file: str, tokenizer: str, copies: int, repeat: int) -> list[str]
             "tokenizers": lambda: prepare([file], tokenizer, "--engine", "reference"),
             "datatrove": lambda: datatrove(file, tokenizer),
         }
-        if importlib.util.find_spec("datatrove") is None:
+        if not has_datatrove():
             del contestants["datatrove"]
         measured = rounds(contestants, repeat)
     best = {name: min(runs, key=lambda run: run.seconds) for name, runs in measured.items()}
@@ -278,7 +225,7 @@ def bench_near_duplicates(file: str, tokenizer: str, repeat: int) -> list[str]:
             "ours": lambda: prepare(files, tokenizer, "--near_duplicates", "0.8"),
             "datatrove": lambda: datatrove_minhash(str(documents), tokenizer),
         }
-        if importlib.util.find_spec("datatrove") is None:
+        if not has_datatrove():
             del contestants["datatrove"]
         measured = rounds(contestants, repeat)
     best = {name: min(runs, key=lambda run: run.seconds) for name, runs in measured.items()}
@@ -377,7 +324,7 @@ def bench_filters(file: str, documents: int) -> list[str]:
     cleaning.clean(texts, [None] * len(texts), [file] * len(texts), range(len(texts)))
     ours = sum(map(len, texts)) / (time.process_time() - began) / 1e6
     print(f"filters of --clean, {len(texts):,} documents: {ours:.1f} MB/s of one core")
-    if importlib.util.find_spec("datatrove") is None:
+    if not has_datatrove():
         print("  datatrove's filters             not installed: pip install datatrove spacy")
         return []
     from datatrove.data import Document
@@ -435,6 +382,9 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=8, help="files of each content, for the bars (default: 8)")
     parser.add_argument("--repeat", type=int, default=3, help="rounds of each file (default: 3)")
     parser.add_argument("--filters", type=int, default=2000, metavar="N", help="documents to filter (default: 2000)")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="what to measure (default: all)")
+    parser.add_argument("--megabytes", type=float, default=900, help="of text for the row of the cleaning (900)")
+    parser.add_argument("--work", type=Path, help="folder of that row's documents and figures; default: a passing one")
     parser.add_argument("--long_line", action="store_true", help="also prepare one document of 200 MB")
     arguments = parser.parse_args()
     cores, load = psutil.cpu_count(), psutil.getloadavg()[0]
@@ -443,11 +393,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         inputs = arguments.input or [source_of_python(Path(folder, "python.jsonl"))]
         tokenizer = tokenizer_folder(arguments.tokenizer or trained_tokenizer(inputs[0], folder), folder)
-        for file in with_parquet(inputs, folder):
+        first, rows = str(Path(inputs[0]).resolve()), arguments.rows
+        for file in with_parquet(inputs, folder) if "files" in rows else ():
             missed += bench_file(str(Path(file).resolve()), tokenizer, arguments.copies, arguments.repeat)
-        missed += bench_near_duplicates(str(Path(inputs[0]).resolve()), tokenizer, arguments.repeat)
-        bench_loader(str(Path(inputs[0]).resolve()), tokenizer)
-        missed += bench_filters(str(Path(inputs[0]).resolve()), arguments.filters)
+        if "near_duplicates" in rows:
+            missed += bench_near_duplicates(first, tokenizer, arguments.repeat)
+        if "loader" in rows:
+            bench_loader(first, tokenizer)
+        if "filters" in rows:
+            missed += bench_filters(first, arguments.filters)
+        if "cleaning" in rows:
+            work = arguments.work or Path(folder, "cleaning")
+            missed += bench_cleaning(first, tokenizer, arguments.megabytes, arguments.repeat, work.resolve())
         if arguments.long_line:
             missed += bench_long_line(tokenizer)
     if missed:

@@ -122,16 +122,19 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]
     return flops, f"measured {dtype} matrix product on {torch.get_num_threads()} threads"
 
 
-def cpu_as_gpu(processes: int) -> Gpu:
-    """This machine's processors as plan.py takes them, shared by so many processes; measures their rate (0.5 s).
+def cpu_as_gpu(processes: int, flops: float | None = None) -> Gpu:
+    """This machine's processors as plan.py takes them, shared by so many processes.
 
     Without a price, and without a rated power, which nothing here knows.
+
+    flops: of a process, per second; None: the rate of all together is measured (0.5 s).
     """
     has_bf16 = missing_bf16("cpu") is None
-    rate, _ = peak_flops(torch.device("cpu"), "bf16" if has_bf16 else "fp32")
+    if flops is None:
+        flops = peak_flops(torch.device("cpu"), "bf16" if has_bf16 else "fp32")[0] / processes
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     slow_memory, slow_link, slow_network = 2e10, 5e9, 1e8
-    figures = (memory / processes, rate / processes, None, slow_memory, slow_link, slow_network)
+    figures = (memory / processes, flops, None, slow_memory, slow_link, slow_network)
     return Gpu(CPU, *figures, watts=0.0, price_per_hour=0.0, has_bf16=has_bf16)
 
 

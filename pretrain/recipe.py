@@ -81,6 +81,8 @@ class CommandLine:
     """With check: every setting with its value and where it comes from."""
     smoke: bool
     """Train 100 steps in a separate folder, resume them from the middle, and report pass or fail per stage."""
+    profile: int | None
+    """Find out why the run is slow, from so many of its steps."""
     recipe: Path
     """The file."""
 
@@ -93,6 +95,7 @@ TAKEN = {
     "--minutes N": "with --text: how long to train",
     "--check": "find every mistake, and start nothing",
     "--check --verbose": "also every setting, with its value and where it comes from",
+    "--profile N": "train, and say from N steps why they are slow",
     "--smoke": "train 100 steps in a folder of its own: pass or fail per stage",
     "--help [SECTION]": "all settings, or those of one section, such as --help optim",
     "--SECTION.NAME VALUE": "any setting, in the place of the recipe's",
@@ -109,7 +112,7 @@ Change any setting, as in --optim.learning_rate 1e-3; --help lists them all."""
 
 
 def read_command_line(argv: list[str], usage: str) -> CommandLine:
-    """Reads `[--config] RECIPE [--check] [--section.key VALUE ...]`; prints help where it is asked for or needed."""
+    """Reads `[--config] RECIPE [--check] [--profile N] [--section.key VALUE ...]`; prints help where needed."""
     if not argv:
         print(FIRST_COMMANDS)
         sys.exit(EXIT_BAD_INPUT)
@@ -123,9 +126,22 @@ def read_command_line(argv: list[str], usage: str) -> CommandLine:
     recipes = [value for key, value in pairs if key == "config"]
     if len(recipes) != 1:
         raise InputError(f"give one recipe: --config recipes/NAME.yaml (got {', '.join(recipes) or 'none'})")
-    overrides = [(key, value) for key, value in pairs if key != "config"]
+    profile = steps_to_profile([value for key, value in pairs if key == "profile"], flags)
+    overrides = [(key, value) for key, value in pairs if key not in ("config", "profile")]
     config = read_run_config(recipes[0], overrides)
-    return CommandLine(config, frozenset(key for key, _ in overrides), **flags, recipe=Path(recipes[0]))
+    overridden = frozenset(key for key, _ in overrides)
+    return CommandLine(config, overridden, **flags, profile=profile, recipe=Path(recipes[0]))
+
+
+def steps_to_profile(given: list[str], flags: dict[str, bool]) -> int | None:
+    """The number after --profile; None without it."""
+    if not given:
+        return None
+    if len(given) > 1 or not given[0].isdecimal():
+        raise InputError(f"--profile {' '.join(given)}: give a number of steps once, as in --profile 20")
+    if flags["check"] or flags["smoke"]:
+        raise InputError("--profile: profiles a run while it trains; leave out --check and --smoke")
+    return int(given[0])
 
 
 def named_recipe(arguments: list[str]) -> list[str]:

@@ -71,7 +71,7 @@ PLANNED: set[str] = set()
 RUN = r"^(python|accelerate launch|torchrun|make demo$)"
 """What a test may run. Whatever else a page says is listed above or a failure."""
 REFUSED = {
-    r"runs\.py (save|stop|abort|anneal) ": "not active",  # tests/runs/test_control.py has live ones
+    r"runs\.py (save|stop|abort|anneal|profile) ": "not active",  # tests/runs/test_control.py has live ones
     r"--max_iters": "--max_iters: here it is --budget.steps",
 }
 """{pattern: what is answered, with exit status 2}"""

@@ -148,6 +148,7 @@ ROOMS = (
     "checkpoint",
     "training",
     "planning",
+    "profiling",
     "evaluation",
     "experiments",
 )

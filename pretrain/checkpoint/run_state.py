@@ -17,19 +17,21 @@ class Request(IntEnum):
     """What a signal or a user asks of a run; of several at once the largest counts."""
 
     NONE = 0
-    SAVE = 1
+    PROFILE = 1
+    """Record what the next steps are spent on."""
+    SAVE = 2
     """Save a checkpoint and continue."""
-    ANNEAL = 2
+    ANNEAL = 3
     """Begin the final decay of the learning rate."""
-    PREEMPT = 3
+    PREEMPT = 4
     """Save and end, to be continued: SIGTERM, or a scheduler's time limit."""
-    INTERRUPT = 4
+    INTERRUPT = 5
     """Save and end: Ctrl-C."""
-    PAUSE = 5
+    PAUSE = 6
     """Save and end: `checkpoint.pause_at`."""
-    STOP = 6
+    STOP = 7
     """Save and end: `runs.py stop`."""
-    ABORT = 7
+    ABORT = 8
     """End without saving."""
 
 

@@ -24,6 +24,7 @@ from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.files import as_json, sync_files, sync_folder, write_durably
 from pretrain.preparation.cleaning.account import SAMPLES_FILE, recorded_account
+from pretrain.preparation.cleaning.lists import LengthFilter, UrlList, WordList
 from pretrain.preparation.cleaning.near_duplicate_search import (
     NEAR_DUPLICATES_FILE,
     DuplicateSearch,
@@ -32,6 +33,7 @@ from pretrain.preparation.cleaning.near_duplicate_search import (
 )
 from pretrain.preparation.cleaning.repeated_text import RepeatedText, RepetitionCount, write_table
 from pretrain.preparation.cleaning.stages import Cleaning
+from pretrain.preparation.cleaning.user_function import UserFunction
 from pretrain.preparation.collector import NEAR_DUPLICATE_COUNTS, SKIPPED_COUNTS, DisagreementError, Intake, Tally
 from pretrain.preparation.deduplicate import seen_in_shards
 from pretrain.preparation.documents.sources import BEGINNING, Position
@@ -47,6 +49,9 @@ FIRST_PASS = "documents"
 """The folder, in the unfinished one, of all documents, of which near duplicates are then left out."""
 PLAN_LAYOUT = 3
 COMMIT_SECONDS = 2.0
+NOT_COMPILED = (UserFunction, WordList, UrlList, LengthFilter)
+COMPILING_SECONDS = 25
+"""Of two cores that are a few years old, for --clean."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +191,7 @@ class _Run:
         if self.request.options.near_duplicates is not None and self.request.options.slice is None:
             first_pass = self._find_near_duplicates(say)
         if not self.slices:
+            self._say_what_is_compiled(say)
             self._count_repeated()
         # Slices are tokenised already.
         encoder, reason = (None, None) if self.slices else make_encoder(tokenizer, engine)
@@ -250,6 +256,15 @@ class _Run:
         self.removed = duplicates["document"]
         self.stages["find near duplicates"] += time.perf_counter() - began
         return outcome
+
+    def _say_what_is_compiled(self, say: Callable[[str], None]) -> None:
+        """Before the first use of the filters on this machine, which takes long."""
+        if self.cleaning is None or all(isinstance(stage, NOT_COMPILED) for stage in self.cleaning.stages):
+            return
+        from pretrain.preparation.cleaning.compiled.text_blocks import CACHE_FOLDER
+
+        if not CACHE_FOLDER.is_dir():
+            say(f"compiling the filters, once on this machine: about {COMPILING_SECONDS} s")
 
     def _count_repeated(self) -> None:
         """Counts lines or paragraphs over all documents, if they are to be removed where they are repeated."""

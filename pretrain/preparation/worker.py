@@ -252,8 +252,14 @@ def encode_parts(parts: Iterable[Part], settings: EncodingSettings, workers: int
         encoder = PartEncoder(settings)
         yield from map(encoder.encode, parts)
         return
+    # What workers share when they are forked.
+    if settings.counting is not None:
+        settings.counting.distinct_hashes([b"compiled once"])
+    if settings.near_duplicates is not None:
+        ids = np.zeros(2, dtype_for(settings.tokenizer.vocabulary_size))
+        settings.near_duplicates.signatures(ids, np.array([2]))
     if settings.cleaning is not None:
-        _ = settings.cleaning.opened  # shared by the forked workers
+        _ = settings.cleaning.opened
     # Forked workers start in milliseconds; elsewhere than on Linux forking is not safe.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(settings, os.getpid()))

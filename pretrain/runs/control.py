@@ -1,7 +1,9 @@
 """Control of a live run through two small files in its folder: a request and the trainer's answer.
 
-    RUN/control/request.json   {id, command, start_id, time, host, pid}     written by `runs.py save|stop|abort|anneal`
-    RUN/control/answer.json    {id, command, step}                          written by the trainer when it is done
+    RUN/control/request.json   {id, command, start_id, time, host, pid}   written by runs.py save, stop, abort ...
+    RUN/control/answer.json    {id, command, step}                        written by the trainer when it is done
+
+A request for a profile has `steps` too; an answer to one that cannot be carried out has a `problem`.
 
 No server and no port: whoever can write to the folder can control the run, from any machine that shares the disk. A
 request names the start of the process that it is meant for, so that one from before a crash or restart is ignored.
@@ -15,11 +17,12 @@ import uuid
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.runs.history import last_start, require_run
-from pretrain.runs.run_folder import read_json
+from pretrain.runs.run_folder import PROFILE_FOLDER, PROFILE_REPORT, read_json
 from pretrain.runs.status import is_training, read_status, state_text
 
 COMMANDS = {
@@ -27,6 +30,7 @@ COMMANDS = {
     "stop": "save a checkpoint of a live run and stop it",
     "abort": "stop a live run without saving",
     "anneal": "start the final learning-rate decay of a live run",
+    "profile": "find out why a live run is slow; it goes on",
 }
 """{command: what it does}"""
 DONE = {
@@ -34,6 +38,7 @@ DONE = {
     "stop": "saved and stopped at step {step:,}",
     "abort": "stopped at step {step:,}, nothing saved",
     "anneal": "decaying from step {step:,}",
+    "profile": "profiling from step {step:,} on",
 }
 REQUEST_FILE, ANSWER_FILE = "control/request.json", "control/answer.json"
 POLL_SECONDS = 0.1
@@ -51,7 +56,8 @@ class Control:
         self._request, self._answer = run_folder / REQUEST_FILE, run_folder / ANSWER_FILE
         self._start_id, self._warn = str(start_id), warn
         self._seen: tuple[int, int] | None = None
-        self._open: dict = {}
+        self.asked: dict = {}
+        """The last request that `poll` returned, until it is answered."""
 
     def poll(self) -> str | None:
         """The command of a new request, once; None if there is none. Costs one os.stat, about 2 microseconds."""
@@ -71,19 +77,20 @@ class Control:
             return None
         if str(request.get("start_id")) != self._start_id or request["id"] == read_json(self._answer).get("id"):
             return None
-        self._open = request
+        self.asked = request
         return request["command"]
 
-    def acknowledge(self, step: int) -> None:
-        """Answers the last command that `poll` returned, if any: it is done, as of `step`."""
-        if self._open:
-            answer = {"id": self._open["id"], "command": self._open["command"], "step": step}
+    def acknowledge(self, step: int, problem: str | None = None) -> None:
+        """Answers the last command that `poll` returned, if any: it is done, as of `step`; or why it is not."""
+        if self.asked:
+            answer = {"id": self.asked["id"], "command": self.asked["command"], "step": step}
+            answer |= {"problem": problem} if problem else {}
             write_durably(self._answer, json.dumps(answer))
-            self._open = {}
+            self.asked = {}
 
 
-def send(run: Path, command: str, request_id: str | None = None) -> dict:
-    """Writes the request and returns it, with a new id unless one is given.
+def send(run: Path, command: str, request_id: str | None = None, **more: Any) -> dict:
+    """Writes the request and returns it, with a new id unless one is given, and with what `more` the command takes.
 
     Raises InputError for a folder that is not a run, a run that is not active, and a folder that is not writable.
     """
@@ -101,6 +108,7 @@ def send(run: Path, command: str, request_id: str | None = None) -> dict:
         "time": round(time.time(), 3),
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        **more,
     }
     try:
         (run / REQUEST_FILE).parent.mkdir(exist_ok=True)
@@ -126,8 +134,8 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: C
 
     show: called with the seconds waited so far, a few times per second.
 
-    Raises InputError if the run ends without an answer, if another request replaces this one, or if the time is up;
-    a request that timed out is cancelled.
+    Raises InputError if the run ends without an answer or refuses, if another request replaces this one, or if the
+    time is up; a request that timed out is cancelled.
     """
     start, command = time.monotonic(), request["command"]
     while (waited := time.monotonic() - start) < timeout_seconds:
@@ -135,6 +143,8 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: C
         alive = is_training(run)
         answer = read_json(run / ANSWER_FILE)
         if answer.get("id") == request["id"] and isinstance(answer.get("step"), int):
+            if problem := answer.get("problem"):
+                raise InputError(f"{run}: {command}: {problem}")
             return DONE[command].format(step=answer["step"])
         pending = read_json(run / REQUEST_FILE)
         if pending.get("id") != request["id"]:
@@ -151,6 +161,28 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: C
         f"{run}: no answer within {timeout_seconds:g} s, so {command} is cancelled; the run answers after the step "
         "it is in: give a longer --timeout if its steps or its checkpoints are slow"
     )
+
+
+def wait_for_profile(run: Path, request: dict, *, show: Callable[[float], None]) -> dict:
+    """The report of the profile that this request has begun, however long its steps take.
+
+    Raises InputError if the run ends before, or gives the profile up.
+    """
+    start, read = time.monotonic(), set()
+    while True:
+        alive = is_training(run)  # asked before the reports are read, as above
+        for path in run.glob(f"{PROFILE_FOLDER}/step-*/{PROFILE_REPORT}"):
+            version = path, path.stat().st_mtime_ns
+            report = read_json(path) if version not in read else {}
+            read.add(version)
+            if report.get("request") == request["id"]:
+                if problem := report.get("problem"):
+                    raise InputError(f"{run}: profile: {problem}")
+                return report
+        if not alive:
+            raise InputError(f"{run}: ended before the profile was complete; see its train.log")
+        show(time.monotonic() - start)
+        time.sleep(POLL_SECONDS)
 
 
 def withdraw(run: Path, request: dict) -> None:

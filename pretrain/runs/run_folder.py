@@ -13,6 +13,8 @@ LOCK_FILE = ".lock"
 """Held by the process that trains the run."""
 MIRROR_FOLDER, MIRROR_STATUS = "mirror", "mirror/status.json"
 """What the process that copies the run to its mirror writes."""
+PROFILE_FOLDER, PROFILE_REPORT = "profile", "report.json"
+"""A folder for each profile, and in it what is written last."""
 LONGEST_NAME, LONGEST_PATH = 255, 3500
 """Bytes. Linux takes paths of 4,096; the longest of ours below a run's folder leaves so many."""
 

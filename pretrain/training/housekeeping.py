@@ -56,6 +56,7 @@ class Housekeeping:
         self.stage = continuation.run.stage(max(self.state.step - 1, 0))
         """Whose windows and positions the model has: that of the last step."""
         use_positions(built.model, self.stage.model_config, built.causal_lm)
+        self._steps_begun = 0
         self._tokens_at_log = self._tokens_before = self.state.tokens
         self._flops_at_log = continuation.run.flops_before(self.state.step)
         self._live = LiveFigures(self.state.step, continuation.run.total_steps)
@@ -76,6 +77,9 @@ class Housekeeping:
 
     def begin_step(self, run: RunPlan) -> int:
         """The number of the step, from 0; where other windows or positions begin with it, the model follows."""
+        if self._steps_begun == 1:
+            self._settle_in()
+        self._steps_begun += 1
         before, self.stage = self.stage, run.stage(self.state.step)
         if self.stage.differs_from(before):
             self._enter_stage(run)
@@ -135,19 +139,19 @@ class Housekeeping:
         self.metrics.show(live)
 
     @contextmanager
-    def _pausing(self, work: str) -> Iterator[None]:
+    def pausing(self, work: str) -> Iterator[None]:
         """Around work that is not training: its time does not count, and the live line names it."""
         with self.throughput.paused(), self.metrics.doing(work):
             yield
 
-    def settle_in(self) -> None:
+    def _settle_in(self) -> None:
         """After the first step: objects alive now live as long as the run, and later collections skip them."""
         gc.collect()
         gc.freeze()
 
     def go_back(self, finding: Finding) -> tuple[RunPlan, RunState]:
         """Rolls back to a checkpoint before the finding; returns the plan and the state from there on."""
-        with self._pausing("rolling back"):
+        with self.pausing("rolling back"):
             self.supervisor.go_back(finding)
         run = self.continuation.run
         self._tokens_at_log, self._flops_at_log = self.state.tokens, run.flops_before(self.state.step)
@@ -181,7 +185,7 @@ class Housekeeping:
             sequences = -(-sequences * window.sequence_length // stage.window.sequence_length)
             window, rows = stage.window, stage.sequences_per_micro_batch
             readers = {name: reader for name, reader in readers.items() if window.count_in(reader.tokens)}
-        with self._pausing("validation"):
+        with self.pausing("validation"):
             return validate(
                 self.built.model,
                 readers,
@@ -196,7 +200,7 @@ class Housekeeping:
     def save(self, *, wait: bool, required: bool = False) -> None:
         """Starts saving a checkpoint. wait: until it is written. required: wait, and raise SaveError if it fails."""
         beat = self.supervisor.watch.beat
-        with self._pausing("saving"):
+        with self.pausing("saving"):
             self.supervisor.compare_copies()  # before the save: a checkpoint must not keep copies that differ
             self.state.expert_counts = self.built.experts.counts()
             self.continuation.save(self.supervisor.guard.state(), self.describe, beat)
@@ -208,14 +212,14 @@ class Housekeeping:
         """Evaluates this step's checkpoint in a separate process, if it was written."""
         if not self.continuation.is_saved:
             return
-        with self._pausing("evaluation"), self.supervisor.leaving("evaluation"):
+        with self.pausing("evaluation"), self.supervisor.leaving("evaluation"):
             beat = self.supervisor.listen_or_leave
             newest, ranks = self.continuation.newest, self.strategy.ranks
             evaluate_beside(self.evaluations, ranks, newest, self.config.evaluation, beat)
 
     def sample(self) -> None:
         """Logs the model's continuations of the recipe's prompts."""
-        with self._pausing("samples"), self.supervisor.leaving("samples"):
+        with self.pausing("samples"), self.supervisor.leaving("samples"):
             model_config, settings, seed = self.stage.model_config, self.config.samples, self.state.step
             beat = self.supervisor.listen_or_leave
             for prompt, text in sample_texts(self.strategy, model_config, self.tokenizer, settings, seed, beat):

@@ -71,6 +71,7 @@ SHOWN: dict[str, Parts] = {
     "explosion": ((ALWAYS, "step {step:,} · GRADIENT: {message}"),),
     "rollback": ((ALWAYS, "rolling back to step {to_step:,}: {reason}; {change}"),),
     "control": ((ALWAYS, "step {step:,} · {command}, requested by runs.py"),),
+    "profile": ((ALWAYS, "step {step:,} · profile in {path}: {verdict}"),),
     "warning": ((ALWAYS, "warning: {message}"),),
     "end": (
         (ALWAYS, "{reason}: {step:,} steps and {tokens:,} tokens; {duration} since start; exit status {code}"),

@@ -23,7 +23,8 @@ class ReadAhead:
         # One thread reads them all: what a run's `Batches` remembers between reads needs no lock then.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read_ahead")
         self._begun: tuple[RunPlan, int, int, Future[HostBatch]] | None = None
-        self._last_seconds: deque[float] = deque(maxlen=READS_JUDGED)
+        self.last_seconds: deque[float] = deque(maxlen=READS_JUDGED)
+        """How long the last reads took, whoever waited for them."""
 
     def micro_batch(self, run: RunPlan, step: int, micro_step: int) -> dict[str, Any]:
         """The model's arguments for one call of this process, on its device; begins to read what comes after.
@@ -35,12 +36,12 @@ class ReadAhead:
         prefetched = begun is not None and begun[0] is run and begun[1:3] == (step, micro_step)
         batch = begun[3].result() if prefetched else self._read(run, step, micro_step)
         following = (step, micro_step + 1) if micro_step + 1 < run.micro_steps(step) else (step + 1, 0)
-        if following[0] < run.total_steps and max(self._last_seconds) > QUICK_READ_SECONDS:
+        if following[0] < run.total_steps and max(self.last_seconds) > QUICK_READ_SECONDS:
             self._begun = (run, *following, self._thread.submit(self._read, run, *following))
         return batch.on_device(self.strategy.device, run.attention)
 
     def _read(self, run: RunPlan, step: int, micro_step: int) -> HostBatch:
         start = time.perf_counter()
         batch = run.micro_batch(step, micro_step, self.strategy)
-        self._last_seconds.append(time.perf_counter() - start)
+        self.last_seconds.append(time.perf_counter() - start)
         return batch

@@ -27,6 +27,8 @@ ENDS = {
     Request.ABORT: "aborted",
 }
 """Reasons for a requested end, as logged."""
+COMMANDED = (Request.PROFILE, Request.SAVE, Request.ANNEAL, Request.STOP, Request.ABORT)
+"""What runs.py asks for, and is answered."""
 
 
 class CopiesDifferError(RunStoppedError):
@@ -67,6 +69,8 @@ class Supervisor:
         self.strategy, self.metrics = continuation.strategy, continuation.metrics
         self.request = Request.NONE
         """The pending request, known to all ranks."""
+        self.refusal: str | None = None
+        """Why it cannot be carried out."""
         strategy, guard = self.strategy, self.config.guard
         self.consensus = Consensus(strategy)
         self.guard = self._new_guard()
@@ -152,11 +156,12 @@ class Supervisor:
     def answer(self) -> None:
         """Clears the request; if it was carried out, the sender of a command gets an answer."""
         done = self.request != Request.SAVE or self.continuation.is_saved
-        if done and self.request in (Request.SAVE, Request.ANNEAL, Request.STOP, Request.ABORT):
+        if done and self.request in COMMANDED:
             step, total_steps = self.continuation.state.step, self.continuation.run.total_steps
-            self.metrics.write("control", step=step, command=self.request.name.lower(), total_steps=total_steps)
-            self.control.acknowledge(step)
-        self.request = Request.NONE
+            if self.refusal is None:
+                self.metrics.write("control", step=step, command=self.request.name.lower(), total_steps=total_steps)
+            self.control.acknowledge(step, self.refusal)
+        self.request, self.refusal = Request.NONE, None
 
     def end(self) -> int:
         """Ends the run on request; returns the exit status."""

@@ -12,7 +12,7 @@ import pytest
 
 from pretrain.errors import InputError
 from pretrain.processes import folder_lock
-from pretrain.runs.control import Control
+from pretrain.runs.control import COMMANDS, Control
 from pretrain.runs.live_log import LiveRuns
 from pretrain.runs.live_page import LiveData, PageServer, write_live_page
 from support.run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
@@ -22,8 +22,9 @@ HOSTILE = "</script><script>document.title='taken'</script>"
 
 
 @pytest.fixture
-def served(tmp_path):
+def served(tmp_path, monkeypatch):
     """A server of a folder with a live and a finished run."""
+    monkeypatch.setattr("pretrain.runs.live_page.ANSWER_SECONDS", 30.0)
     lines = [start_line(start_id="s1"), *(train_line(step) for step in range(1, 41)), validation_line(40, 4.5)]
     live = write_run(tmp_path / "runs/live", [*lines, {"event": "warning", "step": 40, "message": HOSTILE}])
     finished_run(tmp_path / "runs/done")
@@ -166,7 +167,7 @@ def test_a_browser_shows_runs_and_curves_and_what_came_after_the_page(served, tm
     (curve,) = re.findall(r'<path d="(M[^"]+)" class="curve" data-run="live"', page)[:1]
     assert curve.count("L") == 76
     assert "Validation demo" in page and "<title>1 running · Runs in" in page  # the hostile name has run nothing
-    assert len(re.findall("<button", page)) == 4 and '<div id="alarm" hidden="">' in page
+    assert len(re.findall("<button", page)) == len(COMMANDS) and '<div id="alarm" hidden="">' in page
 
 
 def test_the_file_needs_no_server(tmp_path):

@@ -102,16 +102,19 @@ def launch_with_faults(
     meanwhile: Callable[[subprocess.Popen], None] = lambda process: None,
     timeout: float = 500,
     fresh: bool = False,
+    architecture: str | None = None,
     **environment,
 ) -> FaultyRun:
     """Trains with these faults.
 
     strategy: a launcher file, or torchrun. folder: where they write, a new one or that of the launch before. launcher:
     more arguments of the launcher. meanwhile: called with its process while it runs. fresh: new interpreters, with all
-    their imports. One process has no launcher.
+    their imports. architecture: a module with a local one. One process has no launcher.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    environment["FAULTS_TO_INJECT"] = json.dumps({"folder": str(folder), "faults": faults or []})
+    environment["FAULTS_TO_INJECT"] = json.dumps(
+        {"folder": str(folder), "faults": faults or []} | ({"architecture": architecture} if architecture else {})
+    )
     launches = [
         "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml", "--num_processes",
         processes, "--main_process_port", free_port(), *(launcher or []),

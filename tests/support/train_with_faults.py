@@ -2,11 +2,11 @@
 
     FAULTS_TO_INJECT=JSON accelerate launch ... tests/support/train_with_faults.py --config RECIPE ...
 
-JSON has `faults` and a `folder`, which gets a file with the time forevery fault that has struck, and what every rank
-has read. A fault has
+JSON has `faults` and a `folder`, which gets a file with the time for every fault that has struck, and what every rank
+has read; `architecture` may name a file with a local architecture. A fault has
 
-    where     read, forward, backward, validation, sample, check (of the export), write (of a checkpoint's tensors),
-              mkdir or fsync
+    where     read, disk (the reading itself, perhaps in a thread), forward, backward, validation, sample, check (of
+              the export), write (of a checkpoint's tensors), mkdir or fsync
     rank      which process it strikes; default: the last
     step      the step it strikes in, counted from 1, and perhaps `micro_step`, also from 1; or `nth`: the n-th time
               this process comes there, counted from 1; default: any time
@@ -16,6 +16,7 @@ has read. A fault has
 """
 
 import errno
+import importlib
 import json
 import os
 import runpy
@@ -33,6 +34,8 @@ import torch
 import pretrain.checkpoint.checkpoints
 import pretrain.training.housekeeping
 import pretrain.training.samples
+from pretrain.data.batches import Batches
+from pretrain.model.architectures import register
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.prefetch import ReadAhead
@@ -98,6 +101,7 @@ class Faults:
 def strike_around_a_step(faults: Faults) -> None:
     """Patches the taking of a micro-batch (which a thread may have read before), forward and backward."""
     read, forward, backward = ReadAhead.micro_batch, LanguageModelLoss.forward, Strategy.backward
+    read_disk = Batches.read
 
     def read_with_faults(read_ahead, run, step, micro_step):
         if faults.step == 0:
@@ -122,6 +126,11 @@ def strike_around_a_step(faults: Faults) -> None:
         faults.at("backward")
         return backward(strategy, loss)
 
+    def read_disk_with_faults(batches, *where, **named):
+        faults.at("disk")
+        return read_disk(batches, *where, **named)
+
+    Batches.read = read_disk_with_faults
     ReadAhead.micro_batch, LanguageModelLoss.forward = read_with_faults, forward_with_faults
     Strategy.backward = backward_with_faults
 
@@ -179,6 +188,8 @@ if __name__ == "__main__":
     everything = Faults()
     if any("faulty://" in argument for argument in sys.argv):
         mirror_with_faults()
+    if "architecture" in SETTINGS:
+        register(importlib.import_module(SETTINGS["architecture"]))
     strike_around_a_step(everything)
     strike_between_steps(everything)
     strike_in_a_save(everything)

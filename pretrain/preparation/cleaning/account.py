@@ -5,7 +5,7 @@ Accounts of parts add up to that of the whole in any division, so workers, slice
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,12 +59,26 @@ class CleaningAccount:
 
     def add_document(self, rule: str, source: str, place: int, text: bytes) -> None:
         """Counts one document that the rule removed, or KEPT, with the text it had then."""
-        self.add_counts(rule, source, 1, len(text))
+        self.add_documents(rule, [source], [place], [text])
+
+    def add_documents(self, rule: str, sources: Sequence[str], places: Sequence[int], texts: Sequence[bytes]) -> None:
+        """The same for documents in their order."""
+        amounts: dict[str, list[int]] = {}
+        for source, text in zip(sources, texts, strict=True):
+            of_source = amounts.setdefault(source, [0, 0])
+            of_source[0] += 1
+            of_source[1] += len(text)
+        for source, (documents, size) in amounts.items():
+            self.add_counts(rule, source, documents, size)
         drawn = self.samples.setdefault(rule, {})
-        digest = hashlib.blake2b(text[:EXCERPT_BYTES], digest_size=8).hexdigest()
-        if len(drawn) < SAMPLES_PER_RULE or digest < max(drawn):
-            excerpt = text[:EXCERPT_BYTES].decode(errors="ignore")
-            _keep_smallest(drawn, {digest: {"source": source, "place": place, "bytes": len(text), "text": excerpt}})
+        largest = max(drawn, default="")
+        for source, place, text in zip(sources, places, texts, strict=True):
+            digest = hashlib.blake2b(text[:EXCERPT_BYTES], digest_size=8).hexdigest()
+            if len(drawn) < SAMPLES_PER_RULE or digest < largest:
+                excerpt = text[:EXCERPT_BYTES].decode(errors="ignore")
+                more = {digest: {"source": source, "place": place, "bytes": len(text), "text": excerpt}}
+                _keep_smallest(drawn, more)
+                largest = max(drawn)
 
     def add_counts(self, rule: str, source: str, documents: int, size: int) -> None:
         """Counts documents of `size` bytes together that the rule removed, or KEPT."""

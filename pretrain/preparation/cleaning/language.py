@@ -1,10 +1,13 @@
 """Documents by their language: by function words where these leave no doubt, else by lingua or a fastText model."""
 
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+
+import numpy as np
 
 from pretrain.errors import InputError, did_you_mean
 from pretrain.preparation.cleaning.published import NamedFilter
@@ -78,6 +81,7 @@ class LanguageFilter(NamedFilter):
                     verdicts.removed[number] = "uncertain"
             return verdicts
 
+        certain_languages(TextBatch([b"compiled once, before workers are forked"], [None]))
         return judge
 
     def _sample(self, text: bytes) -> str:
@@ -129,13 +133,18 @@ def _lingua_languages() -> list[str]:
     return [language.iso_code_639_1.name.lower() for language in Language.all()]
 
 
+@functools.cache
+def _words_table() -> tuple[np.ndarray, np.ndarray]:
+    from pretrain.preparation.cleaning.compiled.function_words import word_table
+
+    return word_table({language: of_language.split() for language, of_language in FUNCTION_WORDS.items()})
+
+
 def certain_languages(batch: TextBatch) -> list[str | None]:
     """The language of each text whose function words leave no doubt."""
     from pretrain.preparation.cleaning.compiled.function_words import certain_numbers
 
-    words = {language: of_language.split() for language, of_language in FUNCTION_WORDS.items()}
-    found = certain_numbers(
-        *batch.joined, words, WORDS_SAMPLES_BYTES, (LEAST_WORDS, LEAST_DIFFERENT), (CERTAIN_SHARE, CERTAIN_LEAD)
-    )
-    names = [*words, None]
+    least, shares = (LEAST_WORDS, LEAST_DIFFERENT), (CERTAIN_SHARE, CERTAIN_LEAD)
+    found = certain_numbers(*batch.joined, _words_table(), WORDS_SAMPLES_BYTES, least, shares)
+    names = [*FUNCTION_WORDS, None]
     return [names[number] for number in found.tolist()]

@@ -20,8 +20,6 @@ from pretrain.errors import Problems
 DEFAULT_BINS, MOST_BINS = 128, 1024
 COMPARED_AT_THRESHOLD = 0.999
 """The least share of pairs at the threshold that the bands chosen for it compare."""
-IDS_AT_ONCE = 1 << 14
-"""So that all arrays of a step stay in the cache of a core."""
 EMPTY = np.uint32(0xFFFFFFFF)
 DONORS = 8
 """Bins drawn for an empty one, before it takes the next that is not empty."""
@@ -81,26 +79,15 @@ class NearDuplicates:
 
     def signatures(self, ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """(documents, signature_bytes) uint8 of documents end to end in `ids`, each closed by one more id."""
-        bins = 1 << (self.signature_bytes - 1).bit_length()
+        from pretrain.preparation.cleaning.compiled.smallest_hashes import scratch_for, write_smallest
+
+        bits = (self.signature_bytes - 1).bit_length()
         starts = np.concatenate([[0], ends])[:-1]
-        smallest = np.full(len(ends) * bins, EMPTY)
-        row_of = np.repeat(np.arange(len(ends)) * bins, ends - starts)
-        # Shingles that would reach over the end of a document.
-        beyond = (ends[:, None] - np.arange(self.shingle_tokens, 0, -1)).ravel()
-        beyond = beyond[beyond >= np.repeat(starts, self.shingle_tokens)]
-        bits = np.uint32(bins.bit_length() - 1)
-        for first in range(0, len(ids), IDS_AT_ONCE):
-            hashes = shingle_hashes(ids[first : first + IDS_AT_ONCE + self.shingle_tokens - 1], self.shingle_tokens)
-            places = (hashes & np.uint32(bins - 1)).astype(np.intp)
-            places += row_of[first : first + len(places)]
-            hashes >>= bits
-            left, right = np.searchsorted(beyond, (first, first + len(hashes)))
-            hashes[beyond[left:right] - first] = EMPTY
-            np.minimum.at(smallest, places, hashes)
-        smallest = smallest.reshape(len(ends), bins)
+        smallest = np.full((len(ends), 1 << bits), EMPTY)
+        write_smallest(ids, ends, self.shingle_tokens, bits, scratch_for(self.shingle_tokens), smallest)
         short = np.flatnonzero(ends - 1 - starts < self.shingle_tokens)
         hashes = self._hashes_of_short(ids, starts[short], ends[short])
-        smallest[short, hashes & np.uint32(bins - 1)] = hashes >> bits
+        smallest[short, hashes & np.uint32((1 << bits) - 1)] = hashes >> np.uint32(bits)
         _fill_empty_bins(smallest)
         return smallest[:, : self.signature_bytes].astype(np.uint8)
 

@@ -7,8 +7,7 @@ of a billion is taken for a repeated one, of a million of those, is 5 in 100,000
 """
 
 import json
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from pretrain.files import as_json, write_durably
 from pretrain.preparation.cleaning.stages import TextBatch, Verdicts
 
 BETWEEN = {"lines": b"\n", "paragraphs": b"\n\n"}
-LETTER_OR_DIGIT = re.compile(rb"[0-9A-Za-z\x80-\xff]")
 HASH_COUNT = np.dtype([("hash", "<u8"), ("documents", "<u4")])
 HASHES_PER_RUN = 1 << 23
 HASHES_AT_ONCE = 1 << 24
@@ -48,17 +46,17 @@ class RepeatedText:
         """The stage when all has been counted."""
         return replace(self, table=table)
 
-    def hashes(self, text: bytes) -> tuple[list[bytes], list[int]]:
-        """(pieces, their hashes); 0 for those that always stay."""
-        from xxhash import xxh3_64_intdigest
-
-        pieces = text.split(BETWEEN[self.unit])
-        return pieces, [xxh3_64_intdigest(p.strip()) if LETTER_OR_DIGIT.search(p) else 0 for p in pieces]
-
-    def distinct_hashes(self, texts: Iterable[bytes]) -> np.ndarray:
+    def distinct_hashes(self, texts: Sequence[bytes]) -> np.ndarray:
         """uint64 hashes of documents' pieces, each once per document that has it."""
-        found = [number for text in texts for number in set(self.hashes(text)[1]) if number]
-        return np.array(found, np.uint64)
+        from pretrain.preparation.cleaning.compiled.piece_hashes import distinct_in_documents
+
+        pieces, hashes = self._pieces(TextBatch(list(texts), []))
+        return distinct_in_documents(np.ascontiguousarray(pieces[:, 0]), hashes)
+
+    def _pieces(self, batch: TextBatch) -> tuple[np.ndarray, np.ndarray]:
+        from pretrain.preparation.cleaning.compiled.piece_hashes import piece_hashes
+
+        return piece_hashes(*batch.joined, len(BETWEEN[self.unit]))
 
     def open(self) -> Callable[[TextBatch], Verdicts]:
         repeated = np.fromfile(self.table, "<u8") if self.table.stat().st_size else np.empty(0, "<u8")
@@ -67,15 +65,17 @@ class RepeatedText:
             verdicts = Verdicts()
             if not len(repeated):
                 return verdicts
-            for number, text in enumerate(batch.texts):
-                pieces, hashes = self.hashes(text)
-                hashes = np.array(hashes, np.uint64)
-                places = np.searchsorted(repeated, hashes)
-                goes = repeated[np.minimum(places, len(repeated) - 1)] == hashes
-                if goes.any():
-                    left = BETWEEN[self.unit].join(p for p, gone in zip(pieces, goes, strict=True) if not gone)
-                    verdicts.changed[number] = left if left.strip() else b""
-                    verdicts.counts["removed"] += int(np.count_nonzero(goes))
+            pieces, hashes = self._pieces(batch)
+            places = np.searchsorted(repeated, hashes)
+            goes = repeated[np.minimum(places, len(repeated) - 1)] == hashes
+            for number in np.unique(pieces[goes, 0]).tolist():
+                first, stop = np.searchsorted(pieces[:, 0], (number, number + 1))
+                start, text = batch.joined[1][number, 0], batch.texts[number]
+                stays = (pieces[first:stop, 1:][~goes[first:stop]] - start).tolist()
+                left = BETWEEN[self.unit].join(text[begin:end] for begin, end in stays)
+                verdicts.changed[number] = left if left.strip() else b""
+            if goes.any():
+                verdicts.counts["removed"] += int(np.count_nonzero(goes))
             return verdicts
 
         return judge

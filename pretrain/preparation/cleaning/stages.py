@@ -158,8 +158,8 @@ class Cleaning:
             if removed or verdicts.changed:
                 batch = batch.after(removed, verdicts.changed)
                 kept = [original for number, original in enumerate(kept) if number not in removed]
-        for original in kept:
-            account.add_document(KEPT, sources[original], places[original], texts[original])
+        if kept:
+            account.add_documents(KEPT, *([values[number] for number in kept] for values in (sources, places, texts)))
         account.add_domains(batch.texts, batch.urls)
         return kept, batch
 

@@ -10,7 +10,8 @@ import pytest
 from pretrain.data.manifest import SPLITS
 from pretrain.errors import InputError
 from pretrain.preparation.cleaning import near_duplicate_search
-from pretrain.preparation.cleaning.near_duplicates import NearDuplicates, jaccard
+from pretrain.preparation.cleaning.compiled.smallest_hashes import scratch_for, write_smallest
+from pretrain.preparation.cleaning.near_duplicates import EMPTY, NearDuplicates, jaccard, shingle_hashes
 from pretrain.preparation.documents.sources import BEGINNING
 from pretrain.preparation.slices import merged_parts
 from support.faults import EVERYTHING
@@ -245,3 +246,16 @@ def test_signatures_agree_in_the_share_that_is_the_similarity():
             assert similarity == pytest.approx(exact(one[:-1].tolist(), other[:-1].tolist()))
             differences.append((signatures[0] == signatures[1]).mean() - similarity)
         assert abs(np.mean(differences)) < tolerance / 2 and np.std(differences) < tolerance * 2
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_every_bin_has_the_least_hash_of_its_shingles(dtype):
+    rng, tokens = np.random.default_rng(1), [1, 4, 5, 6, 60, 2047, 2048, 2053, 7000]
+    documents = [rng.integers(0, 50_000, size).astype(dtype) for size in tokens]
+    ids = np.concatenate([np.append(document, dtype(9)) for document in documents])
+    smallest = np.full((len(documents), 128), EMPTY)
+    write_smallest(ids, np.cumsum(np.array(tokens) + 1), 5, 7, scratch_for(5), smallest)
+    for row, document in zip(smallest, documents, strict=True):
+        expected, hashes = np.full(128, EMPTY), shingle_hashes(document, 5)
+        np.minimum.at(expected, hashes & np.uint32(127), hashes >> np.uint32(7))
+        assert np.array_equal(row, expected)

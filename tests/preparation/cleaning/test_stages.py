@@ -1,19 +1,21 @@
 """Cleaning as a part of a preparation: what is removed and how it is counted, whatever the workers and kills."""
 
 import json
+import os
 from collections import Counter
 
 import pytest
 
 from pretrain.data.shards import verify_shards
 from pretrain.data.tokenizer import load_tokenizer
+from pretrain.errors import InputError
 from pretrain.preparation.cleaning.account import KEPT, MOST_SOURCES_COUNTED, OTHER_SOURCES, CleaningAccount
 from pretrain.preparation.cleaning.filters import read_cleaning
 from pretrain.preparation.documents.sources import find_sources
 from pretrain.preparation.plan import Files, PreparationOptions, PreparationRequest
 from pretrain.preparation.prepare import prepare
 from pretrain.preparation.slices import slice_of
-from support.prepared import content_of, texts, write_jsonl
+from support.prepared import PROSE, content_of, texts, write_jsonl
 
 FUNCTIONS = """
 def keep(text):
@@ -102,3 +104,42 @@ def test_sources_beyond_the_limit_count_together():
     assert len(account.sources) == MOST_SOURCES_COUNTED + 1
     assert sum(n for n, _ in account.sources[OTHER_SOURCES].values()) == 5
     assert account.rules == {KEPT: [503, 2012], "rule": [502, 2008]}
+
+
+WRITES = (
+    "/.unfinished/counts/.00000", "/counts/.state.json", "/.unfinished/.repeated", "/documents/train-00000.bin",
+    "/documents/.unfinished/.progress.json", "/documents/.cleaning_samples.json", "/documents/.manifest.json",
+    "/near_duplicates/runs/", "/near_duplicates/.duplicates", "broken/.near_duplicates.json", "broken/train-00000.bin",
+    "broken/.unfinished/.progress.json", "broken/.cleaning_samples.json", "broken/.manifest.json",
+)  # fmt: skip
+"""What a whole cleaning writes, in this order: the count of lines, all documents, near duplicates, those that stay."""
+
+
+def test_a_full_disk_in_any_stage_is_said_and_the_same_command_goes_on(tmp_path, run, monkeypatch):
+    for name in ("documents.formats.PART_BYTES", "documents.sources.PART_BYTES", "documents.byte_stream.READ_BYTES"):
+        monkeypatch.setattr(f"pretrain.preparation.{name}", 2000)
+    monkeypatch.setattr("pretrain.preparation.prepare.COMMIT_SECONDS", 0.0)
+    documents = [f"{number} {PROSE}\nRead more\n{number}" for number in range(12)] + ["buy now " * 60]
+    write_jsonl(tmp_path / "a.jsonl", [*documents, *(text.replace("owls", "bats") for text in documents[:4])])
+    arguments = ("--input", tmp_path / "a.jsonl", "--clean", "--repeated_lines", 3, "--workers", 1, "--output")
+    run(*arguments, tmp_path / "whole")
+    sync, left = os.fsync, list(WRITES)
+
+    def full(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if left and left[0] in path:
+            del left[0]
+            raise OSError(28, "No space left on device", path)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    for count in range(len(WRITES) - 1, -1, -1):
+        with pytest.raises(
+            InputError, match=r"No space left on device .*; free space .* it continues where it stopped"
+        ):
+            run(*arguments, tmp_path / "broken")
+        assert len(left) == count
+    run(*arguments, tmp_path / "broken")
+    assert content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
+    counted = json.loads((tmp_path / "broken/manifest.json").read_bytes())
+    assert counted["skipped"]["near_duplicate_documents"] and counted["cleaning"]["removed"]

@@ -94,8 +94,8 @@ def word_tables() -> WordTables:
         lengths = [len(part.encode()) for part in parts] + [0]
         slot = find_slot(lookups, SPECIALS_FROM, SPECIAL_SLOTS, value)
         lookups[PIECES_FROM + slot] = len(parts) | lengths[0] << 8 | lengths[1] << 16 | (word in JOINED) << 24
-        bit = int(value) >> (64 - SPECIAL_BITS)
-        lookups[bit >> 6] |= ONE << np.uint64(bit & 63)
+        bits = ONE << (value >> np.uint64(24) & np.uint64(63)) | ONE << (value >> np.uint64(18) & np.uint64(63))
+        lookups[int(value) >> (64 - SPECIAL_BITS + 6)] |= bits
     return WordTables(character_classes(), lookups)
 
 
@@ -121,8 +121,8 @@ def special_slot(text, start, end, tables):
 
 @inlined
 def special_slot_of_hash(value, tables):
-    bit = value >> np.uint64(64 - SPECIAL_BITS)
-    if not tables.lookups[bit >> np.uint64(6)] >> (bit & np.uint64(63)) & ONE:
+    bits = tables.lookups[value >> np.uint64(64 - SPECIAL_BITS + 6)]
+    if not bits >> (value >> np.uint64(24) & np.uint64(63)) & bits >> (value >> np.uint64(18) & np.uint64(63)) & ONE:
         return np.int64(-1)
     return find_slot(tables.lookups, SPECIALS_FROM, SPECIAL_SLOTS, value)
 

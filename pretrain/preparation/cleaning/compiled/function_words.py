@@ -29,8 +29,8 @@ def _slot_of(keys, word):
     return slot
 
 
-def _table(words: Mapping[str, Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
-    """(keys, which languages have the word) of {language: its function words}."""
+def word_table(words: Mapping[str, Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
+    """(keys, which languages have the word) of {language: its function words}, for certain_numbers."""
     keys, has = np.zeros(_SLOTS, np.uint64), np.zeros((_SLOTS, len(words)), np.int64)
     for number, of_language in enumerate(words.values()):
         for word in of_language:
@@ -91,18 +91,19 @@ def _certain(text, bounds, keys, has, sizes, least_words, least_different, share
 def certain_numbers(
     text: np.ndarray,
     bounds: np.ndarray,
-    words: Mapping[str, Sequence[str]],
+    table: tuple[np.ndarray, np.ndarray],
     sizes: Sequence[int],
     least: tuple[int, int],
     shares: tuple[float, float],
 ) -> np.ndarray:
     """(documents,) int64: the number of the language whose function words leave no doubt; -1 where there is none.
 
-    text, bounds: as of joined_texts. sizes: bytes of a sample from the middle, and of the next one where it leaves a
-    doubt. least: words of a sample, different function words. shares: of the words; times the next language's.
+    text, bounds: as of joined_texts. table: of word_table. sizes: bytes of a sample from the middle, and of the next
+    one where it leaves a doubt. least: words of a sample, different function words. shares: of the words; times the
+    next language's.
     """
-    keys, has = _table(words)
+    keys, has = table
     found = np.empty(len(bounds), np.int64)
-    seen, counts = np.zeros(_SLOTS, np.int64), np.zeros((2, len(words)), np.int64)
+    seen, counts = np.zeros(_SLOTS, np.int64), np.zeros((2, has.shape[1]), np.int64)
     _certain(text, bounds, keys, has, np.array(sizes), *least, *shares, seen, counts, found)
     return found

@@ -270,7 +270,7 @@ def _most_grams(words, hashes, start, end, scratch):
     """
     bits, _, counts, _, _ = scratch
     entries, shift = np.int64(64), np.uint64(58)
-    while 2 * entries < end - start and entries < 4096:
+    while 2 * entries < end - start and entries < 2048:
         entries, shift = 2 * entries, shift - ONE
     bit_words, bit_shift = np.int64(64), np.uint64(52)
     while bit_words < end - start:
@@ -279,22 +279,30 @@ def _most_grams(words, hashes, start, end, scratch):
         counts[index] = 0
     for index in range(bit_words):
         bits[index] = 0
+    if end - start < 2:
+        return np.int64(0), np.int64(0)
+    # Unsigned places, and each word read once: a check for negative places would take as long as the rest.
     most = covered = np.int64(0)
-    covered_until = start
-    for index in range(start, end - 1):
-        pair = hashes[index] + (hashes[index + 1] << ONE)
+    first, stop = np.uintp(start), np.uintp(end)
+    size, value = np.int64(words[first, 2]), hashes[first]
+    for place in range(first + np.uintp(1), stop):
+        following, pair = np.int64(words[place, 2]), value + (hashes[place] << ONE)
+        value = hashes[place]
         entry = pair >> shift
-        counts[entry] += words[index, 2] + words[index + 1, 2] + 2
+        counts[entry] += size + following + 2
         most = max(most, counts[entry])
-        if index + 4 < end:
-            other = hashes[index + 2] + (hashes[index + 3] << ONE)
-            five = ((pair * HASH_FACTOR + other) * HASH_FACTOR + hashes[index + 4]) * HASH_FACTOR >> bit_shift
-            bit = ONE << (five & np.uint64(63))
-            if bits[five >> np.uint64(6)] & bit:
-                for number in range(max(index, covered_until), index + 5):
-                    covered += words[number, 2]
-                covered_until = index + 5
-            bits[five >> np.uint64(6)] |= bit
+        size = following
+    covered_until = first
+    for place in range(first, stop - np.uintp(4) if end - start > 4 else first):
+        pair = hashes[place] + (hashes[place + np.uintp(1)] << ONE)
+        other = hashes[place + np.uintp(2)] + (hashes[place + np.uintp(3)] << ONE)
+        five = ((pair * HASH_FACTOR + other) * HASH_FACTOR + hashes[place + np.uintp(4)]) * HASH_FACTOR >> bit_shift
+        bit, of_five = ONE << (five & np.uint64(63)), five >> np.uint64(6)
+        if bits[of_five] & bit:
+            for number in range(max(place, covered_until), place + np.uintp(5)):
+                covered += words[number, 2]
+            covered_until = place + np.uintp(5)
+        bits[of_five] |= bit
     return most, covered
 
 
@@ -406,6 +414,20 @@ def character_statistics(text, bounds, classes, counts):
         counts[document, 0], counts[document, 1], counts[document, 2], counts[document, 3] = (
             visible, letters, digits, damaged
         )  # fmt: skip
+
+
+@compiled
+def mark_addresses(text, bounds, marks):
+    """Marks documents, (documents, 2) bool, with an @ and with a digit behind a full stop, as all addresses have."""
+    for document in range(len(bounds)):
+        position, end = bounds[document, 0], bounds[document, 1]
+        signs = numbers = np.uint64(0)
+        while position < end:
+            within = first_bits(end - position)
+            signs |= mask_of(text, position, 0, 64, 64) & within
+            numbers |= mask_of(text, position, 0, 46, 46) & mask_of(text, position + 1, 0, 48, 57) & within
+            position += BLOCK
+        marks[document, 0], marks[document, 1] = signs != 0, numbers != 0
 
 
 @compiled

@@ -155,12 +155,13 @@ def divide_words(text, start, end, tables, words, hashes, count, totals):
         # The chunks between spaces that end within a block; the next block begins with the one that does not.
         spaces = spaces_at(text, start) | ~first_bits(end - start)
         signs = ~(letters_at(text, start) | spaces)
-        offset = lowest_bit(~spaces)
-        while offset < BLOCK and spaces >> np.uint64(offset):
-            begin = start + offset
-            size = lowest_bit(spaces >> np.uint64(offset))
-            stop = begin + size
-            of_chunk = signs >> np.uint64(offset) & first_bits(size)
+        begins, ends = ~spaces & (spaces << ONE | ONE), spaces & ~(spaces << ONE | ONE)
+        while ends:
+            offset = lowest_bit(begins)
+            size = lowest_bit(ends) - offset
+            begins, ends = begins & (begins - ONE), ends & (ends - ONE)
+            begin, stop = start + offset, start + offset + size
+            of_chunk = signs >> np.uint64(offset) & ((ONE << np.uint64(size)) - ONE)
             # Most chunks are a word of letters, and most others such a word and one sign.
             is_marked = (
                 size > 1 and of_chunk == ONE << np.uint64(size - 1) and _is_divided_off(text, stop - 1, classes)
@@ -169,23 +170,23 @@ def divide_words(text, start, end, tables, words, hashes, count, totals):
             value = hash_of(text, begin, word_end)
             is_simple = (of_chunk == 0 or is_marked) and special_slot_of_hash(value, tables) < 0
             if is_simple and not (is_marked and special_slot(text, begin, stop, tables) >= 0):
-                words[count, 0], words[count, 1], words[count, 2] = begin, word_end, word_end - begin
-                hashes[count] = value
+                place = np.uintp(count)
+                words[place, 0], words[place, 1], words[place, 2] = begin, word_end, word_end - begin
+                hashes[place] = value
                 count += 1
                 counted += 1
                 characters += word_end - begin
                 if is_marked:
-                    words[count, 0], words[count, 1], words[count, 2] = word_end, stop, 1
-                    hashes[count] = hash_of(text, word_end, stop)
+                    place = np.uintp(count)
+                    words[place, 0], words[place, 1], words[place, 2] = word_end, stop, 1
+                    hashes[place] = hash_of(text, word_end, stop)
                     count += 1
             else:
                 after = _divide_plain(text, begin, stop, of_chunk, tables, words, hashes, count, totals)
                 if after < 0:
                     after = divide_chunks(text, begin, stop, tables, words, hashes, count, totals)
                 count = after
-            offset += size
-            rest = ~spaces >> np.uint64(offset)
-            offset = offset + lowest_bit(rest) if rest else BLOCK
+        offset = lowest_bit(begins)
         if offset == 0:
             stop = start + BLOCK
             while stop < end and not spaces_at(text, stop):

@@ -1,0 +1,354 @@
+"""Whether the cleaning is right on real text: against datatrove, exact similarities and planted benchmark items.
+
+    python bench/cleaning.py --input 'english/*.jsonl.zst' web.parquet --items hellaswag.jsonl --tokenizer gpt2
+
+- Verdicts: every document's verdict and text under each published filter and after personal data are replaced, against
+  datatrove's. Differences are shown with their reason where it is one of docs/data.md; the others are too many above
+  one document in 10,000 for a filter.
+- Near duplicates: --documents of the input and copies of them with all shares of their words changed, or a part moved;
+  prepare_data.py --near_duplicates 0.8 must remove 0.95 of the copies whose exact Jaccard similarity is at least 0.8,
+  and at most 0.02 of those below 0.5.
+- Decontamination: 200 items of the files, verbatim, in another case, with other punctuation or spaces, each planted in
+  a document: all these documents must go, and the manifest must list the planted items and those that stand in the
+  documents already, no others.
+
+Ends with exit status 1 when one of these fails. Takes a minute per 15 MB, nearly all of it datatrove's.
+"""
+
+import argparse
+import json
+import multiprocessing
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pretrain.preparation.cleaning.published import (  # noqa: E402
+    C4Quality,
+    FineWebQuality,
+    GopherQuality,
+    GopherRepetition,
+)
+from pretrain.preparation.cleaning.stages import TextBatch  # noqa: E402
+
+THRESHOLD, LEAST_RECALL, FAR, MOST_FAR = 0.8, 0.95, 0.5, 0.02
+MOST_DIFFERENT = 1e-4
+"""Of a filter's verdicts, without a reason that is known."""
+PLANTED = 200
+SHARES = (0.0, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3)
+DOCUMENT_CHARACTERS = 20_000
+"""Of those that copies are made of."""
+SHOWN = 10
+STAGES = {
+    "gopher_quality": GopherQuality(),
+    "gopher_repetition": GopherRepetition(),
+    "c4": C4Quality(),
+    "c4 of FineWeb": C4Quality(endings=False),
+    "fineweb": FineWebQuality(),
+}
+RULES = {
+    "gopher_short_doc": "few_words", "gopher_long_doc": "many_words", "gopher_below_avg_threshold": "short_words",
+    "gopher_above_avg_threshold": "long_words", "gopher_too_many_hashes": "hashes",
+    "gopher_too_many_ellipsis": "ellipses", "gopher_too_many_bullets": "bullet_lines",
+    "gopher_too_many_end_ellipsis": "ellipsis_lines", "gopher_below_alpha_threshold": "few_alphabetic_words",
+    "gopher_enough_stop_words": "few_stop_words", "dup_para_frac": "duplicate_paragraphs",
+    "dup_para_char_frac": "duplicate_paragraph_characters", "dup_line_frac": "duplicate_lines",
+    "dup_line_char_frac": "duplicate_line_characters", "too_few_sentences": "few_sentences",
+    "line_punct_ratio": "few_ending_lines", "short_line_ratio": "short_lines",
+    "char_dup_ratio": "duplicate_characters", "list_ratio": "many_lines",
+    **{f"duplicated_{n}_n_grams": f"duplicate_{n}_gram" for n in range(5, 11)},
+}  # fmt: skip
+"""{datatrove's name of a rule: ours, where it is another}"""
+
+
+def documents_of(patterns: list[str]) -> Iterator[bytes]:
+    """The texts of all files, in order."""
+    from pretrain.preparation.documents.records import Reading
+    from pretrain.preparation.documents.sources import find_sources, records_of
+
+    for source in find_sources(patterns):
+        yield from (record.text for record in records_of(source, Reading()) if record.text)
+
+
+def datatrove_filters() -> dict:
+    """datatrove's filter for each of STAGES."""
+    from datatrove.pipeline.filters import (
+        C4QualityFilter,
+        FineWebQualityFilter,
+        GopherQualityFilter,
+        GopherRepetitionFilter,
+    )
+
+    filters = (
+        GopherQualityFilter(), GopherRepetitionFilter(), C4QualityFilter(),
+        C4QualityFilter(filter_no_terminal_punct=False), FineWebQualityFilter(),
+    )  # fmt: skip
+    return dict(zip(STAGES, filters, strict=True))
+
+
+_stages, _theirs = {}, {}
+
+
+def _start_comparing() -> None:
+    from pretrain.preparation.cleaning.lists import PersonalData
+
+    _stages.update({name: stage.open() for name, stage in (STAGES | {"personal_data": PersonalData()}).items()})
+    _theirs.update(datatrove_filters())
+
+
+def compare(texts: list[bytes]) -> tuple[Counter, list[tuple[str, str, str, str, str]]]:
+    """({(filter, what both say): documents}, (filter, ours, datatrove's, reason or '', text) of each difference)."""
+    from datatrove.data import Document
+    from datatrove.pipeline.formatters import PIIFormatter
+
+    agreed, different = Counter(), []
+    for name, judge in _stages.items():
+        verdicts = judge(TextBatch(texts, [None] * len(texts)))
+        for number, content in enumerate(texts):
+            text = content.decode()
+            ours = verdicts.removed.get(number, "stays"), verdicts.changed.get(number, content).decode()
+            document, answer = Document(text=text, id="0"), True
+            if name == "personal_data":
+                # A new one each time, for its replacements take turns from one document to the next.
+                document.text = PIIFormatter().format(text)
+            else:
+                answer = _theirs[name].filter(document)
+            theirs = "stays" if answer is True else RULES.get(answer[1], answer[1]), document.text
+            if ours[0] == theirs[0] and (ours[0] != "stays" or ours[1] == theirs[1]):
+                agreed[name, ours[0] if ours[0] != "stays" or ours[1] == text else "changed"] += 1
+            else:
+                different.append((name, ours[0], theirs[0], reason_for(name, text), difference(*ours, *theirs)))
+    return agreed, different
+
+
+def reason_for(name: str, text: str) -> str:
+    """Why verdicts on a text may differ, as docs/data.md lists; '' for no reason."""
+    if name == "personal_data":
+        if re.search(r"[0-9.](?:\d{1,3}\.){3}\d{1,3}|(?:\d{1,3}\.){3}\d{1,3}\.?\d", text):
+            return "an IP address within a longer number"
+        return "a mail address after a letter that is not ASCII" if re.search(r"[^\x00-\x7f][\w.+-]*@", text) else ""
+    return "" if words_of(text) == datatrove_words(text) else "words divided elsewhere"
+
+
+def words_of(text: str) -> list[str]:
+    """As the published filters divide it."""
+    from pretrain.preparation.cleaning.compiled.words import divided_texts
+
+    content = text.encode()
+    words = divided_texts(*TextBatch([content], [None]).joined).words
+    return [content[start:end].decode() for start, end, _ in words.tolist()]
+
+
+def datatrove_words(text: str) -> list[str]:
+    """As datatrove divides it."""
+    from datatrove.utils.text import split_into_words
+
+    return split_into_words(text)
+
+
+def difference(our_verdict: str, ours: str, their_verdict: str, theirs: str) -> str:
+    """Where two texts part, or a beginning."""
+    if our_verdict != their_verdict:
+        return ours[:100]
+    at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    return f"{ours[max(0, at - 40) : at + 40]!r} / {theirs[max(0, at - 40) : at + 40]!r}"
+
+
+def bench_verdicts(texts: list[bytes], workers: int) -> list[str]:
+    """Prints how many verdicts are datatrove's, and the others. The filters that differ too often."""
+    batches, agreed, different = [texts[n : n + 50] for n in range(0, len(texts), 50)], Counter(), []
+    with multiprocessing.Pool(workers, _start_comparing) as pool:
+        for number, (more, others) in enumerate(pool.imap(compare, batches), 1):
+            agreed += more
+            different += others
+            if number % 20 == 0:
+                print(f"  {50 * number:,} of {len(texts):,} documents, {len(different)} differences", flush=True)
+    missed = []
+    for name in (*STAGES, "personal_data"):
+        of_filter = {verdict: number for (other, verdict), number in agreed.items() if other == name}
+        others = [entry for entry in different if entry[0] == name]
+        without = sum(not reason for *_, reason, _ in others)
+        print(
+            f"{name}: {sum(of_filter.values()):,} verdicts are the same, {len(others)} differ, {without} unexplained"
+        )
+        print("  " + ", ".join(f"{n:,} {verdict}" for verdict, n in sorted(of_filter.items(), key=lambda i: -i[1])))
+        for _, ours, theirs, reason, text in others[:SHOWN]:
+            print(f"  {ours} instead of {theirs}: {reason or 'no reason known'}: {text}")
+        if without > MOST_DIFFERENT * len(texts):
+            missed.append(f"{name}: {without} verdicts are not datatrove's")
+    return missed
+
+
+def prepare_in(folder: Path, name: str, texts: list[str], tokenizer: str, *options: str) -> dict:
+    """The manifest of the texts, prepared; the shards are in folder/name."""
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    command = [sys.executable, "prepare_data.py", "--input", path, "--tokenizer", tokenizer, "--output", folder / name]
+    run = subprocess.run(list(map(str, [*command, *options])), cwd=ROOT, capture_output=True, text=True)
+    if run.returncode:
+        sys.exit(run.stdout + run.stderr)
+    return json.loads((folder / name / "manifest.json").read_text())
+
+
+def ids_by_place(folder: Path) -> dict[int, np.ndarray]:
+    """{line in the input: ids} of a prepared folder."""
+    from pretrain.data.input_order import InputOrder
+    from pretrain.data.shards import read_manifest
+
+    order = InputOrder([read_manifest(folder)])
+    return {int(order.record(number)["place"]): order.ids(number) for number in range(order.documents)}
+
+
+def exact_jaccard(one: np.ndarray, other: np.ndarray, shingle: int = 5) -> float:
+    """By the definition, of the sets of all runs of ids."""
+    sets = [{tuple(ids[n : n + shingle]) for n in range(max(1, len(ids) - shingle + 1))}
+            for ids in (one.tolist(), other.tolist())]  # fmt: skip
+    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+
+
+def edited(text: str, share: float, rng: random.Random) -> str:
+    """A copy with that share of its words replaced; of some, a part is moved to the end or left out."""
+    words = text.split(" ")
+    for place in rng.sample(range(len(words)), round(share * len(words))):
+        words[place] = words[rng.randrange(len(words))]
+    cut = rng.randrange(len(words))
+    kind = rng.randrange(5)
+    return " ".join(words[cut:] + words[:cut] if kind == 0 else words[: max(1, cut)] if kind == 1 else words)
+
+
+def bench_near_duplicates(texts: list[bytes], count: int, tokenizer: str, folder: Path) -> list[str]:
+    """Prints what was found of planted copies by similarity. The bars that were missed."""
+    rng = random.Random(0)
+    chosen = rng.sample(texts, min(count, len(texts)))
+    documents = list(dict.fromkeys(content.decode()[:DOCUMENT_CHARACTERS] for content in chosen))
+    copies = [edited(text, rng.choice(SHARES), rng) for text in documents]
+    every = documents + copies
+    prepare_in(folder, "everything", every, tokenizer)
+    prepare_in(folder, "without", every, tokenizer, "--near_duplicates", str(THRESHOLD))
+    ids, left = ids_by_place(folder / "everything"), ids_by_place(folder / "without")
+    near, far = [], []
+    for one, other in ((n + 1, n + 1 + len(documents)) for n in range(len(documents))):
+        similarity = exact_jaccard(ids[one], ids[other])
+        (near if similarity >= THRESHOLD else far if similarity < FAR else []).append(other not in left)
+    recall, wrong = np.mean(near), np.mean(far)
+    print(f"near duplicates: {len(documents):,} documents and as many copies, {len(ids) - len(left):,} went")
+    print(f"  of {len(near):,} copies of Jaccard {THRESHOLD} or more      {recall:.4f} went")
+    print(f"  of {len(far):,} copies below {FAR}                {wrong:.4f} went")
+    missed = [f"near duplicates: recall {recall:.4f}"] if recall < LEAST_RECALL else []
+    return missed + ([f"near duplicates: {wrong:.4f} of those below {FAR} went"] if wrong > MOST_FAR else [])
+
+
+SPELLINGS = {
+    "verbatim": str,
+    "upper case": str.upper,
+    "lower case": str.lower,
+    "other punctuation": lambda text: re.sub(r"[.,;:]", " -- ", text),
+    "without punctuation": lambda text: re.sub(r"[^\w\s]", "", text),
+    "other spaces": lambda text: re.sub(r" ", "\n", text),
+}
+
+
+def letters_of(text: str) -> str:
+    """Its letters and digits in lower case."""
+    return "".join(character for character in text.lower() if character.isalnum())
+
+
+def stands_in(item: str, documents: list[str]) -> bool:
+    """Whether 13 words of an item in a row, or all of a shorter one, stand in the letters of any document."""
+    words = [letters_of(word) for word in re.split(r"[^\w'’]+|_", item)]
+    words = [word for word in words if word]
+    runs = {"".join(words[n : n + 13]) for n in range(max(1, len(words) - 12))}
+    return any(len(run) >= 20 and run in text for run in runs for text in documents)
+
+
+def bench_decontamination(texts: list[bytes], count: int, items: list[str], tokenizer: str, folder: Path) -> list[str]:
+    """Prints which planted items were found, and what else. What was missed."""
+    from pretrain.preparation.cleaning.account import numbers_in
+    from pretrain.preparation.cleaning.benchmarks import read_benchmarks
+
+    rng = random.Random(1)
+    documents = [content.decode()[:DOCUMENT_CHARACTERS] for content in rng.sample(texts, min(count, len(texts)))]
+    benchmarks = read_benchmarks(items)
+    known = [
+        (benchmark.name, number, item.whole[0])
+        for benchmark in benchmarks
+        for number, item in enumerate(benchmark.items)
+        if len(item.whole[0].split()) >= 13
+    ]
+    chosen = rng.sample(known, min(PLANTED, len(known), len(documents)))
+    options = ("--validation_fraction", "0", "--decontaminate", *items)
+    before = prepare_in(folder, "before", documents, tokenizer, *options)
+    stood = {name: numbers_in(found["entries"]) for name, found in before["cleaning"].get("found", {}).items()}
+    removed_before = set(range(1, len(documents) + 1)) - ids_by_place(folder / "before").keys()
+    holding, planted = rng.sample(range(len(documents)), len(chosen)), list(documents)
+    missed_by, expected = Counter(), {name: set(numbers) for name, numbers in stood.items()}
+    spellings = list(SPELLINGS.items())
+    for turn, (place, (name, number, text)) in enumerate(zip(holding, chosen, strict=True)):
+        words = planted[place].split(" ")
+        cut = rng.randrange(len(words) + 1)
+        planted[place] = " ".join([*words[:cut], spellings[turn % len(spellings)][1](text), *words[cut:]])
+        expected.setdefault(name, set()).add(number)
+    after = prepare_in(folder, "planted", planted, tokenizer, *options)
+    left = ids_by_place(folder / "planted").keys()
+    for turn, place in enumerate(holding):
+        missed_by[spellings[turn % len(spellings)][0]] += place + 1 in left
+    others = set(range(1, len(documents) + 1)) - left - {place + 1 for place in holding} - removed_before
+    found = {name: numbers_in(of_list["entries"]) for name, of_list in after["cleaning"].get("found", {}).items()}
+    lacking = sum(len(numbers - found.get(name, set())) for name, numbers in expected.items())
+    items_of = {benchmark.name: benchmark.items for benchmark in benchmarks}
+    folded = [letters_of(text) for text in planted]
+    more = sum(
+        not any(stands_in(text, folded) for text in (*items_of[name][number].whole, *items_of[name][number].parts))
+        for name, numbers in found.items()
+        for number in numbers - expected.get(name, set())
+    )
+    print(f"decontamination: {sum(len(b.items) for b in benchmarks):,} items of {len(benchmarks)} lists")
+    print(f"  {len(documents):,} documents as they are: {len(removed_before)} held an item")
+    for found_list in before["cleaning"].get("found", {}).values():
+        print("".join(f"    {example['excerpt'][:100]!r}\n" for example in found_list["examples"][:SHOWN]), end="")
+    for name, missed in missed_by.items():
+        print(f"  planted, {name:<20} {missed} not found")
+    print(f"  of {len(chosen)} planted items {lacking} lack in the lists, which have {more} that stand nowhere")
+    print(f"  {len(others)} documents without an item went")
+    wrong = sum(missed_by.values())
+    missed = [f"decontamination: {wrong} planted items not found"] if wrong else []
+    missed += [f"decontamination: {lacking} items lack in the lists, {more} too many"] if lacking or more else []
+    return missed + ([f"decontamination: {len(others)} other documents went"] if others else [])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="English documents, in any format")
+    parser.add_argument("--items", nargs="+", required=True, metavar="FILE", help=".jsonl files of benchmark items")
+    parser.add_argument("--tokenizer", required=True, help="folder or Hub id")
+    parser.add_argument("--documents", type=int, default=3000, help="for copies and items (default: 3000)")
+    parser.add_argument("--workers", type=int, default=multiprocessing.cpu_count(), help="processes for the verdicts")
+    parser.add_argument("--only", nargs="+", choices=("verdicts", "near_duplicates", "decontamination"))
+    arguments = parser.parse_args()
+    texts = list(documents_of(arguments.input))
+    print(f"{len(texts):,} documents, {sum(map(len, texts)) / 1e6:,.1f} MB", flush=True)
+    only, missed = arguments.only or ("near_duplicates", "decontamination", "verdicts"), []
+    items = [str(Path(item).resolve()) for item in arguments.items]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if "near_duplicates" in only:
+            missed += bench_near_duplicates(texts, arguments.documents, arguments.tokenizer, folder)
+        if "decontamination" in only:
+            missed += bench_decontamination(texts, arguments.documents, items, arguments.tokenizer, folder)
+    if "verdicts" in only:
+        missed += bench_verdicts(texts, arguments.workers)
+    if missed:
+        sys.exit("missed: " + "; ".join(missed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""The row of bench/data.py on the whole cleaning: filters, near duplicates and benchmarks, beside preparation alone.
+
+The text is `megabytes` of the documents of one file, again and again: from the second time on, a quarter of the words
+of each document are others of its words, so that it is a document of its own. Of each time, 5 % of the documents come
+twice, the second time with 2 % of the words changed, and 200 of those that no filter removes get one of 10,000 made-up
+benchmark items.
+
+What was made and measured stays in `folder`, so an interrupted row goes on.
+"""
+
+import hashlib
+import json
+import random
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.preparing import (
+    LARGEST_MEMORY,
+    SLOWEST_CLEANING_MB_PER_S,
+    TIMES_A_PREPARATION,
+    TIMES_AS_FAST_AS_DATATROVE,
+    Measured,
+    cpu_seconds_of_children,
+    has_datatrove,
+    prepare,
+    run_measured,
+)
+
+NEAR_COPIES, CHANGED_WORDS, CHANGED_OF_ANOTHER_TIME = 0.05, 0.02, 0.25
+ITEMS, PLANTED, ITEM_WORDS = 10_000, 200, (15, 60)
+ROWS_PER_ROW_GROUP = 1000
+DATATROVE_MEGABYTES = 20
+"""It takes about a hundred times as long: on all of the text, hours."""
+
+# Its own numbers, but for the hash: its xxhash fails with versions that refuse str. Without the language, for which it
+# loads a model from the network. The time of the index of items does not count.
+DATATROVE_CLEANING = """
+import json, os, sys, time
+import numpy as np
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.decont import NGramsDecontConfig, NGramsDecontFilter
+from datatrove.pipeline.dedup import (
+    MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter, MinhashDedupSignature
+)
+from datatrove.pipeline.dedup.minhash import MinhashConfig
+from datatrove.pipeline.filters import (
+    C4QualityFilter, FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter
+)
+from datatrove.pipeline.formatters import PIIFormatter
+from datatrove.pipeline.readers import ParquetReader
+from datatrove.pipeline.tokens import DocumentTokenizer
+from datatrove.pipeline.writers import ParquetWriter
+from datatrove.utils.hashing import HashConfig
+from datatrove.utils.text import ngrams, simplify_text
+tokenizer, input, items, output = sys.argv[1:]
+hashing, cores = HashConfig(hash_fc="sha1", precision=64), os.cpu_count()
+decontamination = NGramsDecontConfig(n_grams=13, hash_config=hashing)
+config = MinhashConfig(n_grams=5, num_buckets=14, hashes_per_bucket=8, hash_config=hashing)
+index, filtered, signatures, buckets, removed = (
+    f"{output}/{name}" for name in ("index", "filtered", "signatures", "buckets", "removed")
+)
+os.makedirs(index)
+contamination = NGramsDecontFilter(index, decontamination)
+hashes = set()
+for line in open(items):
+    words = contamination.tokenizer.word_tokenize(simplify_text(json.loads(line), decontamination.norm_config))
+    hashes |= {contamination.hash_func(" ".join(run)) for run in ngrams(words, 13)}
+np.array(sorted(hashes), hashing.np_descr).tofile(index + "/items.index.hashes")
+began = time.perf_counter()
+filters = [
+    GopherRepetitionFilter(), GopherQualityFilter(), C4QualityFilter(filter_no_terminal_punct=False),
+    FineWebQualityFilter(), PIIFormatter(), contamination,
+]
+tokens = DocumentTokenizer(
+    output + "/tokens", tokenizer, eos_token="<|endoftext|>", batch_size=1000, shuffle_documents=False
+)
+for number, (tasks, steps) in enumerate([
+    (cores, [ParquetReader(input), *filters, ParquetWriter(filtered)]),
+    (cores, [ParquetReader(filtered), MinhashDedupSignature(signatures, config=config)]),
+    (14, [MinhashDedupBuckets(signatures, buckets, config=config)]),
+    (1, [MinhashDedupCluster(buckets, removed, config=config)]),
+    (cores, [ParquetReader(filtered), MinhashDedupFilter(removed), tokens]),
+]):
+    executor = LocalPipelineExecutor(steps, tasks=tasks, workers=cores, logging_dir=f"{output}/logs{number}")
+    statistics = executor.run()
+print("tokens", statistics.stats[-1].stats["tokens"].total, "seconds", time.perf_counter() - began)
+"""
+
+
+def with_changed_words(text: str, share: float, rng: random.Random) -> str:
+    """The text with that share of its words replaced by others of its words."""
+    words = text.split(" ")
+    for place in rng.sample(range(len(words)), round(share * len(words))):
+        words[place] = words[rng.randrange(len(words))]
+    return " ".join(words)
+
+
+def write_documents(file: str, megabytes: float, folder: Path) -> dict[str, Any]:
+    """Writes the documents, a part of them for datatrove, and the items; what was written."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    from pretrain.preparation.cleaning.filters import read_cleaning
+    from pretrain.preparation.documents.records import Reading
+    from pretrain.preparation.documents.sources import find_sources, records_of
+
+    rng, cleaning = random.Random(0), read_cleaning([], clean=True)
+    originals = [record.text.decode() for record in records_of(*find_sources([file]), Reading()) if record.text]
+    times = max(1, round(megabytes * 1e6 / sum(len(text.encode()) for text in originals)))
+    vocabulary = sorted({word for text in originals[:200] for word in text.split() if word.isalpha()})
+    items = [" ".join(rng.choices(vocabulary, k=rng.randint(*ITEM_WORDS))) for _ in range(ITEMS)]
+    (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    cores, written = psutil.cpu_count(), {"bytes": 0, "part_bytes": 0, "documents": 0, "copies": 0}
+    schema = pa.schema({"text": pa.string()})
+    for name in ("all", "part"):
+        (folder / name).mkdir()
+    writers = [
+        parquet.ParquetWriter(folder / f"all/{core}.parquet", schema, compression="zstd") for core in range(cores)
+    ]
+    parts = [
+        parquet.ParquetWriter(folder / f"part/{core}.parquet", schema, compression="zstd") for core in range(cores)
+    ]
+    for time in range(times):
+        texts = (
+            [with_changed_words(text, CHANGED_OF_ANOTHER_TIME, rng) for text in originals] if time else originals[:]
+        )
+        contents = [text.encode() for text in texts]
+        stay = cleaning.clean(contents, [None] * len(texts), [""] * len(texts), range(len(texts))).kept
+        for number, place in zip(range(time, PLANTED, times), rng.sample(stay, len(stay)), strict=False):
+            head, _, tail = texts[place].partition(" ")
+            texts[place] = f"{head} {items[number]} {tail}"
+        copied = rng.sample(texts, int(NEAR_COPIES * len(texts)))
+        texts += [with_changed_words(text, CHANGED_WORDS, rng) for text in copied]
+        rng.shuffle(texts)
+        for core, writer in enumerate(writers):
+            writer.write_table(pa.table({"text": texts[core::cores]}, schema), row_group_size=ROWS_PER_ROW_GROUP)
+        written["bytes"] += sum(len(text.encode()) for text in texts)
+        written["documents"] += len(texts)
+        written["copies"] += len(copied)
+        for number, text in enumerate(texts if time == 0 else ()):
+            if written["part_bytes"] < DATATROVE_MEGABYTES * 1e6:
+                parts[number % cores].write_table(pa.table({"text": [text]}, schema))
+                written["part_bytes"] += len(text.encode())
+    for writer in (*writers, *parts):
+        writer.close()
+    return written
+
+
+def prepared(files: list[str], tokenizer: str, *options: str, folder: Path) -> tuple[Measured, dict[str, Any]]:
+    """(the whole command once, what its manifest says was removed)."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    measured = prepare(files, tokenizer, *options, folder=str(folder))
+    manifest = json.loads((folder / "out/manifest.json").read_text())
+    shutil.rmtree(folder)
+    cleaning = manifest.get("cleaning", {})
+    removed = {rule: amounts["documents"] for rule, amounts in cleaning.get("removed", {}).items()}
+    copies = manifest["skipped"].get("near_duplicate_documents", 0)
+    return measured, {"removed": removed, "near_copies": copies, "found": cleaning.get("found", {})}
+
+
+def datatrove_cleaning(documents: Path, tokenizer: str, items: Path, folder: Path) -> Measured:
+    """datatrove's filters, decontamination, MinHash and tokenizer on all cores."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    before = cpu_seconds_of_children()
+    command = [sys.executable, "-c", DATATROVE_CLEANING, f"{tokenizer}/tokenizer.json"]
+    _, peak, told = run_measured([*command, str(documents), str(items), str(folder)])
+    shutil.rmtree(folder)
+    tokens, seconds = told.rpartition("tokens ")[2].split(" seconds ")
+    return Measured(int(tokens), float(seconds), peak, cpu_seconds=cpu_seconds_of_children() - before)
+
+
+def bench_cleaning(file: str, tokenizer: str, megabytes: float, repeat: int, folder: Path) -> list[str]:
+    """Prints what the whole cleaning costs, as it is measured. The bars that were missed."""
+    from pretrain.preparation.cleaning.account import numbers_in
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "measured.json"
+    tokenizer_hash = hashlib.sha256(Path(tokenizer, "tokenizer.json").read_bytes()).hexdigest()
+    what = {"file": file, "megabytes": megabytes, "tokenizer": tokenizer_hash}
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    if known.get("what") != what:
+        for name in ("all", "part"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        print(f"writing {megabytes:,.0f} MB of documents", flush=True)
+        known = {"what": what, "written": write_documents(file, megabytes, folder), "rounds": {}}
+        path.write_text(json.dumps(known))
+    written, items = known["written"], folder / "items.jsonl"
+    files, passing = sorted(map(str, (folder / "all").iterdir())), folder / "passing"
+    cleaning = ("--clean", "--decontaminate", str(items))
+
+    def in_rounds(name: str, contestant: Any) -> None:
+        """Measures a contestant where that has not been done."""
+        if name not in known["rounds"]:
+            measured, removed = contestant()
+            known["rounds"][name] = [asdict(measured), removed]
+            path.write_text(json.dumps(known))
+            told = (
+                f"{measured.seconds:.2f} s, {measured.cpu_seconds:.2f} s of the cores, {measured.peak / 1e6:,.0f} MB"
+            )
+            print(f"  {name:<30} {told}; {measured.stages}", flush=True)
+
+    print(f"{written['bytes'] / 1e6:,.0f} MB, {written['documents']:,} documents, {written['copies']:,} near copies")
+    for number in range(repeat):
+        in_rounds(f"preparation alone, {number}", lambda: prepared(files, tokenizer, folder=passing))
+        in_rounds(f"with the cleaning, {number}", lambda: prepared(files, tokenizer, *cleaning, folder=passing))
+    if has_datatrove():
+        in_rounds("datatrove", lambda: (datatrove_cleaning(folder / "part", tokenizer, items, passing), {}))
+    best = {}
+    for name, (measured, removed) in known["rounds"].items():
+        contestant = name.partition(",")[0]
+        if contestant not in best or measured["seconds"] < best[contestant][0].seconds:
+            best[contestant] = Measured(**measured), removed
+    alone, (ours, removed) = best["preparation alone"][0], best["with the cleaning"]
+    rate, times = written["bytes"] / ours.seconds / 1e6, ours.seconds / alone.seconds
+    found = sum(len(numbers_in(of_list["entries"])) for of_list in removed["found"].values())
+    print(f"preparation alone, {alone.tokens:,} tokens    {alone.seconds:8.2f} s")
+    print(f"  --clean --decontaminate       {ours.seconds:8.2f} s, {times:.2f} times that, {rate:.1f} MB/s")
+    print(
+        f"    of the cores                {ours.cpu_seconds:8.2f} s, {ours.cpu_seconds / alone.cpu_seconds:.2f} times"
+    )
+    print(f"    near copies that went       {removed['near_copies']:8,} documents")
+    print(f"    items found                 {found:8,} of {PLANTED} planted")
+    print(f"    by rule                     {removed['removed']}")
+    missed = [f"cleaning: {rate:.1f} MB/s"] if rate < SLOWEST_CLEANING_MB_PER_S else []
+    missed += [f"cleaning: {times:.2f} times the time without"] if times > TIMES_A_PREPARATION else []
+    missed += [f"cleaning: {found} of {PLANTED} planted items found"] if found != PLANTED else []
+    missed += [f"cleaning: {ours.peak / 1e6:,.0f} MB of memory"] if ours.peak > LARGEST_MEMORY else []
+    if "datatrove" not in best:
+        print("  datatrove                     not installed: pip install datatrove orjson spacy")
+        return missed
+    theirs = written["part_bytes"] / best["datatrove"][0].seconds / 1e6
+    part = f"datatrove, {written['part_bytes'] / 1e6:,.0f} MB"
+    print(f"  {part:<29} {theirs:8.2f} MB/s; we are {rate / theirs:.0f} times as fast")
+    missed += [f"cleaning: {rate / theirs:.1f} times datatrove"] if rate < TIMES_AS_FAST_AS_DATATROVE * theirs else []
+    return missed

@@ -1,0 +1,106 @@
+"""Commands of data preparation and of datatrove, run and measured: seconds, peak memory, tokens."""
+
+import importlib.util
+import json
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+POLL_SECONDS = 0.1
+TIMES_AS_FAST_AS_DATATROVE = 10
+SLOWEST_CLEANING_MB_PER_S = 60
+TIMES_A_PREPARATION = 2
+LARGEST_MEMORY = 2_000_000_000
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One round of one contestant: seconds of the part that counts, peak bytes over all of its processes.
+
+    cpu_seconds: of all its processes, with their start; what other work on the machine changes least.
+    """
+
+    tokens: int
+    seconds: float
+    peak: int
+    stages: str = ""
+    cpu_seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Mtok/s."""
+        return self.tokens / self.seconds / 1e6
+
+
+def run_measured(command: list[str]) -> tuple[float, int, str]:
+    """(seconds, peak bytes over all of its processes, output) of a command; ends with its output if it fails.
+
+    Memory is the sum of the processes' proportional set sizes, so that pages they share count once.
+    """
+    began = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, text=True)
+        peak = 0
+        while process.poll() is None:
+            peak = max(peak, memory_of(process.pid))
+            time.sleep(POLL_SECONDS)
+        seconds = time.perf_counter() - began
+        output.seek(0)
+        told = output.read()
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} exited {process.returncode}\n{told}")
+    return seconds, peak, told
+
+
+def memory_of(pid: int) -> int:
+    """Bytes that a process and its children hold."""
+    total = 0
+    try:
+        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            total += process.memory_full_info().pss
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return total
+    return total
+
+
+def prepare(files: list[str], tokenizer: str, *options: str, folder: str | None = None) -> Measured:
+    """The whole command once. folder: a new one, in which the prepared `out` stays; None: it does not."""
+    with tempfile.TemporaryDirectory() as passing:
+        output = Path(folder or passing, "out")
+        command = [sys.executable, "prepare_data.py", "--input", *files, "--tokenizer", tokenizer]
+        before = cpu_seconds_of_children()
+        seconds, peak, told = run_measured([*command, "--output", str(output), *options])
+        used = cpu_seconds_of_children() - before
+        totals = json.loads((output / "manifest.json").read_text())["totals"]
+    stages = re.search(r"seconds by stage (.*?) \(", told)
+    tokens = sum(split["tokens"] for split in totals.values())
+    return Measured(tokens, seconds, peak, stages[1] if stages else "", used)
+
+
+def cpu_seconds_of_children() -> float:
+    """What all processes started here that have ended took of the processors, with those that they started."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def rounds(contestants: dict[str, Callable[[], Measured]], repeat: int) -> dict[str, list[Measured]]:
+    """The rounds of all contestants, taking turns."""
+    measured: dict[str, list[Measured]] = {name: [] for name in contestants}
+    for _ in range(repeat):
+        for name, contestant in contestants.items():
+            measured[name].append(contestant())
+    return measured
+
+
+def has_datatrove() -> bool:
+    """Whether datatrove is installed."""
+    return importlib.util.find_spec("datatrove") is not None

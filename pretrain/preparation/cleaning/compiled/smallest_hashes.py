@@ -1,0 +1,58 @@
+"""The least hash of each bin over all shingles of a document, compiled: near_duplicates.NearDuplicates."""
+
+import numpy as np
+from numba import uint32, uintp
+
+from pretrain.preparation.cleaning.compiled.text_blocks import compiled
+
+_PLACES_AT_ONCE = 2048
+"""So that their hashes stay in the core's cache."""
+_ID_FACTOR, _SHINGLE_FACTOR = np.uint32(0x85EBCA6B), np.uint32(0x9E3779B1)
+_FINAL_FACTORS = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
+
+
+@compiled
+def _write_hashes(ids, first, count, shingle_tokens, mixed, hashes):
+    """The hashes of `count` shingles from place `first` on, as near_duplicates.shingle_hashes makes them."""
+    # Unsigned places and loops without a condition, so that they are the processor's vectors'.
+    for place in range(uintp(count + shingle_tokens - 1)):
+        value = uint32(uint32(ids[uintp(first) + place]) * _ID_FACTOR)
+        mixed[place] = value ^ value >> uint32(15)
+    for place in range(uintp(count)):
+        hashes[place] = mixed[place]
+    for token in range(uintp(1), uintp(shingle_tokens)):
+        for place in range(uintp(count)):
+            hashes[place] = uint32(hashes[place] * _SHINGLE_FACTOR) + mixed[place + token]
+    for place in range(uintp(count)):
+        value = hashes[place]
+        value = uint32((value ^ value >> uint32(16)) * _FINAL_FACTORS[0])
+        value = uint32((value ^ value >> uint32(15)) * _FINAL_FACTORS[1])
+        hashes[place] = value ^ value >> uint32(16)
+
+
+@compiled
+def write_smallest(ids, ends, shingle_tokens, bits, scratch, smallest):
+    """Lowers `smallest`, (documents, 2^bits) uint32, to the hashes of each document's shingles.
+
+    A hash's lowest bits are its bin, the others its value. ids: documents end to end, each closed by one more id.
+    scratch: (2, at least 2048 + shingle_tokens) uint32.
+    """
+    mask, shift = uint32((1 << bits) - 1), uint32(bits)
+    start = np.int64(0)
+    for document in range(len(ends)):
+        stop = ends[document] - shingle_tokens
+        row = smallest[document]
+        while start < stop:
+            count = min(_PLACES_AT_ONCE, stop - start)
+            _write_hashes(ids, start, count, shingle_tokens, scratch[0], scratch[1])
+            for place in range(uintp(count)):
+                value = scratch[1, place]
+                bin_of = uintp(value & mask)
+                row[bin_of] = min(row[bin_of], value >> shift)
+            start += count
+        start = ends[document]
+
+
+def scratch_for(shingle_tokens: int) -> np.ndarray:
+    """The scratch of write_smallest."""
+    return np.empty((2, _PLACES_AT_ONCE + shingle_tokens), np.uint32)

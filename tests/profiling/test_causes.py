@@ -1,0 +1,173 @@
+"""The rules over made-up steps: each names its cause with figures, and none speaks where nothing is wrong."""
+
+import pytest
+
+from pretrain.profiling.causes import Evidence, RankSteps, find_causes
+from pretrain.profiling.expected_step import ExpectedStep
+from pretrain.profiling.gantt import MOST_ROWS, draw_gantt
+from pretrain.profiling.report import RANKS_SHOWN, report_text
+from pretrain.profiling.trace_events import StepRecord
+
+EXPECTED = ExpectedStep(0.09, 0.4, {"matrix products": 0.03, "attention": 0.003, "loss": 0.003}, 0.002)
+
+
+def rank(number, *, forward=40, backward=50, wait=0, facts=(), count=5, **more):
+    """A rank's steps, in ms: 4 of data and communication each, 6 of Python, the rest at work."""
+    changes = {name: value for name, value in more.items() if name not in ("kernels", "idle_in")}
+    data, idle = changes.pop("data", 1), changes.pop("idle", 6)
+    blocked = 4 + wait
+    seconds = forward + backward + data + idle + blocked
+    record = StepRecord(
+        step=0,
+        seconds=seconds / 1e3,
+        busy=(forward + backward) / 1e3,
+        blocked=blocked / 1e3,
+        data=data / 1e3,
+        idle=idle / 1e3,
+        phases={"data": data / 1e3, "forward": (forward + idle) / 1e3, "backward": (backward + blocked) / 1e3},
+        blocked_in={"0/backward": blocked / 1e3},
+        idle_in={name: value / 1e3 for name, value in more.get("idle_in", {"forward": idle}).items()},
+        kernels={
+            name: value / 1e3 for name, value in more.get("kernels", {"matrix products": 70, "copies": 5}).items()
+        },
+        **{name: value / 1e3 if name != "launched" else value for name, value in changes.items()},
+    )
+    steps = [StepRecord(**(vars(record) | {"step": 10 + n, "runnable": 9})) for n in range(count)]
+    common = {
+        "rank": number, "host": f"node{number}", "device": "CPU", "cores": 2, "sync_lines": [], "compilations": [],
+        "read_seconds": [0.04], "memory": {"resident_peak": 1e9}, "problems": [],
+        "timeline": [[0.0, 0.1, "step"], [0.0, 0.1, "forward"]],
+    }  # fmt: skip
+    return RankSteps(common | dict(facts), steps)
+
+
+def found(*ranks, micro_steps=2, on_device=False, **options):
+    evidence = Evidence(list(ranks), micro_steps, on_device, EXPECTED, **options)
+    causes = find_causes(evidence)
+    assert report_text(evidence, causes, "title").startswith("title\n\n")
+    return {cause.name: cause.text for cause in causes}
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_nothing_is_wrong(on_device):
+    ranks = [rank(number) for number in range(4)]
+    assert found(*ranks, on_device=on_device) == {}
+    text = report_text(Evidence(ranks, 2, on_device, EXPECTED), [], "title")
+    assert (
+        "Nothing is wrong: of a step of 101 ms computing 89%, waiting for data 1%, communication 4%, waiting for "
+        "other ranks 0%, neither 6%"
+    ) in text
+    assert "matrix products         70.0          69%              83%            30.0" in text
+    assert found(rank(0)) == {}, "a single process"
+
+
+def test_a_slow_rank_and_who_waits_for_it():
+    ranks = [rank(0, wait=31), rank(1, forward=71), rank(2, wait=31)]
+    (text,) = found(*ranks).values()
+    assert text == (
+        "rank 1 on node1 (CPU) takes 31 ms per step longer for itself than the others' median (127 ms against 96 ms, "
+        "23% of the step), most of it in forward, computing; the others wait for it: rank 0 31 ms, rank 2 31 ms"
+    )
+    (asleep,) = found(rank(0, wait=31), rank(1, idle=37)).values()
+    assert "outside of any operator: Python, a lock or a sleep" in asleep
+
+
+def test_one_odd_step_accuses_nobody():
+    odd = rank(1)
+    odd.steps[2].seconds, odd.steps[2].idle = 9.0, 8.0
+    assert found(rank(0), odd) == {}
+
+
+def test_a_rank_that_gets_no_core_is_not_slow_but_its_machine_busy():
+    ranks = [rank(0, wait=40), rank(1, forward=80, starved=45)]
+    (name, text), *more = found(*ranks).items()
+    assert name == "busy machine" and not more
+    assert (
+        "9 runnable processes and threads for 2 cores on node1; rank 1 waited 45 ms of a step of 141 ms (32%)" in text
+    )
+
+
+def test_waiting_for_data_on_one_rank_and_on_all():
+    (one,) = found(rank(0, wait=60), rank(1, data=61), read_bytes=80_000).values()
+    assert one == (
+        "rank 1 waits for data 38% of the step (61 ms of 161 ms) on node1; a read of 80.0 kB takes 40 ms, 2 MB/s; "
+        "the others wait for it"
+    )
+    (all_of_them,) = found(rank(0, data=61), rank(1, data=61)).values()
+    assert all_of_them.startswith("ranks 0 and 1 wait for data") and "the others" not in all_of_them
+
+
+def test_communication_beyond_the_plan():
+    (text,) = found(rank(0, wait=60), rank(1, wait=62)).values()
+    assert text.startswith("communication takes 40% of the step (64 ms of ") and "plan.py expects 2 ms" in text
+    bubble = ExpectedStep(0.09, 0.4, {}, 0.05)
+    assert find_causes(Evidence([rank(0, wait=60), rank(1, wait=60)], 2, False, bubble)) == []
+
+
+def test_recompilations_with_their_reason():
+    compiled = {"place": "forward in model.py:12", "reason": "size mismatch at index 1", "seconds": 2.0}
+    (text,) = found(rank(0), rank(1, facts={"compilations": [compiled]})).values()
+    assert text == (
+        "1 compilation in 5 steps after the warm-up, 400 ms per step, on rank 1; forward in model.py:12: size "
+        "mismatch at index 1"
+    )
+
+
+def test_lines_of_every_micro_step():
+    line = {"place": "model.py:12", "call": ".item()", "phase": "forward", "count": 40}
+    seldom = {**line, "place": "model.py:20", "count": 5}
+    of_update = {**line, "place": "optimizer.py:3", "phase": "update"}
+    facts = {"sync_lines": [line, seldom, of_update]}
+    (text,) = found(rank(0, facts=facts), rank(1, facts=facts), micro_steps=4).values()
+    assert (
+        "1 line waits for the device in every micro-step: model.py:12 (.item() in forward, 8 times per step)" in text
+    )
+    gpu = found(rank(0, facts=facts, idle=12, launched=4000), micro_steps=4, on_device=True)
+    assert "the GPU is idle 12 ms per step" in gpu["synchronising line"] and len(gpu) == 1
+
+
+def test_a_gpu_that_the_host_keeps_waiting():
+    (text,) = found(rank(0, idle=40, launched=4000), rank(1, idle=40, launched=4000), on_device=True).values()
+    assert "idle 30% of the step (40 ms of 135 ms): the host is too slow to launch 4,000 kernels per step" in text
+    assert found(rank(0, idle=40), rank(1, idle=40)) == {}, "on a CPU Python is a part of every step"
+    (text,) = found(rank(0, idle=240), rank(1, idle=240)).values()
+    assert text.startswith("Python takes 72% of the step")
+
+
+def test_what_is_done_between_steps():
+    (text,) = found(rank(0, idle=40, idle_in={"between": 30, "logging": 5})).values()
+    assert text.startswith("what is done between steps takes 26% of the step (35 ms of 135 ms)")
+
+
+def test_memory_that_is_too_full():
+    sizes = {"allocated_peak": 7e10, "reserved_peak": 8e10, "total": 8e10, "resident_peak": 1e9}
+    full = sizes | {"retries_per_step": 1.5}
+    (text,) = found(rank(0, facts={"memory": full}), on_device=True).values()
+    assert "on rank 0 torch gave its caches back and asked again 1.5 times per step" in text
+    (text,) = found(rank(0, facts={"memory": {"resident_peak": 1e9, "swapped_per_step": 5000.0}})).values()
+    assert text.startswith("the machine of rank 0 swaps: 5,000 pages per step")
+
+
+def test_kernels_of_a_gpu():
+    kernels = {"matrix products": 40, "attention": 5, "pointwise and others": 35, "copies": 10}
+    (text,) = found(rank(0, kernels=kernels), on_device=True, compile_mode="none").values()
+    assert text.startswith("pointwise kernels and copies take 50% of the GPU's work (45 ms per step)")
+    (text,) = found(rank(0, kernels={"matrix products": 40, "attention": 45}), on_device=True).values()
+    assert text == "attention takes 45% of the step (45 ms), where plan.py expects 8%"
+
+
+def test_the_costliest_comes_first_and_a_busy_machine_before_it():
+    ranks = [rank(0, wait=90, starved=20), rank(1, forward=70, data=61, starved=0)]
+    assert list(found(*ranks, read_bytes=1)) == ["waiting for data", "slow rank"]
+    ranks = [rank(0, wait=90, starved=40), rank(1, forward=70, data=61, starved=0)]
+    assert next(iter(found(*ranks, read_bytes=1))) == "busy machine"
+
+
+def test_of_many_ranks_the_slowest_are_shown(tmp_path):
+    ranks = [rank(number, forward=40 + number / 10) for number in range(200)]
+    text = report_text(Evidence(ranks, 2, False, EXPECTED), [], "title")
+    assert "rank 199" in text and "rank 183 " not in text and f"and {200 - RANKS_SHOWN} that take less" in text
+    draw_gantt(ranks, "title", tmp_path / "gantt.png")
+    few = tmp_path / "few.png"
+    draw_gantt(ranks[:MOST_ROWS], "title", few)
+    assert (tmp_path / "gantt.png").stat().st_size < 2 * few.stat().st_size

@@ -1,0 +1,190 @@
+"""A profile names what was planted in a run of two processes, and finds nothing in a healthy one."""
+
+import gzip
+import json
+import re
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+from pretrain.checkpoint.run_state import Request
+from pretrain.profiling import step_profile
+from support.faults import launch_with_faults, reached, wait_until
+from support.project import ROOT, events, losses, run_script
+
+STEPS = 4
+EFFECTS = {"busy machine"}
+"""What other tests beside these may cause."""
+
+
+@pytest.fixture
+def train(recipe, tmp_path):
+    """Runs two processes with these faults; gives what they printed."""
+    model = json.loads((tmp_path / "tiny_llama.json").read_text())
+    model |= {"hidden_size": 128, "intermediate_size": 384}
+
+    def train(*settings, faults=(), model_type="llama", **options):
+        (tmp_path / "tiny_llama.json").write_text(json.dumps(model | {"model_type": model_type}))
+        faults = [{"always": True, "what": "sleep", **fault} for fault in faults]
+        ended = launch_with_faults(
+            tmp_path / "faults", "ddp", 2, "--config", recipe, "--budget.steps", "12", "--validation.every_steps",
+            "100000", "--checkpoint.every_steps", "100000", "--data.sequence_length", "128", "--batch.tokens_per_step",
+            "2048", "--batch.sequences_per_micro_batch", "4", *settings, faults=faults, **options,
+        )  # fmt: skip
+        return ended
+
+    return train
+
+
+def report_of(run):
+    (path,) = (run / "profile").iterdir()
+    return json.loads((path / "report.json").read_text())
+
+
+def causes_of(ended, run):
+    """{name: text} of what was found, beside what a busy machine does."""
+    assert ended.code == 0, ended.output
+    assert events(run, "train")[-1]["step"] == 12, "training goes on after the profile"
+    return {cause["name"]: cause["text"] for cause in report_of(run)["causes"] if cause["name"] not in EFFECTS}
+
+
+def test_a_rank_that_takes_longer_is_named(train, tmp_path):
+    ended = train("--profile", STEPS, faults=[{"where": "forward", "seconds": 0.15}])
+    found = causes_of(ended, tmp_path / "run")
+    assert list(found) == ["slow rank"]
+    assert found["slow rank"].startswith("rank 1 on ") and "most of it in forward" in found["slow rank"]
+    assert "the others wait for it: rank 0 " in found["slow rank"]
+    assert found["slow rank"] in " ".join(ended.output.split()), "the verdict is printed"
+    folder = tmp_path / "run/profile" / f"step-{7:08d}"
+    with Image.open(folder / "gantt.png") as picture:
+        assert picture.width > 1000
+    for rank in (0, 1):
+        with gzip.open(folder / f"trace-rank-{rank:05d}.json.gz") as file:
+            names = {event.get("name") for event in json.load(file)["traceEvents"]}
+        assert {"groundwork: step 7", "groundwork: forward", "groundwork: update"} <= names
+
+
+def test_a_slow_disk_is_named(train, tmp_path):
+    ended = train("--profile", STEPS, faults=[{"where": "disk", "seconds": 0.4}])
+    found = causes_of(ended, tmp_path / "run")
+    assert list(found) == ["waiting for data"]
+    assert found["waiting for data"].startswith("rank 1 waits for data ")
+    assert re.search(r"a read of 1.0 kB takes [4-9]\d\d ms", found["waiting for data"])
+
+
+def test_a_line_that_waits_for_the_device_is_named(train, tmp_path):
+    ended = train("--profile", STEPS, model_type="reading_llama", architecture="support.reading_llama")
+    found = causes_of(ended, tmp_path / "run")
+    assert list(found) == ["synchronising line"]
+    source = (ROOT / "tests/support/reading_llama.py").read_text().splitlines()
+    line = next(number for number, text in enumerate(source, start=1) if "# the line" in text)
+    assert (
+        f"tests/support/reading_llama.py:{line} (.item() in forward, 2 times per step)" in found["synchronising line"]
+    )
+
+
+def test_a_healthy_live_run_is_said_to_be_one(train, tmp_path):
+    run, said = tmp_path / "run", {}
+
+    def ask(process):
+        wait_until(lambda: reached(run, 3), process)
+        for steps in ("100001", str(STEPS)):
+            said[steps] = run_script("runs.py", "profile", run, "--steps", steps, check=False)
+        run_script("runs.py", "stop", run)
+
+    train("--budget.steps", "100000", meanwhile=ask)
+    refused, answered = said.values()
+    assert refused.returncode == 2 and "100001 steps cannot be profiled; give 1 to 100" in refused.stderr
+    report = report_of(run)
+    found = {cause["name"] for cause in report["causes"]}
+    assert found <= EFFECTS, report["text"]
+    assert answered.returncode == bool(found), answered.stderr
+    assert ("Nothing is wrong: of a step of" in answered.stdout) != bool(found)
+    assert report["text"] in answered.stdout and "profiling from step" in answered.stdout
+    (event,) = events(run, "profile")
+    assert event["verdict"] == report["verdict"]
+
+
+def test_a_profile_changes_no_loss(recipe, tmp_path):
+    run_script("train.py", recipe, "--output", tmp_path / "plain")
+    said = run_script("train.py", recipe, "--profile", STEPS).stdout
+    assert "rank 0" in said and "Profile of" in said
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
+
+
+class NoRecording:
+    """Of a step that records nothing."""
+
+    def __init__(self, *_):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *_, **__: self.calls.append(name) or 1
+
+
+@pytest.fixture
+def session(tmp_path, monkeypatch):
+    """A profile of a run of 100 steps that trains nothing: (it, what it is told, what it says)."""
+    monkeypatch.setattr(step_profile, "Recording", NoRecording)
+    said, state = [], SimpleNamespace(step=0)
+    ranks = SimpleNamespace(gather=lambda value: [value], barrier=lambda: None, is_main=True)
+    supervisor = SimpleNamespace(
+        request=Request.NONE, refusal=None, control=SimpleNamespace(asked={}), watch=SimpleNamespace(beat=lambda: None)
+    )
+    housekeeping = SimpleNamespace(
+        state=state,
+        supervisor=supervisor,
+        strategy=SimpleNamespace(ranks=ranks),
+        metrics=SimpleNamespace(say=said.append, write=lambda event, **values: said.append(values["message"])),
+        config=SimpleNamespace(output=tmp_path),
+        continuation=SimpleNamespace(run=SimpleNamespace(total_steps=100)),
+        pausing=lambda work: nullcontext(),
+    )
+    profile = step_profile.StepProfile(housekeeping, None, None)
+
+    def step_to(step, **asked):
+        state.step, supervisor.control.asked = step, asked
+        supervisor.request, supervisor.refusal = Request.PROFILE if asked else Request.NONE, None
+        profile.after_step()
+        return supervisor.refusal
+
+    return step_to, said
+
+
+def test_a_run_that_goes_back_gives_its_profile_up_and_says_so(session, tmp_path):
+    step_to, said = session
+    assert step_to(20, id="first", steps=10) is None
+    assert said == ["profiling 10 steps from step 22 on; training goes on"]
+    assert "a profile is being taken already, up to step 31" in step_to(21, id="second", steps=10)
+    step_to(12)
+    assert said[1:] == ["profile given up: the run went back to step 12 in the profiled steps"]
+    answer = json.loads((tmp_path / "profile" / f"step-{22:08d}" / "report.json").read_text())
+    assert answer["request"] == "first" and "went back to step 12" in answer["problem"]
+    assert step_to(13, id="third", steps=10) is None, "another may be taken"
+
+
+def test_a_request_is_refused_for_what_is_not_left_and_for_no_number(session):
+    step_to, said = session
+    assert "20 steps from step 92 on are more than the 9" in step_to(90, id="x")
+    assert "'ten' steps cannot be profiled; give 1 to 100" in step_to(50, id="x", steps="ten")
+    assert said == []
+
+
+def test_a_request_during_the_warm_up_waits_for_its_end(session):
+    step_to, said = session
+    step_to(1, id="x", steps=3)
+    assert said == []
+    for step in range(2, 6):
+        step_to(step)
+    assert said == ["profiling 3 steps from step 7 on; training goes on"]
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [("0", "give 1 to 100"), ("7", "more than the 6 that the run of 12 has"), ("x", "as in --profile 20")],
+)
+def test_steps_that_cannot_be_profiled_are_refused(recipe, given, problem):
+    result = run_script("train.py", recipe, "--profile", given, check=False)
+    assert result.returncode == 2 and problem in result.stderr and "Traceback" not in result.stderr

@@ -1,0 +1,120 @@
+"""From events to what a step was spent on, on made-up traces of a CPU and of a GPU."""
+
+import pytest
+
+from pretrain.profiling.trace_events import BLOCKED, COMMUNICATION, MARK, Spans, TraceEvent, kernel_kind, read_steps
+
+MAIN, OTHER = 1, 2
+MS = 1_000_000
+
+
+def event(name, start, end, kind="operator", thread=MAIN, correlation=0):
+    """Times in ms."""
+    return TraceEvent(name, int(start * MS), int(end * MS), thread, kind, correlation)
+
+
+def marks(*phases):
+    """A step of these (name, start, end)."""
+    begin, end = phases[0][1], phases[-1][2]
+    step = event(f"{MARK}step 7", begin, end, "mark")
+    return [step, *(event(MARK + name, *times, "mark") for name, *times in phases)]
+
+
+PHASES = ("data", 0, 10), ("forward", 10, 40), ("backward", 40, 80), ("update", 80, 90), ("between", 90, 100)
+
+
+def in_ms(seconds: dict) -> dict:
+    return {name: round(1e3 * value, 6) for name, value in seconds.items() if value}
+
+
+def test_spans_are_sets_of_time():
+    spans = Spans([(30, 40), (0, 10), (5, 20), (20, 25)])
+    assert spans.pairs.tolist() == [[0, 25], [30, 40]]
+    assert (spans - Spans([(10, 32)])).pairs.tolist() == [[0, 10], [32, 40]]
+    assert (spans & Spans([(20, 35)])).pairs.tolist() == [[20, 25], [30, 35]]
+    assert spans.seconds(24, 31) == pytest.approx(2e-9) and spans.seconds() == pytest.approx(35e-9)
+    assert Spans([]).seconds() == 0 and (Spans([]) - spans).seconds(0, 9) == 0
+
+
+def test_on_a_cpu_the_main_threads_operators_are_the_work():
+    events = [
+        *marks(*PHASES),
+        event("aten::linear", 12, 20), event("aten::addmm", 13, 20),
+        event("groundwork::packed_attention", 20, 30), event("aten::bmm", 21, 24),
+        event("autograd::engine::evaluate_function: MmBackward0", 40, 60), event("MmBackward0", 40, 60),
+        event("aten::mm", 45, 50),
+        event("aten::_fused_adamw_", 81, 88),
+        # Gradients are exchanged from 55 on; the main thread still computes until 58, and then waits.
+        event("gloo:all_reduce", 55, 79, "collective", OTHER), event("aten::mul", 56, 58),
+        event("aten::copy_", 0, 100, thread=OTHER),
+    ]  # fmt: skip
+    (record,), timeline = read_steps(events, on_device=False, drawn=1)
+    assert record.step == 7
+    figures = {name: getattr(record, name) for name in ("seconds", "busy", "blocked", "data", "idle", "own")}
+    assert in_ms(figures) == {"seconds": 100, "busy": 32, "blocked": 22, "data": 10, "idle": 36, "own": 68}
+    assert in_ms(record.kernels) == {
+        "matrix products": 12, "attention": 10, "optimizer": 7, "pointwise and others": 3,
+    }, "addmm 7 and mm 5; linear's own ms and mul; within attention a product is attention"  # fmt: skip
+    assert in_ms(record.blocked_in) == {"0/backward": 22}
+    assert in_ms(record.idle_in) == {"forward": 12, "backward": 11, "update": 3, "between": 10}
+    assert in_ms(record.phases) == {"data": 10, "forward": 30, "backward": 40, "update": 10, "between": 10}
+    assert [[round(1e3 * time) for time in row[:2]] for row in timeline if row[2] == BLOCKED] == [[55, 56], [58, 79]]
+
+
+def test_what_pythons_operators_wait_for_is_no_work():
+    """A tensor that is divided over processes dispatches itself again, and communicates in between."""
+    events = [
+        *marks(*PHASES),
+        event("aten::mm", 10, 38), event("_c10d_functional::all_gather_into_tensor", 11, 12),
+        event("aten::mm", 30, 37), event("gloo:all_gather", 11, 29, "collective", OTHER),
+    ]  # fmt: skip
+    (record,), _ = read_steps(events, on_device=False)
+    assert in_ms({"busy": record.busy, "blocked": record.blocked}) == {"busy": 7, "blocked": 18}
+
+
+def test_compiled_code_works_between_what_it_calls():
+    name = "## Call CompiledFxGraph abc ##"
+    (record,), _ = read_steps([*marks(*PHASES), event(name, 10, 30), event("aten::mm", 15, 25)], on_device=False)
+    assert in_ms(record.kernels) == {"matrix products": 10, "pointwise and others": 10}
+
+
+def test_on_a_gpu_its_timeline_counts():
+    events = [
+        *marks(*PHASES),
+        event("aten::mm", 10, 11), event("cudaLaunchKernel", 10.2, 10.4, correlation=1),
+        event("groundwork::chunked_loss", 11, 13), event("cudaLaunchKernel", 12, 12.2, correlation=2),
+        event("cudaLaunchKernel", 81, 81.2, correlation=3),
+        event("aten::mm", 40, 41, thread=OTHER), event("cudaLaunchKernel", 40.2, 40.4, thread=OTHER, correlation=4),
+        event("sm90_xmma_gemm_bf16bf16", 12, 30, "kernel", 7, 1),
+        event("sm90_xmma_gemm_bf16bf16", 30, 36, "kernel", 7, 2),
+        event("cutlass::device_kernel<flash_bwd>", 41, 50, "kernel", 7, 4),
+        event("void vectorized_elementwise_kernel", 50, 60, "kernel", 7),
+        event("ncclDevKernel_AllReduce_Sum", 55, 75, "kernel", 8),
+        event("multi_tensor_apply_kernel", 82, 92, "kernel", 7, 3),
+    ]  # fmt: skip
+    (record,), _ = read_steps(events, on_device=True)
+    figures = {name: getattr(record, name) for name in ("seconds", "busy", "blocked", "data", "idle")}
+    assert in_ms(figures) == {"seconds": 100, "busy": 53, "blocked": 15, "data": 10, "idle": 22}
+    assert in_ms(record.kernels) == {
+        "matrix products": 18, "loss": 6, "attention": 9, "pointwise and others": 10, "optimizer": 10,
+    }  # fmt: skip
+    assert record.launched == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::addmm", "matrix products"),
+        ("mkldnn::_linear_pointwise", "matrix products"),
+        ("nvjet_tst_128x256_64x4", "matrix products"),
+        ("triton_per_fused_add_mul_sum_3", "pointwise and others"),
+        ("pytorch_flash::flash_fwd_kernel", "attention"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", COMMUNICATION),
+        ("aten::sum", "pointwise and others"),
+        ("aten::comm", "pointwise and others"),
+    ],
+)
+def test_kernels_are_told_by_their_names(name, kind):
+    assert kernel_kind(name) == kind

@@ -1,0 +1,27 @@
+"""A Llama that reads a tensor's value in every forward pass, as a check that somebody has left in a model's file."""
+
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+
+
+class ReadingLlamaConfig(LlamaConfig):
+    model_type = "reading_llama"
+
+
+class ReadingLlamaModel(LlamaModel):
+    config_class = ReadingLlamaConfig
+
+    def forward(self, *arguments, **named):
+        outputs = super().forward(*arguments, **named)
+        largest = outputs.last_hidden_state.detach().abs().max()
+        if largest.device.type != "meta" and largest.item() > 1e6:  # the line
+            raise ValueError("hidden states explode")
+        return outputs
+
+
+class ReadingLlamaForCausalLM(LlamaForCausalLM):
+    config_class = ReadingLlamaConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = ReadingLlamaModel(config)
+        self.post_init()
