@@ -41,13 +41,16 @@ test: .venv/requirements-dev
 test-strategies: .venv/requirements-dev
 	STRATEGIES=all $(BIN)/python -m pytest tests/parallel/test_strategies.py tests/parallel/test_model_parallel.py \
 		tests/parallel/test_kill_strategies.py tests/parallel/test_muon_and_adafactor.py tests/parallel/test_nvme.py \
-		tests/training/test_expert_strategies.py
+		tests/training/test_expert_strategies.py tests/model/test_compile.py
 
 # Every fault of docs/failures.md, with a kill at each of 200 points of a save, 20 in each of five strategies and an hour
 # of simulated spot machines, then 900 mutated recipes, model JSONs and command lines: about 40 minutes. Ends with a
 # table of what was injected and what happened.
 test-faults: .venv/requirements-dev
-	FAULTS=all $(BIN)/python -m pytest tests/faults/test_fault_*.py tests/preparation/cleaning/test_near_duplicates.py tests/scripts/test_fuzz.py tests/evaluation/test_lm_harness.py
+	FAULTS=all $(BIN)/python -m pytest tests/faults/test_fault_*.py tests/scripts/test_fuzz.py tests/evaluation/test_lm_harness.py \
+		tests/parallel/test_launcher_files.py tests/training/test_resume.py tests/test_deepspeed_build.py \
+		tests/preparation/test_prepare.py tests/preparation/documents/test_sources.py tests/scripts/test_prepare_data.py \
+		tests/preparation/cleaning/test_near_duplicates.py
 
 # What a GPU is to prove, correctness and then speed, in the Python that is there: make gpu PYTHON=python. Installs
 # nothing and needs no network; interrupted, the same command goes on. Results and tables are in runs/gpu.

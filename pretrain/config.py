@@ -200,6 +200,9 @@ class Batch(Section):
     tokens_per_step is auto."""
     ramp: Ramp | None = None
     """Start with a smaller batch; null: full batch from the first step."""
+    reduce_once: bool = False
+    """fsdp2, hsdp, cp and, in fp32, ZeRO-2 and 3: keep gradients whole and reduce them once per step, not in every
+    micro-step, for 4 bytes per parameter. The other strategies reduce once anyway."""
 
 
 class MuonSettings(Section):

@@ -97,7 +97,7 @@ class OptimizerSpec(ABC):
     takes = ("whole",)
     """Forms of parameters that it updates; a strategy names its own as `parameter_form`. whole: single and ddp; stage:
     whole ones of some layers, under pp; sharded: as DTensors, under fsdp2 and hsdp; pieces: any part of a matrix
-    without the rest, under ZeRO and tp."""
+    without the rest, under ZeRO and tp; tiles: parts of parts, under fsdp_tp."""
     state_is_whole = False
     """Whether each process keeps all of the state, and not what goes with its parts of the parameters."""
     runs_from_disk = False
@@ -162,7 +162,7 @@ class OptimizerSpec(ABC):
 class AdamWSpec(OptimizerSpec):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused where the device has the kernel."""
 
-    takes = ("whole", "stage", "sharded", "pieces")
+    takes = ("whole", "stage", "sharded", "pieces", "tiles")
     runs_from_disk = True
 
     def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.AdamW:

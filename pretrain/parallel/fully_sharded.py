@@ -8,9 +8,10 @@ head into a group whose hooks run around the head's own forward, and the loss us
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,8 @@ class FullySharded(Strategy):
         act = work.activation_bytes(work.activations_in_bf16, compute, compute * sizes.vocabulary * sizes.width)
         gradients = FP32 * sizes.total * share
         resident = gradients if work.accumulates else 0.0
+        if work.accumulates and run.config.batch.reduce_once:  # whole, until the last backward pass has come to them
+            resident, gradients = FP32 * sizes.total, gradients + FP32 * (sizes.root + sizes.layer)
         root, layer = compute * sizes.root, compute * sizes.layer
         # A layer is gathered into one flat tensor and copied out of it; the next one is fetched meanwhile. Its
         # gradients are copied into a flat fp32 tensor, and that of the layer before is still being summed.
@@ -75,7 +78,7 @@ class FullySharded(Strategy):
             "backward": (resident, act["backward"], root + gathered + reduced),
             "first layer": (gradients, act["first layer"], root + gathered + reduced),
             "embedding": (gradients, act["embedding"], root + compute * sizes.embedding + FP32 * sizes.root + layer),
-            "update": (gradients, work.update_bytes("sharded", layout.per_group), layer),
+            "update": (FP32 * sizes.total * share, work.update_bytes("sharded", layout.per_group), layer),
         }
         return at_peak(moments, FP32 * sizes.total * share, work.optimizer_bytes(share))
 
@@ -83,11 +86,15 @@ class FullySharded(Strategy):
     def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
         # Weights in bf16 forward and again backward, but for what is beside the layers; gradients in fp32.
         total = step.sizes.total
-        gathered = (2 * (2 * total - step.sizes.root) + FP32 * total) * step.micro_steps
+        gathered = 2 * (2 * total - step.sizes.root) * step.micro_steps + FP32 * total * step.reductions
         if layout.groups == 1:
             return gathered * layout.ring / step.across, 0.9
         sums = 2 * FP32 * total / layout.per_group / step.across
         return gathered * ((layout.per_group - 1) / layout.per_group) / step.inside + sums, 0.9
+
+    @classmethod
+    def reduces_by_choice(cls, name: str, precision: str) -> bool:
+        return True
 
     def make_accelerator(self) -> Accelerator:
         plugin = FullyShardedDataParallelPlugin()
@@ -112,32 +119,19 @@ class FullySharded(Strategy):
         self.causal_lm = causal_lm = model.causal_lm
         plugin = self.accelerator.state.fsdp_plugin
         self.reshards = bool(plugin.reshard_after_forward)
+        self.reduces_once = not self.reshards or self.config.batch.reduce_once
         self.mesh = device_mesh(self.device.type, self.replica_count, self.ranks.count)
         settings = {"mesh": self.mesh, "offload_policy": plugin.cpu_offload or OffloadPolicy()}
-        inside = MixedPrecisionPolicy()
-        if self.precision == "bf16":
-            # Compute in bf16 on copies of fp32 weights; reduce gradients in fp32 (accelerate's policy would in bf16).
-            inside = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        layers = set(layers_of(causal_lm))
-        for unit in units_of(causal_lm):
-            weights.fill(causal_lm, unit)
-            module = causal_lm.get_submodule(unit)
-            if module in layers:
-                fully_shard(module, reshard_after_forward=self.reshards, mp_policy=inside, **settings)
-        causal_lm.tie_weights()
-        # What is beside the layers is needed last in the forward pass and first in the backward pass: it stays.
-        outside = replace(inside, output_dtype=torch.float32)
-        self.model: FSDPModule = fully_shard(model, reshard_after_forward=False, mp_policy=outside, **settings)
-        self.model.register_forward_hook(reshard_without_backward)
+        fill = partial(weights.fill, causal_lm)
+        self.model = shard_layers(model, fill, self.precision, reshards=self.reshards, **settings)
         self.offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         self.optimizer = self.optimizer_of_parameters(build_optimizer)
         return self.model
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
-        # Gradients that are not reduced stay whole on every process. Where even the weights may not, they are
-        # reduced in every micro-step.
-        self.model.set_requires_gradient_sync(is_last or self.reshards)
+        # Gradients that are not reduced stay whole, in fp32, on every process.
+        self.model.set_requires_gradient_sync(is_last or not self.reduces_once)
         self.model.set_requires_all_reduce(is_last)  # between the replicas of HSDP
         self.model.set_is_last_backward(is_last)
         yield
@@ -159,7 +153,36 @@ class FullySharded(Strategy):
 
     def describe(self) -> dict:
         shape = dict(zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True))
-        return {**super().describe(), "mesh": shape, "reshard_after_forward": self.reshards, "offload": self.offloads}
+        sharding = {"reshard_after_forward": self.reshards, "reduce_once": self.reduces_once, "offload": self.offloads}
+        return {**super().describe(), "mesh": shape, **sharding}
+
+
+def shard_layers(
+    model: LanguageModelLoss, fill: Callable[[str], None], precision: str, *, reshards: bool, **settings
+) -> FSDPModule:
+    """Fills a model on the meta device and shards it, a unit at a time.
+
+    Args:
+        fill: gives the unit of this name its weights.
+        reshards: whether gathered weights are freed after the forward pass.
+        settings: for fully_shard.
+    """
+    causal_lm, inside = model.causal_lm, MixedPrecisionPolicy()
+    if precision == "bf16":
+        # Compute in bf16 on copies of fp32 weights; reduce gradients in fp32 (accelerate's policy would in bf16).
+        inside = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layers = set(layers_of(causal_lm))
+    for unit in units_of(causal_lm):
+        fill(unit)
+        module = causal_lm.get_submodule(unit)
+        if module in layers:
+            fully_shard(module, reshard_after_forward=reshards, mp_policy=inside, **settings)
+    causal_lm.tie_weights()
+    # What is beside the layers is needed last in the forward pass and first in the backward pass: it stays.
+    outside = replace(inside, output_dtype=torch.float32)
+    sharded = fully_shard(model, reshard_after_forward=False, mp_policy=outside, **settings)
+    sharded.register_forward_hook(reshard_without_backward)
+    return sharded
 
 
 def reshard_without_backward(model: FSDPModule, *_) -> None:

@@ -49,3 +49,10 @@ class StepTraffic:
     """Bytes per second between the GPUs of a machine."""
     across: float
     """The same where all GPUs take part."""
+    reduces_once: bool = False
+    """batch.reduce_once"""
+
+    @property
+    def reductions(self) -> int:
+        """Of gradients, where the recipe chooses."""
+        return 1 if self.reduces_once else self.micro_steps

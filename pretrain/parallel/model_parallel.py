@@ -60,7 +60,7 @@ class ModelParallel(Strategy, ABC):
             self.device.type, tuple(sizes[name] for name in self.mesh_order), mesh_dim_names=self.mesh_order
         )
         self.model_mesh, self.model_group = mesh["model"], mesh.get_group("model")
-        self.data_group = mesh.get_group("data")
+        self.data_mesh, self.data_group = mesh["data"], mesh.get_group("data")
         self.model_rank: int = mesh.get_local_rank("model")
         self.data_rank, self.data_ranks = mesh.get_local_rank("data"), sizes["data"]
         self.ranks_of_mesh: torch.Tensor = mesh.mesh

@@ -8,7 +8,7 @@ from pretrain.parallel.fully_sharded import FullySharded
 from pretrain.parallel.launcher import launcher_problems
 from pretrain.parallel.pipeline import PipelineParallel
 from pretrain.parallel.strategy import Strategy, resolve_precision
-from pretrain.parallel.tensor_parallel import TensorParallel
+from pretrain.parallel.tensor_parallel import ShardedTensorParallel, TensorParallel
 from pretrain.parallel.zero import Zero
 
 STRATEGIES: dict[str, type[Strategy]] = {
@@ -20,6 +20,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "zero3": Zero,
     "hsdp": FullySharded,
     "tp": TensorParallel,
+    "fsdp_tp": ShardedTensorParallel,
     "pp": PipelineParallel,
     "cp": ContextParallel,
     "ep": ExpertParallel,

@@ -191,6 +191,11 @@ class Strategy:
         return 0.0
 
     @classmethod
+    def reduces_by_choice(cls, name: str, precision: str) -> bool:
+        """Whether batch.reduce_once trades memory for communication; elsewhere it is so anyway, or refused."""
+        return False
+
+    @classmethod
     def offload_seconds(cls, layout: Layout, parameters: int) -> float:
         """What an update takes longer because it is not on the GPU."""
         return 0.0

@@ -1,5 +1,7 @@
 """Tensor parallel: each process holds a slice of every large matrix of the layers, and they sum what the slices give.
 
+Groups of processes that hold a model together have copies of it or, with FSDP2, shard what each would hold.
+
 By the model's own plan (transformers' base_model_tp_plan) and torch's parallelize_module: a matrix that is split by
 columns needs nothing from the other processes, the one by rows after it one sum of its outputs (Shoeybi et al., arXiv
 1909.08053). Embedding, head and norms stay whole on every process; each computes the loss of its part of the tokens.
@@ -7,8 +9,10 @@ columns needs nothing from the other processes, the one by rows after it one sum
 
 import copy
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import patch_environment
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -27,7 +33,10 @@ from pretrain.memory.parts import FP32, Memory, PlannedRun
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.inputs import IGNORED
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.parallel.launcher import parallel_size
+from pretrain.optim.matrix_exchange import Holders
+from pretrain.optim.optimizers import OptimizerSpec
+from pretrain.parallel.fully_sharded import FullySharded, shard_layers
+from pretrain.parallel.launcher import environment_flag, parallel_size, processes_launched
 from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.model_parallel import ModelParallel, sum_in_place
 from pretrain.parallel.replicas import ReplicaGroup
@@ -116,20 +125,31 @@ class TensorParallel(ModelParallel):
             split(causal_lm, unit, plan, self.model_mesh, self.device)
         causal_lm.tie_weights()
         model.to(self.device)
-        shared = share_head(model, self.model_group) if model.from_hidden_states else []
+        if model.from_hidden_states:
+            share_head(model, self.model_group)
+        self._make_optimizer(model, build_optimizer)
+        self.model = AutocastModel(model, self.precision)
+        return self.model
+
+    def _make_optimizer(self, model: LanguageModelLoss, build_optimizer: OptimizerBuilder) -> None:
         optimizer = separate_kinds(self.optimizer_of_parameters(build_optimizer))
-        prefix = f"{causal_lm.base_model_prefix}."
+        plan, prefix = tensor_plan_of(self.causal_lm.config), f"{self.causal_lm.base_model_prefix}."
         self.summed = {
             parameter
             for parameter, name in self.name_of.items()
             if style_of(name.removeprefix(prefix).rpartition(".")[0], plan) == SUMMED
-        }.union(shared)
+        }
         """Whole on each process, with a gradient of its own work alone."""
+        if model.from_hidden_states:
+            self.summed.update(self.causal_lm.get_output_embeddings().parameters())
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
-        self.model = AutocastModel(model, self.precision)
-        return self.model
 
     def combine_gradients(self) -> None:
+        self.sum_whole_gradients()
+        self.average_over_data([gradient for gradient, _ in self.local_gradients()])
+
+    def sum_whole_gradients(self) -> None:
+        """Over the processes of a group, of what each has whole."""
         gradients = {p: p.grad for p in self.name_of if p.grad is not None}
         whole = {
             parameter: gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -139,7 +159,6 @@ class TensorParallel(ModelParallel):
         sum_in_place(list(whole.values()), self.model_group)
         # The others are equal already, but for kernels of a GPU that add in any order: copies must not drift apart.
         torch._foreach_div_([whole[parameter] for parameter in whole.keys() - self.summed], self.model_ranks)
-        self.average_over_data([gradient for gradient, _ in self.local_gradients()])
 
     def local_gradients(self) -> list[tuple[Tensor, bool]]:
         gradients = [parameter.grad for parameter in self.name_of if parameter.grad is not None]
@@ -156,6 +175,118 @@ class TensorParallel(ModelParallel):
         split_names = {n for p, n in self.name_of.items() if isinstance(p, DTensor) and is_split(p)}
         groups = [(self.model_group, {name: part for name, part in parts.items() if name not in split_names})]
         return [*groups, (self.data_group, parts)] if self.data_ranks > 1 else groups
+
+
+class ShardedTensorParallel(TensorParallel):
+    """Tensor parallel in groups of processes, and over the groups FSDP2: no two processes hold the same matrix."""
+
+    name = "fsdp_tp"
+    parameter_form = "tiles"  # DTensors of two dimensions, where an exchange of whole matrices knows one
+
+    @classmethod
+    def requested(cls) -> str | None:
+        asked = environment_flag(cls.launcher_flag) and os.environ.get(cls.size_variable, "1") != "1"
+        return cls.name if asked and environment_flag("ACCELERATE_USE_FSDP") else None
+
+    @classmethod
+    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
+        """In pairs, as the file says."""
+        environment = {cls.launcher_flag: "true", "ACCELERATE_USE_FSDP": "true", cls.size_variable: "2"}
+        problem = "needs at least four GPUs, and an even number" if ranks < 4 or ranks % 2 else None
+        return replace(
+            super().layout(name, ranks, machines),
+            groups=max(1, ranks // 2),
+            environment=environment,
+            options="",
+            problem=problem,
+        )
+
+    @classmethod
+    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
+        """Of a slice, sharded over the groups."""
+        part = replace(run, model_config=sliced(run.model_config, layout.per_group))
+        return FullySharded.footprint(part, replace(layout, ranks=layout.groups, groups=1), sequences)
+
+    @classmethod
+    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
+        seconds, hidden = FullySharded.traffic(replace(layout, ranks=layout.groups, groups=1), step)
+        return seconds / layout.per_group, hidden
+
+    @classmethod
+    def exchange_seconds(cls, layout: Layout, step: StepTraffic, optimizer: OptimizerSpec) -> float:
+        """Of hidden states."""
+        return TensorParallel.traffic(replace(layout, ranks=layout.per_group, groups=1), step)[0]
+
+    @classmethod
+    def reduces_by_choice(cls, name: str, precision: str) -> bool:
+        return True
+
+    @classmethod
+    def problems(cls, config: RunConfig, name: str) -> list[str]:
+        problems = super().problems(config, name)
+        if environment_flag("FSDP_OFFLOAD_PARAMS"):
+            problems.append("launcher: fsdp_offload_params: does not run under fsdp_tp; use fsdp2, or false")
+        return problems
+
+    @classmethod
+    def size_problems(cls) -> list[str]:
+        """And what is not combined with it."""
+        problems, launched = super().size_problems(), processes_launched()
+        if not problems and parallel_size(cls.size_variable) == launched:
+            problems.append(f"launcher: {cls.size_setting}: all {launched} processes share a model; that is tp.yaml")
+        return problems + [
+            f"launcher: parallelism_config_{other}: {size} is not combined with {cls.size_setting}; use 1"
+            for other in ("dp_replicate_size", "cp_size", "sp_size")
+            if (size := os.environ.get(f"PARALLELISM_CONFIG_{other.upper()}", "1")) != "1"
+        ]
+
+    def make_accelerator(self) -> Accelerator:
+        with patch_environment(ACCELERATE_USE_FSDP="false"):
+            return super().make_accelerator()
+
+    def prepare(
+        self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
+    ) -> torch.nn.Module:
+        """As in `Strategy`. No process ever holds more whole layers than one."""
+        self.causal_lm = causal_lm = model.causal_lm
+        plan = tensor_plan_of(causal_lm.config)
+        if model.from_hidden_states:
+            share_head(model, self.model_group)
+
+        def fill(unit: str) -> None:
+            weights.fill(causal_lm, unit)
+            split(causal_lm, unit, plan, self.model_mesh, self.device)
+
+        reshards = environment_flag("FSDP_RESHARD_AFTER_FORWARD")
+        self.model = shard_layers(model, fill, self.precision, mesh=self.data_mesh, reshards=reshards)
+        self.reduces_once = not reshards or self.config.batch.reduce_once
+        self._make_optimizer(model, build_optimizer)
+        return self.model
+
+    @contextmanager
+    def accumulate(self, is_last: bool) -> Iterator[None]:
+        with super().accumulate(is_last):
+            self.model.set_requires_gradient_sync(is_last or not self.reduces_once)
+            self.model.set_is_last_backward(is_last)
+            yield
+
+    def combine_gradients(self) -> None:
+        self.sum_whole_gradients()  # those of the groups are averaged as they are sharded
+
+    def gradient_norm(self) -> Tensor:
+        square = super().gradient_norm().square()
+        dist.all_reduce(square, group=self.data_group)
+        return square.sqrt()
+
+    def copies(self) -> Holders | None:
+        return None
+
+    def replicas(self) -> list[ReplicaGroup]:
+        """What is not split, over the processes that share the layers."""
+        return super().replicas()[:1]
+
+    def describe(self) -> dict:
+        return {**super().describe(), "reduce_once": self.reduces_once}
 
 
 def sliced(model_config: Any, shares: int) -> Any:
@@ -272,7 +403,9 @@ class PartOfRows(torch.autograd.Function):
 
 
 def is_split(tensor: DTensor) -> bool:
-    return any(placement.is_shard() for placement in tensor.placements)
+    """Over the processes that hold a model together, whether or not it is sharded over others as well."""
+    names = tensor.device_mesh.mesh_dim_names
+    return "model" in names and tensor.placements[names.index("model")].is_shard()
 
 
 def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -280,7 +413,8 @@ def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     groups = list(optimizer.param_groups)
     optimizer.param_groups.clear()
     for group in groups:
-        for kind in (True, False):
-            if parameters := [p for p in group["params"] if isinstance(p, DTensor) is kind]:
-                optimizer.param_groups.append({**group, "params": parameters})
+        kinds: dict[DeviceMesh | None, list[Tensor]] = {}
+        for parameter in group["params"]:
+            kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        optimizer.param_groups += [{**group, "params": parameters} for parameters in kinds.values()]
     return optimizer

@@ -9,7 +9,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -38,7 +38,7 @@ from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, environment_f
 from pretrain.parallel.launcher_files import shipped_deepspeed
 from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import OptimizerBuilder, Strategy, device_type
+from pretrain.parallel.strategy import OptimizerBuilder, Strategy, device_type, resolve_precision
 from pretrain.parallel.tensor_group import TensorGroup, load_parts
 from pretrain.parallel.zero_partitions import Partitions, fragment_places, placed_parts, placed_pieces
 
@@ -83,17 +83,19 @@ class Zero(Strategy):
         states = FP32 * sizes.total * share + work.optimizer_bytes(share)
         weights = compute * sizes.total * (share if stage == 3 else 1.0)
         gradients, buckets = zero_gradients(work, stage, share, settings)
+        unreduced = FP32 * sizes.total if run.config.batch.reduce_once and work.accumulates and stage > 1 else 0.0
         gathered = 0.0
         if stage == 3:  # layers stay gathered up to this number of elements, or until their next use is further away
             gathered = compute * min(
                 sizes.total, max(settings.get("stage3_max_live_parameters", 1e9), 2 * sizes.layer)
             )
         resident = gradients if work.accumulates or stage == 3 or (stage == 1 and compute != FP32) else 0.0
+        resident += unreduced
         moments = {
             "loss": (resident, act["loss"], gathered + (buckets if work.accumulates else 0.0)),
             "backward": (resident, act["backward"], gathered + buckets),
-            "first layer": (gradients, act["first layer"], gathered + buckets),
-            "embedding": (gradients, compute * sizes.embedding + act["embedding"], gathered + buckets),
+            "first layer": (gradients + unreduced, act["first layer"], gathered + buckets),
+            "embedding": (gradients + unreduced, compute * sizes.embedding + act["embedding"], gathered + buckets),
             "update": (
                 gradients,
                 work.update_bytes("pieces", layout.ranks) + (2 * FP32 * sizes.total * share if stage < 3 else 0.0),
@@ -109,8 +111,13 @@ class Zero(Strategy):
         if layout.zero["stage"] == 1:
             return super().traffic(layout, step)
         if layout.zero["stage"] == 2:
-            return (FP32 * step.micro_steps + 2) * step.sizes.total * layout.ring / step.across, 2 / 3
+            return (FP32 * step.reductions + 2) * step.sizes.total * layout.ring / step.across, 2 / 3
         return FullySharded.traffic(layout, step)
+
+    @classmethod
+    def reduces_by_choice(cls, name: str, precision: str) -> bool:
+        """DeepSpeed adds gradients that it does not reduce up in the dtype of the weights."""
+        return name in ("zero2", "zero3") and precision == "fp32"
 
     @classmethod
     def exchange_seconds(cls, layout: Layout, step: StepTraffic, optimizer: OptimizerSpec) -> float:
@@ -141,6 +148,12 @@ class Zero(Strategy):
                 f"averaging.kind: {config.averaging.kind} does not run with weights on a disk, which it would read "
                 "every few steps; use accelerate_configs/zero3_offload.yaml, or none"
             )
+        offloads = "offload" in name or bool(deepspeed_file().get("zero_optimization", {}).get("offload_optimizer"))
+        can_choose = not offloads and cls.reduces_by_choice(name, resolve_precision(config.precision))
+        if config.batch.reduce_once and name != "zero1" and not can_choose:
+            reason = "with offload" if offloads else "but in fp32: DeepSpeed would add gradients up in bf16"
+            other = "zero1, which reduces once and keeps gradients in fp32" if name == "zero2" else "fsdp2"
+            problems.append(f"batch.reduce_once: does not run under {name} {reason}; use {other}, or false")
         if uses_nvme() and (missing := missing_for_nvme()):
             problems.append(
                 f"launcher: offload_optimizer.device: nvme needs {missing}; accelerate_configs/zero3_offload.yaml "
@@ -161,6 +174,9 @@ class Zero(Strategy):
         )
         self.settings = {**deepspeed_file(), **derived_settings(self.config, self.precision)}
         self.stage: int = self.settings["zero_optimization"]["stage"]
+        self._unreduced = ExitStack()
+        """Within it gradients stay whole and are not reduced: `batch.reduce_once`."""
+        self._keeps_whole = False
         kwargs_handlers = []
         if device_type() == "cpu":  # without a backend every process would run on its own
             kwargs_handlers.append(InitProcessGroupKwargs(backend="gloo"))
@@ -272,9 +288,16 @@ class Zero(Strategy):
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
         self._release()
+        if not (is_last or self._keeps_whole) and self.stage > 1 and self.config.batch.reduce_once:
+            self._unreduced.enter_context(self.model.coalesce_grad_reduction())
+            self._keeps_whole = True
         # Set explicitly, because the number of micro-steps grows with the batch ramp and DeepSpeed's counter is fixed.
         self.model.set_gradient_accumulation_boundary(is_last)
         yield
+        if is_last and self._keeps_whole:
+            self._unreduced.close()
+            self._keeps_whole = False
+            self.model.set_gradient_accumulation_boundary(True)  # closed, it is as when it was opened
 
     def backward(self, loss: torch.Tensor) -> None:
         self.model.backward(loss, scale_wrt_gas=False)

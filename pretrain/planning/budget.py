@@ -21,7 +21,14 @@ from pretrain.model.flops import active_parameters, matrix_parameters
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.optim.scaling_laws import batch_by_law, rate_by_law, warmup_by_law, weight_decay_by_law
 from pretrain.parallel.registry import STRATEGIES
-from pretrain.planning.candidates import SIMPLEST_FIRST, Candidate, consider, micro_batches, planned_precision
+from pretrain.planning.candidates import (
+    SIMPLEST_FIRST,
+    Candidate,
+    consider,
+    micro_batches,
+    planned_precision,
+    reduced_once,
+)
 from pretrain.planning.families import Family, Shape
 from pretrain.planning.judgement import FEWEST_STEPS
 from pretrain.planning.sizing import MOST_EPOCHS, best_shape, expected_loss, nearest_shape
@@ -147,7 +154,8 @@ class Combination:
 
     def in_words(self) -> str:
         recomputes = ", activations recomputed" if self.checkpointing == "full" else ""
-        return f"{self.candidate.name}, micro-batch {self.candidate.micro_batch}{recomputes}"
+        reduces = ", gradients reduced once per step" if self.candidate.reduces_once else ""
+        return f"{self.candidate.name}, micro-batch {self.candidate.micro_batch}{recomputes}{reduces}"
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,10 @@ class Sized:
         return self.config_with(self.combinations[0])
 
     def config_with(self, chosen: Combination) -> RunConfig:
-        config = self.run.config.with_batch(sequences_per_micro_batch=chosen.candidate.micro_batch)
+        candidate = chosen.candidate
+        config = self.run.config.with_batch(
+            sequences_per_micro_batch=candidate.micro_batch, reduce_once=candidate.reduces_once
+        )
         return config.model_copy(update={"activation_checkpointing": chosen.checkpointing})
 
     @property
@@ -443,8 +454,9 @@ def fitting_micro_batches(
     for sequences in micro_batches(run.config, strategy.micro_batches(layout)):
         if sequences % parts == 0 and sequences <= found.largest_micro_batch:
             seconds, exposed = speed.step_seconds(run.config, work, hardware, layout, sequences)
-            timing = {"step_seconds": seconds, "communication_seconds": exposed}
-            candidates.append(replace(found, micro_batch=sequences, fits=True, **timing))
+            timing = {"step_seconds": seconds, "communication_seconds": exposed, "reduces_once": False}
+            found = replace(found, micro_batch=sequences, fits=True, **timing)
+            candidates.append(reduced_once(found, layout, run, work, hardware, speed))
     return candidates
 
 
@@ -452,6 +464,7 @@ def with_memory(found: Combination, run: PlannedRun, hardware: Hardware) -> Comb
     """With the memory of its own micro-batch, which was the smallest's."""
     name, sequences = found.candidate.name, found.candidate.micro_batch
     config = run.config.model_copy(update={"activation_checkpointing": found.checkpointing})
+    config = config.with_batch(reduce_once=found.candidate.reduces_once)
     layout = STRATEGIES[name].layout(name, hardware.gpus, hardware.machines)
     memory = STRATEGIES[name].footprint(replace(run, config=config), layout, sequences)
     return replace(found, candidate=replace(found.candidate, memory=memory))

@@ -423,6 +423,7 @@ def recipe_text(found: Answer, command: str) -> str:
         )
         for choice in choices(found)
     )
+    once = ", reduce_once: true" if best.candidate.reduces_once else ""
     routers = ROUTERS if run.shape.family.experts else ""
     preparation = "" if place.is_prepared else f"# Prepare the data first:\n#   {preparation_command(found)}\n"
     return f"""\
@@ -438,7 +439,7 @@ data:
   sequence_length: {length}
   document_mask: true
 budget: {{steps: {run.steps}}}
-batch: {{tokens_per_step: {run.batch}, sequences_per_micro_batch: {best.candidate.micro_batch}}}
+batch: {{tokens_per_step: {run.batch}, sequences_per_micro_batch: {best.candidate.micro_batch}{once}}}
 optim:
   name: {run.budget.optimizer}
   learning_rate: {run.learning_rate:g}

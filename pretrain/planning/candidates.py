@@ -44,6 +44,8 @@ class Candidate:
     micro_batch: int | None = None
     """What the plan uses: the recipe's if it fits, else the largest."""
     step_seconds: float = math.inf
+    reduces_once: bool = False
+    """Whether the plan sets batch.reduce_once: communication is worth memory that is there."""
     communication_seconds: float = 0.0
     """Of the step, not hidden behind computing."""
     notes: list[str] = field(default_factory=list)
@@ -162,7 +164,27 @@ def consider_layout(layout: Layout, run: PlannedRun, work: RunWork, hardware: Ha
         if strategy.largest_footprint(whole, layout, used).total <= hardware.usable_bytes:
             notes.append(f"{name}: fits with --activation_checkpointing none too, which takes a quarter less time")
     seconds, exposed = speed.step_seconds(config, work, hardware, layout, used)
-    return Candidate(name, [], memory, fits, fitting, used, seconds, exposed, notes)
+    found = Candidate(name, [], memory, fits, fitting, used, seconds, communication_seconds=exposed, notes=notes)
+    return reduced_once(found, layout, run, work, hardware, speed)
+
+
+def reduced_once(
+    found: Candidate, layout: Layout, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed
+) -> Candidate:
+    """The same with gradients reduced once per step, where the strategy can, that fits and takes less time."""
+    strategy, config = STRATEGIES[found.name], run.config.with_batch(reduce_once=True)
+    if run.config.batch.reduce_once or not strategy.reduces_by_choice(found.name, run.precision):
+        return found
+    seconds, exposed = speed.step_seconds(config, work, hardware, layout, found.micro_batch)
+    if seconds >= found.step_seconds:
+        return found
+    need = [
+        strategy.largest_footprint(replace(run, config=config), layout, sequences)
+        for sequences in (found.micro_batch, run.config.batch.sequences_per_micro_batch)
+    ]
+    if need[0].total > hardware.usable_bytes:
+        return found
+    return replace(found, memory=need[1], reduces_once=True, step_seconds=seconds, communication_seconds=exposed)
 
 
 def largest_that_fits(ascending: list[int], fits) -> int | None:
@@ -218,6 +240,8 @@ def command_of(
     settings = [f"--{key} {value}" for key, value in overrides if key != "batch.sequences_per_micro_batch"]
     if candidate.micro_batch != config.batch.sequences_per_micro_batch or len(settings) != len(overrides):
         settings.append(f"--batch.sequences_per_micro_batch {candidate.micro_batch}")
+    if candidate.reduces_once and not config.batch.reduce_once:
+        settings.append("--batch.reduce_once true")
     launch = (
         f"accelerate launch --config_file accelerate_configs/{candidate.name}.yaml --num_processes {hardware.gpus}"
     )

@@ -298,8 +298,11 @@ def plan_verdict(plan: Plan) -> list[str]:
         cost += f", {plan.kilowatt_hours:,.0f} kWh at rated power"
         cost += co2_text(plan.kilowatt_hours, plan.config.energy.grid_grams_per_kwh)
     change = f", with {chosen.micro_batch} sequences per micro-batch instead of {micro}"
+    change = change if chosen.micro_batch != micro else ""
+    if chosen.reduces_once:
+        change += ", gradients reduced once per step, for which there is memory"
     return [
-        f"Recommended: {chosen.name}{change if chosen.micro_batch != micro else ''}: "
+        f"Recommended: {chosen.name}{change}: "
         f"{duration_text(plan.hours * 3600)}, {plan.gpu_hours:,.1f} {plan.hardware.unit}-hours{cost}; validation "
         "and checkpoints not included.",
         f"  {plan.command}",

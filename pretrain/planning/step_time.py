@@ -138,7 +138,9 @@ class Speed:
         tokens = micro_batch * config.data.sequence_length
         micro_steps = max(1, work.tokens_per_step // (tokens * strategy.micro_batches(layout)))
         inside = hardware.gpu.link_bytes_per_second * LINK_EFFICIENCY
-        traffic = StepTraffic(work.sizes, micro_steps, tokens, inside, hardware.bytes_per_second)
+        traffic = StepTraffic(
+            work.sizes, micro_steps, tokens, inside, hardware.bytes_per_second, config.batch.reduce_once
+        )
         moved, hidden = strategy.traffic(layout, traffic) if hardware.gpus > 1 else (0.0, 0.0)
         exposed = max(0.0, moved - hidden * compute)
         if hardware.gpus > 1:

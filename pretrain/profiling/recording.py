@@ -52,7 +52,7 @@ class Recording:
         self._began = time.time()
         self._swapped, self._retries = pages_swapped_in(), self._count_retries()
         if self.on_device:
-            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=MEMORY_EVENTS)
 
     def begin_block(self, step: int, align: Callable[[], None]) -> None:
         """step: the next. align: returns on all ranks at the same moment."""
@@ -61,7 +61,10 @@ class Recording:
 
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_device else [])]
         self._profiler = profile(activities=activities)
-        self._profiler.start()
+        try:
+            self._profiler.start()
+        except RuntimeError as error:
+            self._problem(error)
         self._lines.begin()
         align()
         self._marks.align()
@@ -85,9 +88,9 @@ class Recording:
     def end_block(self, *, is_first: bool, is_last: bool) -> int:
         """Returns the events of a step."""
         self._lines.end()
-        self._profiler.stop()
         events, records, timeline = [], [], []
         try:
+            self._profiler.stop()
             events = read_events(self._profiler)
             records, timeline = read_steps(events, on_device=self.on_device, drawn=STEPS_DRAWN)
         except Exception as error:  # a trace that cannot be read is no reason to end a run

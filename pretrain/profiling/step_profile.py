@@ -21,7 +21,7 @@ USUAL_STEPS, MOST_STEPS = 20, 100
 def profile_problem(steps: int, begins_at: int, total_steps: int) -> str | None:
     """Why so many steps cannot be profiled; None if they can. The first one, after step `begins_at`, is left out."""
     if not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
-        return f"{steps} steps cannot be profiled; give 1 to {MOST_STEPS}"
+        return f"{steps!r} steps cannot be profiled; give 1 to {MOST_STEPS}"
     left = max(0, total_steps - begins_at - 1)
     if steps <= left:
         return None
@@ -121,8 +121,8 @@ class StepProfile:
         stage, batches = run.stage(self._ends - 1), run.batches
         width = batches.readers[batches.folders[0]].manifest.bytes_per_id
         sequences = stage.sequences_per_micro_batch * self.strategy.micro_batches_per_call
-        if problems := [summary["problems"][0] for summary in summaries if len(summary["steps"]) < self._steps]:
-            return {"problem": f"cannot be read: {problems[0]}"}
+        if short := [summary for summary in summaries if len(summary["steps"]) < self._steps]:
+            return {"problem": f"cannot be read: {'; '.join(short[0]['problems']) or 'steps are missing'}"}
         try:
             expected = expected_step(config, run, self.strategy, self._ends - 1, self.housekeeping.peak_flops)
             evidence = Evidence(

@@ -5,6 +5,7 @@ themselves, and on a GPU by torch's own warnings as well; without a profiler's s
 """
 
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -27,6 +28,8 @@ READS_OF_THE_HOST = tuple(
 )
 """What reads tensors that are the host's own even beside a GPU; without one they look like all others."""
 PHASES = (WAITING_FOR_DATA, FORWARD, BACKWARD, UPDATE)
+OF_THE_PASSES = type(threading.main_thread()), threading._DummyThread
+"""Threads: the loop's, and those that autograd starts; Python's own write checkpoints and read ahead."""
 WARNING = "called a synchronizing CUDA operation"
 
 
@@ -96,7 +99,7 @@ class SyncLines:
             self._count("an operation that waits for the device")
 
     def _count(self, called: str) -> None:
-        if self._phase() not in PHASES:
+        if self._phase() not in PHASES or not isinstance(threading.current_thread(), OF_THE_PASSES):
             return
         frame = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(PASSED_OVER):

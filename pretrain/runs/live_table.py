@@ -1,6 +1,7 @@
 """All runs in the terminal, as a table that moves with them; in a file or a pipe a line for each run that changed."""
 
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,10 +22,11 @@ MOST_NAME_WIDTH = 40
 
 
 def show_live(runs: LiveRuns, interval: float, after: Callable[[], None] = lambda: None, note: str = "") -> None:
-    """Shows the runs until Ctrl-C, refreshed every `interval` seconds.
+    """Shows the runs until Ctrl-C or SIGTERM, refreshed every `interval` seconds.
 
     after: called after each look. note: stands below the table.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the terminal would keep the other screen
     show = _show_table if is_terminal(sys.stdout) else _print_lines
     try:
         show(runs, interval, after, note)

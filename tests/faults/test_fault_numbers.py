@@ -1,6 +1,7 @@
 """Numbers that go wrong: a step is skipped, the run goes back, alike every time, and in the end it stops."""
 
 import json
+import shutil
 
 import pytest
 from safetensors.torch import load_file
@@ -87,11 +88,11 @@ def test_spikes_are_rolled_back_three_times_and_then_stop_the_run(recipe, tmp_pa
 def test_a_rollback_may_halve_the_rate_and_read_the_same_again_and_a_run_end_without_a_save(recipe, tmp_path):
     spikes = [{"where": "forward", "step": step, "what": "spike"} for step in (13, 14, 15)]
     run = tmp_path / "run"
-    ended = launch_with_faults(
-        tmp_path / "notes", "single", 1, "--config", recipe, "--output", run, "--budget.steps", 18, *TOLERANT,
-        "--guard.roll_back", "halve_learning_rate", "--optim.schedule", "constant", "--checkpoint.at_end", "false",
-        faults=spikes,
-    )  # fmt: skip
+    settings = [
+        "--config", recipe, "--output", run, "--budget.steps", 18, *TOLERANT, "--guard.roll_back",
+        "halve_learning_rate", "--optim.schedule", "constant", "--checkpoint.at_end", "false",
+    ]  # fmt: skip
+    ended = launch_with_faults(tmp_path / "notes", "single", 1, *settings, faults=spikes)
     assert end_of(run)["code"] == ended.code == 0, ended.output
     (rollback,) = events(run, "rollback")
     assert (rollback["to_step"], rollback["change"]) == (12, "halving the learning rate")
@@ -102,6 +103,14 @@ def test_a_rollback_may_halve_the_rate_and_read_the_same_again_and_a_run_end_wit
     assert half and read[:half] == read[half:], "the same windows twice"
     assert max(path.name for path in (run / "checkpoints").glob("step-*")) == "step-00000016"
     assert not (run / "final").exists()
+    # Once more from before the spikes: what was done about them is known, and everything after it is the same.
+    shutil.rmtree(run / "checkpoints/step-00000016")
+    last = {line["step"]: line for line in without_times(run, "train")}
+    again = launch_with_faults(tmp_path / "again", "single", 1, *settings)
+    assert again.code == 0 and events(run, "resume")[-1]["step"] == 12, again.output
+    assert without_times(run, "train")[-6:] == [last[step] for step in range(13, 19)]
+    assert len(events(run, "rollback")) == 1
+    tell("20", "a spike over three steps, the rate halved; started again from before it", "the same to the last bit")
 
 
 def test_out_of_memory_ends_with_what_to_change(recipe, tmp_path):

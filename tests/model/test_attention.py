@@ -340,6 +340,31 @@ def test_room_for_probabilities_is_enough_for_any_segments():
             assert used <= room
 
 
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize(("length", "share"), [(256, 0.76), (1024, 0.57), (2048, 0.29)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_of_all_pairs_of_positions_are_never_in_memory(length, share, dtype):
+    """Forward and backward on a CPU: their lower triangle up to 1,024 tokens; above, only room that is not touched."""
+    query, key, value = (torch.randn(1, 4, length, 16, dtype=dtype) for _ in range(3))
+    cu_seq_lens = torch.tensor([0, length], dtype=torch.int32)
+    with Largest() as seen:
+        out, lse, kept = cpu_attention._packed_attention._init_fn(query, key, value, cu_seq_lens, 0.25, True)
+        cpu_attention._packed_attention_backward._init_fn(out, query, key, value, out, lse, kept, cu_seq_lens, 0.25)
+    assert out.numel() < seen.elements <= share * 4 * length**2
+
+
 def test_autocast_reaches_the_operator():
     """Autocast stops at registered operators: without a cast, fp32 attention would run, or mixed dtypes crash."""
     cu_seq_lens = torch.tensor([0, 3, 8], dtype=torch.int32)

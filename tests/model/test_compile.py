@@ -1,12 +1,16 @@
 """What is compiled is compiled at the start, once, and never while a run is under way."""
 
+import json
+import os
+import shutil
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from pretrain.model.compile import choose_compile, compile_model, gelu_by_sigmoid
-from support.project import events, launch, run_script
+from support.project import events, launch, losses, run_script
 
 
 def compilations(path) -> list[float]:
@@ -37,6 +41,37 @@ def test_layers_are_compiled_once_and_nothing_after_step_2(recipe, tmp_path, str
     assert not [when for when in began if when > times[2]], (
         f"{sum(when > times[2] for when in began)} of {len(began)} compilations came after step 2"
     )
+    if strategy == "single":
+        continue_uncompiled(recipe, tmp_path)
+
+
+def continue_uncompiled(recipe, tmp_path):
+    """From the middle of the compiled run, as whoever looks at its checkpoint elsewhere does."""
+    shutil.copytree(tmp_path / "run/checkpoints/step-00000004", tmp_path / "moved/checkpoints/step-00000004")
+    settings = ["--precision", "bf16", "--budget.steps", "8", "--validation.every_steps", "4"]
+    run_script("train.py", "--config", recipe, "--output", tmp_path / "moved", "--compile", "none", *settings)
+    compiled, moved = losses(tmp_path / "run"), losses(tmp_path / "moved")
+    assert list(moved) == [5, 6, 7, 8]
+    assert 0 < max(abs(moved[step] - compiled[step]) for step in moved) < 5e-3, "Inductor rounds elsewhere"
+
+
+@pytest.mark.skipif(os.environ.get("STRATEGIES") != "all", reason="half a minute; in make test-strategies")
+def test_checkpoints_move_between_whole_compiled_models_and_uncompiled_ones(recipe, tmp_path):
+    """Uncompiled, compiled whole, uncompiled again: what is loaded is compared as it is loaded."""
+    constant = ["--optim.schedule", "constant", "--validation.every_steps", "100"]
+
+    def run(name: str, steps: int, compiled: str) -> dict:
+        arguments = ["--output", str(tmp_path / name), "--compile", compiled, "--budget.steps", str(steps), *constant]
+        return {"strategy": "single", "arguments": arguments}
+
+    every = [run("moved", 4, "none"), run("moved", 8, "full"), run("moved", 12, "none"), run("plain", 12, "none")]
+    (tmp_path / "runs.json").write_text(json.dumps(every))
+    program = ["tests/support/train_strategies.py", recipe, tmp_path / "runs.json"]
+    launch("single", 1, *program, TORCHINDUCTOR_COMPILE_THREADS="1")
+    found, plain = losses(tmp_path / "moved"), losses(tmp_path / "plain")
+    assert found == pytest.approx(plain, abs=1e-5) and len(found) == 12
+    assert [event["step"] for event in events(tmp_path / "moved", "resume")] == [4, 8]
+    assert any(found[step] != plain[step] for step in range(5, 9)), "Inductor adds in another order"
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)])

@@ -2,15 +2,15 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from pretrain.model.model_config import load_model_config
+from support.project import ROOT
 
-CONFIGS = sorted((Path(__file__).parents[2] / "model_configs").glob("*.json"))
+CONFIGS = sorted((ROOT / "model_configs").glob("*.json"))
 # Exact counts. Where one moves, the shape of a published or compared model has changed: give the new shape a new name.
 PARAMETERS = {
     "char_0.8m": 816_192,
@@ -74,6 +74,24 @@ def test_a_shipped_config_has_the_parameters_that_its_name_says(path):
 
 def test_all_configs_are_in_the_table():
     assert {path.stem for path in CONFIGS} == set(PARAMETERS)
+
+
+def test_the_table_of_the_page_is_that_of_the_files():
+    """Widths, vocabulary, tied or not, and positions; parameters are those of the table above."""
+    page = (ROOT / "docs/models.md").read_text().partition("## Shipped shapes")[2].partition("\n## ")[0]
+    rows = {
+        cells[1].strip("` "): [cell.strip() for cell in cells[2:-1]] for cells in map(split_row, page.splitlines())
+    }
+    for name, parameters in PARAMETERS.items():
+        config, cells = load_model_config(str(ROOT / f"model_configs/{name}.json")), rows[name]
+        assert cells[0] == f"{parameters:,}", name
+        assert cells[2] == f"{config.num_hidden_layers} x {config.hidden_size:,}", name
+        expected = [f"{config.vocab_size:,}", "yes" if config.tie_word_embeddings else "no"]
+        assert cells[-3:] == [*expected, f"{config.max_position_embeddings:,}"], name
+
+
+def split_row(line: str) -> list[str]:
+    return line.split("|") if line.startswith("| `") else ["", "", ""]
 
 
 def test_the_rule_for_names_refuses_wrong_ones():

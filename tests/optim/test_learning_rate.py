@@ -14,6 +14,10 @@ from pretrain.optim.learning_rate import (
     cooldown_steps_of_infinite,
     learning_rate_for_batch,
 )
+from pretrain.optim.scaling_laws import rate_by_law
+from pretrain.parallel.auto_settings import settled
+from pretrain.recipe import read_run_config
+from pretrain.training.run_plan import derive
 
 
 def nanogpt_cosine(step, peak, floor, warmup, total):
@@ -96,6 +100,18 @@ def test_cooldown_is_the_larger_of_tokens_and_fraction():
 
 def test_square_root_scaling_by_hand():
     assert learning_rate_for_batch(1.4e-5, 16) == pytest.approx(5.6e-5)
+
+
+def test_a_run_takes_the_rate_of_its_batch_or_of_its_size(recipe):
+    """base_learning_rate by the square root of the batch of four sequences, auto by the law; then warmup."""
+    scaled = derive(
+        read_run_config(recipe, [("optim.base_learning_rate", "1e-3"), ("batch.tokens_per_step", "1024")]), 1
+    )
+    assert scaled.peak_learning_rate == pytest.approx(4e-3) and scaled.learning_rate(1) == pytest.approx(4e-3)
+    assert scaled.learning_rate(0) == pytest.approx(2e-3), "two steps of warmup"
+    config = settled(read_run_config(recipe, [("optim.learning_rate", "auto")]))
+    parameters = derive(config, 1).parameters
+    assert derive(config, 1).peak_learning_rate == pytest.approx(rate_by_law(parameters, 256, 1.0), rel=1e-2)
 
 
 @pytest.mark.parametrize(

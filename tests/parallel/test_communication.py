@@ -38,6 +38,12 @@ def sharded(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
     }
 
 
+def reduced_once(least: dict[str, dict[str, tuple[int, int]]]) -> dict[str, dict[str, tuple[int, int]]]:
+    """The same without the first micro-step's reduction."""
+    gathers = {kind: sent for kind, sent in least["micro-step"].items() if not kind.startswith("reduce-scatter")}
+    return {**least, "micro-step": gathers}
+
+
 def cut(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
     """Beside what sharding takes: query, key and value of a rank's positions away and its output back, once per layer
     and direction."""
@@ -60,6 +66,22 @@ def split(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
         "last micro-step": micro_step,
         "update": {f"all-reduce of {ranks}": (2, FP32 * WHOLE + FP32)},
         "validation": {f"all-reduce of {ranks}": (2 * LAYERS, 2 * LAYERS * BF16 * HIDDEN)},
+    }
+
+
+def split_and_sharded(ranks: int, groups: int) -> dict[str, dict[str, tuple[int, int]]]:
+    """What both take, of the elements that a rank of one group would hold."""
+    total = LAYERS * (SPLIT // ranks + NORMS) + BESIDE
+    gathers = (2 * LAYERS + 1, BF16 * (2 * total - BESIDE))
+    of_shards = {f"all-gather of {groups}": gathers, f"reduce-scatter of {groups}": (LAYERS + 1, FP32 * total)}
+    least = {moment: collectives | of_shards for moment, collectives in split(ranks).items() if "step" in moment}
+    return {
+        **least,
+        "update": {
+            f"all-reduce of {ranks}": (2, FP32 * WHOLE // groups + FP32),
+            f"all-reduce of {groups}": (1, FP32),
+        },
+        "validation": {**split(ranks)["validation"], f"all-gather of {groups}": (LAYERS + 1, BF16 * total)},
     }
 
 
@@ -101,11 +123,13 @@ SCATTERED_ONCE = {"reduce-scatter of 8": (1, FP32 * TOTAL)}
 LEAST = {
     "ddp": {"last micro-step": {"all-reduce of 8": (1, FP32 * TOTAL)}},
     "fsdp2": sharded(8),
+    "fsdp2, reduced once": reduced_once(sharded(8)),
     "fsdp2, offloaded": sharded(8),
     "hsdp, 2 x 4": with_replicas(sharded(4), "last micro-step", 1, TOTAL // 4),
     "cp": cut(8),
     "cp, 2 x 4": cut(4),
     "tp": split(8),
+    "fsdp_tp, 4 x 2": split_and_sharded(2, 4),
     "tp, 2 x 4": with_replicas(split(4), "update", 1, WHOLE + LAYERS * SPLIT // 4),
     "pp, an inner stage": staged(8, neighbours=2),
     "pp, 2 x 4, the last stage": with_replicas(staged(4, neighbours=1), "update", 1, STAGE),
@@ -116,6 +140,11 @@ LEAST = {
     "zero3": {
         "micro-step": {**GATHERED_ONCE, **SCATTERED_ONCE},
         "last micro-step": {**GATHERED_ONCE, **SCATTERED_ONCE},
+        "update": ONE_SUM,
+    },
+    "zero3, fp32, reduced once": {
+        "micro-step": {"all-gather of 8": (1, FP32 * TOTAL)},
+        "last micro-step": {"all-gather of 8": (1, FP32 * TOTAL), **SCATTERED_ONCE},
         "update": ONE_SUM,
     },
 }
@@ -142,10 +171,14 @@ REASONS = {
     ("zero2", "last micro-step"): ALL_REDUCED,
     ("zero2", "update"): f"{IN_TWO}; three sums for the norm and its overflow",
     **{
-        ("zero3", moment): "DeepSpeed fetches ahead in buckets; norms stay whole"
+        (launch, moment): "DeepSpeed fetches ahead in buckets; norms stay whole"
+        for launch in ("zero3", "zero3, fp32, reduced once")
         for moment in ("micro-step", "last micro-step")
     },
-    ("zero3", "update"): "DeepSpeed keeps norms whole and gathers them; two sums for the norm and its overflow",
+    **{
+        (launch, "update"): "DeepSpeed keeps norms whole and gathers them; two sums for the norm and its overflow"
+        for launch in ("zero3", "zero3, fp32, reduced once")
+    },
 }
 """Why a moment takes more than the least."""
 

@@ -6,6 +6,7 @@ With STRATEGIES=all in the environment (`make test-strategies`) losses are compa
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from support.project import events, launch, losses
 from support.tiny_models import TINY_LLAMA
 
-STEPS = 50 if os.environ.get("STRATEGIES") == "all" else 14
+EVERYTHING = os.environ.get("STRATEGIES") == "all"
+STEPS = 50 if EVERYTHING else 14
 LLAMA = TINY_LLAMA | {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64}
 MODELS = {
     "llama": LLAMA,
@@ -216,11 +218,62 @@ def test_copies_are_equal_and_a_changed_one_is_found(runs, run, name):
     assert len(changed) == 1 and changed[0].startswith(name) and changed[0].endswith("ranks 0, 1 do not hold the same")
 
 
-def test_two_pipelines_share_the_data(runs, tmp_path):
+HALF = ["--batch.sequences_per_micro_batch", "1"]
+GROUPS = {
+    "pp": (
+        {"MEGATRON_LM_PP_DEGREE": "2"},
+        ["--pipeline.schedule", "1F1B", "--pipeline.microbatch_scale", "2"],
+        {"megatron_lm_pp_degree": 2, "data_parallel_size": 2},
+    ),
+    "tp": ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, [], {"parallelism_config_tp_size": 2, "data_parallel_size": 2}),
+    "fsdp_tp": ({}, [], {"parallelism_config_tp_size": 2, "data_parallel_size": 2, "reduce_once": False}),
+    "hsdp": ({}, HALF, {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "reduce_once": False}),
+    "hsdp, reduced once": ({}, [*HALF, "--batch.reduce_once", "true"], {"reduce_once": True}),
+}
+"""{strategy: (launcher's variables, settings, what strategy.json says)} for four processes and two micro-steps."""
+GROUPS_TRAINED = [*GROUPS] if EVERYTHING else ["pp", "fsdp_tp", "hsdp"]
+
+
+@pytest.fixture(scope="module")
+def groups(runs) -> dict[str, Path]:
+    """Four processes: two pipelines, whose microbatches are smaller than they need be; two groups that split layers,
+    with copies and sharded; two groups that shard. Six steps; of fsdp_tp twelve, and from the middle of those."""
     folder = runs["llama"].parent
-    arguments = ["--megatron_lm_pp_degree", "2", "train.py", "--config", folder / "recipe.yaml", "--output"]
-    launch("pp", 4, *arguments, tmp_path / "run", "--budget.steps", "10", "--optim.schedule", "constant")
-    strategy = json.loads((tmp_path / "run/strategy.json").read_text())
-    assert (strategy["megatron_lm_pp_degree"], strategy["data_parallel_size"]) == (2, 2)
-    whole, found = losses(runs["single-whole"]), losses(tmp_path / "run")
-    assert all(abs(found[step] - whole[step]) < 1e-5 for step in range(1, 11))
+
+    def run(name: str, case: str, steps: int) -> dict:
+        environment, settings, _ = GROUPS[case]
+        arguments = ["--output", str(folder / name), *settings, "--budget.steps", str(steps)]
+        arguments += ["--optim.schedule", "constant", "--checkpoint.every_steps", "6"]
+        return {"strategy": case.partition(",")[0], "environment": environment, "arguments": arguments}
+
+    every = [run(f"four-{case}", case, 6) for case in GROUPS_TRAINED]
+    middle = str(folder / "four-whole/checkpoints/step-00000006")
+    if EVERYTHING:
+        every += [run("four-whole", "fsdp_tp", 12), run("four-resumed", "fsdp_tp", 12) | {"start_from": middle}]
+    (folder / "runs.json").write_text(json.dumps(every))
+    launch("ddp", 4, "tests/support/train_strategies.py", folder / "recipe.yaml", folder / "runs.json", timeout=900)
+    return {path.name.removeprefix("four-"): path for path in folder.glob("four-*")}
+
+
+@pytest.mark.parametrize("case", GROUPS_TRAINED)
+def test_two_groups_of_two_train_as_one_process(groups, runs, case):
+    described = json.loads((groups[case] / "strategy.json").read_text())
+    expected = GROUPS[case][2]
+    assert {name: described.get(name) for name in expected} == expected
+    whole, found = runs["single-whole"], groups[case]
+    assert all(abs(losses(found)[step] - losses(whole)[step]) < 1e-6 for step in range(1, 7))
+    assert all(norms(found)[step] == pytest.approx(norms(whole)[step], rel=1e-5) for step in range(1, 7))
+    expected, given = (load_file(run / "checkpoints/step-00000006/optimizer.safetensors") for run in (whole, found))
+    assert expected.keys() == given.keys()
+    assert all(torch.allclose(given[name], tensor, atol=1e-6) for name, tensor in expected.items())
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="in make test-strategies")
+def test_slices_that_are_sharded_resume_to_the_last_bit(groups):
+    resumed, whole = groups["resumed"], groups["whole"]
+    assert {step: losses(whole)[step] for step in range(7, 13)} == losses(resumed)
+    for file in ("model", "optimizer", "average"):
+        expected, found = (
+            load_file(run / f"checkpoints/step-00000012/{file}.safetensors") for run in (whole, resumed)
+        )
+        assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)

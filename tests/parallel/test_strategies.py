@@ -15,12 +15,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from support.project import events, free_port, launch, losses
+from support.project import ROOT, events, free_port, launch, losses
 from support.tiny_models import TINY_LLAMA
 
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
 STEPS = 50 if EVERYTHING else 12
-RESUMED_STEPS = 20 if EVERYTHING else 4
+RESUMED_STEPS = 33 if EVERYTHING else 4
+"""37 in all."""
 STRATEGIES = ["ddp", "fsdp2", "hsdp", "cp", "zero1", "zero2", "zero3", "zero3_offload"]
 SHARDED = ["ddp", "fsdp2", "cp", "zero1", "zero2", "zero3"]
 ON_TWO = [*SHARDED, "pp"]
@@ -49,6 +50,13 @@ MODELS = {
         "max_position_embeddings": 128,
     },
 }
+REDUCING = ["fsdp2", "hsdp", "cp", "zero2", "zero3"] if EVERYTHING else ["fsdp2", "zero2", "zero3"]
+"""With gradients reduced once per step, by choice."""
+FP16_SCALES = {"fp16": 2.0**10, "fp16_overflowing": 2.0**24}
+"""{run: the scale it begins with}: one that fits, and one that has to be halved first."""
+# A process's part of the state goes to the disk from one megabyte on.
+WIDE = {**TINY_LLAMA, "hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": False}
+ON_DISK = ["--budget.steps", "4", "--checkpoint.every_steps", "2"]
 NAN_STEP = 3
 VALIDATION_SEQUENCES = 7
 """One process of two has a window less than the other."""
@@ -77,6 +85,10 @@ def folder(shards, tmp_path_factory) -> Path:
     without_dropout = {**MODELS["llama"], "attention_dropout": 0.0}
     (folder / "llama.json").write_text(json.dumps(without_dropout))
     (folder / "llama_dropout.json").write_text(json.dumps(MODELS["llama"]))
+    (folder / "wide.json").write_text(json.dumps(WIDE))
+    on_disk = json.loads((ROOT / "ds_configs/zero3_offload_nvme.json").read_text())
+    on_disk["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(folder / "disk")
+    (folder / "nvme.json").write_text(json.dumps(on_disk))
     recipe = {
         "model": str(folder / "llama.json"),
         "output": str(folder / "run"),
@@ -130,6 +142,33 @@ def parity_runs(folder: Path, strategies: list[str]) -> list[dict]:
     return runs
 
 
+def fp16_runs(folder: Path, strategy: str) -> list[dict]:
+    """In half precision with a scaler, of which accelerate makes none on a host."""
+    runs = [
+        run(strategy, folder / name / strategy, *PARITY, "--precision", "fp16", fp16_scale=scale)
+        for name, scale in FP16_SCALES.items()
+    ]
+    runs[0]["arguments"] += ["--checkpoint.every_steps", "6"]
+    if strategy == "single":
+        middle = str(folder / "fp16/single/checkpoints/step-00000006")
+        output = ["--output", str(folder / "fp16_resumed/single")]
+        runs.append(
+            {**runs[0], "arguments": [*runs[0]["arguments"], *output], "fp16_scale": 1.0, "start_from": middle}
+        )
+    return runs
+
+
+def disk_runs(folder: Path, strategy: str) -> list[dict]:
+    """With the optimizer's state in files; of zero3_offload_nvme a second one from the middle of the first."""
+    arguments = ["--model", str(folder / "wide.json"), *ON_DISK]
+    if strategy == "single":
+        return [run(strategy, folder / "wide/single", *arguments)]
+    more = {"plain_files": True, "environment": {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(folder / "nvme.json")}}
+    first = run(strategy, folder / "wide/nvme", *arguments, **more)
+    middle = str(folder / "wide/nvme/checkpoints/step-00000002")
+    return [first, run(strategy, folder / "wide/resumed", *arguments, **more, start_from=middle)]
+
+
 def exact_runs(folder: Path, strategies: list[str]) -> list[dict]:
     """Twice the same with dropout and recomputed activations, the second time from the middle."""
     runs = []
@@ -157,7 +196,8 @@ def first_steps(folder: Path, strategies: list[str], suffix: str = "") -> list[d
 @pytest.fixture(scope="module")
 def one_process(folder) -> Path:
     """The reference: everything under `single`."""
-    runs = [*parity_runs(folder, ["single"]), *first_steps(folder, ["single"])]
+    runs = [*parity_runs(folder, ["single"]), *first_steps(folder, ["single"]), *fp16_runs(folder, "single")]
+    runs += disk_runs(folder, "single")
     unbroken = [*CONSTANT, "--budget.steps", str(4 + RESUMED_STEPS), "--checkpoint.every_steps", "100"]
     run_all(folder, "one", "single", 1, [*runs, run("single", folder / "unbroken", *unbroken)])
     if EVERYTHING:
@@ -170,6 +210,8 @@ def two_processes(one_process) -> Path:
     """Everything else on two processes."""
     folder = one_process
     runs = [*parity_runs(folder, STRATEGIES), *exact_runs(folder, SHARDED), *first_steps(folder, ON_TWO)]
+    runs += [run(name, folder / "once" / name, *PARITY, "--batch.reduce_once", "true") for name in REDUCING]
+    runs += [*(fp16_runs(folder, "ddp") if EVERYTHING else []), *disk_runs(folder, "zero3_offload_nvme")]
     # A ring visits every strategy once as source and once as target.
     ring = zip(["single", *ON_TWO], [*ON_TWO, "zero3_offload"], strict=True)
     pairs = [(source, ON_TWO) for source in all_sources()] if EVERYTHING else [(s, [target]) for s, target in ring]
@@ -209,6 +251,60 @@ def test_losses_and_gradient_norms_are_those_of_one_process(two_processes, model
     expected, found = (gradient_norms(two_processes / model / name) for name in ("single", strategy))
     assert max(expected.values()) > 0.5, "clipping must bite"
     assert max(abs(found[step] / expected[step] - 1) for step in expected) < 1e-4
+
+
+@pytest.mark.parametrize("strategy", REDUCING)
+def test_gradients_that_are_reduced_once_are_the_same(two_processes, strategy):
+    expected, found = (two_processes / name for name in ("llama/single", f"once/{strategy}"))
+    assert max(abs(losses(found)[step] - loss) for step, loss in losses(expected).items()) < 1e-5
+    norms = gradient_norms(found)
+    assert max(abs(norms[step] / norm - 1) for step, norm in gradient_norms(expected).items()) < 1e-4
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"] if EVERYTHING else ["single"])
+def test_fp16_trains_and_finds_its_scale(two_processes, strategy):
+    """On the host, where torch computes in fp16 too."""
+    in_fp32, found = losses(two_processes / "llama/single"), losses(two_processes / "fp16" / strategy)
+    assert 1e-5 < max(abs(found[step] - loss) for step, loss in in_fp32.items()) < 5e-3
+    assert events(two_processes / "fp16" / strategy, "skip") == []
+    overflowing = two_processes / "fp16_overflowing" / strategy
+    skipped = [step for step, norm in gradient_norms(overflowing).items() if norm is None]
+    assert skipped[:2] == [1, 2] and len(skipped) < STEPS
+    assert sum(event["steps"] for event in events(overflowing, "skip")) == len(skipped)
+    (state,) = final_states(overflowing)
+    assert json.loads(state.read_text())["strategy"]["scale"] < FP16_SCALES["fp16_overflowing"]
+
+
+def test_fp16_resumes_with_its_scale_to_the_last_bit(one_process):
+    """The scale grows every third step; one that began anew at 1 would be another in step 12."""
+    whole, resumed = (one_process / name / "single" for name in ("fp16", "fp16_resumed"))
+    assert list(losses(resumed)) == list(range(7, STEPS + 1))
+    assert all(losses(whole)[step] == loss for step, loss in losses(resumed).items())
+    states = [json.loads(path.read_text()) for run in (whole, resumed) for path in final_states(run)]
+    assert states[0]["strategy"] == states[1]["strategy"] and states[0]["strategy"]["scale"] > FP16_SCALES["fp16"]
+
+
+def final_states(run: Path) -> list[Path]:
+    return [max((run / "checkpoints").glob("step-*")) / "trainer_state.json"]
+
+
+def test_optimizer_state_on_a_disk_changes_nothing(two_processes):
+    """ZeRO-3's swapping of it, through plain files here; through libaio in test_nvme.py."""
+    single, whole, resumed = (two_processes / "wide" / name for name in ("single", "nvme", "resumed"))
+    written = [path.stat().st_size for path in (two_processes / "disk").rglob("*.swp")]
+    assert len(written) == 2 * 6 and min(written) > 2**20, "of two runs weights and two moments of each process"
+    assert max(abs(losses(whole)[step] - loss) for step, loss in losses(single).items()) < 1e-5
+    assert {step: losses(whole)[step] for step in (3, 4)} == losses(resumed)
+    for file in ("model", "optimizer"):
+        tensors, found = (load_file(r / f"checkpoints/step-00000004/{file}.safetensors") for r in (whole, resumed))
+        assert all(torch.equal(tensor, found[name]) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_process_drops_elements_of_its_own(two_processes, strategy):
+    """And others in each micro-step."""
+    seeds = json.loads((two_processes / "llama" / strategy / "dropout.json").read_text())
+    assert [len(of_rank) for of_rank in seeds] == [4, 4] and len({seed for of_rank in seeds for seed in of_rank}) == 8
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -314,6 +410,12 @@ def test_any_checkpoint_continues_under_any_strategy(back_on_one):
         curve = losses(run)
         assert len(curve) == RESUMED_STEPS and events(run, "resume")[0]["step"] == 4
         assert max(abs(curve[step] - unbroken[step]) for step in curve) < 1e-5, run.relative_to(back_on_one)
+        trained, expected = (
+            load_file(max((folder / "checkpoints").glob("step-*")) / "model.safetensors")
+            for folder in (run, back_on_one / "unbroken")
+        )
+        farthest = max((trained[name] - tensor).abs().max().item() for name, tensor in expected.items())
+        assert farthest < 1e-6, f"{run.relative_to(back_on_one)}: weights {farthest:.1e} apart"
 
 
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -116,6 +117,25 @@ def test_killed_at_any_write_it_continues_to_the_same_bytes(tmp_path, tokenizer,
     assert "continuing after" in ended.stderr
     assert content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
     wait_until_gone(pids)
+
+
+@pytest.mark.skipif(os.environ.get("FAULTS") != "all", reason="minutes; in make test-faults")
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_random_writes_it_continues_to_the_same_bytes(tmp_path, tokenizer, seed):
+    rng = random.Random(seed)
+    write_jsonl(tmp_path / "a.jsonl", texts(100 + seed))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    arguments = ("--input", f"{tmp_path}/*.jsonl*", "--tokenizer", tokenizer, "--shard_tokens", 3000)
+    assert run_killed(0, *arguments, "--workers", 1, "--output", tmp_path / "whole").returncode == 0
+    kills = 0
+    while ended := run_killed(
+        rng.randint(1, 12), *arguments, "--output", tmp_path / "broken", "--workers", 1 + seed % 2
+    ):
+        if ended.returncode == 0:
+            break
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        kills += 1
+    assert kills > 2 and content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
 
 
 # Runs prepare_data.py where no file may grow beyond so many bytes, as on a disk that is full.

@@ -3,10 +3,14 @@
 import gzip
 import json
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
+from pretrain.checkpoint.run_state import Request
+from pretrain.profiling import step_profile
 from support.faults import launch_with_faults, reached, wait_until
 from support.project import ROOT, events, losses, run_script
 
@@ -108,6 +112,73 @@ def test_a_profile_changes_no_loss(recipe, tmp_path):
     said = run_script("train.py", recipe, "--profile", STEPS).stdout
     assert "rank 0" in said and "Profile of" in said
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
+
+
+class NoRecording:
+    """Of a step that records nothing."""
+
+    def __init__(self, *_):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *_, **__: self.calls.append(name) or 1
+
+
+@pytest.fixture
+def session(tmp_path, monkeypatch):
+    """A profile of a run of 100 steps that trains nothing: (it, what it is told, what it says)."""
+    monkeypatch.setattr(step_profile, "Recording", NoRecording)
+    said, state = [], SimpleNamespace(step=0)
+    ranks = SimpleNamespace(gather=lambda value: [value], barrier=lambda: None, is_main=True)
+    supervisor = SimpleNamespace(
+        request=Request.NONE, refusal=None, control=SimpleNamespace(asked={}), watch=SimpleNamespace(beat=lambda: None)
+    )
+    housekeeping = SimpleNamespace(
+        state=state,
+        supervisor=supervisor,
+        strategy=SimpleNamespace(ranks=ranks),
+        metrics=SimpleNamespace(say=said.append, write=lambda event, **values: said.append(values["message"])),
+        config=SimpleNamespace(output=tmp_path),
+        continuation=SimpleNamespace(run=SimpleNamespace(total_steps=100)),
+        pausing=lambda work: nullcontext(),
+    )
+    profile = step_profile.StepProfile(housekeeping, None, None)
+
+    def step_to(step, **asked):
+        state.step, supervisor.control.asked = step, asked
+        supervisor.request, supervisor.refusal = Request.PROFILE if asked else Request.NONE, None
+        profile.after_step()
+        return supervisor.refusal
+
+    return step_to, said
+
+
+def test_a_run_that_goes_back_gives_its_profile_up_and_says_so(session, tmp_path):
+    step_to, said = session
+    assert step_to(20, id="first", steps=10) is None
+    assert said == ["profiling 10 steps from step 22 on; training goes on"]
+    assert "a profile is being taken already, up to step 31" in step_to(21, id="second", steps=10)
+    step_to(12)
+    assert said[1:] == ["profile given up: the run went back to step 12 in the profiled steps"]
+    answer = json.loads((tmp_path / "profile" / f"step-{22:08d}" / "report.json").read_text())
+    assert answer["request"] == "first" and "went back to step 12" in answer["problem"]
+    assert step_to(13, id="third", steps=10) is None, "another may be taken"
+
+
+def test_a_request_is_refused_for_what_is_not_left_and_for_no_number(session):
+    step_to, said = session
+    assert "20 steps from step 92 on are more than the 9" in step_to(90, id="x")
+    assert "'ten' steps cannot be profiled; give 1 to 100" in step_to(50, id="x", steps="ten")
+    assert said == []
+
+
+def test_a_request_during_the_warm_up_waits_for_its_end(session):
+    step_to, said = session
+    step_to(1, id="x", steps=3)
+    assert said == []
+    for step in range(2, 6):
+        step_to(step)
+    assert said == ["profiling 3 steps from step 7 on; training goes on"]
 
 
 @pytest.mark.parametrize(

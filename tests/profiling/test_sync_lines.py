@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -29,6 +30,8 @@ def test_lines_are_named_and_counted_in_the_passes_alone():
             phase = "between"
             tensor.tolist()
             phase = "forward"
+    with ThreadPoolExecutor() as beside:
+        beside.submit(tensor.tolist).result()
     lines.end()
     tensor.tolist()
     found = {(row["place"], row["call"], row["phase"]): row["count"] for row in lines.found()}

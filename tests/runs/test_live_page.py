@@ -22,8 +22,9 @@ HOSTILE = "</script><script>document.title='taken'</script>"
 
 
 @pytest.fixture
-def served(tmp_path):
+def served(tmp_path, monkeypatch):
     """A server of a folder with a live and a finished run."""
+    monkeypatch.setattr("pretrain.runs.live_page.ANSWER_SECONDS", 30.0)
     lines = [start_line(start_id="s1"), *(train_line(step) for step in range(1, 41)), validation_line(40, 4.5)]
     live = write_run(tmp_path / "runs/live", [*lines, {"event": "warning", "step": 40, "message": HOSTILE}])
     finished_run(tmp_path / "runs/done")

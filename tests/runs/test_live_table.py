@@ -55,15 +55,20 @@ def test_a_low_terminal_shows_what_runs(tmp_path):
     assert len(lines) <= 12 and lines[1].startswith("live") and "23 not shown" in "".join(lines)
 
 
-def test_in_a_terminal_it_moves_until_ctrl_c(tmp_path):
+@pytest.mark.parametrize("ends", [signal.SIGINT, signal.SIGTERM])
+def test_in_a_terminal_it_moves_until_it_is_ended(tmp_path, ends):
     run = write_run(tmp_path / "run", [start_line(), train_line(1)])
     with InTerminal("runs.py", "watch", tmp_path, "--interval", "0.05") as terminal:
         terminal.read_until("1/100")
         with open(run / "metrics.jsonl", "a") as file:
             file.write(json.dumps(train_line(77)) + "\n")
         terminal.read_until("77/100")
-        terminal.press(CONTROL_C)
+        if ends == signal.SIGINT:
+            terminal.press(CONTROL_C)
+        else:
+            os.kill(terminal.process.pid, signal.SIGTERM)
         assert terminal.finish() == 0 and "Traceback" not in terminal.output
+        assert terminal.output.rindex("\x1b[?1049l") > terminal.output.index("\x1b[?1049h"), "the other screen is left"
 
 
 def test_in_a_pipe_each_change_is_a_line(tmp_path):

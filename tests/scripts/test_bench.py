@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import re
 import time
 from argparse import Namespace
 from dataclasses import replace
@@ -24,7 +25,7 @@ from pretrain.errors import InputError
 from pretrain.model.model_config import load_model_config
 from pretrain.recipe import read_run_config
 from support import numbered_shards
-from support.project import ROOT, run_script
+from support.project import ROOT, launch, run_script
 from support.warm_python import WarmPopen
 
 TINY = replace(LLAMA_14M, layers=1, hidden_size=32, heads=2, vocabulary_size=256, sequence_length=16, sequences=2)
@@ -236,3 +237,10 @@ def test_families_of_one_size_have_nearly_the_same_parameters_in_their_layers(tm
         embeddings = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
         counts[name] = sum(p.numel() for p in model.parameters() if id(p) not in embeddings and p.ndim == 2)
     assert max(counts.values()) / min(counts.values()) < 1.06, counts
+
+
+def test_both_ways_of_attention_over_parts_of_a_sequence_compute_the_same():
+    """The bench compares their gradients; a wrong order of the gathered chunks ends it."""
+    out = launch("ddp", 2, "bench/context.py", "--shapes", "64x4x2x8", "32x2x1x8", "--repeats", "1").stdout
+    rows = [line for line in out.splitlines() if re.match(r"\| \d+ \| ", line)]
+    assert [row.split(" | ")[:2] for row in rows] == [["| 64", "4 / 2 x 8"], ["| 32", "2 / 1 x 8"]]

@@ -15,7 +15,14 @@ from pretrain.errors import InputError
 from pretrain.gpus import GIB, GPUS, find_gpu, gpu_called
 from pretrain.memory.parts import PlannedRun, sizes_of
 from pretrain.parallel.registry import STRATEGIES
-from pretrain.planning.candidates import command_of, largest_that_fits, micro_batches, storage_of, work_of_run
+from pretrain.planning.candidates import (
+    command_of,
+    largest_that_fits,
+    micro_batches,
+    reduced_once,
+    storage_of,
+    work_of_run,
+)
 from pretrain.planning.report import PARTS, build_plan, comment_of, plan_json, plan_verdict, remarks
 from pretrain.planning.step_time import COMMUNICATION_BYTES, CONTEXT_BYTES, FRAGMENTATION, Hardware
 from pretrain.recipe import read_run_config
@@ -97,7 +104,28 @@ def test_a_command_is_ready_to_paste(plan, recipe):
     )
     several = plan_of(recipe, ("optim.learning_rate", "2e-3"), gpus=16, machines=2)
     assert "--num_machines 2 --machine_rank RANK --main_process_ip ADDRESS" in several.command
-    assert several.command.endswith("--optim.learning_rate 2e-3")
+    assert several.command.endswith("--optim.learning_rate 2e-3 --batch.reduce_once true"), "so slow is the network"
+
+
+def test_gradients_are_reduced_once_where_that_is_faster_and_fits(recipe):
+    """16 micro-steps on a slow network."""
+    settings = [("batch.sequences_per_micro_batch", "1")]
+    plan = plan_of(recipe, *settings, mfu=0.4, gpus=8)
+    asked = candidate(plan_of(recipe, *settings, ("batch.reduce_once", "true"), mfu=0.4, gpus=8), "fsdp2")
+    fsdp2 = candidate(plan, "fsdp2")
+    assert fsdp2.reduces_once and not candidate(plan, "ddp").reduces_once and not candidate(plan, "zero3").reduces_once
+    assert (fsdp2.step_seconds, fsdp2.memory) == (asked.step_seconds, asked.memory) and not asked.reduces_once
+    command = command_of(fsdp2, str(recipe), settings, plan.hardware, plan.config)
+    assert command.endswith("--batch.sequences_per_micro_batch 1 --batch.reduce_once true")
+    run = PlannedRun(plan.config, planned_model_config(plan.config), "bf16")
+    layout = STRATEGIES["fsdp2"].layout("fsdp2", 8)
+    plain = replace(fsdp2, reduces_once=False, step_seconds=2 * fsdp2.step_seconds)
+    assert reduced_once(plain, layout, run, plan.work, plan.hardware, plan.speed).reduces_once
+    taken = CONTEXT_BYTES + COMMUNICATION_BYTES
+    memory = (taken + 0.9 * fsdp2.memory.total) / (1 - FRAGMENTATION)
+    small = replace(plan.hardware, gpu=replace(plan.hardware.gpu, memory_bytes=memory))
+    assert small.usable_bytes == pytest.approx(0.9 * fsdp2.memory.total)
+    assert not reduced_once(plain, layout, run, plan.work, small, plan.speed).reduces_once
 
 
 def test_a_command_says_how_groups_are_made_where_the_file_says_otherwise(recipe):

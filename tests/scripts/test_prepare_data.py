@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 import subprocess
 import sys
 
@@ -17,6 +18,8 @@ from pretrain.preparation.encode import FastEncoder, ReferenceEncoder
 from pretrain.preparation.validation_split import is_validation_text
 from support.prepared import END, content_of, stream_of, texts, write_jsonl
 from support.project import ROOT, cpu_seconds, run_script
+
+EVERYTHING = os.environ.get("FAULTS") == "all"
 
 
 def test_shards_hold_every_document_in_order_closed_by_the_end_id(tmp_path, run, tokenizer):
@@ -168,8 +171,11 @@ def test_input_without_documents_is_an_error_that_leaves_nothing(tmp_path, run, 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_long_document_goes_through(tmp_path, run):
-    text = "a long line of text, " * 400_000
+@pytest.mark.parametrize(
+    "megabytes", [8, pytest.param(200, marks=pytest.mark.skipif(not EVERYTHING, reason="in make test-faults"))]
+)
+def test_a_long_document_goes_through(tmp_path, run, megabytes):
+    text = "a long line of text, " * (megabytes * 50_000)
     write_jsonl(tmp_path / "a.jsonl", ["before", text, "after"])
     run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--validation_fraction", 0)
     manifest = read_manifest(tmp_path / "out")

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._meta_registrations import create_fakework
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
 from torch.distributed.pipelining.stage import InferenceMode
 from torch.distributed.tensor import DTensor
@@ -85,6 +85,8 @@ class Launch:
     layers: int = MODEL["num_hidden_layers"]
     model: str = "llama"
     may_wait: bool = False
+    settings: tuple[tuple[str, str], ...] = ()
+    """Of the recipe, beside those that all have."""
     attention: str = "groundwork_sdpa"
 
     @property
@@ -218,6 +220,15 @@ def real_mesh(*arguments, **settings):
         return init_device_mesh(*arguments, **settings)
 
 
+init_mesh = DeviceMesh.__init__
+
+
+def init_real_mesh(mesh: DeviceMesh, *arguments, **settings) -> None:
+    """FSDP2 joins its mesh with that of tensor parallelism."""
+    with unset_fake_temporarily():
+        init_mesh(mesh, *arguments, **settings)
+
+
 def agree_on_shapes(schedule, stages: list, *_) -> None:
     """In place of the vote of a pipeline's stages on whether shapes are known before: they are."""
     for stage in stages:
@@ -295,6 +306,7 @@ def fake_devices() -> Iterator[FakeTensorMode]:
     """Fake CUDA, with what strategies use and fake tensors do not know."""
     patches = (
         mock.patch("pretrain.parallel.fully_sharded.init_device_mesh", real_mesh),
+        mock.patch.object(DeviceMesh, "__init__", init_real_mesh),
         mock.patch.object(torch.nn.Module, "_apply", apply_in_place),
         mock.patch.object(FakeTensor, "tolist", even_rows),
         mock.patch("torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device", move_states),
@@ -330,7 +342,7 @@ def read_config(folder: Path, launch: Launch) -> RunConfig:
         "pipeline": {"schedule": "1F1B"},
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
-    return read_run_config(folder / "recipe.yaml")
+    return read_run_config(folder / "recipe.yaml", list(launch.settings))
 
 
 def count(launch: Launch) -> dict[str, dict]:
@@ -386,10 +398,12 @@ def take_step(strategy: Strategy, model: torch.nn.Module, batch: dict) -> dict[s
 LAUNCHES = {
     "ddp": Launch("ddp"),
     "fsdp2": Launch("fsdp2"),
+    "fsdp2, reduced once": Launch("fsdp2", settings=(("batch.reduce_once", "true"),)),
     "fsdp2, offloaded": Launch("fsdp2", environment=(("FSDP_OFFLOAD_PARAMS", "true"),), may_wait=True),
     "hsdp, 2 x 4": Launch("hsdp"),
     "tp": Launch("tp"),
     "tp, 2 x 4": Launch("tp", rank=7, environment=(("PARALLELISM_CONFIG_TP_SIZE", "4"),)),
+    "fsdp_tp, 4 x 2": Launch("fsdp_tp", rank=7),
     "pp, an inner stage": Launch("pp", rank=3, layers=8),
     "pp, 2 x 4, the last stage": Launch("pp", rank=7, environment=(("MEGATRON_LM_PP_DEGREE", "4"),), layers=4),
     "cp": Launch("cp"),
@@ -401,6 +415,7 @@ LAUNCHES = {
     "zero1": Launch("zero1"),
     "zero2": Launch("zero2"),
     "zero3": Launch("zero3"),
+    "zero3, fp32, reduced once": Launch("zero3", settings=(("precision", "fp32"), ("batch.reduce_once", "true"))),
 }
 ATTENTIONS = {
     f"cp, {attention}": Launch("cp", attention=attention)

@@ -10,11 +10,14 @@ RUNS.json is a list of runs, each with its `strategy` and the `arguments` of tra
     exits_with          the exit status it must end with, 0 unless given
     muon_bucket         Muon multiplies in fp32, its buckets hold so many elements of each process, and muon.json
                         names the collectives of the last update of its matrices
+    fp16_scale          precision fp16 runs on the host, with a gradient scaler that begins with this scale
+    plain_files         DeepSpeed swaps by plain reads and writes, as libaio would
     kill_in_step        [step, seconds]: so long after this step has begun, counted from 1, the launcher and all its
                         processes are killed with SIGKILL
 
 After every load the tensors in the running model and optimizer are compared with those in the checkpoint, bit by bit.
-The folder of every run gets a hash of the weights it started from, and in replicas.json the differences between the
+The folder of every run gets a hash of the weights it started from, in dropout.json the seeds of each rank's dropout in
+the last 4 micro-steps, and in replicas.json the differences between the
 copies of its weights: at the end of the run, and once more when one number on the last rank was changed.
 """
 
@@ -41,11 +44,14 @@ import pretrain.parallel.strategy
 import pretrain.runs.publishing.card
 import train
 from pretrain.optim import matrix_exchange, muon
+from pretrain.parallel import registry
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.replicas import replica_differences
 from pretrain.parallel.strategy import Strategy
 from pretrain.recipe import read_command_line
+from pretrain.training import run_plan
 from support.launcher_environment import LAUNCHER_VARIABLES, launcher_environment
+from support.plain_file_io import use_plain_files
 from support.warm_python import starter
 
 
@@ -171,10 +177,35 @@ def record_replicas(strategy, code: int, run: dict) -> None:
         last = list(groups[-1][1].values())[-1]
         last.detach().view(-1)[-1] += 1
     found.append(replica_differences(groups, strategy.device))
+    seeds = strategy.ranks.gather(run.get("dropout_seeds"))
     if strategy.ranks.is_main:
+        (strategy.config.output / "dropout.json").write_text(json.dumps(seeds))
         (strategy.config.output / "replicas.json").write_text(json.dumps(found))
         (strategy.config.output / "muon.json").write_text(json.dumps(run.get("exchanges")))
     strategy.ranks.barrier()
+
+
+def scale_gradients(make_accelerator, run: dict):
+    """Wraps Strategy.make_accelerator: what accelerate does for fp16 on a GPU."""
+
+    def wrapped(strategy):
+        accelerator = make_accelerator(strategy)
+        if "fp16_scale" in run:
+            accelerator.native_amp = True
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=run["fp16_scale"], growth_interval=3)
+        return accelerator
+
+    return wrapped
+
+
+def record_dropout(seed_dropout, run: dict):
+    """Wraps the loop's seed_dropout."""
+
+    def recorded(seed, device):
+        run["dropout_seeds"] = [*run.get("dropout_seeds", []), seed][-4:]
+        seed_dropout(seed, device)
+
+    return recorded
 
 
 def copy_checkpoint(source: str, run: Path) -> None:
@@ -202,6 +233,9 @@ if __name__ == "__main__":
         if "prepare" in vars(strategy_class):
             strategy_class.prepare = record_initial_weights(strategy_class.prepare, run)
     Strategy.set_learning_rate = kill_in_step(Strategy.set_learning_rate, run)
+    Strategy.make_accelerator = scale_gradients(Strategy.make_accelerator, run)
+    train.seed_dropout = record_dropout(train.seed_dropout, run)
+    resolve_precision = registry.resolve_precision
     # Each group has threads that wake a hundred times a second; those of fifty runs took most of the cores.
     Ranks.of_launch = functools.cache(Ranks.of_launch)
     Ranks.exit = lambda ranks, code: record_replicas(run.pop("trained_by"), code, run)  # the processes outlive a run
@@ -214,6 +248,11 @@ if __name__ == "__main__":
         muon.missing_bf16 = (lambda device_type: "asked for") if "muon_bucket" in run else missing_bf16
         for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
             del os.environ[name]
+        resolve = (lambda requested: requested) if "fp16_scale" in run else resolve_precision
+        for module in (registry, pretrain.parallel.strategy, run_plan):
+            module.resolve_precision = resolve
+        if run.get("plain_files"):
+            use_plain_files()
         file = Path(__file__).parents[2] / f"accelerate_configs/{run['strategy']}.yaml"
         os.environ.update(launcher_environment(file, int(os.environ.get("WORLD_SIZE", "1"))))
         os.environ.update(run.get("environment", {}))

@@ -1,6 +1,7 @@
 """Mixtures of experts: routers are found and followed, their loss is the stated one, active parameters are counted."""
 
 import copy
+import functools
 import json
 import math
 from types import SimpleNamespace
@@ -160,11 +161,18 @@ def test_micro_batches_and_ranks_do_not_change_the_step():
     ("name", "mode", "checkpointing"),
     [("qwen3_moe", "none", "full"), ("qwen3_moe", "regional", "full"), ("deepseek_v3", "regional", "none")],
 )
-def test_compiled_and_recomputed_blocks_count_once_and_have_the_same_gradients(name, mode, checkpointing):
-    """DeepSeek's bias moves between the steps, beside the graph."""
-    alike = {"num_hidden_layers": 2, "mlp_only_layers": [], "first_k_dense_replace": 0}  # one compilation for all
-    model, twin = tiny_model(name, **alike), tiny_model(name, **alike)
-    rate = 0.02 if name == "deepseek_v3" else 0.0
+def test_compiled_and_recomputed_blocks_count_once_and_have_the_same_gradients(name, mode, checkpointing, monkeypatch):
+    """DeepSeek's bias moves between the steps, beside the graph.
+
+    Its layer is compiled by inductor. Qwen3's graph runs as it is, since recomputing is a matter of the graph alone.
+    """
+    is_deepseek = name == "deepseek_v3"
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of processes would start for half a minute
+    if not is_deepseek:
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    layers = {"num_hidden_layers": 1 if is_deepseek else 2, "mlp_only_layers": [], "first_k_dense_replace": 0}
+    model, twin = tiny_model(name, **layers), tiny_model(name, **layers)
+    rate = 0.02 if is_deepseek else 0.0
     plain, experts = followed(model, bias_rate=rate), followed(twin, bias_rate=rate)
     checkpoint_activations(twin, checkpointing)
     torch._dynamo.utils.counters.clear()

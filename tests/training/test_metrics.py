@@ -1,13 +1,17 @@
 """What is said of a run: speeds that are differences of times, lines that any JSON reader takes, words."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
+from accelerate import PartialState
 
+from pretrain.recipe import read_run_config
 from pretrain.training.metrics import LiveFigures, Metrics, Throughput, finite
-from pretrain.training.trackers import flatten_for_trackers, tracker_problems
+from pretrain.training.trackers import Trackers, flatten_for_trackers, tracker_problems
 from pretrain.units import count_text, duration_text
+from support.project import ROOT
 from support.terminals import watched
 
 
@@ -51,6 +55,27 @@ def test_a_tracker_that_is_not_installed_is_refused_by_name(monkeypatch):
     assert tracker_problems(["wandb", "trackio"]) == [
         "trackers: trackio is not installed: pip install no_such_package, or leave it out"
     ]
+
+
+def test_trackio_gets_the_settings_and_the_numbers(tmp_path, monkeypatch):
+    """As its own functions take them; accelerate calls them."""
+    told, sent = {}, []
+    run = SimpleNamespace(log=lambda values, step: sent.append((step, values)), finish=lambda: sent.append("finished"))
+    package = SimpleNamespace(init=lambda **settings: told.update(settings) or run, config=ConfigOfTrackio())
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    PartialState(cpu=True)  # accelerate's trackers ask which process this is
+    config = read_run_config(ROOT / "recipes/demo.yaml", [("trackers", "[trackio]"), ("group", "mine")])
+    trackers = Trackers(tmp_path / "run_7", config, warn=pytest.fail)
+    trackers.log({"train/loss": 2.5, "train/perplexity": 12.2}, step=3)
+    trackers.finish()
+    assert told == {"project": "groundwork", "name": "run_7", "group": "mine", "resume": "allow"}
+    assert package.config["optim.name"] == config.optim.name and package.config["trackers.0"] == "trackio"
+    assert sent == [(3, {"train/loss": 2.5, "train/perplexity": 12.2}), "finished"]
+
+
+class ConfigOfTrackio(dict):
+    def update(self, values, allow_val_change):
+        super().update(values)
 
 
 @pytest.mark.parametrize("known", ["told", "from the attempt before", "nothing"])

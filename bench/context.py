@@ -1,0 +1,162 @@
+"""Attention over parts of a sequence: heads exchanged, as cp.yaml does, or keys and values gathered. Prints Markdown.
+
+    torchrun --standalone --nproc_per_node 2 bench/context.py --shapes 4096x8x8x64 16384x32x8x128 --dtype bf16
+
+A shape is sequence x query heads x key-value heads x width of a head; one causal sequence is divided among all
+processes. Both ways compute the same (which is checked), forward and backward, by torch's own attention. Where keys
+and values are gathered, each process has a chunk of the head of the sequence and one of its tail: causal work is even.
+Times are the median over --repeats of the slowest process, by turns.
+"""
+
+import argparse
+import functools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.distributed._functional_collectives import all_gather_single_autograd  # noqa: E402
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
+
+from pretrain.hardware import DTYPES  # noqa: E402
+from pretrain.parallel.context_parallel import to_parts, to_whole  # noqa: E402
+
+Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(query, key, value) of this process's positions, (B, heads, P, E), to the output there, (B, P, heads, E)."""
+
+
+def group_name() -> str:
+    return dist.group.WORLD.group_name
+
+
+def heads_exchanged(query: Tensor, key: Tensor, value: Tensor, *, attends: bool = True) -> Tensor:
+    parts = dist.get_world_size()
+    if (copies := max(1, parts // key.shape[1])) > 1:
+        key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
+    query, key, value = to_whole((query, key, value), parts, group_name())
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True) if attends else query
+    return to_parts(out.transpose(1, 2), parts, group_name())
+
+
+def keys_gathered(query: Tensor, key: Tensor, value: Tensor, *, attends: bool = True) -> Tensor:
+    """This process's positions are two chunks, of numbers `rank` and `2 x processes - 1 - rank`."""
+    parts, rank = dist.get_world_size(), dist.get_rank()
+    sent = torch.stack([key, value]).unflatten(3, (2, -1)).movedim(3, 0)  # (2 chunks, key or value, B, G, P / 2, E)
+    gathered = all_gather_single_autograd(sent.contiguous(), 0, dist.group.WORLD).unflatten(0, (parts, 2))
+    ordered = torch.cat([gathered[:, 0], gathered[:, 1].flip(0)])  # by the number of the chunk
+    key, value = (x.movedim(0, 2).flatten(2, 3) for x in ordered.unbind(1))
+    if not attends:
+        return query.transpose(1, 2) * 1.0 + 0.0 * (key.sum() + value.sum())
+    outputs = []
+    for number, chunk in zip((rank, 2 * parts - 1 - rank), query.chunk(2, dim=2), strict=True):
+        seen = (number + 1) * chunk.shape[2]
+        mask = causal_lower_right(chunk.shape[2], seen)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                chunk, key[:, :, :seen], value[:, :, :seen], attn_mask=mask, enable_gqa=True
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def positions_of(way: str, length: int) -> Tensor:
+    """Of this process, under each way."""
+    parts, rank = dist.get_world_size(), dist.get_rank()
+    if way == "exchanged":
+        return torch.arange(length).chunk(parts)[rank]
+    chunks = torch.arange(length).chunk(2 * parts)
+    return torch.cat([chunks[rank], chunks[2 * parts - 1 - rank]])
+
+
+def inputs_of(way: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Query, key and value, the same sequence under both ways."""
+    length, heads, key_heads, width = shape
+    generator, mine = torch.Generator().manual_seed(0), positions_of(way, length)
+    whole = [torch.randn(1, number, length, width, generator=generator) for number in (heads, key_heads, key_heads)]
+    return [x[:, :, mine].to(device, dtype).requires_grad_() for x in whole]
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Of the slowest process."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    dist.barrier()
+    wait()
+    start = time.perf_counter()
+    work()
+    wait()
+    taken = torch.tensor(time.perf_counter() - start, device=device)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return taken.item()
+
+
+def both_directions(way: Way, tensors: list[Tensor]) -> list[Tensor]:
+    """Gradients of the inputs."""
+    return list(torch.autograd.grad(way(*tensors).float().square().sum(), tensors))
+
+
+def whole_of(parts: Tensor, way: str, length: int) -> Tensor:
+    """(B, heads, T, E) of every process's (B, heads, P, E)."""
+    gathered = [torch.empty_like(parts) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, parts.contiguous())
+    places = [torch.empty(parts.shape[2], dtype=torch.long, device=parts.device) for _ in gathered]
+    dist.all_gather(places, positions_of(way, length).to(parts.device))
+    return torch.cat(gathered, dim=2)[:, :, torch.cat(places).argsort()]
+
+
+def rows(shapes: list[tuple[int, ...]], dtype: torch.dtype, repeats: int, device: torch.device) -> Iterator[str]:
+    ways = {"exchanged": heads_exchanged, "gathered": keys_gathered}
+    for shape in shapes:
+        tensors = {name: inputs_of(name, shape, dtype, device) for name in ways}
+        found = [
+            [whole_of(x, name, shape[0]) for x in both_directions(way, tensors[name])] for name, way in ways.items()
+        ]
+        for ours, theirs in zip(*found, strict=True):
+            difference = (ours - theirs).abs().max() / theirs.abs().max()
+            assert difference < (1e-4 if dtype == torch.float32 else 5e-2), f"{shape}: they differ by {difference:.1e}"
+        times: dict[tuple[str, bool], list[float]] = {}
+        for _ in range(repeats):
+            for name, way in ways.items():
+                for attends in (True, False):
+                    work = functools.partial(both_directions, functools.partial(way, attends=attends), tensors[name])
+                    times.setdefault((name, attends), []).append(seconds_of(work, device))
+        median = {key: 1e3 * statistics.median(taken) for key, taken in times.items()}
+        cells = [f"{median[name, attends]:.1f}" for attends in (True, False) for name in ways]
+        length, heads, key_heads, width = shape
+        yield f"| {length:,} | {heads} / {key_heads} x {width} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["2048x8x8x64", "4096x8x2x64"])
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--repeats", type=int, default=5)
+    given = parser.parse_args()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend)
+    shapes = [tuple(map(int, shape.split("x"))) for shape in given.shapes]
+    lines = [
+        f"{dist.get_world_size()} processes, {backend}, {given.dtype}; ms, forward and backward\n",
+        "| sequence | query / key-value heads | heads exchanged | keys gathered | exchange alone | gathering alone |",
+        "|---|---|---|---|---|---|",
+    ]
+    for line in [*lines, *rows(shapes, DTYPES[given.dtype], given.repeats, device)]:
+        if dist.get_rank() == 0:
+            print(line, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
