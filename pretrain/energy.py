@@ -6,6 +6,7 @@ a file for each processor) to a millisecond (NVML), and happens at log steps onl
 
 import ctypes
 import importlib.util
+import logging
 import os
 import re
 import time
@@ -152,6 +153,8 @@ def processor_watts(local: int) -> tuple[float, str]:
     if importlib.util.find_spec("codecarbon") is not None:
         from codecarbon.core.cpu import TDP
 
-        if rated := TDP().tdp:
+        logging.getLogger("codecarbon").setLevel(logging.ERROR)  # it warns of a processor that its table lacks
+        rated = TDP().tdp
+        if rated and rated != WATTS_PER_THREAD * cores:  # which it makes up for such a processor
             return rated * threads / cores, f"{rated:g} W rated, codecarbon's table"
     return WATTS_PER_THREAD * threads, f"{WATTS_PER_THREAD:g} W per thread"
