@@ -303,7 +303,8 @@ def _meta_model(model_config: Any, layers: int, attention: str) -> PreTrainedMod
             setattr(config, name, value)
     if getattr(config, "mlp_layer_types", None):
         config.mlp_layer_types = ["sparse"] * layers
-    if getattr(config, "layer_types", None):
+    follows = isinstance(getattr(type(config), "layer_types", None), property)  # the number of layers, as Mamba's does
+    if getattr(config, "layer_types", None) and not follows:
         config.layer_types = (config.layer_types * layers)[:layers]
     return build_meta_model(config, attention=attention)
 

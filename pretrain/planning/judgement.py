@@ -11,7 +11,7 @@ import torch
 
 from pretrain.config import RunConfig
 from pretrain.data.shards import ShardReader
-from pretrain.errors import InputError
+from pretrain.errors import InputError, one_line
 from pretrain.hardware import memory_bytes, peak_flops
 from pretrain.memory.parts import PlannedRun, sizes_of
 from pretrain.model.model_config import padded_vocabulary
@@ -122,7 +122,10 @@ def small_memory(config: RunConfig, run: RunPlan, device: torch.device) -> str |
     name, strategy = requested_strategy()
     planned = PlannedRun(config, run.model_config, run.precision, device.type)
     layout, have = strategy.launched_layout(name), memory_bytes(device)
-    need = strategy.largest_footprint(planned, layout, config.batch.sequences_per_micro_batch).total
+    try:
+        need = strategy.largest_footprint(planned, layout, config.batch.sequences_per_micro_batch).total
+    except Exception as error:  # whatever a library's own class raises where parts of it are built
+        return f"memory: what a step of {run.model_config.model_type} needs is not known here ({one_line(error)})"
     if need <= have:
         return None
     remedies = ladder(planned, name, layout.ranks, have)

@@ -528,7 +528,10 @@ def test_an_optimizer_is_added_by_one_class_and_one_line(monkeypatch):
     sizes = SimpleNamespace(shapes=ModelShapes.of(whole))
     assert optimizer_elements("sign_sgd", sizes) == parameters, "plan.py knows its memory"
     config = SimpleNamespace(
-        optim=SimpleNamespace(name="sign_sgd", stochastic_rounding=False), precision="fp32", compile="none"
+        optim=SimpleNamespace(name="sign_sgd", stochastic_rounding=False),
+        precision="fp32",
+        compile="none",
+        batch=SimpleNamespace(reduce_once=False),
     )
     assert Strategy.problems(config, "ddp") == FullySharded.problems(config, "fsdp2") == []
     (problem,) = Zero.problems(config, "zero1")

@@ -83,7 +83,11 @@ def test_what_the_operator_needs_is_named_before_the_start(
     monkeypatch.setattr(zero, "uses_nvme", lambda: True)
     monkeypatch.setattr(zero.Strategy, "problems", classmethod(lambda cls, config, name: []))
     refusals = zero.Zero.problems(
-        SimpleNamespace(optim=Optim(learning_rate=1e-3), averaging=Averaging()), "zero3_offload_nvme"
-    )
+        SimpleNamespace(
+            optim=Optim(learning_rate=1e-3), averaging=Averaging(), batch=SimpleNamespace(reduce_once=False),
+            precision="fp32",
+        ),
+        "zero3_offload_nvme",
+    )  # fmt: skip
     assert len(refusals) == (missing is not None)
     assert all(f"nvme needs {missing}" in refusal and "zero3_offload.yaml" in refusal for refusal in refusals)

@@ -44,7 +44,7 @@ def test_everything_wrong_is_said_at_once(tmp_path):
         "give one of --hours, --dollars and --flops (got --hours 1 and --dollars -3 and --flops 1e+19)",
         "--dollars -3: must be above 0",
         "--dollars: cpu has no price; give --price_per_gpu_hour",
-        "--family lama: is not one of llama, qwen3, gpt2, nanochat, deepone; did you mean llama?",
+        "--family lama: is not one of llama, qwen3, gpt2, nanochat, deepone, qwen3_moe; did you mean llama?",
         "tokenizers/none",
         "data/none: no such folder of prepared shards",
         "--write x.txt: a recipe ends in .yaml",

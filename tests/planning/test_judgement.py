@@ -114,6 +114,15 @@ def test_a_step_too_large_for_the_memory(read, monkeypatch):
     assert re.search(r"accelerate_configs/cp\.yaml, [24] processes sharing each sequence, .* fits$", message)
 
 
+def test_an_architecture_whose_memory_cannot_be_traced_is_said(read, monkeypatch):
+    def fails(*_):
+        raise TypeError("no such argument\nsecond line")
+
+    monkeypatch.setattr(STRATEGIES["single"], "largest_footprint", fails)
+    said = "memory: what a step of llama needs is not known here (TypeError: no such argument)"
+    assert small_memory(*read(), torch.device("cpu")) == said
+
+
 def test_the_time_rests_on_the_measured_peak(read, monkeypatch):
     monkeypatch.setattr(judgement_module, "peak_flops", lambda device, precision: (1e9, "measured"))
     _, run = read()

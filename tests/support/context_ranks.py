@@ -83,7 +83,7 @@ def compare(name: str) -> dict[str, float]:
     kind, parts, attention = CASES[name]
     os.environ[SIZE_VARIABLE] = str(parts)
     config = AutoConfig.for_model(**MODELS[kind])
-    strategy = ContextParallel("fp32")
+    strategy = ContextParallel("fp32", SimpleNamespace(batch=SimpleNamespace(reduce_once=False)))
     causal_lm = build_meta_model(config, attention=attention)
     checkpoint_activations(causal_lm, "full" if "recomputed" in name else "none")
     settings = SimpleNamespace(learning_rate=0.0)

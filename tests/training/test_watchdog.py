@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from pretrain.checkpoint.run_state import Request
 from support.project import ROOT
 
 PROGRAM = """
@@ -91,13 +92,18 @@ def neighbour():
 
 
 @pytest.mark.parametrize(
-    ("number", "request_number"),
-    [(signal.SIGTERM, 3), (signal.SIGUSR1, 3), (signal.SIGHUP, 3), (signal.SIGINT, 4)],
+    ("number", "request_made"),
+    [
+        (signal.SIGTERM, Request.PREEMPT),
+        (signal.SIGUSR1, Request.PREEMPT),
+        (signal.SIGHUP, Request.PREEMPT),
+        (signal.SIGINT, Request.INTERRUPT),
+    ],
 )
-def test_a_signal_is_a_request(start, number, request_number):
+def test_a_signal_is_a_request(start, number, request_made):
     process = start(BEATS)
     process.send_signal(number)
-    assert process.wait(SOON) == 40 + request_number
+    assert process.wait(SOON) == 40 + request_made
 
 
 def test_nohup_is_respected(start):
@@ -148,7 +154,7 @@ def test_output_that_nobody_reads(start):
     process = start(BEATS)
     process.stderr.close()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(SOON) == 43
+    assert process.wait(SOON) == 40 + Request.PREEMPT
 
 
 def test_a_dead_neighbour_ends_a_process_that_waits(start, tmp_path, neighbour):
@@ -176,7 +182,7 @@ def test_a_pause_of_the_process_itself_is_no_hang(start):
     time.sleep(1.0)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert process.wait(SOON) == 43
+    assert process.wait(SOON) == 40 + Request.PREEMPT
 
 
 LAUNCHER = """
@@ -208,7 +214,7 @@ def test_a_launcher_that_dies_is_noticed(tmp_path):
     launcher.wait()
     code = tmp_path / "code"
     wait_for(lambda: code.exists() and code.read_text())
-    assert code.read_text() == "3"
+    assert code.read_text() == str(int(Request.PREEMPT))
 
 
 def test_heartbeats(start, tmp_path):
