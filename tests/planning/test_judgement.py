@@ -120,6 +120,8 @@ def test_an_architecture_whose_memory_cannot_be_traced_is_said(read, monkeypatch
 
     monkeypatch.setattr(STRATEGIES["single"], "largest_footprint", fails)
     said = "memory: what a step of llama needs is not known here (TypeError: no such argument)"
+    assert small_memory(*read(), torch.device("cpu")) is None, "it fits by far: nothing is traced"
+    monkeypatch.setattr(judgement_module, "memory_bytes", lambda device: 100_000)
     assert small_memory(*read(), torch.device("cpu")) == said
 
 
