@@ -15,6 +15,8 @@ def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     gradients = list(gradients)
     if gradients and gradients[0].device.type != "cpu":
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
-    norms = [torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32) for gradient in gradients]
-    norms = [torch.linalg.vector_norm(norm) if norm.dim() else norm for norm in norms]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+    rows = [
+        torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32) if gradient.dim() > 1 else gradient.float()
+        for gradient in gradients
+    ]
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(rows, 2))) if rows else torch.tensor(0.0)

@@ -98,11 +98,12 @@ class Consensus:
         pending = self._pending.popleft()
         if pending.work is not None:
             pending.work.wait()
-        losses, norms, skipped, reports_loss, requests = torch.stack(pending.answers).unbind(1)
+        # numpy's calls take a tenth of torch's for a handful of numbers.
+        losses, norms, skipped, reports_loss, requests = torch.stack(pending.answers).numpy().T
         return StepReport(
             step=pending.step,
-            loss=losses[reports_loss > 0].mean().item(),
-            grad_norm=norms.max().item(),
+            loss=float(losses[reports_loss > 0].mean()),
+            grad_norm=float(norms.max()),
             skipped=bool(skipped.max() > 0),
             request=Request(int(requests.max())),
         )
