@@ -1,7 +1,7 @@
 """What one rank records of the steps of a profile: its trace, the machine beside it, memory, lines that wait.
 
-torch's events are taken in blocks of so many steps as the host's memory holds, and only the last block's trace is kept
-as a file: a step of a large model has 100,000 of them.
+A step of a large model has 100,000 events of torch, so they are collected in blocks of steps that fit into the host's
+memory, and only the last block's trace is kept as a file.
 """
 
 import os

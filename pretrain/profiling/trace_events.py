@@ -241,7 +241,7 @@ def read_steps(
 
     Args:
         on_device: whether kernels run on a device; else the main thread's operators are the work.
-        drawn: so many steps at the end are in the timeline.
+        drawn: number of steps, from the last one back, that the timeline shows.
     """
     marks = sorted((event for event in events if event.name.startswith(MARK)), key=lambda mark: mark.start)
     whole = [mark for mark in marks if mark.name.startswith(STEP)]
