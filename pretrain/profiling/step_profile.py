@@ -19,7 +19,7 @@ USUAL_STEPS, MOST_STEPS = 20, 100
 
 
 def profile_problem(steps: int, begins_at: int, total_steps: int) -> str | None:
-    """Why this number of steps cannot be profiled; None if it can. The first one, after step `begins_at`, is left out."""
+    """Why this many steps cannot be profiled; None if they can. The first, after step `begins_at`, is left out."""
     if not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
         return f"{steps!r} steps cannot be profiled; give 1 to {MOST_STEPS}"
     left = max(0, total_steps - begins_at - 1)
