@@ -1,4 +1,7 @@
-"""Runs train.py with the arguments given, and writes when each compilation began to the file $COMPILATIONS."""
+"""Runs train.py with the arguments given, and writes when each compilation began to the file $COMPILATIONS.
+
+A backward pass that is compiled at its first call is part of the graph it belongs to: from a warm cache none is.
+"""
 
 import os
 import runpy
@@ -6,12 +9,14 @@ import sys
 import time
 from pathlib import Path
 
-from torch._dynamo.callback import callback_handler
+from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 COMPILATIONS = Path(os.environ["COMPILATIONS"] + os.environ.get("RANK", "0"))
 
 
 def note(arguments) -> None:
+    if arguments.callback_trigger is CallbackTrigger.LAZY_BACKWARD:
+        return
     with COMPILATIONS.open("a") as file:
         file.write(f"{time.time()} {arguments}\n")
 
