@@ -25,9 +25,11 @@ from support.numbered_shards import write_shards
 from support.project import ROOT, events, launch, losses
 from support.tiny_models import TINY_LLAMA, TINY_MOE
 
-STRATEGIES = ["ddp", "zero2", "tp", "cp"]
+STRATEGIES, ON_FOUR = ["ddp", "tp", "cp"], {}
 if os.environ.get("STRATEGIES") == "all":
-    STRATEGIES += ["fsdp2", "zero3", "pp", "ep"]
+    STRATEGIES += ["fsdp2", "zero2", "zero3", "pp", "ep"]
+    ON_FOUR = {"fsdp_tp": {}, "pp of two": {"MEGATRON_LM_PP_DEGREE": "2"}}
+"""{run: launcher's variables} of four processes, two of which take the same windows."""
 STEPS = 4
 ON = ["--data.dispatch_batches", "true"]
 
@@ -67,18 +69,26 @@ def runs(shards, tmp_path_factory) -> Path:
 
     def run(strategy: str, name: str, *arguments: str, **more) -> dict:
         model = str(folder / ("experts.json" if strategy == "ep" else "dense.json"))
-        where = [str(folder / "with"), str(folder / ("without" if "true" in arguments else "with"))]
+        where = [str(folder / "with"), *[str(folder / ("without" if "true" in arguments else "with"))] * 3]
         arguments = ["--model", model, "--output", str(folder / name), *arguments]
         return {"strategy": strategy, "arguments": arguments, "working_folders": where, **more}
 
     def middle(name: str) -> dict:
         return {"start_from": str(folder / name / "checkpoints/step-00000002")}
 
-    every = [run(name, f"{name}{way}", *given) for name in STRATEGIES for way, given in (("", []), (" on", ON))]
-    every += [run("ddp", "ddp then on", *ON, **middle("ddp")), run("ddp", "ddp then off", **middle("ddp on"))]
-    (folder / "runs.json").write_text(json.dumps(every))
-    program = ["tests/support/train_strategies.py", folder / "recipe.yaml", folder / "runs.json"]
-    launch("ddp", 2, *program, timeout=900)
+    ways = (("", []), (" on", ON))
+    on_two = [run(name, f"{name}{way}", *given) for name in STRATEGIES for way, given in ways]
+    on_two += [run("ddp", "ddp then on", *ON, **middle("ddp")), run("ddp", "ddp then off", **middle("ddp on"))]
+    on_four = [
+        run(name.partition(" ")[0], f"{name}{way}", *given, environment=environment)
+        for name, environment in ON_FOUR.items()
+        for way, given in ways
+    ]
+    for processes, descriptions in ((2, on_two), (4, on_four)):
+        if descriptions:
+            (folder / "runs.json").write_text(json.dumps(descriptions))
+            program = ["tests/support/train_strategies.py", folder / "recipe.yaml", folder / "runs.json"]
+            launch("ddp", processes, *program, timeout=900)
     return folder
 
 
@@ -87,7 +97,7 @@ def measured(run: Path) -> list[tuple]:
     return [*lines, *((line["prompt"], line["text"]) for line in events(run, "sample"))]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *ON_FOUR])
 def test_a_process_without_shards_trains_the_same_run_to_the_last_bit(runs, strategy):
     usual, dispatched = runs / strategy, runs / f"{strategy} on"
     assert not (runs / "without/text").exists()
@@ -104,10 +114,10 @@ def test_a_run_continues_with_and_without_it(runs, name):
 
 
 class Threads:
-    """torch.distributed for two threads, each with its rank as its group."""
+    """torch.distributed for threads, each with its rank as its group."""
 
-    def __init__(self):
-        self.barrier, self.sent, self.calls = threading.Barrier(2, timeout=60), None, 0
+    def __init__(self, ranks=2):
+        self.barrier, self.sent, self.calls = threading.Barrier(ranks, timeout=60), None, 0
 
     def scatter(self, mine, parts, src, group):
         if group == src:
@@ -134,6 +144,18 @@ def test_each_takes_its_part_in_one_exchange(dispatchers, dtype):
     futures = [dispatcher.take(5, (2, 3), dtype, read, lambda ids: ids - 1) for dispatcher in dispatchers]
     assert [future.result().tolist() for future in futures] == [[[largest - 1 - rank] * 3] * 2 for rank in range(2)]
     assert all(future.result().dtype == dtype for future in futures) and dispatch.dist.calls == 1
+
+
+def test_those_that_share_a_model_take_the_same_which_is_read_once(monkeypatch):
+    monkeypatch.setattr(dispatch, "dist", Threads(ranks=4))
+    data_ranks, read_for = [0, 1, 0, 1], []
+
+    def read(data_rank):
+        read_for.append(data_rank)
+        return np.array([data_rank], np.uint16)
+
+    futures = [Dispatcher(data_ranks, rank, rank).take(3, (1,), np.uint16, read) for rank in range(4)]
+    assert [future.result().tolist() for future in futures] == [[0], [1], [0], [1]] and read_for == [0, 1]
 
 
 @pytest.mark.parametrize(
