@@ -20,7 +20,7 @@ from support.tiny_experts import as_the_library_saves
 from support.tiny_models import TINY_MOE, TINY_OLMOE
 
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
-STEPS = 20 if EVERYTHING else 8
+STEPS = 20 if EVERYTHING else 12
 STRATEGIES = ["ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "ep", "cp"]
 KINDS = {
     "qwen3_moe": [],

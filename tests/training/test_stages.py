@@ -149,7 +149,8 @@ def test_a_longer_run_keeps_the_border_where_it_was(runs):
 
 
 def test_compiled_layers_are_compiled_once_more_at_the_border(runs, tmp_path):
-    """And compute what they do uncompiled, in graphs that run as they are. Validation and the export's check, compiled by themselves, are left out."""
+    """And compute what they do uncompiled; the graphs run as they are. Validation and the export's check, compiled by
+    themselves, are left out."""
     environment = {"COMPILATIONS": str(tmp_path / "compilations"), "BACKEND": "aot_eager"}
     settings = ("--compile", "regional", "--data.validation", "[]", "--checkpoint.at_end", "false")
     arguments = ("--config", runs / "recipe.yaml", "--output", tmp_path / "run", *settings)
