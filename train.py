@@ -28,7 +28,7 @@ from pretrain.checkpoint.run_state import Request
 from pretrain.config import RunConfig
 from pretrain.data.batches import key_of
 from pretrain.hardware import peak_flops, seed_dropout
-from pretrain.parallel.registry import make_strategy, micro_batches_launched, strategy_class
+from pretrain.parallel.registry import make_strategy, micro_batches_launched, share_shards, strategy_class
 from pretrain.parallel.strategy import Strategy
 from pretrain.planning.judgement import judgement
 from pretrain.planning.smoke import smoke_test
@@ -137,6 +137,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, steps: int |
 
 def check(asked: CommandLine) -> None:
     """Checks everything that can be checked before the start."""
+    share_shards(asked.config.data)
     problems, config = Problems(), settled(asked.config)
     problems.attempt(strategy_class, config)
     run = problems.attempt(derive, config, ranks=micro_batches_launched())
@@ -150,6 +151,7 @@ def check(asked: CommandLine) -> None:
 
 
 def start(asked: CommandLine) -> None:
+    share_shards(asked.config.data)
     settled_config = settled(asked.config)
     strategy = make_strategy(settled_config)
 

@@ -118,6 +118,8 @@ class Data(Section):
     """Tokens attend within their own document only, however documents are packed into sequences."""
     sampling: Literal["epochs", "random_windows"] = "epochs"
     """epochs: every window once per epoch, in a seeded order. random_windows: windows at random offsets."""
+    dispatch_batches: bool = False
+    """The first process of the run reads the shards for all; the others need not see them."""
 
     @property
     def mixtures(self) -> list[CurriculumStage]:

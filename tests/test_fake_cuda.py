@@ -3,7 +3,7 @@
 import pytest
 
 from support.fake_cuda import outcomes_of
-from support.steps_on_fake_cuda import LOSSES, MIXES, RUNS, STEPS, WAITS
+from support.steps_on_fake_cuda import LOSSES, MIXES, RUNS, SCORES, STEPS, WAITS
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +22,14 @@ def test_fake_cuda_refuses_what_a_gpu_refuses_and_what_makes_the_host_wait(outco
 def test_a_step_runs_on_cuda_and_waits_for_nothing(outcomes, name):
     """attention, loss, precision, activation_checkpointing, optimizer, document_mask: pairs of them; CUDA=all: all."""
     assert outcomes[name].error is None, outcomes[name].error
+
+
+def test_scores_of_all_pairs_of_positions_are_never_in_memory(outcomes):
+    """attention, precision, document_mask, dropout; but for eager, which is there to spell them out."""
+    errors = {name: outcomes[f"scores: {name}"].error for name in SCORES}
+    spelt_out = {name for name in SCORES if name.startswith("eager")}
+    assert {name: error for name, error in errors.items() if error and name not in spelt_out} == {}
+    assert len(SCORES) > len(spelt_out) and all("whole scores" in errors[name] for name in spelt_out)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -9,6 +9,7 @@ run that continues. The on-disk format is manifest and shards (docs/data.md).
     input_order: the documents of folders in the order of their input
     tokenizer: tokenizers, read from wherever they are
     batches: which windows a step takes
+    dispatch: one process that reads them for all
     windows: the windows of validation
     vocabulary: its size, and the model sized by it
 """

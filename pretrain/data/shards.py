@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,12 +29,31 @@ VERIFY_BLOCK_BYTES = 1 << 24
 SHARD_FIELDS = {"file": str, "split": str, "tokens": int, "documents": int, "text_bytes": int, "sha256": str}
 
 
+@dataclass(frozen=True)
+class FoundShards:
+    """What the first process of a run has found in a folder that this one need not see (data/dispatch.py)."""
+
+    problems: list[str]
+    manifest: Manifest | None = None
+    """None: it cannot be read, and `problems` say why."""
+    damage: dict[str, list[str]] = field(default_factory=dict)
+    """{split: what is wrong with its files}."""
+
+
+FOUND: dict[tuple[str, str | None], FoundShards] = {}
+"""By folder and tokenizer of the recipe; empty where each process reads for itself."""
+
+
 def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
     """Reads and checks folder/manifest.json; makes one for files from other tools (data/foreign_shards.py).
 
     tokenizer: of such files; a folder of prepare_data.py has its own. Raises InputError with everything wrong: a
     missing, unfinished or foreign folder, broken JSON, another format version, missing or mistyped keys.
     """
+    if found := FOUND.get((str(folder), tokenizer)):
+        if found.manifest is None:
+            raise InputError(*found.problems)
+        return found.manifest
     folder = Path(folder)
     if not (folder / MANIFEST_FILE).is_file():
         from pretrain.data.foreign_shards import foreign_files, foreign_manifest
@@ -125,7 +145,7 @@ class ShardReader:
         if ids is None:
             ids = open_ids(self.manifest.folder / self._shards[number].file, self.manifest.dtype)
             if len(ids) != self._shards[number].tokens:
-                raise InputError(*_size_problems(self.manifest, [self._shards[number]]))
+                raise InputError(*shard_size_problems(self.manifest, [self._shards[number]]))
             self._maps[number] = ids
         return ids
 
@@ -149,7 +169,8 @@ class ShardReader:
             number += 1
 
 
-def _size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[str]:
+def shard_size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[str]:
+    """Files that are missing or have another size than the manifest says."""
     problems = []
     for shard in shards:
         path, expected = manifest.folder / shard.file, shard.tokens * manifest.bytes_per_id
@@ -175,7 +196,8 @@ def open_shards(folder: str | Path, split: str, tokenizer: str | None = None) ->
             f"{folder}: has no tokens in split {split!r}; splits that exist: {', '.join(existing) or 'none'}; "
             f"prepare it with a larger --validation_fraction or more documents, or use another split"
         )
-    if problems := _size_problems(manifest, manifest.of_split(split)):
+    found = FOUND.get((str(folder), tokenizer))
+    if problems := found.damage[split] if found else shard_size_problems(manifest, manifest.of_split(split)):
         raise InputError(*problems)
     return ShardReader(manifest, split)
 
@@ -189,7 +211,7 @@ def verify_shards(folder: str | Path) -> list[str]:
         manifest = read_manifest(folder)
     except InputError as error:
         return error.problems
-    problems = _size_problems(manifest, manifest.shards)
+    problems = shard_size_problems(manifest, manifest.shards)
     problems += _hash_problems(manifest.tokenizer_folder / "tokenizer.json", manifest.tokenizer_sha256)
     for shard in manifest.shards:
         if (manifest.folder / shard.file).is_file():

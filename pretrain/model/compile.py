@@ -19,7 +19,9 @@ LAYERS_COMPILED_WHOLE = 4
 """Up to so many, compiling the whole model costs a few seconds more than one layer."""
 
 
-def choose_compile(requested: str, causal_lm: PreTrainedModel, *, is_alone: bool, is_plain: bool) -> str:
+def choose_compile(
+    requested: str, causal_lm: PreTrainedModel, *, device_type: str, is_alone: bool, is_plain: bool
+) -> str:
     """The mode of `compile_model` for the recipe's compile.
 
     auto is full for a few layers on a CPU: what is called for every layer is 5 % of a step of 1M parameters
@@ -31,9 +33,8 @@ def choose_compile(requested: str, causal_lm: PreTrainedModel, *, is_alone: bool
     """
     if requested != "auto":
         return requested
-    on_cpu = next(causal_lm.parameters()).device.type == "cpu"
     is_small = len(layers_of(causal_lm)) <= LAYERS_COMPILED_WHOLE
-    return "full" if is_alone and is_plain and on_cpu and is_small else "regional"
+    return "full" if is_alone and is_plain and device_type == "cpu" and is_small else "regional"
 
 
 def compile_model(model: torch.nn.Module, causal_lm: PreTrainedModel, mode: str, lengths: int = 1) -> None:

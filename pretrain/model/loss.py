@@ -23,6 +23,8 @@ CPU_PIECE_BYTES = 2 * 2**20
 """fp32 logits that a CPU turns into probabilities at a time, so that they stay in its cache."""
 CPU_PRODUCT_BYTES = 16 * 2**20
 """fp32 rows of the head's gradient that a CPU adds to at a time."""
+FEW_LOGITS = 2**20
+"""4 MB in fp32: a CPU's caches hold them whole."""
 NO_Z_LOSS = "loss.backend: torch has no z-loss: use chunked or logits, or z_loss 0"
 MIN_CHUNK_TOKENS = 256
 """Every chunk reads and writes the head's whole gradient; with fewer rows that traffic outweighs the products."""
@@ -119,15 +121,21 @@ LOSS_BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 and plain logits (large, for comparison)."""
 
 
-def choose_loss(requested: str, *, device_type: str, compile_mode: str) -> str:
+def choose_loss(requested: str, *, device_type: str, compile_mode: str, logits: int | None = None) -> str:
     """The key of LOSS_BACKENDS for the recipe's loss.backend.
 
     auto is chunked; on a GPU chunked_compiled, unless nothing is to be compiled. There a chunk's logits are read and
     written by every kernel: 26 bytes per logit in bf16, for torch's softmax first copies bf16 to fp32, and 6 compiled.
-    A CPU's caches hold a piece, so it gains nothing (docs/performance.md).
+    A CPU's caches hold a piece, so it gains nothing (docs/performance.md), unless the model is compiled whole and its
+    logits are few: then they are left to the compiler.
+
+    Args:
+        logits: in fp32, of a micro-batch; None: unknown, or not in fp32, whose gradient would be summed in bf16.
     """
     if requested != "auto":
         return requested
+    if device_type == "cpu" and compile_mode == "full" and logits and logits <= FEW_LOGITS:
+        return "logits"
     return "chunked_compiled" if device_type == "cuda" and compile_mode != "none" else "chunked"
 
 

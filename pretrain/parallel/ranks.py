@@ -17,6 +17,11 @@ from pretrain.parallel.launcher import processes_launched
 _Value = TypeVar("Value")
 
 
+def slow_host_group() -> dist.ProcessGroup:
+    """All ranks, over the network from host memory, for one thread beside the loop. All ranks call together."""
+    return dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process and the others. All ranks together call what communicates; a single process never waits."""
@@ -38,8 +43,7 @@ class Ranks:
             raise RuntimeError(f"{processes_launched()} processes were launched, but accelerate runs {running}")
         if not dist.is_initialized():
             return cls()
-        background = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
-        return cls(dist.get_rank(), running, dist.new_group(backend="gloo"), background)
+        return cls(dist.get_rank(), running, dist.new_group(backend="gloo"), slow_host_group())
 
     @property
     def is_main(self) -> bool:

@@ -1,12 +1,17 @@
 """Every strategy by name, and the choice of the one that the launcher asks for."""
 
-from pretrain.config import RunConfig
+import os
+
+from pretrain.config import Data, RunConfig
+from pretrain.data.dispatch import believe, describe_shards
+from pretrain.data.shards import FOUND
 from pretrain.errors import InputError
 from pretrain.parallel.context_parallel import ContextParallel
 from pretrain.parallel.expert_parallel import ExpertParallel
 from pretrain.parallel.fully_sharded import FullySharded
-from pretrain.parallel.launcher import launcher_problems
+from pretrain.parallel.launcher import launcher_problems, processes_launched
 from pretrain.parallel.pipeline import PipelineParallel
+from pretrain.parallel.rendezvous import told_by_first
 from pretrain.parallel.strategy import Strategy, resolve_precision
 from pretrain.parallel.tensor_parallel import ShardedTensorParallel, TensorParallel
 from pretrain.parallel.zero import Zero
@@ -45,7 +50,19 @@ def micro_batches_launched() -> int:
 
 def make_strategy(config: RunConfig) -> Strategy:
     """The strategy that the launcher asks for, ready to prepare a model. Raises InputError as `strategy_class`."""
-    return strategy_class(config)(resolve_precision(config.precision), config)
+    strategy = strategy_class(config)(resolve_precision(config.precision), config)
+    if config.data.dispatch_batches:
+        strategy.dispatch_batches()
+    return strategy
+
+
+def share_shards(data: Data) -> None:
+    """With data.dispatch_batches the first process says what is in the shards, before anything else opens them."""
+    FOUND.clear()
+    if data.dispatch_batches and processes_launched() > 1:
+        description = told_by_first(lambda: describe_shards(data))
+        if os.environ["RANK"] != "0":
+            believe(description)
 
 
 def strategy_class(config: RunConfig) -> type[Strategy]:

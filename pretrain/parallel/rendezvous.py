@@ -5,9 +5,11 @@ launcher files, leaves the addresses of the processes that have died: the new on
 """
 
 import ipaddress
+import itertools
 import os
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -21,6 +23,9 @@ INTERFACE_SETTINGS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """NCCL takes a name as the beginning of one, unless it follows '='."""
 PATIENCE = timedelta(minutes=5)
 """How long processes wait for the first one, which may be on another machine."""
+READING = timedelta(hours=1)
+"""How long for what it has to read first."""
+_TOLD = itertools.count()
 
 
 def meet_afresh() -> None:
@@ -39,6 +44,25 @@ def meet_afresh() -> None:
         launchers.set(key, str(OWN[0].port))
     os.environ["MASTER_PORT"] = launchers.get(key).decode()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+
+
+def told_by_first(text: Callable[[], str]) -> str:
+    """What `text` returns in the first process, in all that were launched, before they form a group.
+
+    All call, in the same order.
+    """
+    address, port, agents = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), "TORCHELASTIC_USE_AGENT_STORE"
+    is_first = os.environ["RANK"] == "0"
+    if (
+        is_first and os.environ.get(agents) != "True" and not OWN
+    ):  # the launcher has none: what torch opens is this one
+        OWN[:] = [TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)]
+    store = TCPStore(address, port, is_master=False, timeout=PATIENCE)
+    key = f"told-by-first-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{next(_TOLD)}"
+    if is_first:
+        store.set(key, text())
+    store.wait([key], READING)
+    return store.get(key).decode()
 
 
 def choose_interface() -> None:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 
 from pretrain.config import RunConfig
+from pretrain.data.dispatch import Dispatcher
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.hardware import keep_freed_memory, missing_bf16, unusable_gpu, use_all_cores
@@ -38,7 +40,7 @@ from pretrain.optim.optimizers import (
 )
 from pretrain.parallel.launcher import PRECISIONS, environment_flag, processes_launched
 from pretrain.parallel.layout import Layout, StepTraffic
-from pretrain.parallel.ranks import Ranks
+from pretrain.parallel.ranks import Ranks, slow_host_group
 from pretrain.parallel.rendezvous import choose_interface, meet_afresh
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.tensor_group import ShardedState, TensorGroup, load_parts
@@ -107,6 +109,8 @@ class Strategy:
         """Which part of each sequence is here."""
         self.micro_batches_per_call: int = 1
         """How many times batch.sequences_per_micro_batch one call of the model takes."""
+        self.dispatcher: Dispatcher | None = None
+        """What hands this process its windows; None: it reads them itself."""
         self.optimizer_built = ""
         """A description, once prepared."""
         self.average: WeightAverage | None = None
@@ -114,6 +118,19 @@ class Strategy:
         use_all_cores()  # beside a GPU too: an offloaded AdamW, initialisation and export checks compute on the host
         if self.device.type == "cpu":
             keep_freed_memory()
+
+    def dispatch_batches(self) -> None:
+        """From here on the first process reads for all."""
+        if self.ranks.count > 1:
+            self.dispatcher = Dispatcher(self.ranks.gather(self.data_rank), self.ranks.rank, slow_host_group())
+
+    def read(
+        self, number: int, shape: tuple[int, ...], dtype: np.dtype | type, read: Callable[[int], np.ndarray]
+    ) -> np.ndarray:
+        """The ids of this process' data rank, by whoever reads them; the arguments are those of `Dispatcher.take`."""
+        if self.dispatcher is None:
+            return read(self.data_rank)
+        return self.dispatcher.take(number, shape, dtype, read).result()
 
     @classmethod
     def requested(cls) -> str | None:

@@ -43,11 +43,9 @@ def build_training(
     kind = strategy.device.type
     causal_lm = build_meta_model(plan.model_config, attention=plan.attention)
     checkpoint_activations(causal_lm, config.activation_checkpointing)
+    compile_mode, loss_backend = modes_of(config, plan, strategy, causal_lm)
     model = LanguageModelLoss(
-        causal_lm,
-        z_loss=config.loss.z_loss,
-        backend=choose_loss(config.loss.backend, device_type=kind, compile_mode=config.compile),
-        from_hidden_states=plan.from_hidden_states,
+        causal_lm, z_loss=config.loss.z_loss, backend=loss_backend, from_hidden_states=plan.from_hidden_states
     )
     weights = InitialWeights(
         seed=config.seed,
@@ -59,7 +57,18 @@ def build_training(
     prepared = strategy.prepare(model, weights, build_optimizer)
     experts = Experts(causal_lm, strategy, plan.router_losses)  # before the layers are compiled
     lengths = {config.data.window, *config.data.windows}
-    is_plain = config.activation_checkpointing == "none" and plan.active_parameters == plan.parameters
-    mode = choose_compile(config.compile, causal_lm, is_alone=strategy.name == "single", is_plain=is_plain)
-    compile_model(prepared, causal_lm, mode, len(lengths))
+    compile_model(prepared, causal_lm, compile_mode, len(lengths))
     return Built(prepared, causal_lm, experts)
+
+
+def modes_of(config: RunConfig, plan: ModelPlan, strategy: Strategy, causal_lm: PreTrainedModel) -> tuple[str, str]:
+    """(mode of `compile_model`, key of LOSS_BACKENDS): the recipe's, or what its auto is here."""
+    kind = strategy.device.type
+    is_plain = config.activation_checkpointing == "none" and plan.active_parameters == plan.parameters
+    is_alone = strategy.name == "single"
+    mode = choose_compile(config.compile, causal_lm, device_type=kind, is_alone=is_alone, is_plain=is_plain)
+    logits = None
+    if strategy.precision == "fp32":
+        length = max(window.sequence_length for window in (config.data.window, *config.data.windows))
+        logits = config.batch.sequences_per_micro_batch * length * plan.model_config.get_text_config().vocab_size
+    return mode, choose_loss(config.loss.backend, device_type=kind, compile_mode=mode, logits=logits)

@@ -23,6 +23,8 @@ class ReadAhead:
         # One thread reads them all: what a run's `Batches` remembers between reads needs no lock then.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read_ahead")
         self._begun: tuple[RunPlan, int, int, Future[HostBatch]] | None = None
+        self._step: tuple[RunPlan, int, list[HostBatch]] | None = None
+        self._next_step: tuple[RunPlan, int, Future[list[HostBatch]]] | None = None
         self.last_seconds: deque[float] = deque(maxlen=READS_JUDGED)
         """How long the last reads took, whoever waited for them."""
 
@@ -31,6 +33,8 @@ class ReadAhead:
 
         Raises InputError for shards that have been damaged since the start.
         """
+        if self.strategy.dispatcher is not None:
+            return self._dispatched(run, step)[micro_step].on_device(self.strategy.device, run.attention)
         begun, self._begun = self._begun, None
         # A run that went back, or that ends earlier, is a different one: its steps have other samples.
         prefetched = begun is not None and begun[0] is run and begun[1:3] == (step, micro_step)
@@ -39,6 +43,20 @@ class ReadAhead:
         if following[0] < run.total_steps and max(self.last_seconds) > QUICK_READ_SECONDS:
             self._begun = (run, *following, self._thread.submit(self._read, run, *following))
         return batch.on_device(self.strategy.device, run.attention)
+
+    def _dispatched(self, run: RunPlan, step: int) -> list[HostBatch]:
+        """Of a step that the first process reads for all, while they compute the one before it.
+
+        Which steps are asked for, and when, follows from the loop alone: all ranks take part in the same exchanges.
+        """
+        if self._step is None or self._step[0] is not run or self._step[1] != step:
+            begun = self._next_step
+            if begun is None or begun[0] is not run or begun[1] != step:
+                begun = (run, step, run.dispatched_step(step, self.strategy))
+            self._step = (run, step, begun[2].result())
+            following = step + 1 < run.total_steps
+            self._next_step = (run, step + 1, run.dispatched_step(step + 1, self.strategy)) if following else None
+        return self._step[2]
 
     def _read(self, run: RunPlan, step: int, micro_step: int) -> HostBatch:
         start = time.perf_counter()

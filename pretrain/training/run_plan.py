@@ -9,8 +9,11 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from pretrain.checkpoint.mirror_store import mirror_problems
 from pretrain.config import Cadence, CurriculumStage, ModelSource, RunConfig, Source, WindowSpec
@@ -133,15 +136,27 @@ class RunPlan(ModelPlan):
 
     def micro_batch(self, step: int, micro_step: int, strategy: Strategy) -> HostBatch:
         """What one call of the model in this process takes, still on the host."""
-        stage, batches = self.stage(step), self.batches
-        ids = batches.read(
+        return self._host_batch(step, self._read(step, micro_step, strategy.data_rank, strategy), strategy)
+
+    def dispatched_step(self, step: int, strategy: Strategy) -> Future[list[HostBatch]]:
+        """The micro-batches of a step in this process, which the first one reads; all ranks ask for the same steps."""
+        stage, micro_steps = self.stage(step), range(self.micro_steps(step))
+        rows = stage.sequences_per_micro_batch * strategy.micro_batches_per_call
+        return strategy.dispatcher.take(
             step,
-            micro_step,
-            strategy.data_rank,
-            ranks=strategy.data_ranks,
-            sequences=stage.sequences_per_micro_batch * strategy.micro_batches_per_call,
+            (len(micro_steps), rows, stage.window.sequence_length + 1),
+            self.batches.dtype,
+            lambda data_rank: np.stack([self._read(step, number, data_rank, strategy) for number in micro_steps]),
+            lambda ids: [self._host_batch(step, part, strategy) for part in ids],
         )
-        return host_batch(ids, stage.window, end_of_document_id=batches.end_of_document_id, device=strategy.device)
+
+    def _read(self, step: int, micro_step: int, data_rank: int, strategy: Strategy) -> np.ndarray:
+        rows = self.stage(step).sequences_per_micro_batch * strategy.micro_batches_per_call
+        return self.batches.read(step, micro_step, data_rank, ranks=strategy.data_ranks, sequences=rows)
+
+    def _host_batch(self, step: int, ids: np.ndarray, strategy: Strategy) -> HostBatch:
+        end = self.batches.end_of_document_id
+        return host_batch(ids, self.stage(step).window, end_of_document_id=end, device=strategy.device)
 
     def learning_rate(self, step: int) -> float:
         return self.schedule.learning_rate(step, self.peak_learning_rate)

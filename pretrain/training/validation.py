@@ -76,14 +76,19 @@ def validate(
         after_batch: called by all ranks after the same batches; may raise to skip the rest.
     """
     model.eval()
-    results, ranges = {}, position_ranges(window.sequence_length)
+    results, ranges, rows = {}, position_ranges(window.sequence_length), sequences_per_micro_batch
     try:
         for name, reader in readers.items():
             starts = windows_of(reader, window, sequences)
             total = torch.zeros(2 + 2 * len(ranges), dtype=torch.float64)
-            for first in range(0, len(starts), sequences_per_micro_batch * strategy.data_ranks):
-                mine = starts[first + strategy.data_rank * sequences_per_micro_batch :][:sequences_per_micro_batch]
-                ids = read_windows(reader, mine, window, sequences_per_micro_batch)
+            for first in range(0, len(starts), rows * strategy.data_ranks):
+                parts = [starts[first + rank * rows :][:rows] for rank in range(strategy.data_ranks)]
+                mine = parts[strategy.data_rank]
+
+                def read(data_rank: int, reader: ShardReader = reader, parts: list = parts) -> np.ndarray:
+                    return read_windows(reader, parts[data_rank], window, rows)
+
+                ids = strategy.read(first, (rows, window.sequence_length + 1), np.int64, read)
                 batch = model_inputs(
                     ids,
                     window,

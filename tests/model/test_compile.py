@@ -95,17 +95,19 @@ def tiny_gpt2(layers: int) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("requested", "layers", "is_alone", "is_plain", "chosen"),
+    ("requested", "layers", "device_type", "is_alone", "is_plain", "chosen"),
     [
-        ("auto", 4, True, True, "full"),
-        ("auto", 5, True, True, "regional"),
-        ("auto", 4, False, True, "regional"),
-        ("auto", 4, True, False, "regional"),
-        ("none", 4, True, True, "none"),
+        ("auto", 4, "cpu", True, True, "full"),
+        ("auto", 5, "cpu", True, True, "regional"),
+        ("auto", 4, "cuda", True, True, "regional"),
+        ("auto", 4, "cpu", False, True, "regional"),
+        ("auto", 4, "cpu", True, False, "regional"),
+        ("none", 4, "cpu", True, True, "none"),
     ],
 )
-def test_a_few_layers_are_compiled_whole(requested, layers, is_alone, is_plain, chosen):
-    assert choose_compile(requested, tiny_gpt2(layers), is_alone=is_alone, is_plain=is_plain) == chosen
+def test_a_few_layers_are_compiled_whole(requested, layers, device_type, is_alone, is_plain, chosen):
+    model = tiny_gpt2(layers)
+    assert choose_compile(requested, model, device_type=device_type, is_alone=is_alone, is_plain=is_plain) == chosen
 
 
 def test_compiled_layers_of_gpt2_compute_what_they_did_before():

@@ -189,16 +189,22 @@ def test_the_compiled_loss_is_compiled_once_whatever_is_needed_of_it():
 
 
 @pytest.mark.parametrize(
-    ("requested", "device_type", "compile_mode", "chosen"),
+    ("requested", "device_type", "compile_mode", "logits", "chosen"),
     [
-        ("auto", "cpu", "regional", "chunked"),
-        ("auto", "cuda", "regional", "chunked_compiled"),
-        ("auto", "cuda", "none", "chunked"),
-        ("logits", "cuda", "full", "logits"),
+        ("auto", "cpu", "regional", 2**20, "chunked"),
+        ("auto", "cpu", "full", 2**20, "logits"),
+        ("auto", "cpu", "full", 2**20 + 1, "chunked"),
+        ("auto", "cpu", "full", None, "chunked"),
+        ("auto", "cuda", "regional", 2**20, "chunked_compiled"),
+        ("auto", "cuda", "none", None, "chunked"),
+        ("logits", "cuda", "full", None, "logits"),
     ],
 )
-def test_auto_compiles_the_loss_on_a_gpu_alone(requested, device_type, compile_mode, chosen):
-    assert choose_loss(requested, device_type=device_type, compile_mode=compile_mode) == chosen
+def test_auto_compiles_the_loss_on_a_gpu_and_few_logits_with_the_model(
+    requested, device_type, compile_mode, logits, chosen
+):
+    found = choose_loss(requested, device_type=device_type, compile_mode=compile_mode, logits=logits)
+    assert found == chosen
 
 
 def test_z_loss_of_the_torch_backend_is_refused():

@@ -1,5 +1,6 @@
 """Processes of a restarted group meet in a store of their own, and use a network that others can reach."""
 
+import itertools
 import os
 import socket
 
@@ -7,13 +8,16 @@ import pytest
 from torch.distributed import TCPStore
 
 from pretrain.errors import InputError
+from pretrain.parallel import rendezvous
 from pretrain.parallel.rendezvous import (
     choose_interface,
     interfaces_by_address,
     is_loopback,
     local_address_towards,
     meet_afresh,
+    told_by_first,
 )
+from support.project import free_port
 
 
 def test_a_restart_has_a_store_of_its_own_and_a_first_attempt_the_launchers(monkeypatch):
@@ -38,6 +42,27 @@ def test_a_restart_has_a_store_of_its_own_and_a_first_attempt_the_launchers(monk
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     meet_afresh()
     assert int(os.environ["MASTER_PORT"]) == port, "the port that rank 0 has chosen"
+
+
+@pytest.mark.parametrize("hosted_by", ["launcher", "first process"])
+def test_the_first_process_tells_all_others_in_every_attempt(monkeypatch, hosted_by):
+    monkeypatch.setattr(rendezvous, "OWN", [])
+    launchers = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    is_hosted = hosted_by == "launcher"
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launchers.port if is_hosted else free_port())}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": str(is_hosted)}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for attempt in range(2):
+        for number in range(2):
+            heard = []
+            for rank in range(3):
+                monkeypatch.setenv("RANK", str(rank))
+                monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+                monkeypatch.setattr(rendezvous, "_TOLD", itertools.count(number))
+                heard.append(told_by_first(lambda said=f"{attempt} {number} {rank}": said))
+            assert heard == [f"{attempt} {number} 0"] * 3
+    assert len(rendezvous.OWN) == (0 if is_hosted else 1)
 
 
 SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -298,8 +298,22 @@ def test_a_live_run_of_two_processes_is_steered(strategy, recipe, tmp_path):
     assert read_status(run).state == "stopped"
     said = run_script("runs.py", "save", run, check=False)
     assert said.returncode == 2 and "the run is not active (stopped at step" in said.stderr
-    if not ALL:
-        return
+    if ALL:
+        anneal_a_live_run(strategy, recipe, run)
+
+
+def test_a_live_run_is_aborted_without_a_save_and_another_annealed_to_its_end(recipe, tmp_path):
+    run = tmp_path / "run"
+    with live_run("single", recipe, run) as trainer:
+        steer(run, "abort")
+        trainer.wait(timeout=SOON)
+    (end,) = events(run, "end")
+    assert end["code"] == 130 and "nothing saved" in end["reason"]
+    assert list((run / "checkpoints").glob("step-*")) == []
+    anneal_a_live_run("single", recipe, run)
+
+
+def anneal_a_live_run(strategy, recipe, run):
     with live_run(strategy, recipe, run) as trainer:
         wait_until(lambda: events(run, "train")[-1]["step"] >= 50, trainer)  # a decay of several steps
         step = steer(run, "anneal")
@@ -319,11 +333,12 @@ def steer(run, command):
 
 @contextmanager
 def live_run(strategy, recipe, run):
-    """A training of two processes that would take forever, once it has logged a step of its own."""
+    """A training that would take forever, of two processes or one, once it has logged a step of its own."""
     before = len(events(run, "train")) if run.exists() else 0
+    processes = 1 if strategy == "single" else 2
     trainer = start_script(
         "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
-        "--num_processes", "2", "--main_process_port", free_port(), "train.py", "--config", recipe,
+        "--num_processes", processes, "--main_process_port", free_port(), "train.py", "--config", recipe,
         "--budget.steps", "100000", "--validation.every_steps", "100000", "--checkpoint.every_steps", "100000",
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 import transformers.integrations.flex_attention
 from accelerate.state import AcceleratorState, GradientState
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig
+from transformers import AttentionInterface, AutoConfig
 
 import pretrain.training.build
 from pretrain.config import RunConfig, WindowSpec
 from pretrain.errors import InputError
 from pretrain.hardware import DTYPES
 from pretrain.model import loss
-from pretrain.model.attention import choose_attention, document_layout
+from pretrain.model.attention import FLASH_PACKAGES, choose_attention, document_layout
 from pretrain.model.inputs import HostBatch
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.build import build_training
@@ -107,13 +107,19 @@ class FakeWeights:
 
 
 class NoWholeScores(TorchDispatchMode):
-    """Fails where an operator makes a number for each pair of positions of each head: (B, H, T, T)."""
+    """Fails where an operator allocates a number for each pair of positions of each head: (B, H, T, T)."""
+
+    def __init__(self, batch: int, heads: int, length: int):
+        super().__init__()
+        self.batch, self.heads, self.length = batch, heads, length
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(tensor, torch.Tensor) and tensor.shape[-2:] == (WINDOW, WINDOW):
-                assert tensor.numel() < 2 * TINY_LLAMA["num_attention_heads"] * WINDOW**2, f"{func}: whole scores"
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-2:] == (self.length, self.length):
+                # Of a mask that is expanded over the heads there is one.
+                allocated = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size())
+                assert allocated < self.batch * self.heads * self.length**2, f"{func}: whole scores"
         return made
 
 
@@ -124,22 +130,38 @@ class HostGenerator(torch.Generator):
         return super().__new__(cls)
 
 
+WHOLE = F.scaled_dot_product_attention
+"""On fake tensors: scores of all pairs, as on a GPU where no kernel takes the arguments."""
+
+
+def by_torchs_kernels(query, key, value, mask=None, dropout=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """The kernel that torch takes on a GPU of today (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    has_alignment = query.shape[-1] * query.element_size() % 16 == 0
+    has_alignment &= value.shape[-1] * value.element_size() % 16 == 0
+    if mask is None and query.dtype != torch.float32 and has_alignment and query.shape[-1] == value.shape[-1]:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        if enable_gqa:  # the fake of its backward pass knows no groups
+            key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+        return flash(query, key, value, dropout, is_causal, scale=scale)[0]
+    if enable_gqa or not has_alignment:
+        return WHOLE(query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
+    bias = None
+    if mask is not None:
+        bias = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+        bias = bias.expand(*query.shape[:2], -1, -1)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, bias, query.requires_grad, dropout, is_causal, scale=scale)[0]
+
+
 @contextlib.contextmanager
 def replacements() -> Iterator[None]:
     """Of what fake tensors cannot do, or what is not installed; what accelerate remembers is of this case alone."""
-    attend = F.scaled_dot_product_attention
-
-    def of_a_kernel(query, key, value, attn_mask=None, *arguments, enable_gqa=False, **settings):
-        has_flash = query.dtype != torch.float32 and attn_mask is None
-        assert has_flash or not enable_gqa, "(T, T) weights in memory: groups are for the flash kernel alone"
-        return attend(query, key, value, attn_mask, *arguments, enable_gqa=enable_gqa, **settings)
-
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (pretrain.training.build, "InitialWeights", FakeWeights),
             (torch.nn.Module, "to", lambda module, *_, **__: module),
             (transformers.integrations.flex_attention, "compile_friendly_flex_attention", flex_attention),
-            (F, "scaled_dot_product_attention", of_a_kernel),
+            (F, "scaled_dot_product_attention", by_torchs_kernels),
             (torch, "Generator", HostGenerator),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
@@ -180,10 +202,9 @@ def train_a_step(choice: Mapping[str, object], model: Mapping[str, object] = TIN
         built.model.train()
         layout = layout and {name: fake.from_tensor(tensor) for name, tensor in layout.items()}
         host_batch = HostBatch(fake.from_tensor(torch.from_numpy(ids)), layout)
-        # Fake tensors know no kernel for undivided windows, fp32 or dropout, and flex attention is replaced.
-        in_kernel = choice["document_mask"] and choice["precision"] != "fp32" and model is TINY_LLAMA
-        is_watched = in_kernel and choice["attention"] not in ("eager", "flex_attention")
-        with refuse_waits(), NoWholeScores() if is_watched else contextlib.nullcontext():
+        watch = NoWholeScores(len(ids), plan.model_config.num_attention_heads, WINDOW)
+        is_watched = choice["attention"] not in ("eager", *FLASH_PACKAGES)
+        with refuse_waits(), watch if is_watched else contextlib.nullcontext():
             strategy.set_learning_rate(1e-3)
             built.experts.begin_step(2)
             step_loss = torch.zeros((), device=strategy.device)
@@ -199,6 +220,21 @@ def train_a_step(choice: Mapping[str, object], model: Mapping[str, object] = TIN
         for figure in (step_loss, grad_norm, skipped):
             assert (figure.device.type, figure.dtype, figure.shape) == ("cuda", torch.float32, ())
         assert {parameter.device.type for parameter in built.causal_lm.parameters()} == {"cuda"}
+
+
+def attend(attention: str, precision: str, document_mask: bool, dropout: float = 0.0) -> None:
+    """Forward and backward of one attention with groups of queries, where all pairs of positions are the most."""
+    name, batch, heads, length = chosen_attention(attention, precision, document_mask), 2, 8, 256
+    with replacements(), fake_cuda():
+        tensors = [
+            torch.empty(batch, n, length, 64, device="cuda", dtype=DTYPES[precision], requires_grad=True)
+            for n in (heads, 2, 2)
+        ]
+        module, packed = torch.nn.Module(), {}
+        if document_mask:
+            packed["cu_seq_lens_q"] = torch.zeros(9, dtype=torch.int32, device="cuda")
+        with NoWholeScores(batch, heads, length):
+            AttentionInterface()[name](module, *tensors, None, dropout, **packed)[0].sum().backward()
 
 
 def loss_body(dtype: torch.dtype, compiled: bool) -> None:
@@ -270,5 +306,16 @@ LOSSES = {
     for compiled in (True, False)
 }
 
-CASES = {f"{kind}: {name}": on_weight(use) for kind, uses in OF_FAKE_CUDA.items() for name, use in uses.items()}
+SCORES = {
+    f"{attention}, {precision}, {document_mask}, {dropout}": (attention, precision, document_mask, dropout)
+    for attention in CHOICES["attention"]
+    for precision in CHOICES["precision"]
+    for document_mask in (True, False)
+    for dropout in (0.0, 0.1)
+    if attention not in ("flex_attention", *FLASH_PACKAGES) and chosen_attention(attention, precision, document_mask)
+}
+"""Without what has only stand-ins here: torch's compiled kernel, and the packages of FlashAttention."""
+CASES = {f"scores: {name}": functools.partial(attend, *given) for name, given in SCORES.items()}
+
+CASES |= {f"{kind}: {name}": on_weight(use) for kind, uses in OF_FAKE_CUDA.items() for name, use in uses.items()}
 CASES |= STEPS | LOSSES

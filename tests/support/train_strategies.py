@@ -12,6 +12,7 @@ RUNS.json is a list of runs, each with its `strategy` and the `arguments` of tra
                         names the collectives of the last update of its matrices
     fp16_scale          precision fp16 runs on the host, with a gradient scaler that begins with this scale
     plain_files         DeepSpeed swaps by plain reads and writes, as libaio would
+    working_folders     of each rank: where relative paths of the recipe are looked for, as on machines of their own
     kill_in_step        [step, seconds]: so long after this step has begun, counted from 1, the launcher and all its
                         processes are killed with SIGKILL
 
@@ -33,8 +34,8 @@ import threading
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from accelerate.state import AcceleratorState
@@ -52,6 +53,7 @@ from pretrain.recipe import read_command_line
 from pretrain.training import run_plan
 from support.launcher_environment import LAUNCHER_VARIABLES, launcher_environment
 from support.plain_file_io import use_plain_files
+from support.project import ROOT
 from support.warm_python import starter
 
 
@@ -253,7 +255,8 @@ if __name__ == "__main__":
             module.resolve_precision = resolve
         if run.get("plain_files"):
             use_plain_files()
-        file = Path(__file__).parents[2] / f"accelerate_configs/{run['strategy']}.yaml"
+        os.chdir(run.get("working_folders", [ROOT] * 99)[int(os.environ.get("RANK", "0"))])
+        file = ROOT / f"accelerate_configs/{run['strategy']}.yaml"
         os.environ.update(launcher_environment(file, int(os.environ.get("WORLD_SIZE", "1"))))
         os.environ.update(run.get("environment", {}))
         command_line = read_command_line(["--config", sys.argv[1], *run["arguments"]], "")

@@ -1,6 +1,7 @@
 """The next micro-batch is read beside the step: the right one, once, and an error where it belongs."""
 
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -48,7 +49,7 @@ def every_read_is_slow(monkeypatch):
 
 
 def reader():
-    return ReadAhead(SimpleNamespace(device=CPU))
+    return ReadAhead(SimpleNamespace(device=CPU, dispatcher=None))
 
 
 def token(batch):
@@ -88,6 +89,30 @@ def test_an_error_is_that_of_the_step_that_asks_for_the_batch():
     assert token(ahead.micro_batch(run, 0, 0)) == 0
     with pytest.raises(InputError, match="damaged"):
         ahead.micro_batch(run, 0, 1)
+
+
+@dataclass
+class DispatchedRun(Run):
+    """What the first process reads for all."""
+
+    exchanges: list[int] = field(default_factory=list)
+
+    def dispatched_step(self, step, strategy):
+        self.exchanges.append(step)
+        future = Future()
+        future.set_result([self.micro_batch(step, number, strategy) for number in range(2)])
+        return future
+
+
+def test_dispatched_steps_are_asked_for_once_each_one_ahead_and_alike_whatever_the_time(monkeypatch):
+    monkeypatch.setattr(prefetch, "QUICK_READ_SECONDS", float("inf"))
+    run, other = DispatchedRun(), DispatchedRun(name=1)
+    ahead = ReadAhead(SimpleNamespace(device=CPU, dispatcher="asked for"))
+    assert [token(ahead.micro_batch(run, 0, number)) for number in range(2)] == [0, 1] and run.exchanges == [0, 1]
+    assert [token(ahead.micro_batch(run, 1, number)) for number in range(2)] == [10, 11]
+    assert token(ahead.micro_batch(other, 1, 0)) == 110, "the run went back, and its data is other data"
+    assert token(ahead.micro_batch(other, 2, 1)) == 121
+    assert (run.exchanges, other.exchanges) == ([0, 1, 2], [1, 2]), "each step in one, and nothing beyond the end"
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])

@@ -1,0 +1,121 @@
+"""Shards that only the first process of a run can read: it reads for all, and hands the others their windows."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pretrain.config import Data
+from pretrain.data.manifest import SPLITS, Manifest, Shard
+from pretrain.data.shards import FOUND, FoundShards, read_manifest, shard_size_problems
+from pretrain.errors import InputError
+
+_Result = TypeVar("_Result")
+
+HEADER_BYTES = 16
+"""Of what each process is sent: what became of the reading, and the number of the ids, as int64."""
+READ, INPUT_REFUSED, READ_FAILED = range(3)
+
+
+def describe_shards(data: Data) -> str:
+    """What every process must know of the shards of a recipe before it trains, as the first one finds them: JSON."""
+    sources = [*(source for stage in data.mixtures for source in stage.train), *(data.validation or ())]
+    pairs = dict.fromkeys((str(source.shards), source.tokenizer) for source in sources)
+    return json.dumps([(*pair, _found(*pair)) for pair in pairs], default=str)
+
+
+def _found(folder: str, tokenizer: str | None) -> dict:
+    try:
+        manifest = read_manifest(folder, tokenizer)
+    except InputError as error:
+        return {"problems": error.problems}
+    # A shard for each split: who reads none needs to know no more.
+    shards = [Shard("", split, *totals, "") for split in SPLITS if (totals := manifest.totals(split))[0]]
+    brief = replace(manifest, shards=tuple(shards), source_names=())
+    damage = {split: shard_size_problems(manifest, manifest.of_split(split)) for split in SPLITS}
+    return {"problems": [], "manifest": asdict(brief), "damage": damage}
+
+
+def believe(description: str) -> None:
+    """From here on this process takes the first one's word for these shards, and opens none of their files."""
+    for folder, tokenizer, found in json.loads(description):
+        if fields := found.pop("manifest", None):
+            fields["folder"], fields["shards"] = Path(folder), tuple(Shard(**shard) for shard in fields["shards"])
+            fields["tokenizer_path"] = fields["tokenizer_path"] and Path(fields["tokenizer_path"])
+            found["manifest"] = Manifest(**fields)
+        FOUND[folder, tokenizer] = FoundShards(**found)
+
+
+class Dispatcher:
+    """Hands out what the first process reads. One thread takes part in every exchange, in the order of the calls of
+    `take`, which must be the same in all processes.
+
+    Args:
+        data_ranks: which part of a batch each process takes, by rank.
+        rank: of this process.
+        group: of all, over the network from host memory; nobody else uses it.
+    """
+
+    def __init__(self, data_ranks: Sequence[int], rank: int, group: dist.ProcessGroup):
+        self.data_ranks, self.rank, self.group = data_ranks, rank, group
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dispatch")
+
+    def take(
+        self,
+        number: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype | type,
+        read: Callable[[int], np.ndarray],
+        then: Callable[[np.ndarray], _Result] = lambda ids: ids,
+    ) -> Future[_Result]:
+        """What `then` makes, in the background, of the ids that this process takes.
+
+        Args:
+            number: of these ids; all processes must be at the same ones.
+            shape, dtype: of the ids.
+            read: the ids of a data rank; called in the first process alone, for all.
+
+        What `read` raises is raised there; in the others an InputError, or a RuntimeError if it was none.
+        """
+        return self._thread.submit(lambda: then(self._exchange(number, shape, np.dtype(dtype), read)))
+
+    def _exchange(
+        self, number: int, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[int], np.ndarray]
+    ) -> np.ndarray:
+        mine = np.zeros(HEADER_BYTES + math.prod(shape) * dtype.itemsize, np.uint8)
+        parts, problem = None, None
+        if self.rank == 0:
+            try:
+                packed = {part: _packed(number, read(part), mine.size) for part in sorted(set(self.data_ranks))}
+            except Exception as error:  # told before it is raised: the others wait
+                problem = error
+                failed = torch.from_numpy(mine.copy())
+                failed[:HEADER_BYTES].view(torch.int64)[0] = (
+                    INPUT_REFUSED if isinstance(error, InputError) else READ_FAILED
+                )
+                packed = dict.fromkeys(self.data_ranks, failed)
+            parts = [packed[part] for part in self.data_ranks]
+        dist.scatter(torch.from_numpy(mine), parts, src=0, group=self.group)
+        if problem is not None:
+            raise problem
+        outcome, found = mine[:HEADER_BYTES].view(np.int64).tolist()
+        if outcome != READ:
+            error = InputError if outcome == INPUT_REFUSED else RuntimeError
+            raise error("the first process, which reads the shards for all, could not: its own message says why")
+        if found != number:
+            raise RuntimeError(f"the first process has sent ids {found:,} where {number:,} were due")
+        return mine[HEADER_BYTES:].view(dtype).reshape(shape)
+
+
+def _packed(number: int, ids: np.ndarray, size: int) -> torch.Tensor:
+    packed = np.empty(size, np.uint8)
+    packed[:HEADER_BYTES].view(np.int64)[:] = READ, number
+    packed[HEADER_BYTES:] = np.ascontiguousarray(ids).reshape(-1).view(np.uint8)
+    return torch.from_numpy(packed)

@@ -1,0 +1,216 @@
+"""One process reads for all: the same run to the last bit where the others have no shards, under every strategy.
+
+One launch of two processes trains everything (tests/support/train_strategies.py). In the dispatched runs the second
+process works in a folder without the shards, as on a machine of its own. With STRATEGIES=all in the environment (`make
+test-strategies`) under every kind of strategy.
+"""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from pretrain.config import Data
+from pretrain.data import dispatch, shards
+from pretrain.data.batches import open_training
+from pretrain.data.dispatch import Dispatcher, believe, describe_shards
+from pretrain.errors import InputError
+from support.numbered_shards import write_shards
+from support.project import ROOT, events, launch, losses
+from support.tiny_models import TINY_LLAMA, TINY_MOE
+
+STRATEGIES, ON_FOUR = ["ddp", "tp", "cp"], {}
+if os.environ.get("STRATEGIES") == "all":
+    STRATEGIES += ["fsdp2", "zero2", "zero3", "pp", "ep"]
+    ON_FOUR = {"fsdp_tp": {}, "pp of two": {"MEGATRON_LM_PP_DEGREE": "2"}}
+"""{run: launcher's variables} of four processes, two of which take the same windows."""
+STEPS = 4
+ON = ["--data.dispatch_batches", "true"]
+
+
+@pytest.fixture(scope="module")
+def runs(shards, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("dispatch")
+    for name, values in {"dense": TINY_LLAMA, "experts": TINY_MOE}.items():
+        (folder / f"{name}.json").write_text(json.dumps(values | {"vocab_size": "auto"}))
+    for name in ("with", "without"):
+        (folder / name).mkdir()
+        (folder / name / "ds_configs").symlink_to(ROOT / "ds_configs")
+    (folder / "with/text").symlink_to(shards)
+    source = {"shards": "text"}
+    recipe = {
+        "model": str(folder / "dense.json"),
+        "output": str(folder / "run"),
+        "seed": 1,
+        "precision": "fp32",
+        # The second stage has other windows.
+        "data": {
+            "stages": [{"until": 0.5, "train": [source]}, {"train": [source], "sequence_length": 128}],
+            "sequence_length": 64,
+        },
+        "budget": {"steps": STEPS},
+        "batch": {"tokens_per_step": 1024, "sequences_per_micro_batch": 2},
+        "optim": {"learning_rate": 0.003, "warmup_steps": 2},
+        "compile": "none",
+        # The last micro-batch of seven sequences is not full.
+        "validation": {"every_steps": 2, "sequences": 7},
+        "checkpoint": {"every_steps": 2, "keep_last": 9},
+        "logging": {"every_steps": 1},
+        "samples": {"prompts": ["def "], "max_new_tokens": 4, "every_steps": 4},
+        "pipeline": {"schedule": "1F1B"},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+
+    def run(strategy: str, name: str, *arguments: str, **more) -> dict:
+        model = str(folder / ("experts.json" if strategy == "ep" else "dense.json"))
+        where = [str(folder / "with"), *[str(folder / ("without" if "true" in arguments else "with"))] * 3]
+        arguments = ["--model", model, "--output", str(folder / name), *arguments]
+        return {"strategy": strategy, "arguments": arguments, "working_folders": where, **more}
+
+    def middle(name: str) -> dict:
+        return {"start_from": str(folder / name / "checkpoints/step-00000002")}
+
+    ways = (("", []), (" on", ON))
+    on_two = [run(name, f"{name}{way}", *given) for name in STRATEGIES for way, given in ways]
+    on_two += [run("ddp", "ddp then on", *ON, **middle("ddp")), run("ddp", "ddp then off", **middle("ddp on"))]
+    on_four = [
+        run(name.partition(" ")[0], f"{name}{way}", *given, environment=environment)
+        for name, environment in ON_FOUR.items()
+        for way, given in ways
+    ]
+    for processes, descriptions in ((2, on_two), (4, on_four)):
+        if descriptions:
+            (folder / "runs.json").write_text(json.dumps(descriptions))
+            program = ["tests/support/train_strategies.py", folder / "recipe.yaml", folder / "runs.json"]
+            launch("ddp", processes, *program, timeout=900)
+    return folder
+
+
+def measured(run: Path) -> list[tuple]:
+    lines = [(line["step"], line["loss"], line.get("stage_loss")) for line in events(run, "validation")]
+    return [*lines, *((line["prompt"], line["text"]) for line in events(run, "sample"))]
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *ON_FOUR])
+def test_a_process_without_shards_trains_the_same_run_to_the_last_bit(runs, strategy):
+    usual, dispatched = runs / strategy, runs / f"{strategy} on"
+    assert not (runs / "without/text").exists()
+    assert len(losses(usual)) == STEPS and losses(dispatched) == losses(usual)
+    assert len(measured(usual)) == 4 and measured(dispatched) == measured(usual)
+    expected, found = (load_file(run / "checkpoints/step-00000004/model.safetensors") for run in (usual, dispatched))
+    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", ["ddp then on", "ddp then off"])
+def test_a_run_continues_with_and_without_it(runs, name):
+    assert [line["step"] for line in events(runs / name, "resume")] == [2]
+    assert losses(runs / name) == {step: loss for step, loss in losses(runs / "ddp").items() if step > 2}
+
+
+class Threads:
+    """torch.distributed for threads, each with its rank as its group."""
+
+    def __init__(self, ranks=2):
+        self.barrier, self.sent, self.calls = threading.Barrier(ranks, timeout=60), None, 0
+
+    def scatter(self, mine, parts, src, group):
+        if group == src:
+            self.sent, self.calls = parts, self.calls + 1
+        self.barrier.wait()
+        mine.copy_(self.sent[group])
+        self.barrier.wait()
+
+
+@pytest.fixture
+def dispatchers(monkeypatch):
+    """Those of two ranks."""
+    monkeypatch.setattr(dispatch, "dist", Threads())
+    return [Dispatcher([0, 1], rank, rank) for rank in range(2)]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
+def test_each_takes_its_part_in_one_exchange(dispatchers, dtype):
+    largest = np.iinfo(dtype).max
+
+    def read(data_rank):
+        return np.full((2, 3), largest - data_rank, dtype)
+
+    futures = [dispatcher.take(5, (2, 3), dtype, read, lambda ids: ids - 1) for dispatcher in dispatchers]
+    assert [future.result().tolist() for future in futures] == [[[largest - 1 - rank] * 3] * 2 for rank in range(2)]
+    assert all(future.result().dtype == dtype for future in futures) and dispatch.dist.calls == 1
+
+
+def test_those_that_share_a_model_take_the_same_which_is_read_once(monkeypatch):
+    monkeypatch.setattr(dispatch, "dist", Threads(ranks=4))
+    data_ranks, read_for = [0, 1, 0, 1], []
+
+    def read(data_rank):
+        read_for.append(data_rank)
+        return np.array([data_rank], np.uint16)
+
+    futures = [Dispatcher(data_ranks, rank, rank).take(3, (1,), np.uint16, read) for rank in range(4)]
+    assert [future.result().tolist() for future in futures] == [[0], [1], [0], [1]] and read_for == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "of_the_other"), [(InputError("damaged"), InputError), (OSError("gone"), RuntimeError)]
+)
+def test_what_the_first_cannot_read_fails_in_all_and_the_next_ids_are_the_right_ones(dispatchers, error, of_the_other):
+    def fail(data_rank):
+        raise error
+
+    first, other = [dispatcher.take(1, (2,), np.uint16, fail) for dispatcher in dispatchers]
+    with pytest.raises(type(error), match=str(error)):
+        first.result()
+    with pytest.raises(of_the_other, match="its own message says why"):
+        other.result()
+    futures = [
+        dispatcher.take(2, (1,), np.uint16, lambda rank: np.array([rank], np.uint16)) for dispatcher in dispatchers
+    ]
+    assert [future.result().tolist() for future in futures] == [[0], [1]]
+
+
+def test_processes_at_different_steps_would_be_seen(dispatchers):
+    first, other = (d.take(7 + d.rank, (1,), np.uint16, lambda rank: np.zeros(1, np.uint16)) for d in dispatchers)
+    assert first.result().tolist() == [0]
+    with pytest.raises(RuntimeError, match="has sent ids 7 where 8 were due"):
+        other.result()
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Makes this process believe what the first one says of shards, which then are gone; gives the data section."""
+    monkeypatch.setattr(shards, "FOUND", found := {})
+    monkeypatch.setattr(dispatch, "FOUND", found)
+
+    def believing(*damaged):
+        folders = [write_shards(tmp_path / name, 1000, files=3, validation=100) for name in ("a", "b")]
+        for file in damaged:
+            (tmp_path / file).unlink()
+        data = Data(train=[{"shards": folder} for folder in folders], sequence_length=10)
+        said = describe_shards(data)
+        (tmp_path / "a").rename(tmp_path / "moved_a")
+        believe(said)
+        return data
+
+    return believing
+
+
+def test_shards_are_what_the_first_process_says(elsewhere):
+    assert [reader.tokens for reader in open_training(elsewhere()).values()] == [1000, 1000]
+
+
+@pytest.mark.parametrize(
+    ("damaged", "named"),
+    [("a/train-00001.bin", "train-00001.bin: is missing"), ("b/manifest.json", "has no manifest")],
+)
+def test_what_is_wrong_with_them_is_refused_by_all(elsewhere, damaged, named):
+    with pytest.raises(InputError, match=named) as refusal:
+        open_training(elsewhere(damaged))
+    assert len(refusal.value.problems) == 1
