@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from bench.auto_rates import SIZES, auto_rate, best_of, loss_at, read_points, sweep_of
 from pretrain.config import Batch, Ramp
 from pretrain.optim.scaling_laws import (
     batch_by_law,
@@ -17,6 +18,7 @@ from pretrain.recipe import read_run_config
 from support.project import ROOT
 
 RECIPE = ROOT / "recipes" / "demo.yaml"
+SWEPT = ("1M", "3M", "10M")
 AUTO = [(f"optim.{name}", "auto") for name in ("learning_rate", "weight_decay", "warmup_steps")]
 
 
@@ -80,3 +82,16 @@ def test_a_ramp_divides_the_automatic_batch():
 
 def with_auto_batch(budget: int):
     return read_run_config(RECIPE, [("budget.tokens", str(budget)), ("batch.tokens_per_step", "auto"), *AUTO])
+
+
+@pytest.mark.parametrize("size", SWEPT)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_auto_is_within_a_percent_of_the_best_loss_of_each_sweep(size, optimizer):
+    swept = sweep_of(size, optimizer, read_points())
+    at_auto = loss_at(swept, auto_rate(SIZES[size], optimizer))
+    assert at_auto is not None and at_auto <= 1.01 * best_of(swept)[1]
+
+
+def test_muon_needs_at_most_six_tenths_of_the_steps_in_each_sweep():
+    for size in SWEPT:
+        assert sweep_of(size, "muon", read_points(), 0.6)[0].loss <= best_of(sweep_of(size, "adamw", read_points()))[1]
