@@ -84,7 +84,7 @@ def runs(shards, tmp_path_factory):
         ]
         (folder / "runs.json").write_text(json.dumps(every))
         program = ["tests/support/train_strategies.py", recipe, folder / "runs.json"]
-        (folder / f"{launcher}.txt").write_text(launch(launcher, processes, *program, timeout=900).stdout)
+        (folder / f"{launcher}.txt").write_text(launch(launcher, processes, *program, timeout=3000).stdout)
 
     bf16 = ["--precision", "bf16", "--budget.steps", str(min(20, STEPS))]
     compiled = ["--compile", "regional"]
@@ -251,7 +251,7 @@ def groups(runs) -> dict[str, Path]:
     if EVERYTHING:
         every += [run("four-whole", "fsdp_tp", 12), run("four-resumed", "fsdp_tp", 12) | {"start_from": middle}]
     (folder / "runs.json").write_text(json.dumps(every))
-    launch("ddp", 4, "tests/support/train_strategies.py", folder / "recipe.yaml", folder / "runs.json", timeout=900)
+    launch("ddp", 4, "tests/support/train_strategies.py", folder / "recipe.yaml", folder / "runs.json", timeout=3000)
     return {path.name.removeprefix("four-"): path for path in folder.glob("four-*")}
 
 
