@@ -88,7 +88,7 @@ def runs(shards, tmp_path_factory) -> Path:
         if descriptions:
             (folder / "runs.json").write_text(json.dumps(descriptions))
             program = ["tests/support/train_strategies.py", folder / "recipe.yaml", folder / "runs.json"]
-            launch("ddp", processes, *program, timeout=900)
+            launch("ddp", processes, *program, timeout=3000)
     return folder
 
 

@@ -8,8 +8,10 @@ import pytest
 
 from pretrain.recipe import read_run_config
 from pretrain.training.run_plan import derive
-from support.faults import end_of, launch_with_faults, tell
-from support.project import run_script
+from support.faults import EVERYTHING, end_of, launch_with_faults, same_tensors, tell
+from support.project import events, losses, run_script
+
+DISPATCHED = ["--data.dispatch_batches", "true"]
 
 
 @pytest.fixture
@@ -46,3 +48,28 @@ def test_an_id_beyond_the_vocabulary_is_named_by_the_rank_that_reads_it(copy, re
     assert "prepare them again" in run.output
     assert end_of(tmp_path / "run")["step"] == 2
     tell("21", "an id beyond the vocabulary in one window", "the rank that reads it names folder and id; all end")
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="four launches of two processes; in make test-faults")
+def test_where_one_process_reads_for_all_kills_nan_and_a_failing_disk_do_what_they_do_elsewhere(recipe, tmp_path):
+    kills = [
+        {"where": "forward", "step": 6, "micro_step": 2, "what": "SIGKILL"},
+        {"where": "backward", "step": 10, "what": "SIGKILL", "rank": 0},
+    ]
+    nans = [{"where": "forward", "step": step, "what": "nan"} for step in (6, 7, 8)]
+    for name, faults in (("kills", kills), ("nans", nans)):
+        runs = [tmp_path / f"{name}-{way}" for way in ("usual", "dispatched")]
+        for run, more, harm in zip(runs, ([], DISPATCHED), ([] if name == "kills" else nans, faults), strict=True):
+            settings = ["--config", recipe, "--output", run, *more]
+            ended = launch_with_faults(
+                tmp_path / f"notes-{run.name}", "ddp", 2, *settings, faults=harm, launcher=["--max_restarts", 5]
+            )
+            assert ended.code == 0 and not ended.left, ended.output
+        assert losses(runs[0]) == losses(runs[1]) and same_tensors(*runs, 12)
+    assert len(events(tmp_path / "nans-dispatched", "rollback")) == 1
+    disk, run = [{"where": "disk", "step": 3, "what": "EIO", "rank": 0}], tmp_path / "disk"
+    ended = launch_with_faults(
+        tmp_path / "notes", "ddp", 2, "--config", recipe, "--output", run, *DISPATCHED, faults=disk
+    )
+    assert ended.code != 0 and not ended.left and "Input/output error" in end_of(run)["reason"]
+    assert "the first process, which reads the shards for all, could not" in ended.output

@@ -87,7 +87,7 @@ def runs(shards, tmp_path_factory):
         ]
         (folder / "runs.json").write_text(json.dumps(every))
         program = ["tests/support/train_strategies.py", recipe, folder / "runs.json"]
-        (folder / f"{launcher}.txt").write_text(launch(launcher, processes, *program, timeout=900).stdout)
+        (folder / f"{launcher}.txt").write_text(launch(launcher, processes, *program, timeout=3000).stdout)
 
     bf16 = ["--precision", "bf16", "--budget.steps", str(min(20, STEPS))]
     compiled = ["--compile", "regional"]
@@ -257,7 +257,7 @@ def groups(runs) -> dict[str, Path]:
             run("four-resumed", "fsdp_tp", 2 * SHORT) | {"start_from": middle},
         ]
     (folder / "runs.json").write_text(json.dumps(every))
-    launch("ddp", 4, "tests/support/train_strategies.py", folder / "recipe.yaml", folder / "runs.json", timeout=900)
+    launch("ddp", 4, "tests/support/train_strategies.py", folder / "recipe.yaml", folder / "runs.json", timeout=3000)
     return {path.name.removeprefix("four-"): path for path in folder.glob("four-*")}
 
 

@@ -37,7 +37,7 @@ def test_losses_are_those_of_one_process_and_a_resumed_run_is_the_unbroken_one(r
 
     def train(strategy: str, processes: int, run: str, steps: int, *options) -> Path:
         program = ["train.py", "--config", recipe, "--output", tmp_path / run, "--budget.steps", steps, *ARGUMENTS]
-        launch(strategy, processes, *options, *program, timeout=900)
+        launch(strategy, processes, *options, *program, timeout=3000)
         return tmp_path / run
 
     single = train("single", 1, "single", 12)
