@@ -19,7 +19,7 @@ from support.project import ROOT, events, free_port, launch, losses
 from support.tiny_models import TINY_LLAMA
 
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
-STEPS = 50 if EVERYTHING else 12
+STEPS = 50 if EVERYTHING else 9
 RESUMED_STEPS = 33 if EVERYTHING else 4
 """37 in all."""
 STRATEGIES = ["ddp", "fsdp2", "hsdp", "cp", "zero1", "zero2", "zero3", "zero3_offload"]
@@ -58,7 +58,7 @@ FP16_SCALES = {"fp16": 2.0**10, "fp16_overflowing": 2.0**24}
 WIDE = {**TINY_LLAMA, "hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": False}
 ON_DISK = ["--budget.steps", "4", "--checkpoint.every_steps", "2"]
 NAN_STEP = 3
-VALIDATION_SEQUENCES = 7
+VALIDATION_SEQUENCES = 3
 """One process of two has a window less than the other."""
 PARITY = ["--budget.steps", str(STEPS), "--checkpoint.every_steps", str(STEPS)]
 AVERAGING = ["--averaging", "{kind: ema, every_steps: 1}", "--validation.every_steps", "5"]
@@ -118,7 +118,9 @@ def run_all(folder: Path, name: str, strategy: str, processes: int, runs: list[d
 
 
 def run(strategy: str, output: Path, *arguments: str, **more) -> dict:
-    return {"strategy": strategy, "arguments": ["--output", str(output), *arguments], **more}
+    # Where two processes share each sequence, as many calls as elsewhere.
+    pairs = ["--batch.sequences_per_micro_batch", "2"] if strategy == "cp" else []
+    return {"strategy": strategy, "arguments": ["--output", str(output), *pairs, *arguments], **more}
 
 
 def models_under(strategy: str) -> list[str]:
@@ -137,8 +139,7 @@ def parity_runs(folder: Path, strategies: list[str]) -> list[dict]:
         runs.append(run(strategy, folder / "bf16" / strategy, *PARITY, *AVERAGING, "--precision", "bf16"))
         nan = ["--averaging", "{kind: tail, every_steps: 1, tail_fraction: 1.0}", "--checkpoint.every_steps", "1"]
         nan += ["--budget.steps", "6", "--batch.ramp.from", "0.5", "--batch.ramp.over", "0.7"]
-        calls = 2 if strategy == "cp" else 1  # of a step, where two processes share each sequence
-        runs.append(run(strategy, folder / "nan" / strategy, *nan, nan_at_call=NAN_STEP * calls))
+        runs.append(run(strategy, folder / "nan" / strategy, *nan, nan_at_call=NAN_STEP))
     return runs
 
 
@@ -266,7 +267,7 @@ def test_fp16_trains_and_finds_its_scale(two_processes, strategy):
     """On the host, where torch computes in fp16 too."""
     in_fp32, found = losses(two_processes / "llama/single"), losses(two_processes / "fp16" / strategy)
     # 3.2e-5 was measured. Of 50 steps later ones are skipped: the scale doubles every third, and is too large then.
-    assert 1e-5 < max(abs(found[step] - in_fp32[step]) for step in range(1, 13)) < 1e-3
+    assert 1e-5 < max(abs(found[step] - in_fp32[step]) for step in range(1, min(STEPS, 12) + 1)) < 1e-3
     assert all(event["step"] > 12 for event in events(two_processes / "fp16" / strategy, "skip"))
     overflowing = two_processes / "fp16_overflowing" / strategy
     skipped = [step for step, norm in gradient_norms(overflowing).items() if norm is None]
@@ -277,7 +278,7 @@ def test_fp16_trains_and_finds_its_scale(two_processes, strategy):
 
 
 def test_fp16_resumes_with_its_scale_to_the_last_bit(one_process):
-    """The scale grows every third step; one that began anew at 1 would be another in step 12."""
+    """The scale grows every third step; one that began anew at 1 would be another in step 9."""
     whole, resumed = (one_process / name / "single" for name in ("fp16", "fp16_resumed"))
     assert list(losses(resumed)) == list(range(7, STEPS + 1))
     assert all(losses(whole)[step] == loss for step, loss in losses(resumed).items())
@@ -380,7 +381,7 @@ def test_the_average_is_that_of_one_process(two_processes, strategy):
     """Its loss too, measured in the place of the weights, which train on as if nothing had been."""
     expected, found = (events(two_processes / "llama" / name, "validation") for name in ("single", strategy))
     expected, found = ([event for event in validations if event["step"]] for validations in (expected, found))
-    assert len(found) == len(expected) > 4
+    assert len(found) == len(expected) >= 4, "of two sources, between the steps and at the end"
     averages = [event["average_loss"] for event in found]
     assert averages == pytest.approx([event["average_loss"] for event in expected], abs=1e-5)
     assert min(abs(event["average_loss"] - event["loss"]) for event in found) > 1e-3, "not the weights themselves"

@@ -102,11 +102,15 @@ class InTerminal:
 
     @property
     def screen(self) -> list[str]:
-        """The lines that remain, as somebody reads them: without what was cleared, and without colours."""
-        lines = []
-        for line in self.output.replace("\r\n", "\n").split("\n"):
-            shown = line.split("\x1b[K")[-1].split("\r")[-1]
-            for code in ("\x1b[0m", "\x1b[31m", "\x1b[32m", "\x1b[33m", "\x1b[1m"):
-                shown = shown.replace(code, "")
-            lines.append(shown)
-        return lines
+        return lines_that_remain(self.output)
+
+
+def lines_that_remain(output: str) -> list[str]:
+    """As somebody reads them: without what was cleared, and without colours."""
+    lines = []
+    for line in output.replace("\r\n", "\n").split("\n"):
+        shown = line.split("\x1b[K")[-1].split("\r")[-1]
+        for code in ("\x1b[0m", "\x1b[31m", "\x1b[32m", "\x1b[33m", "\x1b[1m"):
+            shown = shown.replace(code, "")
+        lines.append(shown)
+    return lines
