@@ -82,7 +82,8 @@ def train_filter(arguments: "Namespace") -> int:
     record = train_classifier(*arguments.train_classifier, reading, output)
     measured = record["held_out"]
     print(f"{output}: trained on {record['good']['texts']:,} good and {record['other']['texts']:,} other texts")
-    print(f"  held out         {measured['texts']:,} texts: accuracy {measured['accuracy']}, AUC {measured['auc']}")
+    told = f"balanced accuracy {measured['accuracy']}, AUC {measured['auc']}"
+    print(f"  held out         {measured['texts']:,} texts: {told}")
     print(f"Next: python prepare_data.py --input ... --filter 'classifier({output}, minimum=0.5)' --output data/NAME")
     return 0
 
@@ -181,7 +182,7 @@ def print_figures(outcome: "PreparationOutcome", options: "PreparationOptions") 
         if row["found"]:
             print(f"  decontaminated   {contamination_text(row)}")
     if benchmarks and not any(row["found"] for row in benchmarks):
-        print(f"  decontaminated   no item of {len(benchmarks)} benchmarks was found")
+        print(f"  decontaminated   no item was found of {', '.join(row['benchmark'] for row in benchmarks)}")
     for example in tally.bad_examples:
         print(f"  skipped          {example}")
 

@@ -129,7 +129,7 @@ def measured_and_predicted(number: int, folder: Path) -> tuple[float, float]:
         command += ["-m", "accelerate.commands.launch", "--config_file", str(launcher_file(case.strategy, folder))]
         command += ["--num_processes", str(case.processes), "--main_process_port", "0"]
     command += [__file__, "--case", str(number), "--folder", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     found = [json.loads(text) for text in re.findall(r'\{"measured".*?\}', result.stdout)]
     if len(found) != case.processes:

@@ -17,6 +17,7 @@ from support.warm_python import read_by_imports
 # Several processes of a test share two cores. Before anything imports torch, so that it counts here as well: a process
 # that is forked from one with threads of its own may wait for them forever.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes that import for half a minute
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # servers of tests are no proxy's business
 
 

@@ -261,9 +261,9 @@ class _Run:
         """Before the first use of the filters on this machine, which takes long."""
         if self.cleaning is None or all(isinstance(stage, NOT_COMPILED) for stage in self.cleaning.stages):
             return
-        from pretrain.preparation.cleaning.compiled.text_blocks import CACHE_FOLDER
+        from pretrain.preparation.cleaning.compiled.kept import IS_FIRST_USE
 
-        if not CACHE_FOLDER.is_dir():
+        if IS_FIRST_USE:
             say(f"compiling the filters, once on this machine: about {COMPILING_SECONDS} s")
 
     def _count_repeated(self) -> None:

@@ -1,6 +1,7 @@
 """A worker turns a part's records into ids, each marked as training or validation; and the pool of workers."""
 
 import collections
+import gc
 import multiprocessing
 import os
 import signal
@@ -248,10 +249,6 @@ class PartEncoder:
 
 def encode_parts(parts: Iterable[Part], settings: EncodingSettings, workers: int) -> Iterator[EncodedPart]:
     """Encodes parts in order, with `workers` processes or, when 1, in this one. Raises InputError when one dies."""
-    if workers == 1:
-        encoder = PartEncoder(settings)
-        yield from map(encoder.encode, parts)
-        return
     # What workers share when they are forked.
     if settings.counting is not None:
         settings.counting.distinct_hashes([b"compiled once"])
@@ -260,6 +257,12 @@ def encode_parts(parts: Iterable[Part], settings: EncodingSettings, workers: int
         settings.near_duplicates.signatures(ids, np.array([2]))
     if settings.cleaning is not None:
         _ = settings.cleaning.opened
+    # What is there stays: no collection needs to search it, nor to copy its pages into a worker's memory.
+    gc.freeze()
+    if workers == 1:
+        encoder = PartEncoder(settings)
+        yield from map(encoder.encode, parts)
+        return
     # Forked workers start in milliseconds; elsewhere than on Linux forking is not safe.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(settings, os.getpid()))

@@ -1,8 +1,6 @@
 """Predicted memory: counted parts against real tensors, the peak against a measured one, and what must be larger."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from pretrain.model.model_config import load_model_config
 from pretrain.optim.optimizers import optimizer_builder
 from pretrain.parallel.memory_advice import ladder
 from pretrain.parallel.registry import STRATEGIES
-from support.project import ROOT
+from support.project import ROOT, run_script
 from support.tiny_models import TINY_LLAMA
 
 SHAPE = {**TINY_LLAMA, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
@@ -227,10 +225,7 @@ def test_launcher_files_are_all_planned():
 
 
 def test_a_measured_peak_is_predicted_within_15_percent():
-    result = subprocess.run(
-        [sys.executable, "bench/memory.py", "--only", "llama 1.3M"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = run_script("bench/memory.py", "--only", "llama 1.3M")
     assert "2 cases" in result.stdout, "several micro-steps; activations recomputed"
 
 

@@ -18,7 +18,10 @@ from support.project import events, launch, losses
 from support.tiny_models import TINY_LLAMA
 
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
-STEPS = 50 if EVERYTHING else 14
+STEPS = 50 if EVERYTHING else 8
+SHORT = 4
+"""Steps to a checkpoint from which others go on."""
+MIDDLE, END = f"checkpoints/step-{SHORT:08}", f"checkpoints/step-{2 * SHORT:08}"
 LLAMA = TINY_LLAMA | {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64}
 MODELS = {
     "llama": LLAMA,
@@ -58,15 +61,15 @@ def runs(shards, tmp_path_factory):
         # The norms are between 0.5 and 2: most steps are clipped.
         "optim": {"learning_rate": 0.001, "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5},
         "compile": "none",
-        # The last micro-batch of ten sequences is not full.
-        "validation": {"every_steps": STEPS // 2, "sequences": 10},
+        # The last micro-batch of six sequences is not full.
+        "validation": {"every_steps": STEPS // 2, "sequences": 6},
         "logging": {"every_steps": 1},
         "averaging": {"kind": "ema", "every_steps": 1},
         "export": {"dtype": "fp32"},
     }
     recipe.write_text(yaml.safe_dump(values))
-    short = ["--budget.steps", "6", "--optim.schedule", "constant", "--checkpoint.every_steps", "6"]
-    longer, longest = [short[0], "12", *short[2:]], [short[0], "18", *short[2:]]
+    short = ["--budget.steps", str(SHORT), "--optim.schedule", "constant", "--checkpoint.every_steps", str(SHORT)]
+    longer, longest = ([short[0], str(times * SHORT), *short[2:]] for times in (2, 3))
     diverging = ["--optim.learning_rate", "1e30", "--budget.steps", "4"]
 
     def run(name, *arguments):
@@ -169,32 +172,32 @@ def test_bf16_is_close(runs, strategy):
 def test_a_continued_run_is_the_unbroken_one_to_the_last_bit(runs, strategy):
     """Under pp with dropout and a schedule that computes some gradients twice."""
     whole, broken = runs[f"{strategy}-whole"], runs[f"{strategy}-broken"]
-    assert {step: loss for step, loss in losses(broken).items() if step <= 12} == losses(whole)
-    assert events(broken, "resume")[0]["step"] == 6
+    assert {step: loss for step, loss in losses(broken).items() if step <= 2 * SHORT} == losses(whole)
+    assert events(broken, "resume")[0]["step"] == SHORT
     for file in ("model", "optimizer"):
-        expected, found = (load_file(run / f"checkpoints/step-00000012/{file}.safetensors") for run in (whole, broken))
+        expected, found = (load_file(run / END / f"{file}.safetensors") for run in (whole, broken))
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 def test_checkpoints_move_between_one_process_and_a_pipeline(runs):
-    """Six steps on one process, six in a pipeline, six on one. What was loaded is compared as it is loaded."""
+    """Four steps on one process, four in a pipeline, four on one. What was loaded is compared as it is loaded."""
     whole, moved = losses(runs["single-whole"]), losses(runs["moved"])
-    assert [event["step"] for event in events(runs["moved"], "resume")] == [6, 12]
-    assert all(abs(moved[step] - whole[step]) < 1e-5 for step in range(1, 19))
+    assert [event["step"] for event in events(runs["moved"], "resume")] == [SHORT, 2 * SHORT]
+    assert all(abs(moved[step] - whole[step]) < 1e-5 for step in range(1, 3 * SHORT + 1))
 
 
 def test_checkpoints_move_from_tensor_parallel_to_one_process(runs):
     whole, moved = losses(runs["single-whole"]), losses(runs["tp-broken"])
-    assert [event["step"] for event in events(runs["tp-broken"], "resume")] == [6, 12]
-    assert all(abs(moved[step] - whole[step]) < 1e-5 for step in range(1, 19))
+    assert [event["step"] for event in events(runs["tp-broken"], "resume")] == [SHORT, 2 * SHORT]
+    assert all(abs(moved[step] - whole[step]) < 1e-5 for step in range(1, 3 * SHORT + 1))
 
 
 @pytest.mark.parametrize("strategy", ["pp", "tp"])
 def test_checkpoints_hold_the_same_tensors_by_the_same_names(runs, strategy):
     single, other = runs["single-whole"], runs["moved" if strategy == "pp" else "tp-broken"]
     for file in ("model", "optimizer"):
-        expected, found = (load_file(run / f"checkpoints/step-00000012/{file}.safetensors") for run in (single, other))
+        expected, found = (load_file(run / END / f"{file}.safetensors") for run in (single, other))
         assert {n: (t.shape, t.dtype) for n, t in expected.items()} == {
             n: (t.shape, t.dtype) for n, t in found.items()
         }
@@ -237,19 +240,22 @@ GROUPS_TRAINED = [*GROUPS] if EVERYTHING else ["pp", "fsdp_tp", "hsdp"]
 @pytest.fixture(scope="module")
 def groups(runs) -> dict[str, Path]:
     """Four processes: two pipelines, whose microbatches are smaller than they need be; two groups that split layers,
-    with copies and sharded; two groups that shard. Six steps; of fsdp_tp twelve, and from the middle of those."""
+    with copies and sharded; two groups that shard. Four steps; of fsdp_tp eight, and from the middle of those."""
     folder = runs["llama"].parent
 
     def run(name: str, case: str, steps: int) -> dict:
         environment, settings, _ = GROUPS[case]
         arguments = ["--output", str(folder / name), *settings, "--budget.steps", str(steps)]
-        arguments += ["--optim.schedule", "constant", "--checkpoint.every_steps", "6"]
+        arguments += ["--optim.schedule", "constant", "--checkpoint.every_steps", str(SHORT)]
         return {"strategy": case.partition(",")[0], "environment": environment, "arguments": arguments}
 
-    every = [run(f"four-{case}", case, 6) for case in GROUPS_TRAINED]
-    middle = str(folder / "four-whole/checkpoints/step-00000006")
+    every = [run(f"four-{case}", case, SHORT) for case in GROUPS_TRAINED]
+    middle = str(folder / "four-whole" / MIDDLE)
     if EVERYTHING:
-        every += [run("four-whole", "fsdp_tp", 12), run("four-resumed", "fsdp_tp", 12) | {"start_from": middle}]
+        every += [
+            run("four-whole", "fsdp_tp", 2 * SHORT),
+            run("four-resumed", "fsdp_tp", 2 * SHORT) | {"start_from": middle},
+        ]
     (folder / "runs.json").write_text(json.dumps(every))
     launch("ddp", 4, "tests/support/train_strategies.py", folder / "recipe.yaml", folder / "runs.json", timeout=3000)
     return {path.name.removeprefix("four-"): path for path in folder.glob("four-*")}
@@ -261,9 +267,9 @@ def test_two_groups_of_two_train_as_one_process(groups, runs, case):
     expected = GROUPS[case][2]
     assert {name: described.get(name) for name in expected} == expected
     whole, found = runs["single-whole"], groups[case]
-    assert all(abs(losses(found)[step] - losses(whole)[step]) < 1e-6 for step in range(1, 7))
-    assert all(norms(found)[step] == pytest.approx(norms(whole)[step], rel=1e-5) for step in range(1, 7))
-    expected, given = (load_file(run / "checkpoints/step-00000006/optimizer.safetensors") for run in (whole, found))
+    assert all(abs(losses(found)[step] - losses(whole)[step]) < 1e-6 for step in range(1, SHORT + 1))
+    assert all(norms(found)[step] == pytest.approx(norms(whole)[step], rel=1e-5) for step in range(1, SHORT + 1))
+    expected, given = (load_file(run / MIDDLE / "optimizer.safetensors") for run in (whole, found))
     assert expected.keys() == given.keys()
     assert all(torch.allclose(given[name], tensor, atol=1e-6) for name, tensor in expected.items())
 
@@ -271,9 +277,7 @@ def test_two_groups_of_two_train_as_one_process(groups, runs, case):
 @pytest.mark.skipif(not EVERYTHING, reason="in make test-strategies")
 def test_slices_that_are_sharded_resume_to_the_last_bit(groups):
     resumed, whole = groups["resumed"], groups["whole"]
-    assert {step: losses(whole)[step] for step in range(7, 13)} == losses(resumed)
+    assert {step: losses(whole)[step] for step in range(SHORT + 1, 2 * SHORT + 1)} == losses(resumed)
     for file in ("model", "optimizer", "average"):
-        expected, found = (
-            load_file(run / f"checkpoints/step-00000012/{file}.safetensors") for run in (whole, resumed)
-        )
+        expected, found = (load_file(run / END / f"{file}.safetensors") for run in (whole, resumed))
         assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)

@@ -448,7 +448,8 @@ def test_a_run_trains_while_the_hub_is_down_and_completes_its_uploads_later(reci
     settings += ["--hub.repository", "me/tiny", "--hub.every", "milestones", "--validation.every_steps", 100]
     down = {**home, **hub.environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
     try:
-        run_script("train.py", "--config", recipe, *settings, **down)
+        # Its publishers are found by their command lines.
+        run_script("train.py", "--config", recipe, *settings, fresh=True, **down)
         wait_for(lambda: len(events(run, "publish")) == 3, run / "publish/publish.log")
     finally:
         everybody = psutil.process_iter(["cmdline"])

@@ -1,14 +1,17 @@
 """Runs train.py with the arguments given, and writes when each compilation began to the file $COMPILATIONS.
 
+What is compiled is compiled by $BACKEND of torch.compile: inductor, or aot_eager, whose graphs run as they are.
 A backward pass that is compiled at its first call is part of the graph it belongs to: from a warm cache none is.
 """
 
+import functools
 import os
 import runpy
 import sys
 import time
 from pathlib import Path
 
+import torch
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 COMPILATIONS = Path(os.environ["COMPILATIONS"] + os.environ.get("RANK", "0"))
@@ -22,6 +25,7 @@ def note(arguments) -> None:
 
 
 callback_handler.register_start_callback(note)
+torch.compile = functools.partial(torch.compile, backend=os.environ["BACKEND"])
 train = Path(__file__).parents[2] / "train.py"
 sys.argv[0], sys.path[0] = str(train), str(train.parent)
 runpy.run_path(str(train), run_name="__main__")

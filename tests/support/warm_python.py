@@ -2,7 +2,8 @@
 
 Each process that runs tests has one such server. `WarmPopen` is `subprocess.Popen`, except that a script of the
 project under this interpreter is forked from the server instead of started: same arguments, environment, folder,
-files, sessions, signals and exit status. The launchers that it runs start their ranks in the same way.
+files, sessions, signals and exit status. The launchers that it runs start their ranks in the same way. The variables
+of the Hub are read anew after the fork.
 
 What differs: after threads, exit functions and output the process is gone, where an interpreter takes its modules
 apart for 0.4 s. And the parent is the server, so tests about launchers that die, or whose command line matters, take
@@ -33,13 +34,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOCKET, ENVIRONMENT = "WARM_PYTHON_SOCKET", "WARM_PYTHON_ENVIRONMENT"
 READ_BY_IMPORTS = (
-    "OMP_", "MKL_", "KMP_", "OPENBLAS", "ATEN_", "ONEDNN_", "DNNL_", "LD_", "PYTHON", "PATH", "HF_", "TRANSFORMERS_",
+    "OMP_", "MKL_", "KMP_", "OPENBLAS", "ATEN_", "ONEDNN_", "DNNL_", "LD_", "PYTHON", "PATH", "TRANSFORMERS_",
     "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "CUDA_", "TQDM_", "DS_", "WANDB_", "MPL", "XDG_", "HOME",
     "TMPDIR", "RAY_", "TOKENIZERS_", "NO_COLOR", "COLUMNS", "TERM", "LANG", "LC_",
 )  # fmt: skip
 SET_BY_LIBRARIES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_DUPLICATE_LIB_OK",
-    "TOKENIZERS_PARALLELISM", "HF_XET_HIGH_PERFORMANCE", "PYTHONPATH",
+    "TOKENIZERS_PARALLELISM", "PYTHONPATH",
 )  # fmt: skip
 """And by launchers, for those that they start. PYTHONPATH is read below."""
 LIBRARIES = (
@@ -118,12 +119,37 @@ def can_be_forked(command: list[str], environment: dict[str, str]) -> bool:
         return False
     server()
     here, there = json.loads(os.environ[ENVIRONMENT]), read_by_imports(environment)
+    if here != there:
+        print(
+            os.environ.get("PYTEST_CURRENT_TEST"),
+            {k for k, v in here.items() ^ there.items()},
+            command[1:3],
+        )
     return here == there
 
 
 def read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
     found = {name: value for name, value in environment.items() if name.startswith(READ_BY_IMPORTS)}
     return {name: value for name, value in found.items() if name not in SET_BY_LIBRARIES}
+
+
+def read_hub_variables() -> None:
+    """As an import does: HF_ENDPOINT, HF_HOME and the others."""
+    import datasets.config
+    import transformers.dynamic_module_utils
+    from huggingface_hub import constants, hf_api, hf_file_system
+
+    for module in (constants, datasets.config):  # all others ask these
+        importlib.reload(module)
+    hf_api.api.endpoint = constants.ENDPOINT
+    hf_file_system.HfFileSystem.clear_instance_cache()
+    hf_file_system.hffs = hf_file_system.HfFileSystem()
+    modules = os.environ.get("HF_MODULES_CACHE", os.path.join(constants.HF_HOME, "modules"))
+    transformers.utils.hub.HF_MODULES_CACHE = transformers.dynamic_module_utils.HF_MODULES_CACHE = modules
+
+
+def of_the_hub(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith("HF_")}
 
 
 def server() -> str:
@@ -251,9 +277,12 @@ def become(request: dict) -> list[str]:
         if file > 2:
             os.close(file)
     own = {name: os.environ[name] for name in (SOCKET, ENVIRONMENT)}
+    imported = of_the_hub(os.environ)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.environ.update(own)
+    if of_the_hub(os.environ) != imported:
+        read_hub_variables()
     os.chdir(request["folder"])
     ASKED_BY[:] = [request["starter"]]
     arguments = request["arguments"]

@@ -167,7 +167,6 @@ def test_compiled_and_recomputed_blocks_count_once_and_have_the_same_gradients(n
     Its layer is compiled by inductor. Qwen3's graph runs as it is, since recomputing is a matter of the graph alone.
     """
     is_deepseek = name == "deepseek_v3"
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of processes would start for half a minute
     if not is_deepseek:
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     layers = {"num_hidden_layers": 1 if is_deepseek else 2, "mlp_only_layers": [], "first_k_dense_replace": 0}

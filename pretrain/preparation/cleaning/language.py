@@ -23,10 +23,12 @@ FUNCTION_WORDS = {
     "nl": "het een van en dat niet voor met zijn op te aan die ook naar maar door bij wordt deze uit er",
 }
 """Frequent words by language; those that another of these has as well count for both."""
-WORDS_SAMPLES_BYTES = (600, 4000)
-"""A second look at more of the text where the first leaves a doubt."""
-LEAST_WORDS, LEAST_DIFFERENT, CERTAIN_SHARE, CERTAIN_LEAD = 20, 4, 0.12, 2.0
-"""Of the words of the sample: a language is certain with this share of them, that many times the next one's."""
+LEAST_WORDS = 20
+"""Of a sample, to say anything."""
+LOOKS = ((600, 0.12, 2, 4), (4000, 0.12, 2, 4), (4000, 0.06, 8, 8), (20_000, 0.06, 8, 10))
+"""(bytes of the sample, share, lead, different): a language is certain with that share of its words, `lead` times the
+next one's, if so many of them are different; else the next look decides. Tables and code leave fewer function words,
+but none of another language."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,6 @@ def certain_languages(batch: TextBatch) -> list[str | None]:
     """The language of each text whose function words leave no doubt."""
     from pretrain.preparation.cleaning.compiled.function_words import certain_numbers
 
-    least, shares = (LEAST_WORDS, LEAST_DIFFERENT), (CERTAIN_SHARE, CERTAIN_LEAD)
-    found = certain_numbers(*batch.joined, _words_table(), WORDS_SAMPLES_BYTES, least, shares)
+    found = certain_numbers(*batch.joined, _words_table(), LEAST_WORDS, LOOKS)
     names = [*FUNCTION_WORDS, None]
     return [names[number] for number in found.tolist()]

@@ -12,6 +12,7 @@ from typing import Any
 
 SOURCE_TEXTS = ("passage", "context", "article", "support", "paragraph", "story", "background")
 """Fields of reading comprehension that were text of the web before they were part of an item."""
+UNKNOWN = "no such task, and no such file or folder"
 
 
 def main() -> None:
@@ -26,7 +27,8 @@ def main() -> None:
                 output.write("\n".join([*lines, ""]))
         except Exception as error:  # whatever a task's file, its code, the datasets library or the network raises
             reason = str(error).strip().partition("\n")[0][:300] or "no reason given"
-            output.write(json.dumps({"name": name, "problem": f"{type(error).__name__}: {reason}"}) + "\n")
+            kind = "" if isinstance(error, LookupError) and reason == UNKNOWN else f"{type(error).__name__}: "
+            output.write(json.dumps({"name": name, "problem": f"{kind}{reason}"}) + "\n")
     output.close()
 
 
@@ -42,7 +44,7 @@ def load_tasks(name: str) -> list[Any]:
         manager = TaskManager(include_defaults=not is_file)
         names = [os.path.abspath(name)] if is_file else manager.match_tasks([name])
     if not names:
-        raise LookupError("no such task, and no such file or folder")
+        raise LookupError(UNKNOWN)
     found = manager.load(list(names))
     tasks = {task.task_name: task for task in found["tasks"].values()}
     return [tasks[task] for task in sorted(tasks)]

@@ -138,7 +138,7 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
 
 
 def _texts_of(pattern: str, reading: Reading) -> Iterator[bytes]:
-    for source in find_sources([pattern]):
+    for source in find_sources([pattern], option="--train_classifier"):
         for record in records_of(source, reading):
             if record.problem is not None:
                 raise InputError(f"{source.place(record.place)}: {record.problem}; fix the input")

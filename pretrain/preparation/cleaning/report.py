@@ -152,7 +152,7 @@ def _rules_section(facts: Mapping[str, Any]) -> str:
             _escape(stage),
             f"{row['documents']:,}",
             _bar(row["documents"], total),
-            f"{bytes_text(row['fewer_bytes'])} less",
+            f"{bytes_text(abs(row['fewer_bytes']))} {'less' if row['fewer_bytes'] >= 0 else 'more'}",
         ]
         for stage, row in sorted(facts["changed"].items())
     ]
@@ -221,7 +221,9 @@ def _near_section(near: Mapping[str, Any] | None) -> str:
         f"<h2>Near duplicates</h2><p>{near['removed']:,} of {near['documents']:,} documents, in {near['clusters']:,} "
     )
     text += f"clusters; the largest has {near['largest_cluster']:,} documents.</p>"
-    text += _histogram("documents per cluster", {f"at most {n}": c for n, c in near["clusters_of_at_most"].items()})
+    if near["clusters"]:
+        sizes = {f"at most {n}": c for n, c in near["clusters_of_at_most"].items()}
+        text += _histogram("documents per cluster", sizes)
     for pair in near["examples"]:
         columns = "".join(f"<div><h4>{name}</h4>{_document(pair[name])}</div>" for name in ("removed", "kept"))
         summary = f"Jaccard {pair['jaccard']:.3f}, {pair['copies']:,} near copies of the one that stays"

@@ -104,9 +104,11 @@ def _inner_suffix(path: str) -> tuple[str, str | None]:
 
 
 def find_sources(
-    patterns: Sequence[str], exclude: Sequence[str] = (), format_name: str | None = None
+    patterns: Sequence[str], exclude: Sequence[str] = (), format_name: str | None = None, option: str = "--input"
 ) -> list[InputFile]:
     """The files that match the patterns (paths or URLs; `**` recurses) and not `exclude`, sorted by path.
+
+    option: of the command line that gave the patterns, for messages.
 
     Raises InputError with every pattern without a match and every file that is unreadable or of unknown format.
     """
@@ -119,7 +121,7 @@ def find_sources(
         if not found:
             folder = f"is a folder; name its files, such as '{pattern}/**/*.jsonl'" if os.path.isdir(pattern) else ""
             remedy = folder or "no such file; quote patterns, ** looks into folders"
-            problems.append(f"--input {shown(pattern)}: {remedy}")
+            problems.append(f"{option} {shown(pattern)}: {remedy}")
         paths.update(found)
     kept = sorted(path for path in paths if not any(fnmatch.fnmatch(path, pattern) for pattern in exclude))
     if paths and not kept:

@@ -23,6 +23,12 @@ def test_function_words_do_not_decide_otherwise(text):
     assert certain_languages(TextBatch([text.encode()], [None])) == [None]
 
 
+def test_a_table_in_the_middle_hides_no_language():
+    table = "| V3*C5 | 35,584 | " * 100
+    assert certain_languages(TextBatch([(ENGLISH * 12 + table + ENGLISH * 12).encode()], [None])) == ["en"]
+    assert certain_languages(TextBatch([(ENGLISH + table * 12 + FRENCH).encode()], [None])) == [None]
+
+
 def test_other_languages_and_doubtful_texts_are_removed_and_counted():
     texts = [ENGLISH, GERMAN, FINNISH, "12345 67890", ENGLISH[:45], "漢字かな交じり文です。" * 5]
     batch = TextBatch([text.encode() for text in texts], [None] * len(texts))

@@ -65,6 +65,8 @@ def test_too_few_texts_and_folders_of_others_are_refused(examples, tmp_path):
     write_jsonl(tmp_path / "few.jsonl", ["text"] * 3)
     with pytest.raises(InputError, match=r"few\.jsonl: has 3 texts; give at least 50"):
         train_classifier(str(examples / "good.jsonl"), f"{tmp_path}/few.jsonl", Reading(), tmp_path / "out")
+    with pytest.raises(InputError, match=r"--train_classifier .*none\.jsonl: no such file"):
+        train_classifier(f"{tmp_path}/none.jsonl", str(examples / "other.jsonl"), Reading(), tmp_path / "out")
     with pytest.raises(InputError, match="already contains other files"):
         train_classifier(str(examples / "good.jsonl"), str(examples / "other.jsonl"), Reading(), tmp_path)
 

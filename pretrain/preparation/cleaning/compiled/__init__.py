@@ -2,6 +2,7 @@
 
 These modules import numba, so they are imported where they are used.
 
+    kept: machine code and tables on disk, for these sources only
     text_blocks: a text 64 bytes at a time, by the processor's vectors; characters and hashes of bytes
     words, chunks, word_rules: the division into words
     text_statistics, c4: what the published filters measure and change

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pretrain.preparation.cleaning.compiled.kept import kept_array
 from pretrain.preparation.cleaning.compiled.text_blocks import (
     ONE,
     before,
@@ -76,9 +77,8 @@ def hash_of_bytes(text: bytes) -> np.uint64:
     return np.uint64(hash_of(joined_texts([text])[0], 0, len(text)))
 
 
-@functools.cache
-def word_tables() -> WordTables:
-    """The tables, built once in a process."""
+@kept_array
+def _lookups() -> np.ndarray:
     lookups = np.zeros(UNITS_FROM + UNIT_SLOTS, np.uint64)
 
     def fill(first: int, size: int, words: Iterable[str]) -> None:
@@ -96,7 +96,13 @@ def word_tables() -> WordTables:
         lookups[PIECES_FROM + slot] = len(parts) | lengths[0] << 8 | lengths[1] << 16 | (word in JOINED) << 24
         bits = ONE << (value >> np.uint64(24) & np.uint64(63)) | ONE << (value >> np.uint64(18) & np.uint64(63))
         lookups[int(value) >> (64 - SPECIAL_BITS + 6)] |= bits
-    return WordTables(character_classes(), lookups)
+    return lookups
+
+
+@functools.cache
+def word_tables() -> WordTables:
+    """The tables, the same ones throughout a process."""
+    return WordTables(character_classes(), _lookups())
 
 
 @inlined

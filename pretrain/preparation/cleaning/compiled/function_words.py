@@ -64,27 +64,25 @@ def _count(text, start, end, keys, has, seen, stamp, counts):
 
 
 @compiled
-def _certain(text, bounds, keys, has, sizes, least_words, least_different, share, lead, seen, counts, found):
+def _certain(text, bounds, keys, has, least_words, looks, seen, counts, found):
     stamp = 0
     for document in range(len(bounds)):
         begin, size = bounds[document, 0], bounds[document, 1] - bounds[document, 0]
         found[document] = -1
-        for sample in sizes:
+        for look in range(len(looks)):
             stamp += 1
             counts[:] = 0
+            sample = np.int64(looks[look, 0])
             start = begin + max(0, (size - sample) // 2)
             words = _count(text, start, min(start + sample, begin + size), keys, has, seen, stamp, counts)
-            if words < least_words:
-                break
             best = counts[0].argmax()
             most, second = counts[0, best], np.int64(0)
             for language in range(len(counts[0])):
                 if language != best:
                     second = max(second, counts[0, language])
-            if most >= share * words and most >= lead * second:
-                found[document] = best if counts[1, best] >= least_different else -1
-                break
-            if size <= sample:
+            is_frequent = words >= least_words and most >= looks[look, 1] * words and most >= looks[look, 2] * second
+            if is_frequent and counts[1, best] >= looks[look, 3]:
+                found[document] = best
                 break
 
 
@@ -92,18 +90,15 @@ def certain_numbers(
     text: np.ndarray,
     bounds: np.ndarray,
     table: tuple[np.ndarray, np.ndarray],
-    sizes: Sequence[int],
-    least: tuple[int, int],
-    shares: tuple[float, float],
+    least_words: int,
+    looks: Sequence[tuple[int, float, float, int]],
 ) -> np.ndarray:
     """(documents,) int64: the number of the language whose function words leave no doubt; -1 where there is none.
 
-    text, bounds: as of joined_texts. table: of word_table. sizes: bytes of a sample from the middle, and of the next
-    one where it leaves a doubt. least: words of a sample, different function words. shares: of the words; times the
-    next language's.
+    text, bounds: as of joined_texts. table: of word_table. least_words: of a sample. looks: language.LOOKS.
     """
     keys, has = table
     found = np.empty(len(bounds), np.int64)
     seen, counts = np.zeros(_SLOTS, np.int64), np.zeros((2, has.shape[1]), np.int64)
-    _certain(text, bounds, keys, has, np.array(sizes), *least, *shares, seen, counts, found)
+    _certain(text, bounds, keys, has, least_words, np.array(looks, np.float64), seen, counts, found)
     return found

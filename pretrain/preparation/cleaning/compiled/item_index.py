@@ -5,7 +5,6 @@ the indexed texts so that every run of `words` words holds one; hashes of as man
 of a document, and what surrounds a seed is compared letter by letter. So a verdict is exact, not probable.
 """
 
-import functools
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numba import uint32, uintp
 
+from pretrain.preparation.cleaning.compiled.kept import cached_njit, kept_array
 from pretrain.preparation.cleaning.compiled.text_blocks import (
     BLOCK,
     ONE,
     PADDING,
-    cached_njit,
     first_bits,
     lowest_bit,
     mask_of,
@@ -46,7 +45,7 @@ class Run(NamedTuple):
     """Byte after the last."""
 
 
-@functools.cache
+@kept_array
 def folding_table() -> np.ndarray:
     """(65,536,) uint16: what each character of the basic plane counts as; 0: nothing."""
     table = np.zeros(1 << 16, np.uint16)

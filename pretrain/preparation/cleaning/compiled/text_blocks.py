@@ -5,44 +5,15 @@ costs next to nothing. Functions read up to PADDING bytes beyond the end that th
 """
 
 import functools
-import hashlib
-import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from pretrain.preparation.cleaning.compiled.kept import cached_njit
 from pretrain.preparation.cleaning.compiled.word_rules import IS_SPACE
-
-
-def sources_digest(folder: Path) -> str:
-    """Of the names and contents of its modules."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-HERE = Path(__file__).parent
-CACHE_FOLDER = Path(os.environ.get("NUMBA_CACHE_DIR") or HERE / "__pycache__") / sources_digest(HERE)
-
-
-def cached_njit(function: Callable, **options) -> Any:
-    """numba.njit whose machine code is kept for these sources only.
-
-    numba compares the source of a function's own module alone, and would go on with what it once inlined from others.
-    """
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(CACHE_FOLDER)
-    try:
-        return numba.njit(function, cache=True, **options)
-    finally:
-        numba.config.CACHE_DIR = before
-
 
 compiled = functools.partial(cached_njit, nogil=True, error_model="numpy", _nrt=False)
 inlined = functools.partial(compiled, forceinline=True)

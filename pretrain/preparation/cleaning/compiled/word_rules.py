@@ -4,12 +4,13 @@ The division is spaCy's for English, which the published filters count words by:
 a word, then within it. Data only; words.py applies it.
 """
 
-import functools
 import itertools
 import sys
 import unicodedata
 
 import numpy as np
+
+from pretrain.preparation.cleaning.compiled.kept import kept_array
 
 IS_SPACE, ALPHABETIC, LOWER, UPPER, DIGIT, PREFIX, SUFFIX, QUOTE = (1 << bit for bit in range(8))
 SIGN, ICON, PUNCTUATION, TERMINAL, CURRENCY, SENTENCE_END, PUNCTUATION_CATEGORY, LINE_END = (
@@ -118,7 +119,7 @@ def ranges_of(text: str) -> list[int]:
     return [code for part in ends for code in range(part[0], part[-1] + 1)]
 
 
-@functools.cache
+@kept_array
 def character_classes() -> np.ndarray:
     """(0x110000,) uint32: the classes of every code point."""
     classes = np.zeros(sys.maxunicode + 1, np.uint32)
