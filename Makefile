@@ -33,8 +33,14 @@ demo: .venv/requirements
 	@echo "Next, your own text:  .venv/bin/python train.py --text 'mine/*.txt' --minutes 10"
 	@echo 'The loop itself:      train.py        The run as it went:  runs/demo/train.log, runs/demo/metrics.jsonl'
 
-test: .venv/requirements-dev
+# What only GPUs need, beside the environment: accelerate imports torchao in every process that sees it.
+.venv/gpu/requirements: requirements-gpu.txt .venv/requirements-dev
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/gpu -r $< \
+		&& touch $@ || echo 'requirements-gpu.txt cannot be installed: fp8 and 8-bit AdamW are not tested'
+
+test: .venv/requirements-dev .venv/gpu/requirements
 	$(BIN)/python -m pytest -n 3 --dist loadfile
+	PYTHONPATH=.venv/gpu $(BIN)/python -m pytest tests/model/test_fp8.py tests/optim/test_optimizers.py -k 'fp8 or 8bit'
 
 # Every strategy for 50 steps, checkpoints from each to each on one process and on two, and a SIGKILL in each: about
 # 20 minutes.

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pretrain.model.model_config import load_model_config
-from pretrain.planning.smoke import memory_problem, spread_verdict
+from pretrain.planning.smoke import memory_problem, spread_verdict, unusual_norms
 from support.project import launch, run_script
 
 PARTS = ("the loss falls", "gradient norms", "learning rate", "resumed exactly", "checkpoint", "model folder")
@@ -25,6 +25,15 @@ def test_memory_above_the_plan_is_a_failure_and_memory_below_it_is_not():
     assert memory_problem(1.14e9, 1e9) is None and memory_problem(0.5e9, 1e9) is None
     assert memory_problem(1.2e9, 1e9).startswith("1.2 GB measured, 1 GB planned")
     assert memory_problem(40e6, 10e6) is None, "a few megabytes are nobody's concern"
+
+
+def test_gradient_norms_outside_of_a_tenth_to_ten_are_told():
+    def told(*norms):
+        return unusual_norms([{"grad_norm": norm} for norm in norms])
+
+    assert told(0.1, 0.2, 10.0) is None and told(0.01, 9.9, 99.0) is None, "by the median"
+    assert told(12.0, 11.0, 1.0) == "gradient norms of 11, where 0.1 to 10 are usual"
+    assert told(0.01, None, 0.03) == "gradient norms of 0.02, where 0.1 to 10 are usual"
 
 
 def test_a_router_that_sends_all_tokens_to_the_same_experts_is_a_failure():
