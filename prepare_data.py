@@ -40,6 +40,12 @@ def main() -> int:
     from pretrain.preparation.inspect import inspection_text
     from pretrain.preparation.request import read_request
 
+    for name in ("verify", "inspect", "report"):
+        folder = getattr(arguments, name)
+        if folder and arguments.input:
+            raise InputError(
+                f"--{name} {folder}: looks at a prepared folder, and reads no --input; prepare first, with --output"
+            )
     if arguments.verify:
         return verify(arguments.verify)
     if arguments.inspect:

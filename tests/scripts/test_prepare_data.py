@@ -314,6 +314,12 @@ def test_verify_tells_good_from_bad(tmp_path, run):
         run("--verify", tmp_path / "out", with_tokenizer=False)
 
 
+@pytest.mark.parametrize("flag", ["--verify", "--inspect", "--report"])
+def test_looking_at_a_prepared_folder_takes_no_input(tmp_path, run, flag):
+    with pytest.raises(InputError, match=f"{flag} x: looks at a prepared folder, and reads no --input; prepare first"):
+        run(flag, "x", "--input", tmp_path / "a.jsonl", with_tokenizer=False)
+
+
 def test_bad_input_exits_with_2_and_no_traceback_and_help_is_fast(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"x")
     command = [sys.executable, "prepare_data.py", "--input", f"{tmp_path}/a.jsonl", "--output", f"{tmp_path}/out"]
