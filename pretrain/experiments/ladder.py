@@ -1,5 +1,6 @@
 """runs.py ladder: fits the loss by size and tokens to runs of several sizes, and predicts that of others."""
 
+import itertools
 import json
 import math
 import statistics
@@ -62,6 +63,7 @@ class Rung:
     folders: tuple[Path, ...]
     left_out: int
     """Runs of this size and budget with other settings, which ended worse."""
+    tokens_per_step: int | None = None
 
     @property
     def compute(self) -> float:
@@ -198,6 +200,7 @@ def rungs_of(runs: Sequence[LadderRun]) -> list[Rung]:
                 statistics.stdev(losses) if len(losses) > 1 else None,
                 tuple(run.folder for run in best),
                 sum(map(len, settings.values())) - len(best),
+                best[0].settings.get("batch.tokens_per_step"),
             )
         )
     return sorted(rungs, key=lambda rung: (rung.parameters, rung.tokens))
@@ -290,6 +293,15 @@ def ladder_cautions(
             said.append(
                 f"the largest size is {measured.loss / backtest.loss - 1:+.2%} off the law of the smaller ones, "
                 "outside their interval: the ladder bends, or its settings are not equally good at every size"
+            )
+    by_compute = sorted((rung for rung in rungs if rung.tokens_per_step), key=lambda rung: rung.compute)
+    for less, more in itertools.pairwise(by_compute):
+        steps = [round(rung.tokens / rung.tokens_per_step) for rung in (less, more)]
+        if steps[1] < steps[0]:
+            said.append(
+                f"{count_text(more.parameters)} parameters had {steps[1]:,} steps of {more.tokens_per_step:,} tokens, "
+                f"{count_text(less.parameters)} with less compute {steps[0]:,} of {less.tokens_per_step:,}: such a "
+                "ladder bends; give all sizes one --batch.tokens_per_step"
             )
     said += [
         f"{one.name}: {one.times_compute:.3g} times the compute of the largest run; beyond {FAR_COMPUTE:g} times an "

@@ -19,7 +19,9 @@ def loss_of(parameters, tokens):
     return 1.5 + 30 / parameters**0.3 + 60 / tokens**0.3
 
 
-def write_ladder_run(folder, width, *, per_parameter=20, off=1.0, seed=1, ended=True, tokenizer="a", **optim):
+def write_ladder_run(
+    folder, width, *, per_parameter=20, off=1.0, seed=1, ended=True, tokenizer="a", batch=None, **optim
+):
     """A run as train.py leaves it, of a law's loss; returns (N, tokens, loss)."""
     folder.mkdir(parents=True)
     model = folder / "model.json"
@@ -28,6 +30,7 @@ def write_ladder_run(folder, width, *, per_parameter=20, off=1.0, seed=1, ended=
     tokens = per_parameter * parameters
     optim = {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 1, **optim}
     settings = {"seed": seed, "output": str(folder), "data": {"sequence_length": 64}, "optim": optim}
+    settings |= {"batch": {"tokens_per_step": batch}} if batch else {}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     (folder / "data.json").write_text(json.dumps({"data/x": {"tokenizer": {"sha256": tokenizer}}}))
     lines = [{"event": "start", "step": 0, "total_steps": 10}]
@@ -99,6 +102,17 @@ def test_what_would_be_a_guess_is_refused(sweep, tmp_path):
     assert "none: holds no runs" in mixed.stderr and "give parameters=30M,tokens=600M" in mixed.stderr
     mixed = ladder(tmp_path / "noisy", check=False)
     assert "differ in the tokenizer" in mixed.stderr and "differ in optim.schedule" in mixed.stderr
+
+
+def test_a_larger_size_with_fewer_steps_is_warned_of(tmp_path):
+    """As a batch does that follows the tokens by powers of two."""
+    sizes = [
+        write_ladder_run(tmp_path / f"runs/{width}", width, batch=batch)[:2]
+        for width, batch in zip(WIDTHS[:-1], (256, 1024, 1024, 1024), strict=True)
+    ]
+    first, second = (round(tokens / batch) for (_, tokens), batch in zip(sizes, (256, 1024), strict=False))
+    (said,) = [line for line in ladder(tmp_path / "runs").stdout.splitlines() if "steps of" in line]
+    assert f"had {second:,} steps of 1,024 tokens, " in said and f"{first:,} of 256: such a ladder bends" in said
 
 
 def test_losses_on_the_way_count_only_where_the_rate_was_constant(tmp_path):
