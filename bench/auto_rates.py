@@ -135,7 +135,10 @@ def sweep_of(name: str, optimizer: str, points: list[Point], share: float = 1.0)
 
 
 def next_rate(name: str, optimizer: str, points: list[Point]) -> float | None:
-    """The next rate to try: a row of factors, then outwards while the best is at an end; None: the sweep is done."""
+    """The next rate to try: a row of factors, then outwards while the best is at an end or auto's is beyond it.
+
+    None: the sweep is done.
+    """
     rates = {p.learning_rate: p.loss for p in sweep_of(name, optimizer, points)}
     law = centre(SIZES[name])
     for factor in FACTORS:
@@ -144,6 +147,9 @@ def next_rate(name: str, optimizer: str, points: list[Point]) -> float | None:
     best = min(rates, key=rates.get)
     if best in (min(rates), max(rates)):
         return float(f"{best * (1.7 if best == max(rates) else 1 / 1.7):.3g}")
+    if not min(rates) <= auto_rate(SIZES[name], optimizer) <= max(rates):
+        below = auto_rate(SIZES[name], optimizer) < min(rates)
+        return float(f"{min(rates) / 1.7 if below else max(rates) * 1.7:.3g}")
     return None
 
 
