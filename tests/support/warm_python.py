@@ -118,14 +118,7 @@ def can_be_forked(command: list[str], environment: dict[str, str]) -> bool:
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")):
         return False
     server()
-    here, there = json.loads(os.environ[ENVIRONMENT]), read_by_imports(environment)
-    if here != there:
-        print(
-            os.environ.get("PYTEST_CURRENT_TEST"),
-            {k for k, v in here.items() ^ there.items()},
-            command[1:3],
-        )
-    return here == there
+    return json.loads(os.environ[ENVIRONMENT]) == read_by_imports(environment)
 
 
 def read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
@@ -243,6 +236,8 @@ def serve() -> dict:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts a job in the background
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
                 for other in (listener, wake, wakes, connection, *children.values()):
                     other.close()
                 return request | {"files": files}
