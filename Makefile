@@ -47,7 +47,8 @@ test: .venv/requirements-dev .venv/gpu/requirements
 test-strategies: .venv/requirements-dev
 	STRATEGIES=all $(BIN)/python -m pytest tests/parallel/test_strategies.py tests/parallel/test_model_parallel.py \
 		tests/parallel/test_kill_strategies.py tests/parallel/test_muon_and_adafactor.py tests/parallel/test_nvme.py \
-		tests/training/test_expert_strategies.py tests/training/test_experts.py tests/model/test_compile.py tests/data/test_dispatch.py
+		tests/training/test_expert_strategies.py tests/training/test_experts.py tests/model/test_compile.py \
+		tests/data/test_dispatch.py
 
 # Every fault of docs/failures.md, with a kill at each of 200 points of a save, 20 in each of five strategies and an hour
 # of simulated spot machines, then 900 mutated recipes, model JSONs and command lines: about 40 minutes. Ends with a

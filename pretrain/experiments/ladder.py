@@ -64,6 +64,7 @@ class Rung:
     left_out: int
     """Runs of this size and budget with other settings, which ended worse."""
     tokens_per_step: int | None = None
+    """None: the runs do not say."""
 
     @property
     def compute(self) -> float:

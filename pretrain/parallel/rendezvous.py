@@ -52,10 +52,8 @@ def told_by_first(text: Callable[[], str]) -> str:
     All call, in the same order.
     """
     address, port, agents = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), "TORCHELASTIC_USE_AGENT_STORE"
-    is_first = os.environ["RANK"] == "0"
-    if (
-        is_first and os.environ.get(agents) != "True" and not OWN
-    ):  # the launcher has none: what torch opens is this one
+    is_first, is_launchers = os.environ["RANK"] == "0", os.environ.get(agents) == "True"
+    if is_first and not is_launchers and not OWN:  # torch takes this one when it opens its own
         OWN[:] = [TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)]
     store = TCPStore(address, port, is_master=False, timeout=PATIENCE)
     key = f"told-by-first-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{next(_TOLD)}"
