@@ -194,7 +194,7 @@ def train_groundwork(given: argparse.Namespace) -> tuple[list[tuple[float, float
         sizing = choose_sizing(machine.flops, prepared.training_tokens, vocabulary, machine.most_parameters)
         model = given.output / "groundwork_model.json"
         recipe = SizedRecipe(run, model, given.shards, machine, prepared, sizing)
-        model.write_text(recipe.model_text())
+        model.write_text(sizing.shape.json_text)
         path.write_text(recipe.text("# bench/time_to_loss.py"))
         chosen, length = sizing.shape, sizing.shape.sequence_length
         every = max(1, sizing.steps // MEASUREMENTS)

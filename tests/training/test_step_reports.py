@@ -9,6 +9,8 @@ import torch
 from pretrain.training.step_reports import Consensus, Request
 from support.save_and_die import strategy_of
 
+NAN = float("nan")
+
 
 def consensus_of(rank: int = 0, ranks: int = 1, meeting_point: Path | None = None) -> Consensus:
     return Consensus(strategy_of(rank, ranks, meeting_point))
@@ -27,15 +29,15 @@ def test_one_rank_has_its_own_figures():
 
 def test_of_two_ranks_the_mean_the_largest_and_the_most_urgent_count(tmp_path):
     figures = [
-        [(2.0, 1.0, 0, Request.NONE), (2.0, 1.0, 0, Request.PREEMPT), (float("nan"), 1.0, 1, Request.SAVE)],
-        [(4.0, 3.0, 0, Request.NONE), (2.0, 1.0, 0, Request.INTERRUPT), (2.0, 1.0, 0, Request.NONE)],
+        [(2.0, 1.0, 0, Request.NONE), (2.0, 1.0, 0, Request.PREEMPT), (NAN, 1.0, 1, Request.SAVE)],
+        [(4.0, 3.0, 0, Request.NONE), (2.0, 1.0, 0, Request.INTERRUPT), (2.0, NAN, 0, Request.NONE)],
     ]
     children = []
     for rank in (0, 1):
         if (child := os.fork()) == 0:
             consensus = consensus_of(rank, 2, tmp_path / "store")
             seen = [r for number, of_step in enumerate(figures[rank]) for r in step(consensus, number, *of_step)]
-            rows = [[r.step, str(r.loss), r.grad_norm, r.skipped, r.request.name] for r in seen]
+            rows = [[r.step, str(r.loss), str(r.grad_norm), r.skipped, r.request.name] for r in seen]
             (tmp_path / f"{rank}.json").write_text(json.dumps(rows))
             os._exit(0)
         children.append(child)
@@ -45,8 +47,8 @@ def test_of_two_ranks_the_mean_the_largest_and_the_most_urgent_count(tmp_path):
         first
         == second
         == [
-            [0, "3.0", 3.0, False, "NONE"],
-            [1, "2.0", 1.0, False, "INTERRUPT"],
-            [2, "nan", 1.0, True, "SAVE"],
+            [0, "3.0", "3.0", False, "NONE"],
+            [1, "2.0", "1.0", False, "INTERRUPT"],
+            [2, "nan", "nan", True, "SAVE"],
         ]
     )
