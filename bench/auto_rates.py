@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from pretrain.optim.optimizers import OPTIMIZERS  # noqa: E402
-from pretrain.optim.scaling_laws import batch_by_law, rate_by_law  # noqa: E402
+from pretrain.optim.scaling_laws import batch_by_law  # noqa: E402
 
 RESULTS = ROOT / "bench" / "auto_rates.json"
 VOCABULARY, LENGTH = 4096, 256
@@ -102,7 +102,7 @@ def centre(size: Size) -> float:
 
 
 def auto_rate(size: Size, optimizer: str) -> float:
-    return rate_by_law(size.parameters, size.tokens_per_step, OPTIMIZERS[optimizer].relative_learning_rate)
+    return OPTIMIZERS[optimizer].auto_rate(size.parameters, size.tokens_per_step)
 
 
 def train(name: str, optimizer: str, rate: float, share: float, shards: str) -> Point:

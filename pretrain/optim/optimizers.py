@@ -18,6 +18,7 @@ from pretrain.model.width_roles import WidthRole, hidden_width, transposed_names
 from pretrain.optim.adafactor import Adafactor, factored_shapes
 from pretrain.optim.matrix_exchange import BUCKET_ELEMENTS, HiddenMatrix
 from pretrain.optim.muon import BATCH_ELEMENTS, Muon, MuonWithAdamW
+from pretrain.optim.scaling_laws import LEAST_BATCH_FACTOR, rate_by_law
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 FP32_BYTES = 4
@@ -104,8 +105,15 @@ class OptimizerSpec(ABC):
     """Whether it has been tested with its state on a disk, where DeepSpeed's offload puts it."""
     relative_learning_rate = 1.0
     """Its usual peak relative to AdamW's."""
+    least_batch_factor = LEAST_BATCH_FACTOR
+    """Of that peak, by the batch."""
     updates_in_bf16 = False
     """Whether the update is computed in bf16 under any precision, where the device multiplies in bf16."""
+
+    @classmethod
+    def auto_rate(cls, parameters: float, tokens_per_step: float) -> float:
+        """The peak that `learning_rate: auto` stands for."""
+        return rate_by_law(parameters, tokens_per_step, cls.relative_learning_rate, cls.least_batch_factor)
 
     def problems(self, settings: Optim, device_type: str) -> list[str]:
         """Why it cannot train this model with these settings, or run on this device; [] if it can."""
@@ -207,7 +215,7 @@ class MuonSpec(AdamWSpec):
 
     takes = ("whole", "stage", "sharded", "pieces")
     runs_from_disk = False
-    relative_learning_rate = 2.0  # docs/quality.md has what was measured
+    relative_learning_rate, least_batch_factor = 2.0, 0.5  # docs/quality.md has what was measured
     updates_in_bf16 = True
 
     def problems(self, settings: Optim, device_type: str) -> list[str]:

@@ -12,8 +12,9 @@ LEAST_PARAMETERS = 3e6
 """Smaller models get the rate of this many: in sweeps at 0.8M the law's own was twice the best (docs/quality.md)."""
 BATCH_EXPONENT = 0.5
 """Of the rate, in the batch (Malladi et al., arXiv 2205.10287)."""
-LEAST_BATCH_FACTOR, MOST_BATCH_FACTOR = 0.5, 2.0
-"""Of the rate, by the batch."""
+LEAST_BATCH_FACTOR, MOST_BATCH_FACTOR = 0.35, 2.0
+"""Of AdamW's rate, by the batch; in sweeps with batches of a 30th to a 280th of the reference, 0.30 to 0.38 were best
+(docs/quality.md)."""
 TIMESCALE, TIMESCALE_EXPONENT = 1.084, -0.527
 """Of AdamW's average of its updates, as a share of the run, by tokens per parameter (Bergsma et al., arXiv
 2505.13738)."""
@@ -36,14 +37,16 @@ def tokens_of_steps(steps: int) -> float:
     return (0.58 * steps) ** (1 / (1 - 0.571))
 
 
-def rate_by_law(parameters: float, tokens_per_step: float, relative: float = 1.0) -> float:
-    """Peak learning rate; `relative` is the optimizer's own, relative to AdamW's.
+def rate_by_law(
+    parameters: float, tokens_per_step: float, relative: float = 1.0, least_batch_factor: float = LEAST_BATCH_FACTOR
+) -> float:
+    """Peak learning rate; `relative` is the optimizer's own, relative to AdamW's, `least_batch_factor` its own too.
 
     Independent of the length of the run, so that a longer budget does not change rates already used.
     """
     size = max(parameters, LEAST_PARAMETERS) / REFERENCE_PARAMETERS
     batch = tokens_per_step / (REFERENCE_BATCH * size**REFERENCE_BATCH_EXPONENT)
-    factor = min(max(batch**BATCH_EXPONENT, LEAST_BATCH_FACTOR), MOST_BATCH_FACTOR)
+    factor = min(max(batch**BATCH_EXPONENT, least_batch_factor), MOST_BATCH_FACTOR)
     return relative * REFERENCE_RATE * size**RATE_EXPONENT * factor
 
 

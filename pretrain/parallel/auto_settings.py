@@ -12,7 +12,6 @@ from pretrain.optim.learning_rate import learning_rate_for_batch
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.optim.scaling_laws import (
     batch_by_law,
-    rate_by_law,
     tokens_of_steps,
     warmup_by_law,
     weight_decay_by_law,
@@ -40,8 +39,7 @@ def settled(config: RunConfig, processes: int | None = None) -> RunConfig:
     tokens = tokens or budget.steps * per_step
     values: dict[str, Any] = {}
     if optim.learning_rate == "auto":
-        rate = rate_by_law(parameters, per_step, OPTIMIZERS[optim.name].relative_learning_rate)
-        values["learning_rate"] = float(f"{rate:.3g}")
+        values["learning_rate"] = float(f"{OPTIMIZERS[optim.name].auto_rate(parameters, per_step):.3g}")
     if optim.weight_decay == "auto":
         rate = values.get("learning_rate", optim.learning_rate)
         rate = rate or learning_rate_for_batch(optim.base_learning_rate, per_step // config.data.sequence_length)

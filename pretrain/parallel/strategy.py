@@ -28,7 +28,7 @@ from pretrain.model.fp8 import fp8_problem, use_fp8
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.averaging import WeightAverage
-from pretrain.optim.gradient_norm import clipping, total_norm
+from pretrain.optim.gradient_norm import total_norm
 from pretrain.optim.matrix_exchange import Holders
 from pretrain.optim.muon import MuonWithAdamW
 from pretrain.optim.optimizers import (
@@ -295,7 +295,10 @@ class Strategy:
         Returns (gradient norm before clipping, 1 if the step was skipped else 0), both on the device: nothing waits.
         """
         grad_norm = self.gradient_norm()
-        divisor, skipped = clipping(grad_norm, max_grad_norm)
+        skipped = (~torch.isfinite(grad_norm)).float()
+        divisor = None  # such that torch.nn.utils.clip_grad_norm_ would multiply by its inverse
+        if max_grad_norm is not None:
+            divisor = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0)
         inner, scaler = self.inner_optimizer, self.accelerator.scaler
         if getattr(inner, "_step_supports_amp_scaling", False):
             # Fused kernels, Muon and Adafactor read both on the device: they divide as they go, a pass over the

@@ -19,7 +19,7 @@ from pretrain.memory.activations import Activations, ForwardPass, Line
 from pretrain.memory.parts import PlannedRun, sizes_of
 from pretrain.model.flops import active_parameters, matrix_parameters
 from pretrain.optim.optimizers import OPTIMIZERS
-from pretrain.optim.scaling_laws import batch_by_law, rate_by_law, warmup_by_law, weight_decay_by_law
+from pretrain.optim.scaling_laws import batch_by_law, warmup_by_law, weight_decay_by_law
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.planning.candidates import (
     SIMPLEST_FIRST,
@@ -233,8 +233,7 @@ class Sized:
 
     @property
     def learning_rate(self) -> float:
-        relative = OPTIMIZERS[self.budget.optimizer].relative_learning_rate
-        return float(f"{rate_by_law(self.work.sizes.total, self.batch, relative):.3g}")
+        return float(f"{OPTIMIZERS[self.budget.optimizer].auto_rate(self.work.sizes.total, self.batch):.3g}")
 
     @property
     def weight_decay(self) -> float:

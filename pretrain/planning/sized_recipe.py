@@ -11,7 +11,6 @@ from pretrain.data.shards import open_shards, read_manifest
 from pretrain.data.tokenizer import load_decoder
 from pretrain.hardware import DTYPES, measured_matrix_flops, memory_bytes, peak_flops, use_all_cores
 from pretrain.optim.optimizers import OPTIMIZERS
-from pretrain.optim.scaling_laws import rate_by_law
 from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.planning.families import Shape
 from pretrain.planning.sizing import MOST_EPOCHS, Sizing
@@ -119,8 +118,7 @@ class SizedRecipe:
     @property
     def learning_rate(self) -> float:
         """Muon's, to two digits."""
-        relative = OPTIMIZERS["muon"].relative_learning_rate
-        return float(f"{rate_by_law(self.sizing.shape.parameters, self.sizing.tokens_per_step, relative):.2g}")
+        return float(f"{OPTIMIZERS['muon'].auto_rate(self.sizing.shape.parameters, self.sizing.tokens_per_step):.2g}")
 
     @property
     def sequences_per_micro_batch(self) -> int:

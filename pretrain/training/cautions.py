@@ -7,7 +7,6 @@ from pretrain.hardware import emulation_of_bf16
 from pretrain.memory.parts import sizes_of
 from pretrain.model.model_config import padded_vocabulary
 from pretrain.optim.optimizers import OPTIMIZERS
-from pretrain.optim.scaling_laws import rate_by_law
 from pretrain.training.run_plan import RunPlan
 from pretrain.units import count_text
 
@@ -37,7 +36,7 @@ def unusual_learning_rate(config: RunConfig, run: RunPlan, overridden: frozenset
     if optim.learning_rate == "auto":
         return None
     tokens_per_step = run.ramp.sequences_per_level[-1] * run.batches.window.sequence_length
-    usual = rate_by_law(run.parameters, tokens_per_step, OPTIMIZERS[optim.name].relative_learning_rate)
+    usual = OPTIMIZERS[optim.name].auto_rate(run.parameters, tokens_per_step)
     factor = stated / usual
     setting = "optim.learning_rate" if optim.base_learning_rate is None else "optim.base_learning_rate"
     by_hand = {"optim", setting} & overridden

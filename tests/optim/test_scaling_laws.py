@@ -18,7 +18,7 @@ from pretrain.recipe import read_run_config
 from support.project import ROOT
 
 RECIPE = ROOT / "recipes" / "demo.yaml"
-SWEPT = ("1M", "3M", "10M")
+SWEPT = ("1M", "3M", "10M", "30M")
 AUTO = [(f"optim.{name}", "auto") for name in ("learning_rate", "weight_decay", "warmup_steps")]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pretrain.optim.scaling_laws import rate_by_law
+from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.recipe import read_run_config
 from pretrain.training import cautions as cautions_module
 from pretrain.training.cautions import cautions
@@ -20,8 +20,8 @@ def said(recipe, *overrides):
     return cautions(config, derive(config, ranks=1), frozenset(name for name, _ in overrides), CPU)
 
 
-AUTO = rate_by_law(0, 256)
-"""Of AdamW, for the recipe's model and batch."""
+AUTO, AUTO_MUON = (OPTIMIZERS[name].auto_rate(0, 256) for name in ("adamw", "muon"))
+"""For the recipe's model and batch."""
 
 
 @pytest.mark.parametrize(
@@ -29,11 +29,11 @@ AUTO = rate_by_law(0, 256)
     [
         ({"optim.learning_rate": f"{10 * AUTO}"}, "is 10 times what auto gives adamw at"),
         ({"optim.learning_rate": f"{AUTO / 10}"}, "is 1/10 of what auto gives adamw at"),
-        ({"optim.base_learning_rate": f"{10 * AUTO}"}, "base_learning_rate: the peak of 0.0776 is 20 times what auto"),
+        ({"optim.base_learning_rate": f"{10 * AUTO}"}, "base_learning_rate: the peak of 0.0543 is 20 times what auto"),
         ({"optim.learning_rate": f"{4 * AUTO}"}, None),
         ({"optim.learning_rate": "auto"}, None),
-        ({"optim.name": "muon", "optim.learning_rate": f"{2 * AUTO}"}, None),
-        ({"optim.name": "muon", "optim.learning_rate": f"{AUTO / 4}"}, "1/8 of what auto gives muon at"),
+        ({"optim.name": "muon", "optim.learning_rate": f"{AUTO_MUON}"}, None),
+        ({"optim.name": "muon", "optim.learning_rate": f"{AUTO_MUON / 8}"}, "1/8 of what auto gives muon at"),
         # The recipe's rate of 3e-3 is not far from what AdamW takes, but nobody chose it for Muon.
         ({"optim.name": "muon"}, "the recipe's, while --optim.name muon is the command line's, and 1/2.59 of"),
         ({"optim.name": "muon", "optim.learning_rate": "3e-3"}, None),
@@ -51,8 +51,8 @@ def test_the_demo_under_adamw_says_both_rates(shards):
         ": "
     )
     assert name == "optim.learning_rate"
-    assert rate.startswith("the peak of 0.01 is the recipe's, while --optim.name adamw is the command line's, and 2.")
-    assert "what auto gives adamw at 2.69M parameters, 0.00388;" in rate
+    assert rate.startswith("the peak of 0.01 is the recipe's, while --optim.name adamw is the command line's, and 3.")
+    assert "what auto gives adamw at 2.69M parameters, 0.00272;" in rate
     assert said("recipes/demo.yaml", ("data.train.0.shards", str(shards))) == []
 
 
