@@ -11,6 +11,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -87,7 +88,11 @@ def prepare(
     Raises InputError for input that cannot be used or a folder that was made from something else, StoppedError when
     a signal ended it early (run it again to continue).
     """
-    output, plan = request.output, request.plan()
+    output, cleaning = request.output, request.options.cleaning
+    with ThreadPoolExecutor(1) as threads:  # which has ended before workers are forked
+        if cleaning is not None:
+            threads.submit(cleaning.preload)
+        plan = request.plan()
     slices = require_slices(request)
     state_folder = output / UNFINISHED_FOLDER
     finished = _finished(output, plan)

@@ -47,10 +47,14 @@ def read_cleaning(
 
 
 def sensible_set(is_english: bool) -> list[CleaningStage]:
-    """The filters of --clean, in FineWeb's order and with its numbers; stop words are counted in English only."""
+    """The filters of --clean, FineWeb's with its numbers; stop words are counted in English only.
+
+    FineWeb has repetition before quality: the same documents stay, but what quality removes would be searched in vain
+    for repetition, which takes longer.
+    """
     return [
-        GopherRepetition(),
         GopherQuality() if is_english else GopherQuality(min_stop_words=None),
+        GopherRepetition(),
         C4Quality(endings=False),
         FineWebQuality(),
         PersonalData(),

@@ -108,6 +108,12 @@ class Cleaning:
         """What the manifest records, with all numbers written out."""
         return [stage.as_plan() for stage in self.stages]
 
+    def preload(self) -> None:
+        """Does what a stage can do before it is opened, in a thread beside other work of the start."""
+        for stage in self.stages:
+            if hasattr(stage, "preload"):
+                stage.preload()
+
     @cached_property
     def opened(self) -> list[tuple[str, Callable[[TextBatch], Verdicts]]]:
         """(label, what judges) of each stage."""

@@ -52,12 +52,12 @@ def test_everything_wrong_is_reported_at_once(tmp_path):
 
 
 def test_clean_is_finewebs_set_in_which_a_filter_that_is_given_replaces_its_own():
-    names = ["language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "personal_data"]
+    names = ["language", "gopher_quality", "gopher_repetition", "c4", "fineweb", "personal_data"]
     clean = read_cleaning([], clean=True).as_plan()
     assert [stage["name"] for stage in clean] == names
-    assert clean[0]["languages"] == ["en"] and clean[2]["min_stop_words"] == 2 and clean[3]["endings"] is False
+    assert clean[0]["languages"] == ["en"] and clean[1]["min_stop_words"] == 2 and clean[3]["endings"] is False
     german = read_cleaning(["fineweb(max_short_lines=0.5)"], languages="de", clean=True).as_plan()
-    assert german[0]["languages"] == ["de"] and german[2]["min_stop_words"] is None
+    assert german[0]["languages"] == ["de"] and german[1]["min_stop_words"] is None
     assert [stage["name"] for stage in german] == [*names[:4], "personal_data", "fineweb"]
     assert german[-1]["max_short_lines"] == 0.5
     assert read_cleaning([]) is None
