@@ -11,14 +11,18 @@ import numpy as np
 
 from pretrain.preparation.cleaning.compiled.kept import kept_array
 from pretrain.preparation.cleaning.compiled.text_blocks import (
+    BLOCK,
     ONE,
     before,
     characters_in,
     code_at,
     compiled,
+    first_bits,
     hash_of,
     inlined,
     joined_texts,
+    letters_at,
+    mask_of,
 )
 from pretrain.preparation.cleaning.compiled.word_rules import (
     ALPHABETIC,
@@ -153,9 +157,7 @@ def _prefix_bytes(text, start, end, classes):
 
 
 @compiled
-def _suffix_bytes(text, start, end, has_digit, tables):
-    if end <= start:
-        return 0
+def _suffix_bytes_of_any(text, start, end, has_digit, tables):
     classes = tables.classes
     last = before(text, start, end)
     code = code_at(text, last)[0]
@@ -203,6 +205,19 @@ def _suffix_bytes(text, start, end, has_digit, tables):
         ):
             return end - position - 1
     return 0
+
+
+@inlined
+def _suffix_bytes(text, start, end, has_digit, tables):
+    if end <= start:
+        return 0
+    last = text[end - 1]
+    if last < 0x80 and last != 46:
+        if tables.classes[last] & SUFFIX:
+            return 1
+        if tables.classes[last] & ALPHABETIC and last | 32 != 115 and not has_digit:
+            return 0
+    return _suffix_bytes_of_any(text, start, end, has_digit, tables)
 
 
 @inlined
@@ -305,7 +320,7 @@ def _add_pieces(words, count, start, end, slot, tables):
     return count + 1
 
 
-@compiled
+@inlined
 def _divide_chunk(text, start, end, has_digit, tables, words, count):
     """Divides what stands between spaces; the number of words after it."""
     classes, first_word = tables.classes, count
@@ -339,7 +354,7 @@ def _divide_chunk(text, start, end, has_digit, tables, words, count):
     return count
 
 
-@compiled
+@inlined
 def _add_middle(text, start, end, slot, tables, words, count):
     if slot >= 0:
         return _add_pieces(words, count, start, end, slot, tables)
@@ -367,13 +382,14 @@ def _add_middle(text, start, end, slot, tables, words, count):
     return count
 
 
-@compiled
+@inlined
 def _add_suffixes(text, start, stop, has_digit, tables, words, count, first):
     """Adds the suffixes between `start` and `stop` in the order of the text."""
     begin = count
     while stop > start:
-        size = _suffix_bytes(text, first, stop, has_digit, tables)
-        size = min(max(size, 1), stop - start)
+        size = 1
+        if stop - start > 1:
+            size = min(max(_suffix_bytes(text, first, stop, has_digit, tables), 1), stop - start)
         words[count, 0], words[count, 1] = stop - size, stop
         stop, count = stop - size, count + 1
     for index in range((count - begin) // 2):
@@ -384,7 +400,7 @@ def _add_suffixes(text, start, stop, has_digit, tables, words, count, first):
     return count
 
 
-@compiled
+@inlined
 def _join_emoticons(text, tables, words, first, count):
     """Puts signs that are an emoticon together again."""
     written, index = first, first
@@ -413,13 +429,18 @@ def _count_word(text, start, end, classes):
     return np.int64(has_other), np.int64(has_letter)
 
 
-@compiled
+@inlined
 def divide_chunks(text, start, end, tables, words, hashes, count, totals):
     """`divide_words` of module words for what has no ASCII space in it."""
     classes = tables.classes
     while start < end:
         stop, is_plain, has_digit = start, True, False
         size, kind = np.int64(0), np.uint32(0)
+        block = first_bits(end - start)
+        is_ascii = end - start <= BLOCK and not mask_of(text, start, 0, 0x80, 0xFF) & block
+        if is_ascii:
+            stop, is_plain = end, not ~letters_at(text, start) & block
+            has_digit = mask_of(text, start, 0, 48, 57) & block != 0
         while stop < end:
             code, size = code_at(text, stop)
             kind = classes[code]
@@ -439,7 +460,7 @@ def divide_chunks(text, start, end, tables, words, hashes, count, totals):
             count = _divide_chunk(text, start, stop, has_digit, tables, words, count)
         for number in range(first, count):
             begin, close = words[number, 0], words[number, 1]
-            words[number, 2] = characters_in(text, begin, close)
+            words[number, 2] = close - begin if is_ascii else characters_in(text, begin, close)
             hashes[number] = hash_of(text, begin, close)
             counted, alphabetic = _count_word(text, begin, close, classes)
             totals[0] += counted
