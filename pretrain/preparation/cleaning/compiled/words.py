@@ -134,8 +134,10 @@ def _divide_plain(text, begin, stop, signs, tables, words, hashes, count, totals
             count = _add_word(text, after, end, end - after, words, hashes, count)
             characters, parts = characters + end - after, parts + (end > after)
     count = _add_word(text, end, closing, 1, words, hashes, count)
-    totals[0] += parts
-    totals[1] += characters
+    # Of the signs before a word only this quote is no punctuation in datatrove's list.
+    is_counted = _curled(text, begin) == 0x98
+    totals[0] += parts + is_counted
+    totals[1] += characters + is_counted
     totals[2] += parts
     return _add_word(text, closing, stop, 1, words, hashes, count)
 

@@ -60,3 +60,9 @@ def test_hashes_and_characters_are_of_the_words_and_documents_do_not_mix():
 
 def test_a_text_of_signs_has_room():
     assert len(words_of("(" * 50_000)) == 50_000
+
+
+@pytest.mark.parametrize(("text", "totals"), [("“I", [1, 1, 1]), ("‘I", [2, 2, 1]), ("'dogs’", [1, 4, 1])])
+def test_signs_before_a_word_count_as_datatroves_list_of_punctuation_has_them(text, totals):
+    """Of an opening ‘ alone it says that it is none."""
+    assert divided_texts(*joined_texts([text.encode()])).totals.tolist() == [totals]
