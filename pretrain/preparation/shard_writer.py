@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,11 +19,15 @@ from pretrain.preparation.cleaning.near_duplicate_search import SIGNATURES_SUFFI
 
 
 class _HashedFile:
-    """A file that is appended to, with the hash of all it holds. `size`: what to keep of an earlier content."""
+    """A file that is appended to, with the hash of all it holds. `size`: what to keep of an earlier content.
+
+    A thread of its own hashes each content, which must stay as it is, while the next one is made.
+    """
 
     def __init__(self, path: Path, size: int = 0):
         self.path = path
-        self._sha256 = hashlib.sha256()
+        self._sha256, self._thread = hashlib.sha256(), ThreadPoolExecutor(1)
+        self._hashing: Future[None] | None = None
         if size and (not path.is_file() or path.stat().st_size < size):
             raise InputError(f"{path}: is shorter than when it was written; remove {path.parent} and prepare it again")
         self._file: BinaryIO = path.open("r+b" if size else "w+b")
@@ -31,14 +36,17 @@ class _HashedFile:
             self._sha256.update(block)
 
     def append(self, content: bytes | memoryview) -> None:
+        if self._hashing is not None:
+            self._hashing.result()
+        self._hashing = self._thread.submit(self._sha256.update, content)
         self._file.write(content)
-        self._sha256.update(content)
 
     def sync(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        self._thread.shutdown()
         self._file.close()
 
     def finish(self) -> str:

@@ -3,7 +3,6 @@
 Accounts of parts add up to that of the whole in any division, so workers, slices and interruptions make no difference.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -11,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
+
+from xxhash import xxh3_64_hexdigest
 
 KEPT = "kept"
 """Stands for a rule where documents were not removed."""
@@ -73,7 +74,7 @@ class CleaningAccount:
         drawn = self.samples.setdefault(rule, {})
         largest = max(drawn, default="")
         for source, place, text in zip(sources, places, texts, strict=True):
-            digest = hashlib.blake2b(text[:EXCERPT_BYTES], digest_size=8).hexdigest()
+            digest = xxh3_64_hexdigest(text[:EXCERPT_BYTES])
             if len(drawn) < SAMPLES_PER_RULE or digest < largest:
                 excerpt = text[:EXCERPT_BYTES].decode(errors="ignore")
                 more = {digest: {"source": source, "place": place, "bytes": len(text), "text": excerpt}}
@@ -97,7 +98,7 @@ class CleaningAccount:
         """Draws from documents that stay, by their hash, those whose domains are recorded."""
         for text, url in zip(texts, urls, strict=True):
             if url is not None:
-                digest = hashlib.blake2b(text[:EXCERPT_BYTES], digest_size=8).hexdigest()
+                digest = xxh3_64_hexdigest(text[:EXCERPT_BYTES])
                 self.domains[digest] = domain_of(url)
         self._keep_domains()
 
