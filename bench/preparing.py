@@ -1,5 +1,6 @@
 """Commands of data preparation and of datatrove, run and measured: seconds, peak memory, tokens."""
 
+import contextlib
 import importlib.util
 import json
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-POLL_SECONDS = 0.1
+POLL_SECONDS, SHARE_OF_LOOKS = 0.1, 0.02
 TIMES_AS_FAST_AS_DATATROVE = 10
 SLOWEST_CLEANING_MB_PER_S = 60
 TIMES_A_PREPARATION = 2
@@ -51,14 +52,22 @@ def run_measured(command: list[str]) -> tuple[float, int, str]:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, text=True)
         peak = 0
         while process.poll() is None:
+            looked = time.perf_counter()
             peak = max(peak, memory_of(process.pid))
-            time.sleep(POLL_SECONDS)
+            # A look at a gigabyte takes tens of milliseconds, for which the process waits as well.
+            _wait_for(process, max(POLL_SECONDS, (time.perf_counter() - looked) / SHARE_OF_LOOKS))
         seconds = time.perf_counter() - began
         output.seek(0)
         told = output.read()
     if process.returncode:
         sys.exit(f"{' '.join(command)} exited {process.returncode}\n{told}")
     return seconds, peak, told
+
+
+def _wait_for(process: subprocess.Popen, seconds: float) -> None:
+    """Until it has ended, for so many seconds at most."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
 
 
 def memory_of(pid: int) -> int:

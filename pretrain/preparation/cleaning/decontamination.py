@@ -86,7 +86,7 @@ class Decontamination:
     def _judge(self, batch: TextBatch) -> Verdicts:
         verdicts = Verdicts()
         runs: dict[int, list[Run]] = {}
-        for run in self._index.find(batch.texts):
+        for run in self._index.find(batch.texts, batch.joined):
             runs.setdefault(run.document, []).append(run)
         for document, of_document in runs.items():
             text = batch.texts[document]

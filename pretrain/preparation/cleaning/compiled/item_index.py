@@ -19,6 +19,7 @@ from pretrain.preparation.cleaning.compiled.text_blocks import (
     ONE,
     PADDING,
     first_bits,
+    joined_texts,
     lowest_bit,
     mask_of,
 )
@@ -252,17 +253,17 @@ def _candidates(keys, tags, count, bits, rare_shift, other_shift, rare_bits, pla
 
 
 @cached_njit
-def _find(content, ends, table, texts, hashed, words, found):
+def _find(content, bounds, table, texts, hashed, words, found):
     """Writes (document, text, first letter, letter after the last) of each run while there is room; how many."""
     keys, chain_first = hashed[4], hashed[5]
     longest = np.int64(1)
-    for document in range(len(ends)):
-        longest = max(longest, ends[document] - (ends[document - 1] if document else 0))
+    for document in range(len(bounds)):
+        longest = max(longest, bounds[document, 1] - bounds[document, 0])
     own, count = np.empty(longest + 1, np.uint16), 0
     own_keys, tags = np.empty(LETTERS_AT_ONCE + SEED_LETTERS, np.uint32), np.empty(LETTERS_AT_ONCE + PADDING, np.uint8)
     places = np.empty(LETTERS_AT_ONCE, np.int64)
-    for document in range(len(ends)):
-        size = np.int64(_fold(content, ends[document - 1] if document else 0, ends[document], table, own))
+    for document in range(len(bounds)):
+        size = np.int64(_fold(content, bounds[document, 0], bounds[document, 1], table, own))
         for begin in range(0, size - SEED_LETTERS + 1, LETTERS_AT_ONCE):
             runs = min(LETTERS_AT_ONCE, size - SEED_LETTERS + 1 - begin)
             _write_keys(own, begin, runs, own_keys)
@@ -310,15 +311,14 @@ class ItemIndex:
     texts: tuple[np.ndarray, ...]
     hashed: tuple[np.ndarray | np.uint32, ...]
 
-    def find(self, documents: Sequence[bytes]) -> list[Run]:
-        """Every run, in order, each (document, text, place) once."""
-        content = np.frombuffer(b"".join([*documents, bytes(PADDING)]), np.uint8)
-        ends = np.cumsum([len(text) for text in documents], dtype=np.int64)
+    def find(self, documents: Sequence[bytes], joined: tuple[np.ndarray, np.ndarray] | None = None) -> list[Run]:
+        """Every run, in order, each (document, text, place) once. joined: the documents as of joined_texts."""
+        content, bounds = joined or joined_texts(documents)
         count, room = 0, 64
         while count == 0 or count > room:
             found = np.empty((max(room, count), 4), np.int64)
             room = len(found)
-            count = _find(content, ends, folding_table(), self.texts, self.hashed, self.words, found)
+            count = _find(content, bounds, folding_table(), self.texts, self.hashed, self.words, found)
             if not count:
                 return []
         rows = np.unique(found[:count], axis=0)
