@@ -12,7 +12,6 @@ In memory are 4 bytes per document (the components), 8 per validation document a
 import shutil
 import time
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from pretrain.data.manifest import Manifest
 from pretrain.data.tokenizer import LoadedTokenizer, backend_of
 from pretrain.errors import InputError
 from pretrain.files import write_durably
-from pretrain.preparation.cleaning.near_duplicates import NearDuplicates, jaccard
+from pretrain.preparation.cleaning.near_duplicates import NearDuplicates
 
 SIGNATURES_SUFFIX = ".signatures"
 """Of the files beside each shard with a signature per document."""
@@ -37,7 +36,6 @@ MOST_PARTITIONS = 256
 PAIRS_AT_ONCE = 1 << 16
 SIGNATURE_MARGIN = 0.3
 """Documents whose signatures agree in so much less than the threshold are not read."""
-IDS_IN_MEMORY = 1 << 24
 REJECTED_IN_MEMORY = 1 << 20
 NEAR_DUPLICATES_FILE = "near_duplicates.json"
 """Beside the manifest: how many components there are of each size, and examples."""
@@ -77,8 +75,6 @@ class DuplicateSearch:
 
     def __init__(self, order: InputOrder, settings: NearDuplicates, work: Path, progress: StageProgress):
         self.order, self._settings, self._work, self._progress = order, settings, work, progress
-        self._shingles: OrderedDict[int, np.ndarray] = OrderedDict()
-        self._shingles_in_memory = 0
         self._rejected: set[int] = set()
         if order.documents >= MOST_DOCUMENTS:
             raise InputError(
@@ -208,17 +204,7 @@ class DuplicateSearch:
 
     def similarity(self, one: int, other: int) -> float:
         """The Jaccard similarity of two documents."""
-        return jaccard(self._shingles_of(one), self._shingles_of(other))
-
-    def _shingles_of(self, number: int) -> np.ndarray:
-        shingles = self._shingles.pop(number, None)
-        if shingles is None:
-            shingles = self._settings.shingles(self.order.ids(number))
-            self._shingles_in_memory += len(shingles)
-            while self._shingles and self._shingles_in_memory > IDS_IN_MEMORY:
-                self._shingles_in_memory -= len(self._shingles.popitem(last=False)[1])
-        self._shingles[number] = shingles
-        return shingles
+        return self._settings.similarity(self.order.ids(one), self.order.ids(other))
 
 
 def _candidates(entries: np.ndarray) -> np.ndarray:

@@ -21,6 +21,8 @@ DEFAULT_BINS, MOST_BINS = 128, 1024
 COMPARED_AT_THRESHOLD = 0.999
 """The least share of pairs at the threshold that the bands chosen for it compare."""
 EMPTY = np.uint32(0xFFFFFFFF)
+LARGEST_TABLE = 1 << 24
+"""Entries, of 5 bytes: two documents of four million ids together; larger ones are compared by sorting."""
 DONORS = 8
 """Bins drawn for an empty one, before it takes the next that is not empty."""
 
@@ -97,6 +99,18 @@ class NearDuplicates:
         within = places < ends[:, None] - 1
         padded = np.where(within, ids[np.minimum(places, len(ids) - 1)].astype(np.uint32), EMPTY)
         return _combined(_mixed(padded).T)
+
+    def similarity(self, one: np.ndarray, other: np.ndarray) -> float:
+        """The Jaccard similarity of two documents, given by their ids without the end id."""
+        size = 1 << (2 * (len(one) + len(other))).bit_length()
+        if min(len(one), len(other)) < self.shingle_tokens or size > LARGEST_TABLE:
+            return jaccard(self.shingles(one), self.shingles(other))
+        from pretrain.preparation.cleaning.compiled.smallest_hashes import scratch_for, shared_shingles
+
+        table, scratch = (np.empty(size, np.uint32), np.zeros(size, np.uint8)), scratch_for(self.shingle_tokens)
+        documents = np.asarray(one), np.asarray(other)
+        shared, either = shared_shingles(*documents, self.shingle_tokens, scratch, *table)
+        return shared / either
 
     def shingles(self, ids: np.ndarray) -> np.ndarray:
         """The sorted distinct hashes of the shingles of one document, without its end id."""

@@ -9,7 +9,7 @@ import pytest
 
 from pretrain.data.manifest import SPLITS
 from pretrain.errors import InputError
-from pretrain.preparation.cleaning import near_duplicate_search
+from pretrain.preparation.cleaning import near_duplicate_search, near_duplicates
 from pretrain.preparation.cleaning.compiled.smallest_hashes import scratch_for, write_smallest
 from pretrain.preparation.cleaning.near_duplicates import EMPTY, NearDuplicates, jaccard, shingle_hashes
 from pretrain.preparation.documents.sources import BEGINNING
@@ -259,3 +259,17 @@ def test_every_bin_has_the_least_hash_of_its_shingles(dtype):
         expected, hashes = np.full(128, EMPTY), shingle_hashes(document, 5)
         np.minimum.at(expected, hashes & np.uint32(127), hashes >> np.uint32(7))
         assert np.array_equal(row, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+@pytest.mark.parametrize("tokens", [1, 4, 5, 6, 60, 2052, 5000])
+def test_the_compiled_similarity_is_the_exact_one(tokens, dtype, monkeypatch):
+    near, rng = NearDuplicates(), np.random.default_rng(tokens)
+    one = rng.integers(0, 20, tokens).astype(dtype)  # few ids: shingles repeat within a document
+    other = np.concatenate([one[: tokens // 2], rng.integers(0, 20, 40).astype(dtype), one[tokens // 2 :]])
+    one.setflags(write=False)  # as documents are that are mapped into memory
+    found = near.similarity(one, other)
+    assert found == near.similarity(other, one) == exact(one.tolist(), other.tolist())
+    assert near.similarity(one, one) == 1.0
+    monkeypatch.setattr(near_duplicates, "LARGEST_TABLE", 16)
+    assert near.similarity(one, other) == found, "as larger documents are compared"

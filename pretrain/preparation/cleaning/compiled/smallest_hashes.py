@@ -1,4 +1,4 @@
-"""The least hash of each bin over all shingles of a document, compiled: near_duplicates.NearDuplicates."""
+"""Shingles, compiled: the least hash of each bin over all of a document, and how many two documents share."""
 
 import numpy as np
 from numba import uint32, uintp
@@ -8,6 +8,8 @@ from pretrain.preparation.cleaning.compiled.text_blocks import compiled
 _PLACES_AT_ONCE = 2048
 """So that their hashes stay in the core's cache."""
 _ID_FACTOR, _SHINGLE_FACTOR = np.uint32(0x85EBCA6B), np.uint32(0x9E3779B1)
+_IN_ONE, _IN_OTHER = np.uint8(1), np.uint8(2)
+"""Where a shingle has been seen; in both counts as in the other, once it has been counted."""
 _FINAL_FACTORS = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 
 
@@ -51,6 +53,35 @@ def write_smallest(ids, ends, shingle_tokens, bits, scratch, smallest):
                 row[bin_of] = min(row[bin_of], value >> shift)
             start += count
         start = ends[document]
+
+
+@compiled
+def shared_shingles(one, other, shingle_tokens, scratch, keys, states):
+    """(shingles that both documents have, shingles that either has), each once; neither is shorter than a shingle.
+
+    one, other: ids without their end. scratch: as of write_smallest. keys, states: (power of two, at least twice as
+    many as all ids,) uint32 and uint8; states are zeros.
+    """
+    mask, shared, either = uint32(len(keys) - 1), np.int64(0), np.int64(0)
+    for is_other in range(2):
+        ids = other if is_other else one
+        start, stop = np.int64(0), np.int64(len(ids) - shingle_tokens + 1)
+        while start < stop:
+            count = min(_PLACES_AT_ONCE, stop - start)
+            _write_hashes(ids, start, count, shingle_tokens, scratch[0], scratch[1])
+            for place in range(uintp(count)):
+                value = scratch[1, place]
+                slot = uintp(value & mask)
+                while states[slot] and keys[slot] != value:
+                    slot = uintp(uint32(slot + uintp(1)) & mask)
+                if not states[slot]:
+                    keys[slot], states[slot] = value, _IN_OTHER if is_other else _IN_ONE
+                    either += 1
+                elif is_other and states[slot] == _IN_ONE:
+                    states[slot] = _IN_OTHER
+                    shared += 1
+            start += count
+    return shared, either
 
 
 def scratch_for(shingle_tokens: int) -> np.ndarray:
