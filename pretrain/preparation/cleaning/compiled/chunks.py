@@ -299,12 +299,16 @@ def _is_address(text, start, end, classes):
     """Whether a word is a web or mail address, which is not divided."""
     if _is_host(text, start, end, classes):
         return True
-    for position in range(start + 1, end - 2):
+    is_protocol = True
+    for position in range(start, end - 2):
         if text[position] == 58 and text[position + 1] == 47 and text[position + 2] == 47:
-            if position - start >= 2 and _is_host(text, position + 3, end, classes):
+            if is_protocol and position - start >= 2 and _is_host(text, position + 3, end, classes):
                 return True
-        elif text[position] == 64 and _is_host(text, position + 1, end, classes):
+        elif text[position] == 64 and position > start and _is_host(text, position + 1, end, classes):
             return True
+        if text[position] & 0xC0 != 0x80:
+            code = code_at(text, position)[0]
+            is_protocol = is_protocol and (code in (43, 45, 46, 95) or classes[code] & (_LETTER | DIGIT) != 0)
     return False
 
 

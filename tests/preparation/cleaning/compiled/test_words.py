@@ -10,6 +10,7 @@ TEXTS = [
     "Hello, (world): it's 5p.m. in the U.S.A., isn't it? He'd've said \"no\"... Mr. Smith can't, won't -- shan't!",
     "well-known 3-4 A-1 x--y end.Next a.b.c and/or his/her 10km 5$ US$5 400°F. 12:30 e.g. this i.e. that etc.",
     "See http://example.com/a-b?c=d, www.site.org:80/x or write to first.last@mail.example.com. (foo): :) 'em?\" end",
+    "[lang/rfcs#59](https://example.com/a/pull/59) git+ssh://a.example.org/x 1.http://b.org x]http://c.org é.a://d.org",
     "naïve façade — “quoted” ‘single’ dog’s dogs’ l’été 漢字かな、テスト。 Ελληνικά русский; العربية، नमस्ते।",
     "- bullet\n• item\n\t# code_like_name = x[1][2] {y} <tag> & #hash @me 50% +1 1+1 a*b 2^3 ~x~ C++ `quote` ''two''",
     "cannot gonna gotta dont cant Im youre theyll id wed I'm I’ve let's lets ma'am o'clock 8) <3 xD 1st 3.14 1,000.5",
