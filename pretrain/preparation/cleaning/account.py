@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
-from xxhash import xxh3_64_hexdigest
-
 KEPT = "kept"
 """Stands for a rule where documents were not removed."""
 SAMPLES_PER_RULE = 10
@@ -74,7 +72,7 @@ class CleaningAccount:
         drawn = self.samples.setdefault(rule, {})
         largest = max(drawn, default="")
         for source, place, text in zip(sources, places, texts, strict=True):
-            digest = xxh3_64_hexdigest(text[:EXCERPT_BYTES])
+            digest = _digest_of(text)
             if len(drawn) < SAMPLES_PER_RULE or digest < largest:
                 excerpt = text[:EXCERPT_BYTES].decode(errors="ignore")
                 more = {digest: {"source": source, "place": place, "bytes": len(text), "text": excerpt}}
@@ -98,7 +96,7 @@ class CleaningAccount:
         """Draws from documents that stay, by their hash, those whose domains are recorded."""
         for text, url in zip(texts, urls, strict=True):
             if url is not None:
-                digest = xxh3_64_hexdigest(text[:EXCERPT_BYTES])
+                digest = _digest_of(text)
                 self.domains[digest] = domain_of(url)
         self._keep_domains()
 
@@ -229,6 +227,13 @@ def _add(amounts: dict[str, list[int]], name: str, more: Iterable[int]) -> None:
 
 def _named(amounts: Iterable[int], second: str = "bytes") -> dict[str, int]:
     return dict(zip(("documents", second), amounts, strict=True))
+
+
+def _digest_of(text: bytes) -> str:
+    """By which samples are drawn: the same documents in any division of the work."""
+    from xxhash import xxh3_64_hexdigest  # runs that read an account do not draw
+
+    return xxh3_64_hexdigest(text[:EXCERPT_BYTES])
 
 
 def _keep_smallest(drawn: dict[str, dict[str, Any]], more: dict[str, dict[str, Any]]) -> None:
