@@ -47,6 +47,8 @@ class Contestant:
     cpu_seconds_per_step: list[float] = field(default_factory=list)
     """Of each turn, all threads together."""
     process: subprocess.Popen | None = None
+    lines: list[dict] = field(default_factory=list)
+    bytes_read: int = 0
 
     def start(self, root: Path, warm_up: int) -> None:
         """Starts it, waits until it has reported `warm_up` times, and stops it."""
@@ -104,10 +106,14 @@ class Contestant:
         return lines
 
     def _lines(self) -> list[dict]:
-        if not self.steps_file.exists():
-            return []
-        complete = self.steps_file.read_text().rpartition("\n")[0].splitlines()
-        return [line for line in map(json.loads, complete) if line["event"] == "train"]
+        """What it has reported; only what is new is read, for it computes on the same cores."""
+        if self.steps_file.exists():
+            with self.steps_file.open("rb") as file:
+                file.seek(self.bytes_read)
+                complete = file.read().rpartition(b"\n")[0]
+            self.bytes_read += len(complete) + bool(complete)
+            self.lines += [line for line in map(json.loads, complete.splitlines()) if line["event"] == "train"]
+        return self.lines
 
     def _refuse(self) -> None:
         said = self.steps_file.with_suffix(".log").read_text().strip().splitlines()[-8:]
