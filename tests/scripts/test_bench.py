@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import subprocess
 import time
 from argparse import Namespace
 from dataclasses import replace
@@ -23,6 +24,7 @@ from pretrain.data.shards import open_shards, verify_shards
 from pretrain.data.windows import read_windows, windows_of
 from pretrain.errors import InputError
 from pretrain.model.model_config import load_model_config
+from pretrain.planning.sized_recipe import Machine
 from pretrain.recipe import read_run_config
 from support import numbered_shards
 from support.project import ROOT, launch, run_script
@@ -244,3 +246,21 @@ def test_both_ways_of_attention_over_parts_of_a_sequence_compute_the_same():
     out = launch("ddp", 2, "bench/context.py", "--shapes", "64x4x2x8", "32x2x1x8", "--repeats", "1").stdout
     rows = [line for line in out.splitlines() if re.match(r"\| \d+ \| ", line)]
     assert [row.split(" | ")[:2] for row in rows] == [["| 64", "4 / 2 x 8"], ["| 32", "2 / 1 x 8"]]
+
+
+def test_a_race_to_a_loss_begins_with_a_recipe_that_train_py_takes(tmp_path, shards, monkeypatch):
+    started = []
+
+    def run(command, **_):
+        started.append(command)
+        return subprocess.CompletedProcess(command, 1, "", "stopped by the test")
+
+    # Measuring would change this process's threads.
+    machine = Machine("cpu", "2 CPU threads", "fp32", 1e11, 2**33, 0.5)
+    monkeypatch.setattr(Machine, "measured", lambda minutes: machine)
+    monkeypatch.setattr(time_to_loss.subprocess, "run", run)
+    given = time_to_loss.parse_arguments(["--shards", str(shards), "--minutes", "0.5", "--output", str(tmp_path)])
+    with pytest.raises(InputError, match="stopped by the test"):
+        time_to_loss.train_groundwork(given)
+    config = read_run_config(Path(started[0][3]), [])
+    assert Path(config.model.config).is_file() and config.optim.name == "muon"
