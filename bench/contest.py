@@ -4,10 +4,14 @@ All are started one after the other and stopped (SIGSTOP) at their first steps. 
 run for some steps while the others stand still, so that whatever else the machine does hits all alike. A contestant
 is anything that writes the time after every step, or every few, to a file of JSON lines.
 
+A machine's speed changes by a fifth for seconds on end, so a ratio is taken within each round, and the median of those
+is what counts: short turns and many rounds.
+
 Where the machine is busy, the CPU seconds that a step takes say more than its wall time; with one thread, which waits
 for no other (OMP_NUM_THREADS=1), they hardly depend on the load.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -42,13 +46,18 @@ class Contestant:
     start_seconds: float = 0.0
     """From the command to the end of the first reported step, compilation included."""
     peak_memory_bytes: int = 0
-    tokens_per_second: list[float] = field(default_factory=list)
-    """Of each interval between two reports that was measured."""
+    turns: list[list[float]] = field(default_factory=list)
+    """Tokens per second of each interval between two reports, turn by turn."""
     cpu_seconds_per_step: list[float] = field(default_factory=list)
     """Of each turn, all threads together."""
     process: subprocess.Popen | None = None
     lines: list[dict] = field(default_factory=list)
     bytes_read: int = 0
+
+    @property
+    def tokens_per_second(self) -> list[float]:
+        """Of each interval that was measured."""
+        return [speed for turn in self.turns for speed in turn]
 
     def start(self, root: Path, warm_up: int) -> None:
         """Starts it, waits until it has reported `warm_up` times, and stops it."""
@@ -77,7 +86,7 @@ class Contestant:
         lines = self._wait_for(known + 1 + reports, LINE_SECONDS)[known:]
         cpu_seconds = cpu_seconds_of(self.process.pid) - cpu_seconds
         self._signal(signal.SIGSTOP)
-        self.tokens_per_second += speeds(lines, self.tokens_per_step)
+        self.turns.append(speeds(lines, self.tokens_per_step))
         self.cpu_seconds_per_step.append(cpu_seconds / (lines[-1]["step"] - lines[0]["step"]))
 
     def end(self) -> None:
@@ -87,7 +96,8 @@ class Contestant:
         lines = self._lines()
         told = lines[-1].get("peak_memory_bytes") if lines else None
         self.peak_memory_bytes = told or peak_memory_bytes(self.process.pid)
-        self._signal(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it died, and that is already told
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.process = None
 
@@ -116,8 +126,10 @@ class Contestant:
         return self.lines
 
     def _refuse(self) -> None:
+        status = self.process.poll()
+        what = f"stood still for {LINE_SECONDS} s" if status is None else f"ended with status {status}"
         said = self.steps_file.with_suffix(".log").read_text().strip().splitlines()[-8:]
-        raise InputError(f"{self.name} ended or stood still before it was measured; its last words:", *said)
+        raise InputError(f"{self.name} {what} before it was measured; its last words:", *said)
 
 
 def speeds(lines: list[dict], tokens_per_step: int) -> list[float]:
@@ -155,7 +167,7 @@ def hold(contestants: list[Contestant], root: Path, *, rounds: int, reports: int
             print(f"starts {contestant.name} ...", file=sys.stderr, flush=True)
             contestant.start(root, warm_up)
         for number in range(rounds):
-            for contestant in contestants:
+            for contestant in contestants[:: -1 if number % 2 else 1]:  # a drift within rounds cancels out
                 contestant.run(reports)
             print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     finally:
@@ -164,23 +176,39 @@ def hold(contestants: list[Contestant], root: Path, *, rounds: int, reports: int
         signal.signal(signal.SIGTERM, before)
 
 
+def faster_by(one: Contestant, other: Contestant) -> float:
+    """Ratio of their speeds: the median of the rounds', each of the medians of both turns."""
+    rounds = zip(one.turns, other.turns, strict=True)
+    return statistics.median(statistics.median(mine) / statistics.median(theirs) for mine, theirs in rounds)
+
+
+def cheaper_by(one: Contestant, other: Contestant) -> float:
+    """Ratio of the CPU seconds that a token takes the other and the first; the median of the rounds'."""
+    steps = one.tokens_per_step / other.tokens_per_step
+    rounds = zip(one.cpu_seconds_per_step, other.cpu_seconds_per_step, strict=True)
+    return statistics.median(theirs * steps / max(mine, 1e-9) for mine, theirs in rounds)
+
+
 def table(contestants: list[Contestant], flops_per_token: float, peak_flops: float | None) -> list[str]:
-    """Markdown: medians, and the ratio of the first contestant's speed to each one's; steps as long as the first's."""
-    medians = {c.name: statistics.median(c.tokens_per_second) for c in contestants}
-    tokens = contestants[0].tokens_per_step
-    cpu_seconds = {c.name: statistics.median(c.cpu_seconds_per_step) * tokens / c.tokens_per_step for c in contestants}
-    first, first_cpu_seconds = medians[contestants[0].name], cpu_seconds[contestants[0].name]
+    """Markdown: medians of all intervals, and of the rounds' ratios of the first contestant's speed to each one's.
+
+    Steps are as long as the first's.
+    """
+    first = contestants[0]
     rows = [
-        f"| | tokens/s | MFU | {contestants[0].name} is faster by | CPU s per step | by CPU s | peak memory "
+        f"| | tokens/s | MFU | {first.name} is faster by | CPU s per step | by CPU s | peak memory "
         "| start to first step |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for contestant in contestants:
-        speed, seconds = medians[contestant.name], cpu_seconds[contestant.name]
+        speed = statistics.median(contestant.tokens_per_second)
+        seconds = (
+            statistics.median(contestant.cpu_seconds_per_step) * first.tokens_per_step / contestant.tokens_per_step
+        )
         mfu = f"{flops_per_token * speed / peak_flops:.1%}" if peak_flops else "peak unknown"
         rows.append(
-            f"| {contestant.name} | {speed:,.0f} | {mfu} | {first / speed:.3f} x "
-            f"| {seconds:.3f} | {seconds / max(first_cpu_seconds, 1e-9):.3f} x "
+            f"| {contestant.name} | {speed:,.0f} | {mfu} | {faster_by(first, contestant):.3f} x "
+            f"| {seconds:.3f} | {cheaper_by(first, contestant):.3f} x "
             f"| {contestant.peak_memory_bytes / 2**30:.2f} GiB | {contestant.start_seconds:.1f} s |"
         )
     return rows

@@ -65,19 +65,34 @@ def test_contestants_take_turns_and_none_is_left(tmp_path):
 def test_contestant_that_dies_is_named_with_its_last_words_and_the_others_end(tmp_path):
     well, bad = contestant(tmp_path, "well", 0.02), contestant(tmp_path, "bad", 0.02)
     bad.command = ["-c", "raise SystemExit('no such model')"]
-    with pytest.raises(InputError, match="bad ended") as refused:
+    with pytest.raises(InputError, match="bad ended with status 1") as refused:
         contest.hold([well, bad], ROOT, rounds=1, reports=1)
     assert "no such model" in str(refused.value) and well.process is None
 
 
+def test_contestant_that_dies_in_its_turn_leaves_no_other_behind(tmp_path):
+    bad, well = contestant(tmp_path, "bad", 0.02), contestant(tmp_path, "well", 0.02)
+    bad.command[1] = bad.command[1].replace("1_000_000", "8")
+    with pytest.raises(InputError, match="bad ended with status 0"):
+        contest.hold([bad, well], ROOT, rounds=9, reports=2, warm_up=1)
+    assert bad.process is None and well.process is None
+
+
 def test_table_has_medians_and_ratios_to_the_first():
     first, second = (Contestant(name, [], Path("x"), 1) for name in ("groundwork", "other"))
-    first.tokens_per_second, second.tokens_per_second = [90.0, 100.0, 500.0], [50.0]
+    first.turns, second.turns = [[90.0, 100.0, 500.0]], [[50.0]]
     first.cpu_seconds_per_step, second.cpu_seconds_per_step = [2.0], [3.0]
     rows = contest.table([first, second], flops_per_token=2.0, peak_flops=1000.0)
     assert rows[2].startswith("| groundwork | 100 | 20.0% | 1.000 x | 2.000 | 1.000 x |")
     assert rows[3].startswith("| other | 50 | 10.0% | 2.000 x | 3.000 | 1.500 x |")
     assert {row.count("|") for row in rows} == {9}
+
+
+def test_ratio_is_taken_within_rounds_whatever_the_machine_did_between_them():
+    first, second = (Contestant(name, [], Path("x"), 1) for name in ("groundwork", "other"))
+    # In the second round the machine is half as fast, in the third it becomes so between the turns.
+    first.turns, second.turns = [[110.0, 110.0], [55.0], [110.0]], [[100.0], [50.0, 50.0, 20.0], [50.0]]
+    assert contest.faster_by(first, second) == pytest.approx(1.1)
 
 
 def test_speeds_count_the_steps_between_reports():
