@@ -1,4 +1,5 @@
-"""Causal attention within segments on a CPU, as one operator that compiled code calls and does not look into.
+"""Causal attention within segments on a CPU: an operator that compiled code calls and does not look into, and short
+windows in fp32 as plain products that it does.
 
 Segments of middling length are computed in blocks of queries by plain matrix products: scores in fp32, the rest in
 the inputs' dtype, the probabilities kept for the backward pass. On two cores without AMX that takes about half the
@@ -18,6 +19,8 @@ from torch import Tensor
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 HALF_SHORTEST_IN_BLOCKS, FP32_SHORTEST_IN_BLOCKS, LONGEST_IN_BLOCKS = 48, 256, 1024
 """Segments of these lengths are computed in blocks of queries; measured in docs/performance.md."""
+LONGEST_AS_PRODUCTS = 128
+"""fp32 windows of up to so many tokens are left to the compiler where there is one; measured there too."""
 BLOCK_QUERIES = 128
 SCORES_BYTES = 7 * 2**20
 """fp32 scores of one block of queries, over the windows that are taken together: more leaves the caches, less makes
@@ -36,6 +39,25 @@ def attend(
     scale = query_BHTE.shape[-1] ** -0.5 if scaling is None else scaling
     keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query_BHTE, key_BGTE, value_BGTE))
     return torch.ops.groundwork.packed_attention(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scale, keeps)[0]
+
+
+def as_products(dtype: torch.dtype, tokens: int) -> bool:
+    """Whether compiled code is faster with `attend_by_products` than with torch's flash kernel.
+
+    The kernel gains nothing from a second thread where windows are short in fp32.
+    """
+    return dtype == torch.float32 and tokens <= LONGEST_AS_PRODUCTS and torch.compiler.is_compiling()
+
+
+def attend_by_products(query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, scaling: float | None) -> Tensor:
+    """Causal attention (B, H, T, E) of whole windows, for the compiler: it fuses all but the products of matrices."""
+    batch, heads, length, width = query_BHTE.shape
+    scale = width**-0.5 if scaling is None else scaling
+    query_NTE, key_NTE, value_NTE = (_heads_together(x, heads) for x in (query_BHTE, key_BGTE, value_BGTE))
+    positions_T = torch.arange(length, device=query_BHTE.device)
+    future_TT = torch.where(positions_T[:, None] < positions_T, -torch.inf, 0.0).to(query_BHTE.dtype)
+    scores_NTT = torch.baddbmm(future_TT, query_NTE, key_NTE.transpose(1, 2), alpha=scale)
+    return torch.bmm(scores_NTT.softmax(dim=-1), value_NTE).unflatten(0, (batch, heads))
 
 
 def in_blocks(dtype: torch.dtype, windows: int, tokens: int) -> bool:
