@@ -1,5 +1,5 @@
-"""Causal attention within segments on a CPU: an operator that compiled code calls and does not look into, and short
-windows in fp32 as plain products that it does.
+"""Causal attention within segments on a CPU: an operator that compiled code calls and does not look into, and for
+short windows plain products that it does.
 
 Segments of middling length are computed in blocks of queries by plain matrix products: scores in fp32, the rest in
 the inputs' dtype, the probabilities kept for the backward pass. On two cores without AMX that takes about half the
@@ -19,8 +19,8 @@ from torch import Tensor
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 HALF_SHORTEST_IN_BLOCKS, FP32_SHORTEST_IN_BLOCKS, LONGEST_IN_BLOCKS = 48, 256, 1024
 """Segments of these lengths are computed in blocks of queries; measured in docs/performance.md."""
-LONGEST_AS_PRODUCTS = 128
-"""fp32 windows of up to so many tokens are left to the compiler where there is one; measured there too."""
+HALF_LONGEST_AS_PRODUCTS, FP32_LONGEST_AS_PRODUCTS = 64, 128
+"""Windows of up to so many tokens are left to the compiler where there is one; measured there too."""
 BLOCK_QUERIES = 128
 SCORES_BYTES = 7 * 2**20
 """fp32 scores of one block of queries, over the windows that are taken together: more leaves the caches, less makes
@@ -42,22 +42,26 @@ def attend(
 
 
 def as_products(dtype: torch.dtype, tokens: int) -> bool:
-    """Whether compiled code is faster with `attend_by_products` than with torch's flash kernel.
+    """Whether compiled code is faster with `attend_by_products` than with torch's flash kernel or with blocks.
 
-    The kernel gains nothing from a second thread where windows are short in fp32.
+    The kernel gains little from a second thread where windows are short, and each call of a block costs its share.
     """
-    return dtype == torch.float32 and tokens <= LONGEST_AS_PRODUCTS and torch.compiler.is_compiling()
+    longest = HALF_LONGEST_AS_PRODUCTS if dtype in HALF_DTYPES else FP32_LONGEST_AS_PRODUCTS
+    return dtype != torch.float64 and tokens <= longest and torch.compiler.is_compiling()
 
 
 def attend_by_products(query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, scaling: float | None) -> Tensor:
-    """Causal attention (B, H, T, E) of whole windows, for the compiler: it fuses all but the products of matrices."""
+    """Causal attention (B, H, T, E) of whole windows, for the compiler: it fuses all but the products of matrices.
+
+    Scores in fp32, the rest in the inputs' dtype.
+    """
     batch, heads, length, width = query_BHTE.shape
-    scale = width**-0.5 if scaling is None else scaling
+    scale, dtype = width**-0.5 if scaling is None else scaling, _score_dtype(query_BHTE.dtype)
     query_NTE, key_NTE, value_NTE = (_heads_together(x, heads) for x in (query_BHTE, key_BGTE, value_BGTE))
     positions_T = torch.arange(length, device=query_BHTE.device)
-    future_TT = torch.where(positions_T[:, None] < positions_T, -torch.inf, 0.0).to(query_BHTE.dtype)
-    scores_NTT = torch.baddbmm(future_TT, query_NTE, key_NTE.transpose(1, 2), alpha=scale)
-    return torch.bmm(scores_NTT.softmax(dim=-1), value_NTE).unflatten(0, (batch, heads))
+    future_TT = torch.where(positions_T[:, None] < positions_T, -torch.inf, 0.0).to(dtype)
+    scores_NTT = torch.baddbmm(future_TT, query_NTE.to(dtype), key_NTE.transpose(1, 2).to(dtype), alpha=scale)
+    return torch.bmm(scores_NTT.softmax(dim=-1).to(value_NTE.dtype), value_NTE).unflatten(0, (batch, heads))
 
 
 def in_blocks(dtype: torch.dtype, windows: int, tokens: int) -> bool:
