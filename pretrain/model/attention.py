@@ -190,12 +190,8 @@ def sdpa(
     in_half_on_gpu = device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES
     has_flash = in_half_on_gpu and has_flash_kernels(query_BHTE.device.index)
     if attention_mask is None and not dropout and value_BGTE.shape[-1] == query_BHTE.shape[-1]:
-        on_cpu, whole = device_type == "cpu" and window is None, length == keys and cu_seq_lens_q is None
-        if on_cpu and whole and cpu_attention.as_products(query_BHTE.dtype, length):
-            out_BHTE = cpu_attention.attend_by_products(query_BHTE, key_BGTE, value_BGTE, scaling)
-            return out_BHTE.transpose(1, 2), None
-        own = whole and cpu_attention.serves_windows(query_BHTE.dtype, query_BHTE.shape[0], length)
-        if on_cpu and (cu_seq_lens_q is not None or own):
+        own = length == keys and cpu_attention.serves_windows(query_BHTE.dtype, query_BHTE.shape[0], length)
+        if device_type == "cpu" and window is None and (cu_seq_lens_q is not None or own):
             out_BHTE = cpu_attention.attend(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling)
             return out_BHTE.transpose(1, 2), None
         if has_flash and cu_seq_lens_q is not None:

@@ -34,6 +34,8 @@ def attend(
 
     None: the segments are the windows.
     """
+    if as_products(query_BHTE.dtype, query_BHTE.shape[2]):
+        return attend_by_products(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling)
     if cu_seq_lens is None:
         cu_seq_lens = torch.arange(query_BHTE.shape[0] + 1, dtype=torch.int32) * query_BHTE.shape[2]
     scale = query_BHTE.shape[-1] ** -0.5 if scaling is None else scaling
@@ -50,8 +52,10 @@ def as_products(dtype: torch.dtype, tokens: int) -> bool:
     return dtype != torch.float64 and tokens <= longest and torch.compiler.is_compiling()
 
 
-def attend_by_products(query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, scaling: float | None) -> Tensor:
-    """Causal attention (B, H, T, E) of whole windows, for the compiler: it fuses all but the products of matrices.
+def attend_by_products(
+    query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor | None, scaling: float | None
+) -> Tensor:
+    """What `attend` computes, for the compiler: it fuses all but the products of matrices.
 
     Scores in fp32, the rest in the inputs' dtype.
     """
@@ -59,8 +63,14 @@ def attend_by_products(query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor,
     scale, dtype = width**-0.5 if scaling is None else scaling, _score_dtype(query_BHTE.dtype)
     query_NTE, key_NTE, value_NTE = (_heads_together(x, heads) for x in (query_BHTE, key_BGTE, value_BGTE))
     positions_T = torch.arange(length, device=query_BHTE.device)
-    future_TT = torch.where(positions_T[:, None] < positions_T, -torch.inf, 0.0).to(dtype)
-    scores_NTT = torch.baddbmm(future_TT, query_NTE.to(dtype), key_NTE.transpose(1, 2).to(dtype), alpha=scale)
+    is_hidden = positions_T[:, None] < positions_T
+    if cu_seq_lens is not None:
+        tokens = torch.arange(batch * length, dtype=cu_seq_lens.dtype, device=query_BHTE.device)
+        segment_BT = torch.searchsorted(cu_seq_lens, tokens, right=True).view(batch, length)
+        is_hidden = (is_hidden | (segment_BT[:, :, None] != segment_BT[:, None]))[:, None]
+        is_hidden = is_hidden.expand(batch, heads, length, length).flatten(0, 1)
+    hidden = torch.where(is_hidden, -torch.inf, 0.0).to(dtype)
+    scores_NTT = torch.baddbmm(hidden, query_NTE.to(dtype), key_NTE.transpose(1, 2).to(dtype), alpha=scale)
     return torch.bmm(scores_NTT.softmax(dim=-1).to(value_NTE.dtype), value_NTE).unflatten(0, (batch, heads))
 
 
@@ -76,7 +86,8 @@ def in_blocks(dtype: torch.dtype, windows: int, tokens: int) -> bool:
 
 def serves_windows(dtype: torch.dtype, windows: int, tokens: int) -> bool:
     """Whether `attend` is faster than torch's own causal attention where the segments are the windows."""
-    return in_blocks(dtype, windows, tokens) or (dtype in HALF_DTYPES and tokens <= LONGEST_IN_BLOCKS)
+    own = in_blocks(dtype, windows, tokens) or as_products(dtype, tokens)
+    return own or (dtype in HALF_DTYPES and tokens <= LONGEST_IN_BLOCKS)
 
 
 def segments_of(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slice, slice]]:

@@ -137,10 +137,11 @@ def test_packed_loss_is_the_same_compiled_and_does_not_recompile():
 
 def test_operator_between_generated_kernels_equals_eager():
     """The compiler relies on the memory order that the operator promises: a wrong one shows here, not above."""
-    cu_seq_lens = document_layout(packed_batch()[0].numpy(), EOD)["cu_seq_lens_q"]
-    inputs = [torch.randn(3, 32, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
+    cu_seq_lens = torch.tensor([0, 100, 160, 320, 330, 480, 480], dtype=torch.int32)
+    inputs = [torch.randn(3, 160, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
 
     def attend(query, key, value):
+        assert not cpu_attention.as_products(query.dtype, query.shape[2]), "without the operator"
         return sdpa(torch.nn.Identity(), query * 2, key * 2, value * 2, None, cu_seq_lens_q=cu_seq_lens)[0].square()
 
     results = []
@@ -325,8 +326,8 @@ def test_short_windows_in_bf16_equal_dense_attention(length, in_blocks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scaling", [None, 0.1])
-def test_short_windows_are_left_to_the_compiler_and_equal_dense_attention(dtype, scaling):
+@pytest.mark.parametrize(("scaling", "has_documents"), [(None, False), (0.1, True)])
+def test_short_windows_are_left_to_the_compiler_and_equal_dense_attention(dtype, scaling, has_documents):
     """torch's kernel gains little from a second thread there."""
     torch._dynamo.reset()  # it compiles one function so often, and no more
     graphs: list[torch.fx.GraphModule] = []
@@ -339,9 +340,12 @@ def test_short_windows_are_left_to_the_compiler_and_equal_dense_attention(dtype,
     longest = 128 if dtype == torch.float32 else 64
     for length in (2, 48, longest, longest + 1):
         inputs = [torch.randn(3, length, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
+        # The second window is one document, the third begins with a single token; the last end is repeated.
+        ends = [0, length // 2, length, 2 * length, 2 * length + 1, 3 * length, 3 * length]
+        arguments = {"cu_seq_lens_q": torch.tensor(ends, dtype=torch.int32)} if has_documents else {}
         results = []
         for function, used in ((torch.compile(sdpa, backend=keep, dynamic=False), dtype), (eager, torch.float32)):
-            out, _ = function(torch.nn.Identity(), *(x.to(used) for x in inputs), None, scaling=scaling)
+            out, _ = function(torch.nn.Identity(), *(x.to(used) for x in inputs), None, scaling=scaling, **arguments)
             results.append([out, *torch.autograd.grad(out.sum() + out.square().sum(), inputs)])
         for got, want in zip(*results, strict=True):
             if dtype == torch.float32:
