@@ -46,7 +46,7 @@ def attend(
 def as_products(dtype: torch.dtype, tokens: int) -> bool:
     """Whether compiled code is faster with `attend_by_products` than with torch's flash kernel or with blocks.
 
-    The kernel gains little from a second thread where windows are short, and each call of a block costs its share.
+    The kernel gains little from a second thread where windows are short, and is called for each segment.
     """
     longest = HALF_LONGEST_AS_PRODUCTS if dtype in HALF_DTYPES else FP32_LONGEST_AS_PRODUCTS
     return dtype != torch.float64 and tokens <= longest and torch.compiler.is_compiling()
