@@ -127,7 +127,7 @@ class Contestant:
 
     def _refuse(self) -> None:
         status = self.process.poll()
-        what = f"stood still for {LINE_SECONDS} s" if status is None else f"ended with status {status}"
+        what = "stood still" if status is None else f"ended with status {status}"
         said = self.steps_file.with_suffix(".log").read_text().strip().splitlines()[-8:]
         raise InputError(f"{self.name} {what} before it was measured; its last words:", *said)
 
