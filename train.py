@@ -35,6 +35,7 @@ from pretrain.planning.smoke import smoke_test
 from pretrain.profiling.step_profile import StepProfile, refuse_profile
 from pretrain.training.attempt import attempt
 from pretrain.training.build import build_training
+from pretrain.training.continued_plan import next_start_in_words
 from pretrain.training.housekeeping import Housekeeping
 from pretrain.training.metrics import Metrics
 from pretrain.training.prefetch import ReadAhead
@@ -47,9 +48,9 @@ from pretrain.training.validation import open_validation
 
 def main(asked: CommandLine, config: RunConfig, strategy: Strategy, steps: int | None, metrics: Metrics) -> int:
     """Trains to the end, or only the first `steps` steps; returns the exit status. All ranks."""
-    plan = derive(config, strategy.data_ranks * strategy.micro_batches_per_call).cut(steps)
+    plan = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
     validation_readers = open_validation(config.data)
-    continuation = Continuation(config, plan, asked.overridden, strategy, metrics)  # at its newest intact checkpoint
+    continuation = Continuation(config, plan, asked, strategy, metrics, steps)  # at its newest intact checkpoint
     run, state = continuation.run, continuation.state
     if continuation.is_done:
         message = f"{config.output} is already complete: {state.step:,} steps, model in {config.output}/final."
@@ -117,6 +118,8 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, steps: int |
             continue
         if due.measures:
             housekeeping.measure()
+        if supervisor.request == Request.ANNEAL:  # before the save, so that the checkpoint knows
+            run = housekeeping.anneal()
         if due.saves or supervisor.wants_save:
             housekeeping.save(wait=due.evaluates or supervisor.request != Request.NONE, required=due.is_last)
         if due.evaluates:
@@ -125,8 +128,6 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, steps: int |
             housekeeping.sample()
         if due.compares_copies:
             supervisor.compare_copies()
-        if supervisor.request == Request.ANNEAL:
-            run = housekeeping.anneal()
         if supervisor.ends or due.pauses:
             return housekeeping.end_early()
         profile.after_step()
@@ -141,11 +142,14 @@ def check(asked: CommandLine) -> None:
     problems, config = Problems(), settled(asked.config)
     problems.attempt(strategy_class, config)
     run = problems.attempt(derive, config, ranks=micro_batches_launched())
+    standing = problems.attempt(next_start_in_words, config, run, asked) if run else None
     validation = problems.attempt(open_validation, config.data)
     problems.stop_if_any()
     if asked.verbose:
         print(explain(asked))
     print(banner(config, run, {}))
+    if standing:
+        print(standing)
     print(*judgement(config, run, asked.overridden, validation, sys.argv[1:]), sep="\n")
     print("No problems found.")
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class RunState:
     """What is in the average of the weights, if there is one: kind, first_step, count."""
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
     """Every rollback: to_step, first_step and last_step of the bad stretch, samples (first, count) left out since,
-    learning_rate_factor, reason."""
+    learning_rate_factor, reason, and anneal_from and anneal_steps of a decay that was asked for before."""
     anneal_from: int | None = None
     """Where a final decay that was asked for begins, in place of the schedule's own."""
     anneal_steps: int | None = None
@@ -66,6 +66,13 @@ class RunState:
     def left_out(self) -> list[tuple[int, int]]:
         """(first sample, number of samples) that training leaves out, in the order in which the run came to it."""
         return [tuple(rollback["samples"]) for rollback in self.rollbacks if rollback["samples"]]
+
+    def after_rollbacks(self, recorded: list[dict[str, Any]]) -> "RunState":
+        """The checkpoint's state after rollbacks that may be newer, with the decay that was asked for before them."""
+        if len(recorded) <= len(self.rollbacks):
+            return self
+        decay = {name: recorded[-1].get(name) for name in ("anneal_from", "anneal_steps")}
+        return replace(self, rollbacks=recorded, **(decay if self.anneal_from is None else {}))
 
     @property
     def learning_rate_factor(self) -> float:

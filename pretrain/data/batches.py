@@ -13,8 +13,9 @@ import bisect
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -80,6 +81,39 @@ Drawn = dict[int, np.ndarray]
 
 
 @dataclass(frozen=True)
+class SourceRead:
+    """How much of a source a run has read."""
+
+    shards: str
+    """Folder of the prepared source."""
+    sha256: str
+    """First 16 digits of its manifest's hash."""
+    number: int
+    """Chooses the order of its windows; no other source of the run has it."""
+    windows: dict[int, int]
+    """{tokens in a window: windows of that length that were drawn}."""
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """Where a run stands in its data. Stored in checkpoints: a run whose data change goes on from here."""
+
+    step: int
+    sample: int
+    """The next sample, in the run's own count."""
+    sources: tuple[SourceRead, ...]
+
+    @classmethod
+    def of_json(cls, values: Mapping[str, Any]) -> "DataPosition":
+        """The position that `dataclasses.asdict` and JSON have made plain values of."""
+        sources = [
+            SourceRead(**source | {"windows": {int(length): count for length, count in source["windows"].items()}})
+            for source in values["sources"]
+        ]
+        return cls(values["step"], values["sample"], tuple(sources))
+
+
+@dataclass(frozen=True)
 class Segment:
     """A stretch of samples drawn by one pattern: a stage, or what is left of it when a source is used up."""
 
@@ -117,6 +151,8 @@ class Batches:
         skipped: samples that training leaves out, ascending; those after them move up.
         passed: the first sample of each stage that a run has begun, but for the first, where they are known: a run
             that is extended keeps them.
+        origin: where the run stood when it was given this data; None for the data that it began with. Only later
+            steps can be read.
 
     Raises InputError as `open_training` does, where the max_epochs of all sources are used up before the run ends, and
     for a stage of other windows or positions that has no step.
@@ -130,13 +166,15 @@ class Batches:
         ramp: BatchRamp,
         skipped: Sequence[SkippedRange] = (),
         passed: Sequence[int] = (),
+        origin: DataPosition | None = None,
     ):
-        self.data = data
+        self.data, self.origin = data, origin
         self.window = data.window
         self.random_windows = data.sampling == "random_windows"
         self.seed, self.ramp, self.skipped, self.passed = seed, ramp, tuple(skipped), tuple(passed)
         self.readers = open_training(data)
         self.folders = list(self.readers)
+        self._numbers, self._read_before = self._continued(origin.sources if origin else ())
         self._spans = [window.sequence_length // self.window.sequence_length for window in data.windows]
         self._windows_per_epoch = {
             window.sequence_length // self.window.sequence_length: np.array(
@@ -146,6 +184,17 @@ class Batches:
             )
             for window in [self.window, *data.windows]
         }
+        self._epochs_at_other_lengths = np.array(
+            [
+                sum(
+                    windows / max(1, replace(self.window, sequence_length=length).count_in(reader.tokens))
+                    for length, windows in before.items()
+                    if length not in [span * self.window.sequence_length for span in self._windows_per_epoch]
+                )
+                for before, reader in zip(self._read_before, self.readers.values(), strict=True)
+            ]
+        )
+        """Of each source, in windows of lengths that the run no longer has."""
         self.stage_starts = self._stage_starts(data)
         """First sample of each stage."""
         self.first_steps = [self._first_step_from(sample) for sample in self.stage_starts]
@@ -158,6 +207,34 @@ class Batches:
         self.dtype = np.dtype(manifests[0].dtype)
         self.vocabulary_size = manifests[0].vocabulary_size
         self.end_of_document_id = manifests[0].end_of_document_id
+
+    def _continued(self, read: Sequence[SourceRead]) -> tuple[list[int], list[dict[int, int]]]:
+        """(number, windows drawn before by their length) of each source; new sources take numbers that are free."""
+        left, found = list(read), []
+        for folder, reader in self.readers.items():
+            # The same folder first: a source may have been moved, but two may hold the same text.
+            same = [entry for entry in left if reader.manifest.sha256.startswith(entry.sha256)]
+            same.sort(key=lambda entry, folder=folder: entry.shards != folder)
+            found.append(same[0] if same else None)
+            if same:
+                left.remove(same[0])
+        free = itertools.count(1 + max((entry.number for entry in read), default=-1))
+        numbers = [next(free) if entry is None else entry.number for entry in found]
+        return numbers, [{} if entry is None else entry.windows for entry in found]
+
+    def position(self, step: int) -> DataPosition:
+        """Where a run stands that has taken the steps before `step`."""
+        sample = self.first_sample(step)
+        drawn = self.segments[self._segment_of(sample)].drawn_until(sample)
+        sources = []
+        for place, (folder, reader) in enumerate(self.readers.items()):
+            here = {span * self.window.sequence_length: int(windows[place]) for span, windows in drawn.items()}
+            windows = {length: count for length, count in (self._read_before[place] | here).items() if count}
+            sources.append(SourceRead(folder, reader.manifest.sha256[:16], self._numbers[place], windows))
+        # Sources that the run has left may come back.
+        numbers = {source.number for source in sources}
+        gone = [entry for entry in (self.origin.sources if self.origin else ()) if entry.number not in numbers]
+        return DataPosition(step, sample, (*sources, *gone))
 
     def read(self, step: int, micro_step: int, rank: int, *, ranks: int, sequences: int) -> np.ndarray:
         """Token ids (sequences, sequence_length + 1) of one micro-batch, in the shards' own integer type."""
@@ -219,6 +296,7 @@ class Batches:
         sample = self.first_sample(step)
         drawn = self.segments[self._segment_of(sample)].drawn_until(sample)
         epochs = sum(windows / self._windows_per_epoch[span] for span, windows in drawn.items())
+        epochs = epochs + self._epochs_at_other_lengths
         return dict(zip(self.folders, epochs.tolist(), strict=True))
 
     def repeated_in_stage(self, number: int) -> dict[str, tuple[float, float]]:
@@ -227,6 +305,8 @@ class Batches:
         The share is the expected one: windows of two lengths are in orders that know nothing of each other.
         """
         first, end = self.stage_starts[number], [*self.stage_starts, self._total][number + 1]
+        if self.origin is not None:
+            first = max(first, self.origin.sample)
         before = self.segments[self._segment_of(first)].drawn_before if end > first else {}
         drawn = self.segments[self._segment_of(end - 1)].drawn_until(end) if end > first else {}
         span, found = self._spans[number], {}
@@ -246,20 +326,24 @@ class Batches:
 
     def leaving_out(self, ranges: Sequence[SkippedRange]) -> "Batches":
         """The same order of samples without these ranges, which may overlap and come in any order."""
-        merged: list[SkippedRange] = []
-        for first, count in sorted(ranges):
-            if merged and first <= sum(merged[-1]):
-                merged[-1] = merged[-1][0], max(sum(merged[-1]), first + count) - merged[-1][0]
-            else:
-                merged.append((first, count))
-        return Batches(self.data, seed=self.seed, ramp=self.ramp, skipped=merged, passed=self.passed)
+        return self._with(skipped=_merged(ranges))
 
     def passing(self, stage_starts: Sequence[int], sample: int) -> "Batches":
         """The same run from `sample` on, with the starts of stages that it has passed, as planned until now."""
         passed = [start for start in stage_starts[1:] if start < sample]
         # A border that a changed recipe would have had earlier is here.
         passed += [sample for start in self.stage_starts[1 + len(passed) :] if start < sample]
-        return Batches(self.data, seed=self.seed, ramp=self.ramp, skipped=self.skipped, passed=passed)
+        return self._with(passed=passed)
+
+    def _with(self, **changes: Any) -> "Batches":
+        kept = {name: getattr(self, name) for name in ("seed", "ramp", "skipped", "passed", "origin")}
+        return Batches(self.data, **kept | changes)
+
+    def continued(
+        self, ramp: BatchRamp, skipped: Sequence[SkippedRange], passed: Sequence[int], origin: DataPosition | None
+    ) -> "Batches":
+        """The same data, for a run that has begun; see the arguments of `Batches`."""
+        return self._with(ramp=ramp, skipped=(), passed=passed, origin=origin).leaving_out(skipped)
 
     def begins_segment(self, step: int) -> bool:
         """Whether the mixture changes within `step`, or at its beginning: a stage ends or a source is used up."""
@@ -276,7 +360,7 @@ class Batches:
         return samples
 
     def _unskipped(self, sample: int) -> int:
-        return int(self._leave_out(np.array(sample, np.int64)))
+        return moved_past(self.skipped, sample)
 
     def _first_step_from(self, sample: int) -> int:
         """The first step whose samples all come from there on; total_steps if there is none."""
@@ -312,7 +396,8 @@ class Batches:
             here = (source == number) & (epoch == turn)
             if self.random_windows:
                 reader = self.readers[self.folders[number]]
-                key = np.uint64(key_of(self.seed, number, *self._of_span(span), "random") & (2**64 - 1))
+                key = key_of(self.seed, self._numbers[number], *self._of_span(span), "random")
+                key = np.uint64(key & (2**64 - 1))
                 starts[here] = _mix(_mix(draw[here].astype(np.uint64)) ^ key) % (reader.tokens - length)
             else:
                 starts[here] = self._permutation(number, turn, span)(place[here]) * length
@@ -327,14 +412,19 @@ class Batches:
         if (source, epoch, span) not in self._permutations:
             self._permutations = {key: value for key, value in self._permutations.items() if key[1] >= epoch - 1}
             windows = int(self._windows_per_epoch[span][source])
-            key = key_of(self.seed, source, epoch, *self._of_span(span), "epoch")
+            key = key_of(self.seed, self._numbers[source], epoch, *self._of_span(span), "epoch")
             self._permutations[source, epoch, span] = Permutation(windows, key)
         return self._permutations[source, epoch, span]
 
     def _plan(self, data: Data) -> list[Segment]:
         skipped = sum(count for _, count in self.skipped)
         segments: list[Segment] = []
-        sample, drawn = 0, {span: np.zeros(len(self.folders), np.int64) for span in self._windows_per_epoch}
+        sample = self.origin.sample if self.origin else 0
+        length = self.window.sequence_length
+        drawn = {
+            span: np.array([before.get(span * length, 0) for before in self._read_before], np.int64)
+            for span in self._windows_per_epoch
+        }
         ends = [*self.stage_starts[1:], self._total]
         for stage, span, end in zip(data.mixtures, self._spans, ends, strict=True):
             while sample < end:
@@ -344,6 +434,11 @@ class Batches:
                 segments.append(segment)
                 sample += min(windows * span, end - sample)
                 drawn = segment.drawn_until(sample)
+        if not segments:  # the run ends where it was given this data
+            segment, _ = self._segment(data.mixtures[-1].train, self._spans[-1], sample, drawn)
+            if segment is None:
+                raise InputError(self._exhausted(data.mixtures[-1].train, sample - skipped, self._total - skipped))
+            segments.append(segment)
         return segments
 
     def _segment(self, sources: list[Source], span: int, sample: int, drawn: Drawn) -> tuple[Segment | None, int]:
@@ -354,6 +449,7 @@ class Batches:
             if source.max_epochs is not None:
                 per_epoch = self._windows_per_epoch
                 elsewhere = sum(drawn[s][number] / per_epoch[s][number] for s in drawn if s != span)
+                elsewhere += self._epochs_at_other_lengths[number]
                 left[number] = int((source.max_epochs - elsewhere) * per_epoch[span][number]) - drawn[span][number]
             weights[number] = source.weight if left[number] > 0 else 0.0
         if not weights.any():
@@ -375,6 +471,25 @@ class Batches:
             f"data: the sources are used up ({caps}) at {sample * tokens:,} of {total * tokens:,} tokens; "
             "raise max_epochs, add a source, or lower the budget"
         )
+
+
+def moved_past(ranges: Iterable[SkippedRange], sample: int) -> int:
+    """The sample that takes the place of `sample` in a run that leaves out those ranges."""
+    for first, count in _merged(ranges):
+        if sample >= first:
+            sample += count
+    return sample
+
+
+def _merged(ranges: Iterable[SkippedRange]) -> list[SkippedRange]:
+    """The same samples in ranges that are ascending and apart."""
+    merged: list[SkippedRange] = []
+    for first, count in sorted(ranges):
+        if merged and first <= sum(merged[-1]):
+            merged[-1] = merged[-1][0], max(sum(merged[-1]), first + count) - merged[-1][0]
+        else:
+            merged.append((first, count))
+    return merged
 
 
 def interleave(weights: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """The batch size as a pure function of the step: no state, so a resumed run needs none."""
 
 import bisect
+import itertools
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -10,14 +11,25 @@ from pretrain.errors import InputError
 
 @dataclass(frozen=True)
 class BatchRamp:
-    """Sequences per optimizer step over a run: levels that rise to the full batch. Built by `batch_ramp`."""
+    """Sequences per optimizer step over a run, constant within each level. Built by `batch_ramp`.
+
+    A run whose batch was changed on the way keeps the levels that it has trained with (see `after`).
+    """
 
     sequences_per_level: tuple[int, ...]
-    """Global batch of each level in sequences, ascending; the last is the full batch."""
+    """Global batch of each level in sequences."""
     first_steps: tuple[int, ...]
-    """Step at which each level begins; the first is 0."""
+    """Step at which each level begins, ascending; the first is 0."""
     total_steps: int
     """Optimizer steps of the run."""
+    first_sequences: tuple[int, ...] = ()
+    """Sequences trained before each level; () computes them from the levels."""
+
+    def __post_init__(self):
+        if not self.first_sequences:
+            steps = [end - begin for begin, end in itertools.pairwise(self.first_steps)]
+            per_level = [count * level for count, level in zip(steps, self.sequences_per_level, strict=False)]
+            object.__setattr__(self, "first_sequences", tuple(itertools.accumulate(per_level, initial=0)))
 
     @property
     def total_sequences(self) -> int:
@@ -26,21 +38,43 @@ class BatchRamp:
 
     def sequences_at(self, step: int) -> int:
         """Global batch of `step` in sequences."""
-        return self.sequences_per_level[bisect.bisect_right(self.first_steps, step) - 1]
+        return self.sequences_per_level[self._level(step)]
 
     def sequences_before(self, step: int) -> int:
-        """Sequences seen by all steps before `step`; costs one term per level, whatever the step."""
-        ends = (*self.first_steps[1:], step)
-        steps = (max(0, min(step, end) - first) for first, end in zip(self.first_steps, ends, strict=True))
-        return sum(n * level for n, level in zip(steps, self.sequences_per_level, strict=True))
+        """Sequences of all steps before `step`."""
+        level = self._level(step)
+        sequences = self.first_sequences[level] + (step - self.first_steps[level]) * self.sequences_per_level[level]
+        # Levels that an old checkpoint did not record are known by their sum alone.
+        return min([sequences, *self.first_sequences[level + 1 : level + 2]])
 
     def steps_to_reach(self, sequences: int) -> int:
         """Fewest steps after which at least that many sequences were seen."""
-        level = len(self.first_steps) - 1
-        while level > 0 and self.sequences_before(self.first_steps[level]) >= sequences:
-            level -= 1
-        first_step, per_step = self.first_steps[level], self.sequences_per_level[level]
-        return first_step + max(0, -(-(sequences - self.sequences_before(first_step)) // per_step))
+        level = max(0, bisect.bisect_left(self.first_sequences, sequences) - 1)
+        missing = sequences - self.first_sequences[level]
+        return self.first_steps[level] + max(0, -(-missing // self.sequences_per_level[level]))
+
+    def after(self, past: "BatchRamp", step: int, sequences: int) -> "BatchRamp":
+        """These batches from `step` on, and before it those of `past`, which hold `sequences`."""
+        earlier = [level for level, first in enumerate(past.first_steps) if first < step]
+        later = [level for level, first in enumerate(self.first_steps) if first > step]
+        levels = [
+            *((past.first_steps[n], past.first_sequences[n], past.sequences_per_level[n]) for n in earlier),
+            (step, sequences, self.sequences_at(step)),
+        ]
+        for n in later:
+            first, first_sequences, per_step = self.first_steps[n], *levels[-1][1:]
+            levels.append((first, first_sequences + (first - levels[-1][0]) * per_step, self.sequences_per_level[n]))
+        joined = [levels[0]]
+        for first, first_sequences, per_step in levels[1:]:
+            last_first, last_sequences, last_per_step = joined[-1]
+            goes_on = first_sequences == last_sequences + (first - last_first) * last_per_step
+            if not (per_step == last_per_step and goes_on):
+                joined.append((first, first_sequences, per_step))
+        first_steps, first_sequences, per_level = zip(*joined, strict=True)
+        return BatchRamp(per_level, first_steps, self.total_steps, first_sequences)
+
+    def _level(self, step: int) -> int:
+        return bisect.bisect_right(self.first_steps, step) - 1
 
 
 def batch_ramp(

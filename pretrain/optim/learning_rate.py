@@ -10,9 +10,8 @@ A schedule is a function (schedule, step) -> factor of the peak, entered in SCHE
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pretrain.errors import InputError
 
@@ -22,6 +21,9 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
 """Progress 0..1 of a decay to the share 1..0 that is left; sqrt is Hägele et al. 2024, arXiv 2405.18392."""
+
+DECAYING = ("cosine", "linear", "wsd", "infinite")
+"""Schedules that fall to a floor at the end of the run, which may be moved."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ class Schedule:
     """infinite: the plateau after the cooldown, as a share of the peak."""
     anneal_steps: int = 0
     """infinite: length of the annealing that ends the run; 0 leaves the run on the plateau, ready to be continued."""
+    first_step: int = 0
+    """Step at which the warmup begins: 0, or where a run that had begun was given this schedule."""
+    decayed: tuple[int, int, float] | None = None
+    """(first step of the final decay, step at which the end of the run was moved, progress of the decay there). The
+    rest of the decay takes the steps up to total_steps, so that the rate does not jump. None: as planned."""
 
     def __post_init__(self):
         problems = _problems_of_schedule(self)
@@ -55,8 +62,8 @@ class Schedule:
 
     def factor(self, step: int) -> float:
         """Share of the peak learning rate at `step` (0 is the first)."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+        if step < self.warmup_end:
+            return (step - self.first_step + 1) / self.warmup_steps
         return SCHEDULES[self.name](self, step)
 
     def learning_rate(self, step: int, peak: float) -> float:
@@ -64,20 +71,57 @@ class Schedule:
         return peak * self.factor(step)
 
     @property
+    def warmup_end(self) -> int:
+        """The first step after the warmup."""
+        return self.first_step + self.warmup_steps
+
+    @property
+    def steps(self) -> int:
+        """Steps from the schedule's first to the end of the run."""
+        return self.total_steps - self.first_step
+
+    @property
     def decays_from(self) -> int:
         """The step at which the decay that ends the run begins; total_steps where none does, or where all is one."""
-        if self.name == "wsd":
-            decay_steps = round(0.2 * self.total_steps) if self.decay_steps is None else self.decay_steps
-            return max(self.warmup_steps, self.total_steps - decay_steps)
-        return self.total_steps - (self.anneal_steps if self.name == "infinite" else 0)
+        return self._decay_begin if self.name in ("wsd", "infinite") else self.total_steps
 
-    def extending(self, earlier: Mapping[str, Any]) -> "Schedule":
-        """This schedule of a longer run, with every learning rate that the earlier one (its fields) had until it
-        decayed: a cosine or a line that has an end keeps it, and the run goes on at the floor; an end of its own moves
-        to the end of the longer run."""
-        kept = {"cosine": "total_steps", "linear": "total_steps", "infinite": "cooldown_steps"}.get(self.name)
-        kept = ("warmup_steps", kept) if kept else ("warmup_steps",)
-        return replace(self, **{name: earlier[name] for name in kept})
+    @property
+    def _decay_begin(self) -> int:
+        """The first step of the decay to the floor."""
+        if self.decayed is not None:
+            return self.decayed[0]
+        if self.name == "wsd":
+            decay_steps = round(0.2 * self.steps) if self.decay_steps is None else self.decay_steps
+            return max(self.warmup_end, self.total_steps - decay_steps)
+        if self.name == "infinite":
+            return self.total_steps - self.anneal_steps
+        return self.warmup_end
+
+    def progress(self, step: int) -> float:
+        """Share of the decay to the floor that lies before `step`, 0 to 1."""
+        if self.decayed is None:
+            return _progress(step, self._decay_begin, self.total_steps)
+        _, begin, progress = self.decayed
+        return progress + (1.0 - progress) * _progress(step, begin, self.total_steps)
+
+    def moved_to(self, total_steps: int, step: int, planned: "Schedule") -> "Schedule":
+        """The schedule of a run whose end is moved to `total_steps` when `step` steps are taken.
+
+        The rates so far stay, and the rate of `step` too: a decay that has begun takes the steps that are left.
+
+        Args:
+            planned: the recipe's schedule for a run of that length.
+        """
+        kept = {"total_steps": total_steps, "first_step": self.first_step, "warmup_steps": self.warmup_steps}
+        if self.name == "infinite":
+            kept["cooldown_steps"] = self.cooldown_steps
+        moved = replace(planned, **kept)
+        if moved.name not in DECAYING or (moved.name == "infinite" and not moved.anneal_steps):
+            return moved
+        progress = self.progress(step)
+        if progress > 0.0:
+            return replace(moved, decayed=(self._decay_begin, step, progress))
+        return replace(moved, decayed=(step, step, 0.0)) if moved.decays_from < step else moved
 
 
 @dataclass(frozen=True)
@@ -95,6 +139,7 @@ class Annealing:
 
     @property
     def warmup_steps(self) -> int:
+        """Steps of the schedule's linear warmup."""
         return self.schedule.warmup_steps
 
     def learning_rate(self, step: int, peak: float) -> float:
@@ -109,12 +154,12 @@ class Annealing:
 
 def cosine(schedule: Schedule, step: int) -> float:
     """Half a cosine from the peak to the floor (Loshchilov & Hutter 2017, arXiv 1608.03983, without restarts)."""
-    return _decay(schedule, "cosine", step, schedule.warmup_steps)
+    return _decayed(schedule, "cosine", step)
 
 
 def linear(schedule: Schedule, step: int) -> float:
     """A straight line from the peak to the floor."""
-    return _decay(schedule, "linear", step, schedule.warmup_steps)
+    return _decayed(schedule, "linear", step)
 
 
 def constant(schedule: Schedule, step: int) -> float:
@@ -124,8 +169,7 @@ def constant(schedule: Schedule, step: int) -> float:
 
 def warmup_stable_decay(schedule: Schedule, step: int) -> float:
     """The peak, then a decay to the floor over the last decay_steps (Hu et al. 2024, arXiv 2404.06395)."""
-    start = schedule.decays_from
-    return 1.0 if step < start else _decay(schedule, schedule.decay_shape, step, start)
+    return _decayed(schedule, schedule.decay_shape, step)
 
 
 def infinite(schedule: Schedule, step: int) -> float:
@@ -134,14 +178,13 @@ def infinite(schedule: Schedule, step: int) -> float:
     Ibrahim et al. 2024, arXiv 2403.08763. Annealing starts from the rate it finds: a run shorter than its cooldown
     anneals from there.
     """
-    anneal_start = schedule.total_steps - schedule.anneal_steps
-    cooldown_steps = round(0.7 * schedule.total_steps) if schedule.cooldown_steps is None else schedule.cooldown_steps
-    cooling = _progress(min(step, anneal_start), schedule.warmup_steps, schedule.warmup_steps + cooldown_steps)
+    cooldown_steps = round(0.7 * schedule.steps) if schedule.cooldown_steps is None else schedule.cooldown_steps
+    cooling = _progress(min(step, schedule.decays_from), schedule.warmup_end, schedule.warmup_end + cooldown_steps)
     plateau = schedule.constant_ratio
     factor = plateau + (1.0 - plateau) * DECAY_SHAPES["cosine"](cooling)
-    if not schedule.anneal_steps or step < anneal_start:
+    if not schedule.anneal_steps:
         return factor
-    return factor * (schedule.final_ratio / factor) ** _progress(step, anneal_start, schedule.total_steps)
+    return factor * (schedule.final_ratio / factor) ** schedule.progress(step)
 
 
 SCHEDULES: dict[str, Callable[[Schedule, int], float]] = {
@@ -172,8 +215,8 @@ def learning_rate_for_batch(base_learning_rate: float, sequences_per_step: int) 
     return base_learning_rate * math.sqrt(sequences_per_step)
 
 
-def _decay(schedule: Schedule, shape: str, step: int, start: int) -> float:
-    left = DECAY_SHAPES[shape](_progress(step, start, schedule.total_steps))
+def _decayed(schedule: Schedule, shape: str, step: int) -> float:
+    left = DECAY_SHAPES[shape](schedule.progress(step))
     return schedule.final_ratio + (1.0 - schedule.final_ratio) * left
 
 
@@ -183,8 +226,8 @@ def _progress(step: int, start: int, end: int) -> float:
 
 def _problems_of_schedule(schedule: Schedule) -> list[str]:
     """Of settings that are each right: a recipe's types see to that."""
-    if schedule.total_steps < 1:
-        return [f"total_steps {schedule.total_steps:,} is below 1: raise the budget"]
+    if schedule.steps < 1:
+        return [f"total_steps {schedule.total_steps:,} is below {schedule.first_step + 1:,}: raise the budget"]
     problems, phases = [], {"warmup_steps": schedule.warmup_steps}
     if schedule.name == "wsd":
         phases["decay_steps"] = schedule.decay_steps or 0
@@ -192,9 +235,10 @@ def _problems_of_schedule(schedule: Schedule) -> list[str]:
         phases["anneal_steps"] = schedule.anneal_steps
         if schedule.anneal_steps and not schedule.final_ratio:
             problems.append("final_ratio 0 cannot be annealed to, which is exponential: use more than 0, such as 0.01")
-    if schedule.total_steps < sum(phases.values()):
+    if schedule.steps < sum(phases.values()):
         given = " + ".join(f"{name} {steps:,}" for name, steps in phases.items() if steps)
+        begins = f" that are left from step {schedule.first_step:,} on" if schedule.first_step else ""
         problems.append(
-            f"{given} is longer than the run of {schedule.total_steps:,} steps: shorten it or raise the budget"
+            f"{given} is longer than the run of {schedule.steps:,} steps{begins}: shorten it or raise the budget"
         )
     return problems

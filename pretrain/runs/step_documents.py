@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.config import Data
-from pretrain.data.batches import Batches
+from pretrain.data.batches import Batches, DataPosition
 from pretrain.data.document_index import read_index
 from pretrain.data.manifest import Manifest, Shard, id_dtype
 from pretrain.data.tokenizer import load_decoder
@@ -81,15 +81,21 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
     before = min(step, state.get("anneal_from") or step)
     start = next((start for start in reversed(history.of("start")) if start["step"] < before), {})
     try:
-        data, seed = Data.model_validate(settings["data"]), int(settings["seed"])
-        ramp = BatchRamp(tuple(start["sequences_per_level"]), tuple(start["first_steps"]), start["total_steps"])
+        data, seed = Data.model_validate(start.get("data") or settings["data"]), int(settings["seed"])
+        ramp = BatchRamp(
+            tuple(start["sequences_per_level"]),
+            tuple(start["first_steps"]),
+            start["total_steps"],
+            tuple(start.get("first_sequences", ())),
+        )
+        origin = DataPosition.of_json(start["origin"]) if "origin" in start else None
     except (KeyError, ValueError) as error:
         raise InputError(
             f"{run}: config.yaml and the start event do not say what its data was ({error}); restore them"
         ) from None
     left_out = [tuple(entry["samples"]) for entry in state.get("rollbacks") or [] if entry.get("samples")]
     passed = start.get("stage_starts", [])[1:]
-    batches = Batches(data, seed=seed, ramp=ramp, passed=passed).leaving_out(left_out)
+    batches = Batches(data, seed=seed, ramp=ramp, passed=passed, origin=origin).leaving_out(left_out)
     if problems := changed_sources(batches, newest.get("identity", {})):
         raise InputError(*problems)
     return batches, ramp.sequences_before(step - 1), ramp.sequences_at(step - 1)

@@ -1,7 +1,6 @@
 """Where a run continues: resuming, saving, rolling back, annealing early."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +10,54 @@ from pretrain.checkpoint.run_state import NumericStopError, RunState, record_rol
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
 from pretrain.files import SEAL_FILE
-from pretrain.model.build import shape_changes
-from pretrain.model.model_config import config_differences, load_model_config
 from pretrain.model.published_names import JoinedTensors, PublishedNames
 from pretrain.optim.averaging import average_after_step, averages_after, can_continue
 from pretrain.parallel.strategy import Strategy
+from pretrain.recipe import CommandLine
 from pretrain.runs.addresses import trunk_checkpoint
 from pretrain.runs.run_folder import step_of
 from pretrain.training.attempt import refuse_crash_loop
 from pretrain.training.background_jobs import publish_beside, publish_cut_short
+from pretrain.training.continued_plan import (
+    Checkpoint,
+    Standing,
+    no_stable_checkpoint,
+    stand,
+    standing_in_words,
+    standing_to_save,
+)
 from pretrain.training.guard import Finding
 from pretrain.training.metrics import Metrics
-from pretrain.training.run_plan import RunPlan, identity_problems
+from pretrain.training.run_plan import RunPlan
 
 
 class Continuation:
     """The state of a run: where it resumes, what it saves. All ranks call together.
 
     Args:
-        plan: of the recipe as it is, without rollbacks or annealing.
-        overridden: settings given on the command line, which may differ from the checkpoint's.
+        plan: of the recipe alone, as for a new run.
+        asked: the command line, with settings that may differ from the checkpoint's.
+        steps: end after so many; None trains to the end.
 
     Raises InputError if the checkpoint has other settings, NoValidCheckpointError if all are damaged, and
     CrashLoopError if the run has failed here too often.
     """
 
     def __init__(
-        self, config: RunConfig, plan: RunPlan, overridden: frozenset[str], strategy: Strategy, metrics: Metrics
+        self,
+        config: RunConfig,
+        plan: RunPlan,
+        asked: CommandLine,
+        strategy: Strategy,
+        metrics: Metrics,
+        steps: int | None = None,
     ):
-        self.config, self.plan, self.strategy, self.metrics = config, plan, strategy, metrics
-        self.overridden = overridden
+        self.config, self.strategy, self.metrics = config, strategy, metrics
+        self.asked, self.overridden, self.steps = asked, asked.overridden, steps
+        self.recipe_plan = plan
+        """Of the recipe alone."""
+        self.plan = plan
+        """Of the whole run, without rollbacks or annealing."""
         self.checkpoints = Checkpoints(config.output, strategy.ranks, config.checkpoint)
         self.found: Path | None = self.checkpoints.newest_valid(log=strategy.ranks.print)
         self.is_new = self.found is None
@@ -49,22 +66,13 @@ class Continuation:
             self.found = self.checkpoints.valid(trunk_checkpoint(config.branch_from))
         self.saved: SavedRun | None = load_saved(self.found) if self.found else None
         self.state = RunState()
+        self.standing = ""
+        """How the run goes on from its checkpoint, in words."""
+        has_final = strategy.ranks.gather((config.output / "final" / SEAL_FILE).exists())[0]
         if self.saved:
-            if problems := continuation_problems(self.found, self.saved.contents["identity"], plan, overridden):
-                raise InputError(*problems)
-            if not any(path.startswith("optim.") for path in overridden):
-                self._extend()
-            self.state = RunState(**self.saved.contents["state"])
-            here = self.plan.leaving_out(self.state.left_out).batches.first_sample(self.state.step)
-            self.plan = self.plan.passing(stage_starts_of(self.saved.contents), here)
-            if self.is_new:
-                self._branch()
-        # A crash after a rollback and before the next checkpoint must not bring the bad data back.
-        recorded = strategy.ranks.gather(recorded_rollbacks(config.output))[0]
-        self.state.rollbacks = max(self.state.rollbacks, recorded, key=len)
+            self._resume(has_final)
         metrics.stands_at(self.state.step, self.state.tokens)
-        final = config.output / "final" / SEAL_FILE
-        self.is_done: bool = strategy.ranks.gather(self.state.step >= self.run.total_steps and final.exists())[0]
+        self.is_done: bool = self.state.step >= self.run.total_steps and has_final
         pause_at = config.checkpoint.pause_at
         if not self.is_done and pause_at is not None and self.state.step >= pause_at:
             raise InputError(
@@ -75,42 +83,39 @@ class Continuation:
             refuse_crash_loop(config.output, self.state.step, strategy.ranks)
         publish_cut_short(config, metrics)
 
-    def _extend(self) -> None:
-        """If the budget was raised, resumes from before the decay that ended the shorter run."""
-        planned = self.saved.contents["plan"]
-        self.plan = self.plan.extending(planned)
-        if self.plan.total_steps <= planned["total_steps"] or step_of(self.found) <= planned["stable_until"]:
-            return
-        self._fetch_earlier(planned["stable_until"])
-        stable = self.checkpoints.newest_valid(self.strategy.ranks.print, at_most=planned["stable_until"])
-        if stable is None:
-            raise InputError(
-                f"budget: the run of {planned['total_steps']:,} steps has decayed its learning rate since step "
-                f"{planned['stable_until']:,}, and no checkpoint from before is left; keep one with "
-                "checkpoint.milestones_every, or name a schedule on the command line to go on from the decayed model, "
-                "such as --optim.schedule constant"
-            )
-        final = self.config.output / "final"
-        with self.strategy.ranks.together(SaveError):
-            if self.strategy.ranks.is_main and final.exists():
-                final.rename(final.with_name(f"final-{self.found.name}"))
-        self.strategy.ranks.print(f"resuming from {stable.name}, the last checkpoint before the learning-rate decay")
-        self.checkpoints.discard_after(step_of(stable))
-        self.found, self.saved = stable, load_saved(stable)
+    def _resume(self, has_final: bool) -> None:
+        """Goes on from the checkpoint found, or from an earlier one if the budget was raised after the final decay."""
+        config, ranks = self.config, self.strategy.ranks
+        standing = self._stand(is_finished=has_final)
+        if standing.stable_until is not None:
+            self._fetch_earlier(standing.stable_until)
+            stable = self.checkpoints.newest_valid(ranks.print, at_most=standing.stable_until)
+            if stable is None:
+                raise no_stable_checkpoint(self.saved.contents["plan"])
+            final = config.output / "final"
+            with ranks.together(SaveError):
+                if ranks.is_main and final.exists():
+                    final.rename(final.with_name(f"final-{self.found.name}"))
+            ranks.print(f"resuming from {stable.name}, the last checkpoint before the learning-rate decay")
+            self.checkpoints.discard_after(step_of(stable))
+            self.found, self.saved = stable, load_saved(stable)
+            standing = self._stand(is_finished=has_final)
+        self.standing = standing_in_words(self.run, self.state, standing.changes, self.found)
 
-    def _branch(self) -> None:
-        """The new run decays from its first step, and records its origin."""
-        stable_until = self.saved.contents["plan"]["stable_until"]
-        if self.state.step > stable_until:
-            raise InputError(
-                f"branch_from: {self.config.branch_from} has begun to decay its learning rate; take a checkpoint of "
-                f"step {stable_until:,} or before"
-            )
-        run = self.config.branch_from.rpartition("@")[0]
-        trunk = {"run": run, "step": self.state.step, "tokens": self.state.tokens}
-        self.state.lineage = [*self.state.lineage, trunk]
-        self._anneal(self.config.optim.decay_fraction * self.state.step)
-        self.state.validation_loss = None
+    def _stand(self, *, is_finished: bool = False) -> Standing:
+        """Takes state and plan from the checkpoint in `saved` and from the recipe."""
+        recorded = self.strategy.ranks.gather(recorded_rollbacks(self.config.output))[0]
+        standing = stand(
+            self.config,
+            self.recipe_plan,
+            self.asked,
+            Checkpoint(self.found, self.saved.contents),
+            rollbacks=recorded,
+            begins_branch=self.is_new,
+            is_finished=is_finished,
+        )
+        self.plan, self.state = standing.plan, standing.state
+        return standing
 
     def _fetch_earlier(self, at_most: int, beat: Callable[[], None] = lambda: None) -> None:
         """A run that came from its mirror has one checkpoint: an earlier one is there."""
@@ -121,7 +126,7 @@ class Continuation:
     def run(self) -> RunPlan:
         """The plan in effect: without skipped data, and with the requested end."""
         run = self.plan.leaving_out(self.state.left_out)
-        return run.annealing(self.state.anneal_from, self.state.anneal_steps)
+        return run.annealing(self.state.anneal_from, self.state.anneal_steps).cut(self.steps)
 
     @property
     def newest(self) -> Path:
@@ -181,8 +186,8 @@ class Continuation:
         groups = {"model": self.strategy.model_tensors(), "optimizer": self.strategy.optimizer_tensors()}
         if self.state.average is not None:
             groups["average"] = self.strategy.average_tensors()
-        contents = {"state": asdict(self.state), "identity": self.plan.identity, "strategy": self.strategy.state()}
-        contents["plan"] = self.run.planned()
+        contents = standing_to_save(self.asked.config, self.plan, self.run, self.state)
+        contents |= {"strategy": self.strategy.state()}
         contents |= {"guard": guard_state, "validation_loss": self.state.validation_loss}
         self.checkpoints.save(self.state.step, contents, groups, describe, beat)
         self.report_saves()
@@ -228,14 +233,19 @@ class Continuation:
             raise NumericStopError(f"{finding.message}; {len(state.rollbacks)} earlier rollbacks")
         first, last = finding.roll_back
         log = self.strategy.ranks.print
-        self._fetch_earlier(max(first - 1 - guard.distance, 0), beat)
-        target = self.checkpoints.newest_valid(log, at_most=max(first - 1 - guard.distance, 0), beat=beat)
-        target = target or self.checkpoints.newest_valid(log, at_most=first - 1, beat=beat)
-        if target is None:
-            raise NumericStopError(f"{finding.message}; there is no earlier checkpoint to roll back to")
-        self.saved = load_saved(target)
-        earlier = RunState(**self.saved.contents["state"])
         skips = guard.roll_back == "skip_data"
+        # What is skipped is counted in the samples of this data: a checkpoint from before has others.
+        origin = self.plan.batches.origin if skips else None
+        at_least = origin.step if origin is not None else 0
+        self._fetch_earlier(max(first - 1 - guard.distance, at_least), beat)
+        target = self.checkpoints.newest_valid(log, at_most=max(first - 1 - guard.distance, at_least), beat=beat)
+        target = target or self.checkpoints.newest_valid(log, at_most=first - 1, beat=beat)
+        if target is None or step_of(target) < at_least:
+            since = f" since its data changed at step {at_least:,}" if at_least else ""
+            raise NumericStopError(f"{finding.message}; there is no earlier checkpoint{since} to roll back to")
+        self.found, self.saved = target, load_saved(target)
+        self.is_new = False
+        earlier = RunState(**self.saved.contents["state"])
         rollback = {
             "to_step": earlier.step,
             "first_step": first,
@@ -243,6 +253,8 @@ class Continuation:
             "samples": self.run.batches.samples_of(first - 1, last - 1) if skips else None,
             "learning_rate_factor": 1.0 if skips else 0.5,
             "reason": finding.message,
+            "anneal_from": state.anneal_from,
+            "anneal_steps": state.anneal_steps,
         }
         rollbacks = [*state.rollbacks, rollback]
         # In this order: if killed in between, the run gets here again by the same steps. In the other order it could
@@ -250,35 +262,8 @@ class Continuation:
         self.checkpoints.discard_after(earlier.step)
         if self.strategy.ranks.is_main:
             record_rollbacks(self.config.output, rollbacks)
-        self.state = replace(earlier, rollbacks=rollbacks)
+        self.strategy.ranks.barrier()  # all read what the main rank has recorded
+        self._stand()
         self.load()
         change = f"skipping the data of steps {first:,} to {last:,}" if skips else "halving the learning rate"
         self.metrics.write("rollback", step=state.step, **rollback, change=change)
-
-
-def stage_starts_of(contents: Mapping[str, Any]) -> list[int] | None:
-    """The first sample of each stage in the plan of a checkpoint; None if it does not say."""
-    alone = [0] if "data.train" in contents["identity"] else None
-    return contents["plan"].get("stage_starts", alone)
-
-
-def continuation_problems(
-    found: Path, saved: Mapping[str, Any], plan: RunPlan, overridden: frozenset[str]
-) -> list[str]:
-    """Why a run cannot continue from a checkpoint of that identity; the model's keys by name.
-
-    A model of another shape is refused even if the command line asks for it: fewer layers would load silently.
-    """
-    problems = identity_problems(saved, plan.identity, overridden)
-    if saved.get("model") == plan.identity["model"]:
-        return problems
-    earlier = load_model_config(str(found))
-    changes = config_differences(earlier, plan.model_config)
-    others = [problem for problem in problems if not problem.startswith("model: ")]
-    if shape_changes(earlier, plan.model_config):
-        what_now = "the weights of the checkpoint do not fit; restore it, or choose another --output"
-    elif len(others) < len(problems):
-        what_now = "restore it, choose another --output, or accept it by naming it on the command line"
-    else:
-        return others
-    return [f"model: {found} was trained with {changes}: {what_now}", *others]

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -93,6 +93,8 @@ class RunPlan(ModelPlan):
     ranks: int
     stages: tuple[StagePlan, ...]
     ramp: BatchRamp
+    ramp_steps: tuple[int, ...]
+    """Steps at which the levels of batch.ramp begin; they stay when the budget or the batch changes."""
     schedule: Schedule | Annealing
     peak_learning_rate: float
     batches: Batches
@@ -172,18 +174,6 @@ class RunPlan(ModelPlan):
         schedule = Annealing(self.schedule, from_step, steps)
         return replace(self, schedule=schedule, ramp=replace(self.ramp, total_steps=from_step + steps))
 
-    def extending(self, earlier: Mapping[str, Any]) -> "RunPlan":
-        """The same run, without rewinding the learning rate where it extends an `earlier` one (see `planned`)."""
-        if self.total_steps <= earlier["total_steps"] or self.schedule.name != earlier["schedule"]["name"]:
-            return self
-        return replace(self, schedule=self.schedule.extending(earlier["schedule"]))
-
-    def passing(self, stage_starts: Sequence[int] | None, sample: int) -> "RunPlan":
-        """The same run, continued at `sample`, which has begun its stages there (see `planned`); None: not known."""
-        if stage_starts is None or len(self.stages) == 1:
-            return self
-        return replace(self, batches=self.batches.passing(stage_starts, sample))
-
     def cut(self, steps: int | None) -> "RunPlan":
         """The first `steps` steps of the same run, on the schedule of the whole."""
         if steps is None or steps >= self.total_steps:
@@ -201,6 +191,9 @@ class RunPlan(ModelPlan):
             "schedule": asdict(schedule),
             "stable_until": stable_until,
             "stage_starts": self.batches.stage_starts,
+            "ramp": asdict(self.ramp),
+            "ramp_steps": self.ramp_steps,
+            "origin": asdict(self.batches.origin) if self.batches.origin else None,
         }
 
 
@@ -317,6 +310,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         ranks=ranks,
         stages=stages_of(config, stage_configs, ranks),
         ramp=ramp,
+        ramp_steps=ramp.first_steps,
         schedule=schedule,
         peak_learning_rate=peak_learning_rate(config, sequences_per_step),
         batches=batches,
@@ -432,33 +426,45 @@ def ramp_levels(config: RunConfig) -> int:
     return round(1 / config.batch.ramp.start) if config.batch.ramp else 1
 
 
+def target_sequences(config: RunConfig, active: int) -> int | None:
+    """Sequences that the budget asks for; None where it is in steps. active: parameters that a token uses."""
+    budget = config.budget
+    if budget.steps:
+        return None
+    tokens = round(budget.tokens_per_parameter * active) if budget.tokens_per_parameter else budget.tokens
+    return math.ceil(tokens / config.data.sequence_length)
+
+
 def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRamp:
     """The batch over the run. active: parameters that a token uses, which tokens_per_parameter is relative to."""
-    budget, length, ramp = config.budget, config.data.sequence_length, config.batch.ramp
-    tokens = round(budget.tokens_per_parameter * active) if budget.tokens_per_parameter else budget.tokens
+    ramp = config.batch.ramp
     return batch_ramp(
         sequences_per_step,
-        total_sequences=None if budget.steps else math.ceil(tokens / length),
-        total_steps=budget.steps,
+        total_sequences=target_sequences(config, active),
+        total_steps=config.budget.steps,
         ramp_from=ramp.start if ramp else 1.0,
         ramp_over=ramp.over if ramp else 0.0,
     )
 
 
-def schedule_of(config: RunConfig, total_steps: int) -> Schedule:
-    optim = config.optim
+def schedule_of(
+    config: RunConfig, total_steps: int, *, first_step: int = 0, warmup_steps: int | None = None
+) -> Schedule:
+    """The recipe's schedule over the steps from `first_step` to the end. warmup_steps: None takes the recipe's."""
+    optim, steps = config.optim, total_steps - first_step
     return Schedule(
         name=optim.schedule,
         total_steps=total_steps,
-        warmup_steps=optim.warmup_steps,
+        warmup_steps=optim.warmup_steps if warmup_steps is None else warmup_steps,
         final_ratio=optim.final_ratio,
-        decay_steps=round(optim.decay_fraction * total_steps) if optim.schedule == "wsd" else None,
+        decay_steps=round(optim.decay_fraction * steps) if optim.schedule == "wsd" else None,
         decay_shape=optim.decay_shape,
         cooldown_steps=cooldown_steps_of_infinite(
-            total_steps, config.batch.tokens_per_step, optim.min_cooldown_tokens, optim.cooldown_fraction
+            steps, config.batch.tokens_per_step, optim.min_cooldown_tokens, optim.cooldown_fraction
         ),
         constant_ratio=optim.constant_ratio,
-        anneal_steps=round(optim.anneal_fraction * total_steps) if optim.schedule == "infinite" else 0,
+        anneal_steps=round(optim.anneal_fraction * steps) if optim.schedule == "infinite" else 0,
+        first_step=first_step,
     )
 
 
@@ -508,21 +514,37 @@ def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[
     return json.loads(json.dumps(identity))
 
 
-def identity_problems(saved: dict[str, Any], now: dict[str, Any], overridden: frozenset[str]) -> list[str]:
-    """What differs from the checkpoint and is not named on the command line, or cannot differ."""
+ORDER_OF_DATA = ("seed", "data.sampling", "data.sequence_length")
+"""Settings that a run cannot change on its way: it would read some of its data twice and some never."""
+
+
+def identity_problems(
+    saved: dict[str, Any], now: dict[str, Any], overridden: frozenset[str], *, begins_branch: bool = False
+) -> list[str]:
+    """What differs from the checkpoint and cannot, or is not named on the command line.
+
+    begins_branch: a new run that starts from the checkpoint of another, whose recipe may differ without being named.
+    """
     problems = []
     for path in sorted(saved.keys() | now.keys()):
         if saved.get(path) == now.get(path):
             continue
         found = f"{path}: the run was started with {json.dumps(saved.get(path))}, "
+        is_named = any(name == path or name.startswith(f"{path}.") for name in overridden)
         if path == "optim.name":  # whose state is another: named or not, it could not be loaded
             problems.append(
                 f"{found}whose state {json.dumps(now.get(path))} cannot use; restore it, or choose another --output "
                 "(with --init pretrained --model RUN/final it begins with this run's weights)"
             )
-        elif not any(name == path or name.startswith(f"{path}.") for name in overridden):
+        elif path in ORDER_OF_DATA and not (begins_branch and path == "data.sequence_length"):
+            branch = " with --branch_from RUN@STEP" if path == "data.sequence_length" else ""
+            problems.append(
+                f"{found}and {json.dumps(now.get(path))} would read its data in another order, some of it twice and "
+                f"some never; restore it, or choose another --output{branch}"
+            )
+        elif not (is_named or (begins_branch and path != "model")):
             problems.append(
                 f"{found}the recipe now says {json.dumps(now.get(path))}; restore it, choose another --output, or "
-                f"accept it with --{path} on the command line"
+                f"accept it with --{path} on the command line: it then holds from the checkpoint's step on"
             )
     return problems

@@ -58,6 +58,8 @@ def announce(continuation: Continuation, peak: tuple[float | None, str]) -> str:
     if meter is not None and meter.how is not None:
         built["energy"] = meter.how
     metrics.say(banner(config, run, built))
+    if continuation.standing:
+        metrics.say(continuation.standing)
     for caution in cautions(config, run, continuation.overridden, strategy.device) if strategy.ranks.is_main else ():
         metrics.write("warning", step=state.step, message=caution)
     start_id = uuid.uuid4().hex
@@ -65,6 +67,8 @@ def announce(continuation: Continuation, peak: tuple[float | None, str]) -> str:
     facts |= dataclasses.asdict(run.schedule) | dataclasses.asdict(run.ramp)
     facts |= {"active_parameters": run.active_parameters, "flops_per_token": run.stages[0].flops_per_token}
     facts |= {"stage_starts": run.batches.stage_starts} if len(run.stages) > 1 else {}
+    if run.batches.origin is not None:  # other data than config.yaml's, from here on
+        facts |= {"origin": dataclasses.asdict(run.batches.origin), "data": config.data.model_dump(mode="json")}
     facts["energy"] = meter and meter.how
     metrics.write("start", step=state.step, **facts)
     if found:

@@ -155,6 +155,8 @@ class Supervisor:
 
     def answer(self) -> None:
         """Clears the request; if it was carried out, the sender of a command gets an answer."""
+        if self.request == Request.ANNEAL and self.continuation.state.anneal_from is None and not self.refusal:
+            return  # heard after the loop had looked for it: the next step's turn
         done = self.request != Request.SAVE or self.continuation.is_saved
         if done and self.request in COMMANDED:
             step, total_steps = self.continuation.state.step, self.continuation.run.total_steps

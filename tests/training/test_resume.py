@@ -23,9 +23,7 @@ SAVED = {
     ("path", "other"),
     [
         ("model", "5678"),
-        ("seed", 2),
         ("data.train", [{"until": None, "train": [["shards", "ef01", 1.0, None]]}]),
-        ("data.sequence_length", 32),
         ("batch.tokens_per_step", 512),
     ],
 )
@@ -37,6 +35,15 @@ def test_another_setting_is_refused_with_the_difference_unless_it_is_named(path,
     assert identity_problems(SAVED, now, frozenset({path})) == []
     assert identity_problems(SAVED, now, frozenset({f"{path}.0.weight"})) == [], "a part of it is named"
     assert identity_problems(SAVED, now, frozenset({"output"})) == [problem]
+
+
+@pytest.mark.parametrize(("path", "other"), [("seed", 2), ("data.sequence_length", 32)])
+def test_another_order_of_the_data_is_refused_even_if_it_is_named(path, other):
+    """No way to accept it is offered: some data would be read twice and some never."""
+    now = SAVED | {path: other}
+    (problem,) = identity_problems(SAVED, now, frozenset({path}))
+    assert problem.startswith(f"{path}: the run was started with") and "accept it" not in problem
+    assert (identity_problems(SAVED, now, frozenset(), begins_branch=True) == []) == (path != "seed")
 
 
 def test_another_optimizer_is_refused_even_if_it_is_named():

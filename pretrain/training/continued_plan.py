@@ -1,0 +1,492 @@
+"""What a run does from a checkpoint on, whatever has changed in its recipe since the checkpoint was written.
+
+The checkpoint says where the run stands: its step, the tokens it has seen, what it has read of each source, the batch
+and the schedule so far. Everything up to there stays. The recipe says how the run goes on from there. So the batch,
+the budget, the data and the schedule can change at any checkpoint, any number of times.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pretrain.checkpoint.run_state import RunState, recorded_rollbacks
+from pretrain.config import RunConfig
+from pretrain.data.batches import DataPosition, moved_past
+from pretrain.errors import InputError
+from pretrain.files import SEAL_FILE
+from pretrain.model.build import shape_changes
+from pretrain.model.model_config import config_differences, load_model_config
+from pretrain.optim.batch_ramp import BatchRamp, batch_ramp
+from pretrain.optim.learning_rate import Schedule
+from pretrain.recipe import CommandLine
+from pretrain.runs.addresses import trunk_checkpoint
+from pretrain.runs.run_folder import checkpoint_folders, read_config, read_state, setting, step_of
+from pretrain.training.run_plan import RunPlan, identity_problems, schedule_of, target_sequences
+from pretrain.units import counted
+
+BUDGET = ("budget.tokens_per_parameter", "budget.tokens", "budget.steps")
+CLOCK = ("optim.schedule", "optim.warmup_steps")
+"""Settings whose change begins a schedule at the checkpoint."""
+SHAPE = (
+    "optim.final_ratio",
+    "optim.decay_fraction",
+    "optim.decay_shape",
+    "optim.cooldown_fraction",
+    "optim.min_cooldown_tokens",
+    "optim.constant_ratio",
+    "optim.anneal_fraction",
+)
+OTHERS = ("optim.learning_rate", "optim.base_learning_rate", "batch.tokens_per_step", "batch.ramp")
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """The settings, as the user gave them, that decide how a run goes on; stored in its checkpoints."""
+    values = config.model_dump(mode="json", by_alias=True)
+    return {path: setting(values, path) for path in (*BUDGET, *CLOCK, *SHAPE, *OTHERS)}
+
+
+def is_named(path: str, overridden: frozenset[str]) -> bool:
+    """Whether the command line gives the setting, a part of it or its section."""
+    return any(name == path or name.startswith(f"{path}.") or path.startswith(f"{name}.") for name in overridden)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What differs between the recipe and the checkpoint that a run continues from."""
+
+    before: dict[str, Any]
+    """What the checkpoint says of the settings that have changed."""
+    now: dict[str, Any]
+    """The recipe's values of the settings that have changed."""
+    named: frozenset[str]
+    """Settings that the command line gives, changed or not."""
+    begins_branch: bool
+
+    @property
+    def budget(self) -> bool:
+        return self._touch(BUDGET)
+
+    @property
+    def clock(self) -> bool:
+        return self._touch(CLOCK)
+
+    @property
+    def shape(self) -> bool:
+        return self._touch(SHAPE)
+
+    def touched(self, path: str) -> bool:
+        """Whether the setting has changed or, for a branch, was given on the command line with the same value."""
+        return path in self.now or (self.begins_branch and path in self.named)
+
+    def _touch(self, paths: tuple[str, ...]) -> bool:
+        return any(map(self.touched, paths))
+
+
+def standing_to_save(asked: RunConfig, plan: RunPlan, run: RunPlan, state: RunState) -> dict[str, Any]:
+    """What trainer_state.json needs so that the run can go on from it; see `stand`.
+
+    Args:
+        asked: the recipe with `auto` where the user wrote it.
+        plan: of the whole run.
+        run: the same without skipped data, and with the end that was asked for.
+    """
+    return {
+        "state": asdict(state),
+        "identity": plan.identity,
+        "plan": run.planned(),
+        "settings": settings_of(asked),
+        "data": asdict(run.batches.position(state.step)),
+    }
+
+
+def changes_since(
+    contents: Mapping[str, Any],
+    asked: RunConfig,
+    plan: RunPlan,
+    overridden: frozenset[str],
+    trunk: str | None = None,
+) -> Changes:
+    """Compares the recipe with a checkpoint's trainer_state.json.
+
+    Args:
+        asked: the recipe with `auto` where the user wrote it.
+        plan: of the recipe alone.
+        trunk: the run that a branch begins from.
+    """
+    now = settings_of(asked)
+    before = contents.get("settings")
+    if before is None:
+        before = _settings_of_old_checkpoint(contents, now, plan, trunk)
+    changed = [path for path in now if path in before and now[path] != before[path]]
+    named = frozenset(path for path in now if is_named(path, overridden))
+    return Changes({p: before[p] for p in changed}, {p: now[p] for p in changed}, named, trunk is not None)
+
+
+def _settings_of_old_checkpoint(
+    contents: Mapping[str, Any], now: dict[str, Any], plan: RunPlan, trunk: str | None
+) -> dict[str, Any]:
+    """What can be known of them: a checkpoint from before they were stored has the schedule and the length alone."""
+    if trunk is not None and (recorded := read_config(Path(trunk))):
+        # Where the recipe says auto, config.yaml has the number.
+        return {path: setting(recorded, path) for path in now if now[path] != "auto"}
+    planned, identity = contents["plan"], contents["identity"]
+    schedule = planned["schedule"]
+    batch = {"batch.tokens_per_step": identity["batch.tokens_per_step"], "batch.ramp": identity.get("batch.ramp")}
+    before = batch | {"optim.schedule": schedule["name"]}
+    if _planned_steps(planned, contents["state"]) != plan.total_steps:
+        before |= dict.fromkeys(BUDGET)
+    return before
+
+
+def _planned_steps(planned: Mapping[str, Any], state: Mapping[str, Any]) -> int:
+    """The length that the checkpoint's run was planned for, without a decay that was asked for."""
+    is_old = "ramp" not in planned  # such a run, extended, could have kept the end of its schedule
+    return (
+        planned["total_steps"] if is_old and state.get("anneal_from") is None else planned["schedule"]["total_steps"]
+    )
+
+
+def rewind_step(plan: RunPlan, contents: Mapping[str, Any], changes: Changes) -> int | None:
+    """The step from before the final decay that an extended run must go back to; None: it goes on from where it is.
+
+    A schedule named on the command line is a wish to go on from the decayed model.
+
+    Args:
+        plan: as it goes on from the checkpoint (see `continued`).
+    """
+    planned, step = contents["plan"], contents["state"]["step"]
+    wants_to_go_on = changes.clock or "optim.schedule" in changes.named
+    if changes.begins_branch or wants_to_go_on or not changes.budget:
+        return None
+    is_longer = plan.total_steps > planned["total_steps"]
+    return planned["stable_until"] if is_longer and step > planned["stable_until"] else None
+
+
+def continued(
+    config: RunConfig,
+    plan: RunPlan,
+    contents: Mapping[str, Any],
+    state: RunState,
+    changes: Changes,
+    *,
+    is_finished: bool = False,
+) -> RunPlan:
+    """The plan of the run that goes on from a checkpoint, for all its steps.
+
+    Args:
+        plan: of the recipe alone, as for a new run.
+        contents: of the checkpoint's trainer_state.json.
+        state: the run's, with rollbacks that are newer than the checkpoint.
+        is_finished: the run has its final model, so that a budget that is reached is no mistake.
+
+    Raises InputError for a change that would make it unknown what was read, and for a budget that the run has passed.
+    """
+    planned, identity = contents["plan"], contents["identity"]
+    length = config.data.sequence_length
+    if state.tokens % length:
+        raise InputError(
+            f"data.sequence_length: {length:,} does not divide the {state.tokens:,} tokens trained so far; take a "
+            f"length that does, such as {math.gcd(length, state.tokens):,}, or a checkpoint of another step"
+        )
+    other_length = identity["data.sequence_length"] != length
+    past, ramp_steps = _past_ramp(config, plan, contents, state)
+    future = plan.ramp
+    if plan.identity["batch.ramp"] == identity.get("batch.ramp"):
+        future = BatchRamp(plan.ramp.sequences_per_level, ramp_steps, 0)
+    else:
+        ramp_steps = plan.ramp.first_steps
+    ramp = future.after(past, state.step, state.tokens // length)
+    total_steps = config.budget.steps or ramp.steps_to_reach(target_sequences(config, plan.active_parameters))
+    if total_steps < state.step:
+        if not is_finished and not (changes.begins_branch and not changes.budget):
+            raise InputError(
+                f"budget: it ends after step {total_steps:,}, and the run is at step {state.step:,}; raise it, or end "
+                "the run with a decay from where it is (python runs.py anneal, while it trains)"
+            )
+        total_steps = state.step
+    ramp = replace(ramp, total_steps=total_steps)
+
+    data_changed = any(
+        plan.identity.get(path) != identity.get(path) for path in ("data.train", "data.stages", "data.sequence_length")
+    )
+    sample = moved_past(state.left_out, ramp.sequences_before(state.step))
+    origin = planned.get("origin")
+    if data_changed:
+        origin = contents.get("data")
+        if origin is None:
+            raise InputError(
+                "data: the checkpoint does not say how much of each source the run has read, because an earlier "
+                "version wrote it; go on with the data that it has until the next checkpoint, then change it"
+            )
+        if other_length and any(first + count > origin["sample"] for first, count in state.left_out):
+            raise InputError(
+                "data.sequence_length: a rollback skips data that lies ahead, counted in sequences of the old length; "
+                "branch from a later checkpoint"
+            )
+        origin = {**origin, "step": state.step, "sample": sample}
+    stage_starts = [] if other_length else stage_starts_of(contents)
+    batches = plan.batches.continued(
+        ramp, state.left_out, (), DataPosition.of_json(origin) if origin is not None else None
+    )
+    if len(plan.stages) > 1 and stage_starts is not None:
+        batches = batches.passing(stage_starts, sample)
+    # Without what is left out: `Continuation.run` leaves it out, also after a later rollback.
+    batches = batches.continued(ramp, (), batches.passed, batches.origin)
+    schedule = _continued_schedule(config, total_steps, contents, state, changes)
+    return replace(plan, ramp=ramp, ramp_steps=ramp_steps, batches=batches, schedule=schedule)
+
+
+def _past_ramp(
+    config: RunConfig, plan: RunPlan, contents: Mapping[str, Any], state: RunState
+) -> tuple[BatchRamp, tuple[int, ...]]:
+    """(the batch of all steps that were taken, the steps at which the levels of batch.ramp begin)."""
+    planned, identity = contents["plan"], contents["identity"]
+    length, sequences = config.data.sequence_length, state.tokens // config.data.sequence_length
+    if "ramp" in planned:
+        recorded = planned["ramp"]
+        ramp = BatchRamp(
+            tuple(recorded["sequences_per_level"]),
+            tuple(recorded["first_steps"]),
+            recorded["total_steps"],
+            tuple(recorded["first_sequences"]),
+        )
+        ramp_steps = tuple(planned["ramp_steps"])
+    else:
+        # An earlier version stored neither. A budget in steps is what its runs were extended by.
+        settings, full = identity.get("batch.ramp"), identity["batch.tokens_per_step"]
+        ramp = batch_ramp(
+            full // identity["data.sequence_length"],
+            total_steps=_planned_steps(planned, contents["state"]),
+            ramp_from=settings["from"] if settings else 1.0,
+            ramp_over=settings["over"] if settings else 0.0,
+        )
+        if ramp.sequences_before(state.step) != sequences and identity["data.sequence_length"] == length:
+            ramp = plan.ramp
+        ramp_steps = ramp.first_steps
+    if identity["data.sequence_length"] != length:
+        ramp = BatchRamp((max(1, -(-sequences // max(1, state.step))),), (0,), state.step)
+    return ramp, ramp_steps
+
+
+def _continued_schedule(
+    config: RunConfig, total_steps: int, contents: Mapping[str, Any], state: RunState, changes: Changes
+) -> Schedule:
+    recorded = contents["plan"]["schedule"]
+    decayed = recorded.get("decayed")
+    before = Schedule(**{**recorded, "decayed": tuple(decayed) if decayed else None})
+    step = state.step
+    if changes.clock:
+        warmup = None if changes.touched("optim.warmup_steps") else 0
+        return schedule_of(config, total_steps, first_step=step, warmup_steps=warmup)
+    planned = schedule_of(config, total_steps, first_step=before.first_step, warmup_steps=before.warmup_steps)
+    if changes.budget and "optim.schedule" in changes.named:
+        return planned
+    if total_steps != _planned_steps(contents["plan"], contents["state"]):
+        return before.moved_to(total_steps, step, planned)
+    return replace(planned, decayed=before.decayed) if changes.shape else before
+
+
+def continued_state(config: RunConfig, contents: Mapping[str, Any], changes: Changes, trunk: str | None) -> RunState:
+    """The state that a run goes on with from a checkpoint.
+
+    A branch that is given neither a budget nor a schedule decays from its first step to a finished model.
+
+    Args:
+        trunk: the run that a branch begins from.
+    """
+    state = RunState(**contents["state"])
+    if trunk is not None:
+        origin = {"run": trunk, "step": state.step, "tokens": state.tokens}
+        state = replace(state, lineage=[*state.lineage, origin], validation_loss=None)
+    is_annealing = state.anneal_from is not None
+    if is_annealing and (changes.clock or changes.budget):
+        state = replace(state, anneal_from=None, anneal_steps=None)
+    if trunk is None or changes.clock or changes.budget:
+        return state
+    steps = max(1, round(config.optim.decay_fraction * state.step))
+    return replace(state, anneal_from=state.step, anneal_steps=steps)
+
+
+def decay_problems(plan: RunPlan, contents: Mapping[str, Any], changes: Changes, trunk: str | None) -> list[str]:
+    """Why a run can't go on as asked from within its final decay.
+
+    Args:
+        plan: as it goes on from the checkpoint (see `continued`).
+        trunk: branch_from as the user gave it.
+    """
+    planned, saved = contents["plan"], contents["state"]
+    if changes.begins_branch and not changes.clock and saved["step"] > planned["stable_until"]:
+        return [
+            f"branch_from: {trunk} has begun to decay its learning rate; take a checkpoint of step "
+            f"{planned['stable_until']:,} or before, or name the schedule that the branch begins with, such as "
+            "--optim.schedule constant"
+        ]
+    is_shorter = plan.total_steps <= planned["total_steps"]
+    if not changes.begins_branch and saved.get("anneal_from") is not None and changes.budget and is_shorter:
+        return [
+            f"budget: the run has been in its final decay since step {saved['anneal_from']:,}, which ends at step "
+            f"{planned['total_steps']:,}; leave the budget as it was, or raise it beyond that step"
+        ]
+    return []
+
+
+def no_stable_checkpoint(planned: Mapping[str, Any]) -> InputError:
+    """The error of a run that is to be extended and has only checkpoints from within its final decay."""
+    return InputError(
+        f"budget: the run of {planned['total_steps']:,} steps has decayed its learning rate since step "
+        f"{planned['stable_until']:,}, and no checkpoint from before is left; keep one with "
+        "checkpoint.milestones_every, or name a schedule on the command line to go on from the decayed model, such as "
+        "--optim.schedule constant"
+    )
+
+
+def stage_starts_of(contents: Mapping[str, Any]) -> list[int] | None:
+    """The first sample of each stage in the plan of a checkpoint; None if it does not say."""
+    alone = [0] if "data.train" in contents["identity"] else None
+    return contents["plan"].get("stage_starts", alone)
+
+
+def standing_in_words(run: RunPlan, state: RunState, changes: Changes, found: Path) -> str:
+    """One paragraph on how the run goes on: from which step, at which learning rate, to which end."""
+    step, total = state.step, run.total_steps
+    begins = "branches" if changes.begins_branch else "continues"
+    lines = [f"{begins} from {found} at step {step:,}, after {state.tokens:,} tokens"]
+    if step < total:
+        factor = state.learning_rate_factor
+        first, last = run.learning_rate(step) * factor, run.learning_rate(total - 1) * factor
+        batch = run.ramp.sequences_at(step) * run.batches.window.sequence_length
+        lines += [
+            f"  to step {total:,}: {counted(total - step, 'step')}, {run.total_tokens - state.tokens:,} tokens, "
+            f"{batch:,} tokens per step",
+            f"  learning rate {first:.3g} at the first of them, {last:.3g} at the last ({run.schedule.name})",
+        ]
+        if first == last and isinstance(run.schedule, Schedule) and run.schedule.progress(step) >= 1.0:
+            lines.append(
+                f"  warning: that is the floor, at which {run.schedule.name} has ended; for a higher rate name a "
+                "schedule, such as --optim.schedule linear --optim.warmup_steps 100"
+            )
+    lines += [f"  {path}: {changes.before[path]} until now, {now} from here on" for path, now in changes.now.items()]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint without its tensors."""
+
+    folder: Path
+    contents: Mapping[str, Any]
+    """trainer_state.json."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a run goes on from a checkpoint."""
+
+    plan: RunPlan
+    """Of the whole run, without rollbacks or annealing."""
+    state: RunState
+    changes: Changes
+    stable_until: int | None
+    """The last step before the final decay, where the run must go back to such a checkpoint (see `rewind_step`)."""
+
+
+def stand(
+    config: RunConfig,
+    plan: RunPlan,
+    asked: CommandLine,
+    found: Checkpoint,
+    *,
+    rollbacks: list[dict[str, Any]],
+    begins_branch: bool,
+    is_finished: bool,
+) -> Standing:
+    """How the run of this recipe goes on from that checkpoint.
+
+    Args:
+        plan: of the recipe alone, as for a new run.
+        rollbacks: recorded in the run's folder, which may be newer than the checkpoint.
+        begins_branch: the checkpoint is of the run that branch_from names.
+        is_finished: the run has its final model.
+
+    Raises InputError with what differs from the checkpoint and cannot, or is not named on the command line.
+    """
+    contents, identity = found.contents, found.contents["identity"]
+    if not begins_branch and config.branch_from is not None:
+        refuse_other_branch(config, contents["state"].get("lineage", []))
+    trunk = config.branch_from.rpartition("@")[0] if begins_branch else None
+    if problems := continuation_problems(found.folder, identity, plan, asked.overridden, begins_branch=begins_branch):
+        raise InputError(*problems)
+    changes = changes_since(contents, asked.config, plan, asked.overridden, trunk)
+    state = continued_state(config, contents, changes, trunk).after_rollbacks(rollbacks)
+    whole = continued(config, plan, contents, state, changes, is_finished=is_finished)
+    if problems := decay_problems(whole, contents, changes, config.branch_from):
+        raise InputError(*problems)
+    return Standing(whole, state, changes, rewind_step(whole, contents, changes))
+
+
+def next_start_in_words(config: RunConfig, plan: RunPlan, asked: CommandLine) -> str:
+    """How the next start would go on, as `standing_in_words` has it; "" for a run that has no checkpoint.
+
+    Reads the newest checkpoint's trainer_state.json without verifying its files. Raises InputError as a start would.
+    """
+    folders = list(checkpoint_folders(config.output).values())
+    begins_branch = not folders and config.branch_from is not None
+    if begins_branch:
+        folders = [trunk_checkpoint(config.branch_from)]
+    if not folders or not (contents := read_state(folders[-1])):
+        return ""
+    found = Checkpoint(folders[-1], contents)
+    how = {
+        "rollbacks": recorded_rollbacks(config.output),
+        "begins_branch": begins_branch,
+        "is_finished": (config.output / "final" / SEAL_FILE).exists(),
+    }
+    standing = stand(config, plan, asked, found, **how)
+    if standing.stable_until is not None:
+        stable = [folder for folder in folders if step_of(folder) <= standing.stable_until]
+        if not stable:
+            raise no_stable_checkpoint(contents["plan"])
+        found = Checkpoint(stable[-1], read_state(stable[-1]))
+        standing = stand(config, plan, asked, found, **how)
+    state = standing.state
+    run = standing.plan.leaving_out(state.left_out).annealing(state.anneal_from, state.anneal_steps)
+    return standing_in_words(run, state, standing.changes, found.folder)
+
+
+def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]]) -> None:
+    """Raises InputError if the run in `output` did not begin as the branch that the recipe describes."""
+    run, _, step = config.branch_from.rpartition("@")
+    run = Path(run)
+    step = int(step) if step.isdecimal() else None
+    began = lineage[-1] if lineage else None
+    if began and began["step"] == step and Path(began["run"]).resolve() == run.resolve():
+        return
+    how = f"branched from {began['run']}@{began['step']}" if began else "not branched from any"
+    raise InputError(
+        f"branch_from: {config.branch_from}, but {config.output} has a run that was {how}; choose another --output "
+        "for the branch, or leave branch_from out to continue that run"
+    )
+
+
+def continuation_problems(
+    found: Path, saved: Mapping[str, Any], plan: RunPlan, overridden: frozenset[str], *, begins_branch: bool = False
+) -> list[str]:
+    """Why a run cannot continue from a checkpoint of that identity; the model's keys by name.
+
+    A model of another shape is refused even if the command line asks for it: fewer layers would load silently.
+    """
+    problems = identity_problems(saved, plan.identity, overridden, begins_branch=begins_branch)
+    if saved.get("model") == plan.identity["model"]:
+        return problems
+    earlier = load_model_config(str(found))
+    changes = config_differences(earlier, plan.model_config)
+    others = [problem for problem in problems if not problem.startswith("model: ")]
+    if shape_changes(earlier, plan.model_config):
+        what_now = "the weights of the checkpoint do not fit; restore it, or choose another --output"
+    elif len(others) < len(problems):
+        what_now = "restore it, choose another --output, or accept it by naming it on the command line"
+    else:
+        return others
+    return [f"model: {found} was trained with {changes}: {what_now}", *others]
