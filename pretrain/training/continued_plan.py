@@ -5,6 +5,8 @@ and the schedule so far. Everything up to there stays. The recipe says how the r
 the budget, the data and the schedule can change at any checkpoint, any number of times.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,6 +40,7 @@ SHAPE = (
     "optim.constant_ratio",
     "optim.anneal_fraction",
 )
+DATA = ("data.train", "data.stages", "data.sequence_length")
 OTHERS = ("optim.learning_rate", "optim.base_learning_rate", "batch.tokens_per_step", "batch.ramp")
 
 
@@ -151,14 +154,13 @@ def _planned_steps(planned: Mapping[str, Any], state: Mapping[str, Any]) -> int:
 def rewind_step(plan: RunPlan, contents: Mapping[str, Any], changes: Changes) -> int | None:
     """The step from before the final decay that an extended run must go back to; None: it goes on from where it is.
 
-    A schedule named on the command line is a wish to go on from the decayed model.
+    Another schedule goes on from the decayed model.
 
     Args:
         plan: as it goes on from the checkpoint (see `continued`).
     """
     planned, step = contents["plan"], contents["state"]["step"]
-    wants_to_go_on = changes.clock or "optim.schedule" in changes.named
-    if changes.begins_branch or wants_to_go_on or not changes.budget:
+    if changes.begins_branch or changes.clock or not changes.budget:
         return None
     is_longer = plan.total_steps > planned["total_steps"]
     return planned["stable_until"] if is_longer and step > planned["stable_until"] else None
@@ -208,24 +210,17 @@ def continued(
         total_steps = state.step
     ramp = replace(ramp, total_steps=total_steps)
 
-    data_changed = any(
-        plan.identity.get(path) != identity.get(path) for path in ("data.train", "data.stages", "data.sequence_length")
-    )
     sample = moved_past(state.left_out, ramp.sequences_before(state.step))
     origin = planned.get("origin")
-    if data_changed:
+    if data_changes(plan.identity, identity):
         origin = contents.get("data")
         if origin is None:
             raise InputError(
                 "data: the checkpoint does not say how much of each source the run has read, because an earlier "
                 "version wrote it; go on with the data that it has until the next checkpoint, then change it"
             )
-        if other_length and any(first + count > origin["sample"] for first, count in state.left_out):
-            raise InputError(
-                "data.sequence_length: a rollback skips data that lies ahead, counted in sequences of the old length; "
-                "branch from a later checkpoint"
-            )
-        origin = {**origin, "step": state.step, "sample": sample}
+        if other_length:
+            origin = {**origin, "sample": sample}
     stage_starts = [] if other_length else stage_starts_of(contents)
     batches = plan.batches.continued(
         ramp, state.left_out, (), DataPosition.of_json(origin) if origin is not None else None
@@ -236,6 +231,63 @@ def continued(
     batches = batches.continued(ramp, (), batches.passed, batches.origin)
     schedule = _continued_schedule(config, total_steps, contents, state, changes)
     return replace(plan, ramp=ramp, ramp_steps=ramp_steps, batches=batches, schedule=schedule)
+
+
+def data_changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Whether two identities (see `run_plan.identity_of`) differ in what is read."""
+    return any(now.get(path) != before.get(path) for path in DATA)
+
+
+def data_digest(plan: RunPlan) -> str:
+    """A short hash of what is read in which order: plans of one digest count the same samples.
+
+    plan: of the whole run, without what rollbacks leave out.
+    """
+    values = {path: plan.identity.get(path) for path in DATA} | {"stage_starts": plan.batches.stage_starts}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def rollback_entry(
+    plan: RunPlan, run: RunPlan, state: RunState, steps: tuple[int, int], *, skips: bool
+) -> dict[str, Any]:
+    """What a rollback changes from now on, to be recorded with the run.
+
+    Args:
+        plan: of the whole run when it went wrong.
+        run: the same without what earlier rollbacks leave out.
+        steps: the first and the last step that went wrong, counted from 1.
+        skips: leave their data out; else halve the learning rate.
+    """
+    first, last = steps
+    return {
+        "first_step": first,
+        "last_step": last,
+        "samples": run.batches.samples_of(first - 1, last - 1) if skips else None,
+        "data": data_digest(plan),
+        "learning_rate_factor": 1.0 if skips else 0.5,
+        "anneal_from": state.anneal_from,
+        "anneal_steps": state.anneal_steps,
+    }
+
+
+def without_ranges_ahead(state: RunState, plan: RunPlan, identity: Mapping[str, Any]) -> RunState:
+    """The state without samples to skip that lie ahead and, after a change of data, are other text now.
+
+    Args:
+        plan: of the whole run, as it goes on from the checkpoint.
+        identity: the checkpoint's.
+    """
+    length = plan.batches.window.sequence_length
+    here, digest = moved_past(state.left_out, state.tokens // length), data_digest(plan)
+
+    def holds(rollback: Mapping[str, Any]) -> bool:
+        if identity["data.sequence_length"] != length:
+            return False
+        samples = rollback["samples"]
+        return samples is None or samples[0] < here or rollback.get("data", digest) == digest
+
+    rollbacks = [entry if holds(entry) else {**entry, "samples": None} for entry in state.rollbacks]
+    return replace(state, rollbacks=rollbacks)
 
 
 def _past_ramp(
@@ -281,8 +333,6 @@ def _continued_schedule(
         warmup = None if changes.touched("optim.warmup_steps") else 0
         return schedule_of(config, total_steps, first_step=step, warmup_steps=warmup)
     planned = schedule_of(config, total_steps, first_step=before.first_step, warmup_steps=before.warmup_steps)
-    if changes.budget and "optim.schedule" in changes.named:
-        return planned
     if total_steps != _planned_steps(contents["plan"], contents["state"]):
         return before.moved_to(total_steps, step, planned)
     return replace(planned, decayed=before.decayed) if changes.shape else before
@@ -337,7 +387,7 @@ def no_stable_checkpoint(planned: Mapping[str, Any]) -> InputError:
     return InputError(
         f"budget: the run of {planned['total_steps']:,} steps has decayed its learning rate since step "
         f"{planned['stable_until']:,}, and no checkpoint from before is left; keep one with "
-        "checkpoint.milestones_every, or name a schedule on the command line to go on from the decayed model, such as "
+        "checkpoint.milestones_every, or go on from the decayed model with another schedule, such as "
         "--optim.schedule constant"
     )
 
@@ -364,8 +414,8 @@ def standing_in_words(run: RunPlan, state: RunState, changes: Changes, found: Pa
         ]
         if first == last and isinstance(run.schedule, Schedule) and run.schedule.progress(step) >= 1.0:
             lines.append(
-                f"  warning: that is the floor, at which {run.schedule.name} has ended; for a higher rate name a "
-                "schedule, such as --optim.schedule linear --optim.warmup_steps 100"
+                f"  warning: that is the floor, at which the {run.schedule.name} schedule has ended; another schedule "
+                "or warmup begins again at the peak, such as --optim.schedule constant"
             )
     lines += [f"  {path}: {changes.before[path]} until now, {now} from here on" for path, now in changes.now.items()]
     return "\n".join(lines)
@@ -423,6 +473,7 @@ def stand(
     whole = continued(config, plan, contents, state, changes, is_finished=is_finished)
     if problems := decay_problems(whole, contents, changes, config.branch_from):
         raise InputError(*problems)
+    state = without_ranges_ahead(state, whole, identity)
     return Standing(whole, state, changes, rewind_step(whole, contents, changes))
 
 

@@ -22,6 +22,7 @@ from pretrain.training.continued_plan import (
     Checkpoint,
     Standing,
     no_stable_checkpoint,
+    rollback_entry,
     stand,
     standing_in_words,
     standing_to_save,
@@ -248,13 +249,8 @@ class Continuation:
         earlier = RunState(**self.saved.contents["state"])
         rollback = {
             "to_step": earlier.step,
-            "first_step": first,
-            "last_step": last,
-            "samples": self.run.batches.samples_of(first - 1, last - 1) if skips else None,
-            "learning_rate_factor": 1.0 if skips else 0.5,
+            **rollback_entry(self.plan, self.run, state, (first, last), skips=skips),
             "reason": finding.message,
-            "anneal_from": state.anneal_from,
-            "anneal_steps": state.anneal_steps,
         }
         rollbacks = [*state.rollbacks, rollback]
         # In this order: if killed in between, the run gets here again by the same steps. In the other order it could

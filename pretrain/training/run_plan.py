@@ -514,6 +514,8 @@ def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[
     return json.loads(json.dumps(identity))
 
 
+MIXTURES = ("data.train", "data.stages")
+"""Of which a recipe has one."""
 ORDER_OF_DATA = ("seed", "data.sampling", "data.sequence_length")
 """Settings that a run cannot change on its way: it would read some of its data twice and some never."""
 
@@ -529,8 +531,12 @@ def identity_problems(
     for path in sorted(saved.keys() | now.keys()):
         if saved.get(path) == now.get(path):
             continue
-        found = f"{path}: the run was started with {json.dumps(saved.get(path))}, "
-        is_named = any(name == path or name.startswith(f"{path}.") for name in overridden)
+        if path in MIXTURES and now.get(path) is None:  # the recipe has the other one, which is compared too
+            continue
+        before = next(filter(None, map(saved.get, MIXTURES)), None) if path in MIXTURES else saved.get(path)
+        found = f"{path}: the run was started with {json.dumps(before)}, "
+        paths = MIXTURES if path in MIXTURES else (path,)
+        is_named = any(name == each or name.startswith(f"{each}.") for name in overridden for each in paths)
         if path == "optim.name":  # whose state is another: named or not, it could not be loaded
             problems.append(
                 f"{found}whose state {json.dumps(now.get(path))} cannot use; restore it, or choose another --output "

@@ -5,12 +5,12 @@ import json
 import numpy as np
 
 
-def write_shards(folder, tokens, *, files=1, vocabulary=50_000, validation=0, tokenizer="t"):
-    """A prepared folder whose token at position i is i (mod vocabulary), so that a window shows where it lies."""
+def write_shards(folder, tokens, *, files=1, vocabulary=50_000, validation=0, tokenizer="t", first=0):
+    """A prepared folder whose token at position i is first + i (mod vocabulary): a window shows where it lies."""
     folder.mkdir(parents=True)
     shards = []
     for split, total in (("train", tokens), ("validation", validation)):
-        for number, part in enumerate(np.array_split(np.arange(total) % vocabulary, files) if total else []):
+        for number, part in enumerate(np.array_split((first + np.arange(total)) % vocabulary, files) if total else []):
             name = f"{split}-{number:05d}.bin"
             part.astype("<u2").tofile(folder / name)
             shards.append(

@@ -1,0 +1,415 @@
+"""Where a run stands in its data, tokens and schedule after random histories of changes, by an independent account.
+
+A history is a list of what users and machines do to a run: crashes, another budget, batch, mixture, stage, schedule or
+rate, branches, rollbacks and early decays. The plan under test is derived at each start from the recipe and the newest
+checkpoint, as train.py does. The account knows nothing of it: it counts steps, reads the tokens of each batch (the
+shards' tokens tell where they lie) and advances the learning rate step by step.
+"""
+
+import json
+import math
+import os
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from pretrain.checkpoint.run_state import RunState
+from pretrain.recipe import read_command_line
+from pretrain.training import run_plan
+from pretrain.training.continued_plan import Checkpoint, rollback_entry, stand, standing_to_save
+from support.numbered_shards import write_shards
+from support.tiny_models import TINY_LLAMA
+
+LENGTH = 8
+WINDOWS = {"a": 700, "b": 431, "c": 97}
+PLACES = {"a": 100, "b": 10_000, "c": 20_000}
+"""The first token of each source: tokens count from there, so that each tells its source and its place."""
+FINAL_RATIO = 0.1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Three sources of a prime number of windows or so, and a recipe of 40 steps of 64 tokens."""
+    folder = tmp_path_factory.mktemp("histories")
+    for name, windows in WINDOWS.items():
+        write_shards(folder / name, windows * LENGTH + 1, vocabulary=60_000, first=PLACES[name])
+    (folder / "model.json").write_text(json.dumps(TINY_LLAMA | {"vocab_size": 60_000}))
+    recipe = {
+        "model": str(folder / "model.json"),
+        "output": str(folder / "run"),
+        "seed": 3,
+        "precision": "fp32",
+        "data": {"train": mixture(folder, a=3, b=1), "sequence_length": LENGTH},
+        "budget": {"steps": 40},
+        "batch": {"tokens_per_step": 8 * LENGTH, "sequences_per_micro_batch": 1},
+        "optim": {"learning_rate": 1.0, "warmup_steps": 3, "final_ratio": FINAL_RATIO, "decay_shape": "linear"},
+        "compile": "none",
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+def mixture(folder: Path, **weights: float) -> list[dict]:
+    return [{"shards": str(folder / name), "weight": weight} for name, weight in weights.items()]
+
+
+@pytest.fixture(autouse=True)
+def one_probe_of_the_model(monkeypatch):
+    """Judging the model takes longer than all else, and all histories have the same one."""
+    found = []
+    probe = run_plan.probe
+
+    def once(*arguments, **settings):
+        found[:] = found or [probe(*arguments, **settings)]
+        return found[0]
+
+    monkeypatch.setattr(run_plan, "probe", once)
+
+
+@dataclass
+class Account:
+    """What a run should have done, counted step by step."""
+
+    settings: dict[str, object]
+    """Those that it goes by, by their dotted paths."""
+    step: int = 0
+    tokens: int = 0
+    order: list[tuple[str, int, int]] = field(default_factory=list)
+    """(source, first token, tokens) of every window of the run's order, trained or skipped."""
+    samples: int = 0
+    """Their tokens, in windows of LENGTH."""
+    begins_at: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """{step: (windows, samples) before it}."""
+    first_step: int = 0
+    warmup: int = 3
+    factor: float = 1.0
+    """What rollbacks left of the rate."""
+    progress: float = 0.0
+    """Of the decay to the floor, before the step."""
+    share_before: float = 1.0
+    """Of the peak, in the last step: an early decay begins from there."""
+    begins: int | None = None
+    """wsd: the first step of a decay that begins earlier than planned."""
+    anneal: tuple[int, int] | None = None
+    """(first step, steps) of a decay that was asked for."""
+
+    def copy(self) -> "Account":
+        return replace(self, order=[*self.order], begins_at={**self.begins_at})
+
+    @property
+    def name(self) -> str:
+        return self.settings["optim.schedule"]
+
+    @property
+    def total(self) -> int:
+        return self.settings["budget.steps"]
+
+    @property
+    def end(self) -> int:
+        return self.anneal[0] + self.anneal[1] if self.anneal else self.total
+
+    def decay_begin(self) -> int:
+        if self.begins is not None:
+            return self.begins
+        if self.name == "wsd":
+            return max(self.first_step + self.warmup, self.total - round(0.2 * (self.total - self.first_step)))
+        return self.first_step + self.warmup
+
+    def share(self) -> float:
+        """Of the peak, without an early decay."""
+        warmed = self.step - self.first_step + 1
+        if warmed <= self.warmup:
+            return warmed / self.warmup
+        if self.name == "constant":
+            return 1.0
+        left = 0.5 + 0.5 * math.cos(math.pi * self.progress) if self.name == "cosine" else 1 - self.progress
+        return FINAL_RATIO + (1 - FINAL_RATIO) * left
+
+    def rate(self) -> float:
+        peak = self.factor * self.settings["optim.learning_rate"]
+        if self.anneal and self.step >= self.anneal[0]:
+            first, steps = self.anneal
+            floor = min(self.share_before, FINAL_RATIO)
+            return peak * (self.share_before + (floor - self.share_before) * (self.step - first) / steps)
+        return peak * self.share()
+
+    def advance(self) -> None:
+        if self.anneal is None or self.step < self.anneal[0]:
+            self.share_before = self.share()
+        if self.name != "constant" and self.decay_begin() <= self.step < self.total:
+            self.progress += (1 - self.progress) / (self.total - self.step)
+        self.step += 1
+
+    def add(self, windows: list[tuple[str, int, int]]) -> None:
+        self.order += windows
+        self.samples += sum(tokens for *_, tokens in windows) // LENGTH
+
+    def begin_decay(self) -> None:
+        steps = max(1, round(min(self.total - self.step, 0.2 * self.step)))
+        self.anneal = (self.step, steps)
+
+    def follow(self, settings: dict[str, object]) -> None:
+        """Goes by other settings from this step on."""
+        changed = {path for path in settings if settings[path] != self.settings.get(path)}
+        self.settings = dict(settings)
+        if changed & {"optim.schedule", "optim.warmup_steps"}:
+            self.first_step, self.progress, self.begins, self.anneal = self.step, 0.0, None, None
+            self.warmup = settings["optim.warmup_steps"] if "optim.warmup_steps" in changed else 0
+        elif "budget.steps" in changed:
+            self.anneal = None
+            if self.name == "wsd" and self.progress == 0:
+                self.begins = None
+                self.begins = self.step if self.decay_begin() < self.step else None
+
+
+class History:
+    """A run that the plan under test and the account go through together."""
+
+    def __init__(self, folder: Path, tmp_path: Path, seed: int):
+        self.folder, self.random = folder, random.Random(seed)
+        self.output = tmp_path / "run"
+        self.settings = {
+            "optim.schedule": self.random.choice(["cosine", "linear", "wsd", "constant"]),
+            "optim.warmup_steps": 3,
+            "optim.learning_rate": 1.0,
+            "budget.steps": 40,
+            "batch.tokens_per_step": 8 * LENGTH,
+            "data.train": mixture(folder, a=3, b=1),
+        }
+        self.is_ramped = self.random.random() < 0.4
+        if self.is_ramped:
+            self.settings["batch.ramp"] = {"from": 0.25, "over": 0.4}
+        self.account = Account(dict(self.settings))
+        self.saved: list[tuple[dict, Account]] = []
+        self.rollbacks: list[dict] = []
+        self.decay_before_rollback: tuple[int, int] | None = None
+        self.skipped: dict[int, list[tuple[str, int, int]]] = {}
+        """{samples before them: windows that rollbacks have left out}."""
+        self.log: list[str] = []
+        self.start(None)
+        self.levels = self.run.ramp.first_steps
+        assert len(self.levels) == (4 if self.is_ramped else 1)
+
+    def start(self, contents: dict | None, *, begins_branch: bool = False) -> None:
+        """As train.py starts: from the recipe and the command line, and from what the newest checkpoint says."""
+        words = ["--config", str(self.folder / "recipe.yaml"), "--output", str(self.output)]
+        for path, value in self.settings.items():
+            words += [f"--{path}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
+        self.asked = read_command_line(words, "")
+        if begins_branch:  # from a recipe of its own: what the command line of a branch names begins with it
+            self.asked = replace(self.asked, overridden=frozenset({"output"}))
+        self.plan, self.state = run_plan.derive(self.asked.config, ranks=1), RunState()
+        if contents is not None:
+            standing = stand(
+                self.asked.config,
+                self.plan,
+                self.asked,
+                Checkpoint(Path("nowhere"), json.loads(json.dumps(contents))),
+                rollbacks=self.rollbacks,
+                begins_branch=begins_branch,
+                is_finished=False,
+            )
+            assert standing.stable_until is None, "no history raises the budget within the final decay"
+            self.plan, self.state = standing.plan, standing.state
+        self.read_plan()
+
+    def read_plan(self) -> None:
+        run = self.plan.leaving_out(self.state.left_out)
+        self.run = run.annealing(self.state.anneal_from, self.state.anneal_steps)
+
+    def sequences(self, step: int) -> int:
+        """The batch of a step: one to four quarters of the full one, from the first plan's steps on."""
+        full = self.settings["batch.tokens_per_step"] // LENGTH
+        return full * sum(step >= first for first in self.levels) // len(self.levels)
+
+    def windows(self, step: int) -> list[tuple[str, int, int]]:
+        """(source, first token, tokens) of each window of a step, in order, as the shards have them."""
+        found, run = [], self.run
+        for micro_step in range(run.micro_steps(step)):
+            rows = run.stage(step).sequences_per_micro_batch
+            ids = run.batches.read(step, micro_step, 0, ranks=1, sequences=rows).astype(np.int64)
+            assert (np.diff(ids, axis=1) == 1).all(), "a window is a stretch of the text"
+            found += ids[:, 0].tolist()
+        length = ids.shape[1] - 1
+        places = [(start, max(PLACES, key=lambda name: (PLACES[name] <= start, PLACES[name]))) for start in found]
+        return [(name, start - PLACES[name], length) for start, name in places]
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            run, account = self.run, self.account
+            context = (account.step, self.log)
+            assert self.state.step == account.step and run.total_steps == account.end, context
+            if account.step >= account.end:
+                return
+            rate = run.learning_rate(account.step) * self.state.learning_rate_factor
+            assert rate == pytest.approx(account.rate(), rel=1e-9), context
+            windows = self.windows(account.step)
+            assert sum(tokens for *_, tokens in windows) == self.sequences(account.step) * LENGTH, context
+            account.begins_at[account.step] = len(account.order), account.samples
+            for window in windows:
+                while account.samples in self.skipped:
+                    account.add(self.skipped[account.samples])
+                account.add([window])
+            account.tokens += self.sequences(account.step) * LENGTH
+            account.advance()
+            self.state.step += 1
+            self.state.tokens = run.tokens_before(self.state.step)
+            assert self.state.tokens == account.tokens, context
+            if self.random.random() < 0.3:
+                self.save()
+
+    def save(self) -> None:
+        if self.saved and self.saved[-1][1].step == self.state.step:
+            return
+        contents = standing_to_save(self.asked.config, self.plan, self.run, self.state)
+        self.saved.append((json.loads(json.dumps(contents)), self.account.copy()))
+
+    def resume(self, number: int = -1) -> None:
+        contents, account = self.saved[number]
+        self.account = account.copy()
+        self.account.follow(self.settings)
+        if len(self.rollbacks) > len(contents["state"]["rollbacks"]):  # and with them what was asked for before them
+            self.account.anneal = self.decay_before_rollback
+        self.start(contents)
+
+    def change(self, **settings: object) -> None:
+        """At the newest checkpoint, which is written first."""
+        self.save()
+        other = {"data__train": "data.stages", "data__stages": "data.train"}
+        for path, value in settings.items():
+            self.settings[path.replace("__", ".")] = value
+            self.settings.pop(other.get(path), None)
+        self.resume()
+
+    # What happens to a run.
+
+    def crash(self) -> None:
+        if self.saved:
+            self.resume()
+
+    def change_budget(self) -> None:
+        decays = self.account.name == "wsd" and self.account.step > self.account.decay_begin()
+        if self.account.anneal is None and not decays:
+            self.change(budget__steps=self.account.step + self.random.randint(4, 30))
+
+    def change_batch(self) -> None:
+        self.change(batch__tokens_per_step=self.random.choice([4, 8, 16]) * LENGTH)
+
+    def change_mixture(self) -> None:
+        names = self.random.sample(list(WINDOWS), self.random.randint(1, 3))
+        self.change(data__train=mixture(self.folder, **{name: self.random.choice([1, 2, 5]) for name in names}))
+        self.forget_skips_ahead()
+
+    def add_a_stage(self) -> None:
+        """The second half of the run draws longer windows of other sources."""
+        if self.is_ramped or self.account.total - self.account.step < 6:
+            return
+        long = {"train": mixture(self.folder, a=1, c=1), "sequence_length": 2 * LENGTH}
+        stages = [{"until": 0.5, "train": mixture(self.folder, a=1, b=1)}, long]
+        self.change(data__stages=stages)
+        self.forget_skips_ahead()
+
+    def forget_skips_ahead(self) -> None:
+        """Other data: what lies ahead is no longer what was bad."""
+        self.skipped = {first: windows for first, windows in self.skipped.items() if first < self.account.samples}
+
+    def branch(self) -> None:
+        """Another run with a budget of its own begins at a checkpoint of this one."""
+        if self.account.anneal or self.account.name == "wsd" or self.account.end - self.account.step < 2:
+            return
+        self.save()
+        contents, account = self.saved[-1]
+        trunk = self.output
+        folder = trunk / "checkpoints" / f"step-{account.step:08d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (trunk / "config.yaml").write_text("")
+        self.output = trunk.with_name(f"{trunk.name}b")
+        self.settings |= {"branch_from": f"{trunk}@{account.step}", "budget.steps": account.total + 1}
+        self.rollbacks = []
+        self.account = account.copy()
+        self.account.follow(self.settings)
+        self.start(contents, begins_branch=True)
+        self.saved = []
+        self.save()
+
+    def change_rate(self) -> None:
+        self.change(optim__learning_rate=self.random.choice([0.5, 2.0, 3.0]))
+
+    def change_schedule(self) -> None:
+        name = self.random.choice(["cosine", "linear", "wsd", "constant"])
+        if self.account.total - self.account.step > 8:
+            self.change(optim__schedule=name, optim__warmup_steps=self.random.choice([1, 2, 3, 4]))
+
+    def anneal(self) -> None:
+        if self.account.anneal is None and 5 <= self.account.step < self.account.total:
+            steps = max(1, round(min(self.run.total_steps - self.state.step, 0.2 * self.state.step)))
+            self.state.anneal_from, self.state.anneal_steps = self.state.step, steps
+            self.account.begin_decay()
+            self.read_plan()
+            if not self.saved or self.saved[-1][1].step < self.state.step:
+                self.save()
+            else:  # the loop begins the decay before it saves
+                self.saved.pop()
+                self.save()
+
+    def roll_back(self) -> None:
+        """The last steps went wrong: back to a checkpoint from before them, without their data or at half the rate."""
+        first = self.state.step - self.random.randint(1, 3)
+        # A change may move the border of stages: what was to be skipped is then other text, and not skipped.
+        skips = self.random.random() < 0.6 and "data.stages" not in self.settings
+        oldest = self.plan.batches.origin.step if skips and self.plan.batches.origin else 0
+        usable = [n for n, (_, account) in enumerate(self.saved) if oldest <= account.step <= first]
+        if not usable or first < 0:
+            return
+        failed = self.account
+        entry = rollback_entry(self.plan, self.run, self.state, (first + 1, self.state.step), skips=skips)
+        self.rollbacks = json.loads(json.dumps([*self.state.rollbacks, entry]))
+        number = self.random.choice(usable)
+        del self.saved[number + 1 :]
+        # Checkpoints from before know nothing of it: what is recorded beside them does.
+        self.saved[:] = [(contents, account.copy()) for contents, account in self.saved]
+        for _, account in self.saved:
+            account.factor = failed.factor * entry["learning_rate_factor"]
+        if skips:
+            windows, samples = failed.begins_at[first]
+            self.skipped[samples] = failed.order[windows:]
+        self.decay_before_rollback = failed.anneal
+        self.resume(number)
+
+
+EVENTS = {
+    "crash": 3,
+    "change_budget": 2,
+    "change_batch": 2,
+    "change_mixture": 2,
+    "change_rate": 1,
+    "change_schedule": 1,
+    "anneal": 1,
+    "roll_back": 2,
+    "add_a_stage": 1,
+    "branch": 1,
+}
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("HISTORIES", "12"))))
+def test_after_any_history_tokens_samples_and_rates_are_those_of_the_account(folder, tmp_path, seed):
+    history = History(folder, tmp_path, seed)
+    for _ in range(12):
+        history.train(history.random.randint(1, 9))
+        event = history.random.choices(list(EVENTS), list(EVENTS.values()))[0]
+        history.log.append(f"step {history.state.step}: {event}")
+        getattr(history, event)()
+    history.train(200)
+    starts_of = defaultdict(list)
+    for source, start, tokens in history.account.order:
+        starts_of[source, tokens].append(start)
+    for (source, tokens), starts in starts_of.items():
+        windows = WINDOWS[source] * LENGTH // tokens
+        for begin in range(0, len(starts), windows):
+            epoch = starts[begin : begin + windows]
+            assert len(set(epoch)) == len(epoch), f"{source}: windows come twice in an epoch: {history.log}"
