@@ -94,11 +94,10 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
     for folder in [*(path for path in unfinished.rglob("*") if path.is_dir()), unfinished]:
         sync_folder(folder)
     leftover = final.with_name(f"{REMOVED}{final.name}")
-    if final.exists():
+    if os.path.lexists(final):
         final.rename(leftover)
     unfinished.rename(final)
-    if leftover.exists():
-        shutil.rmtree(leftover)
+    delete(leftover)
     sync_folder(final.parent)
 
 
@@ -106,7 +105,15 @@ def remove(folder: Path) -> None:
     """Removes a folder; renamed first, because a half-removed folder must never look complete."""
     leftover = folder.with_name(f"{REMOVED}{folder.name}")
     folder.rename(leftover)
-    shutil.rmtree(leftover)
+    delete(leftover)
+
+
+def delete(path: Path) -> None:
+    """Deletes a folder with its content, a file, or a link without what it leads to; nothing if there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def seal(path: Path) -> dict:

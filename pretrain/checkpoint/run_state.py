@@ -7,7 +7,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import CRASHED, EXIT_NUMERIC
+from pretrain.errors import CRASHED, EXIT_NUMERIC, InputError
 from pretrain.files import write_durably
 
 ROLLBACKS = "rollbacks.json"
@@ -79,9 +79,29 @@ def record_rollbacks(run: Path, rollbacks: list[dict[str, Any]]) -> None:
 
 
 def recorded_rollbacks(run: Path) -> list[dict[str, Any]]:
-    """Those of `record_rollbacks`; [] if there were none."""
+    """Those of `record_rollbacks`; [] if there were none. Raises InputError if the file is damaged."""
     path = run / ROLLBACKS
-    return json.loads(path.read_text()) if path.exists() else []
+    try:
+        return parse_rollbacks(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path} is damaged ({error}), and says which data this run leaves out since it rolled back; restore it from "
+            "a copy, such as that on a mirror. Or remove it to go on with the rollbacks that the newest checkpoint "
+            "records: what happened since is done again, a later rollback too where its cause recurs"
+        ) from None
+
+
+def parse_rollbacks(content: bytes) -> list[dict[str, Any]]:
+    """The content of rollbacks.json. Raises ValueError for anything else."""
+    rollbacks = json.loads(content)
+    needed = {"samples", "learning_rate_factor"}
+    if not isinstance(rollbacks, list) or not all(
+        isinstance(each, dict) and needed <= each.keys() for each in rollbacks
+    ):
+        raise ValueError("it is no list of rollbacks")
+    return rollbacks
 
 
 class RunStoppedError(Exception):

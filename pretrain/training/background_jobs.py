@@ -19,7 +19,14 @@ from pretrain.parallel.ranks import Ranks
 from pretrain.processes import hold_while_open, is_held
 from pretrain.runs.publishing.hub_upload import cut_short, publish_in_background
 from pretrain.runs.publishing.publish import EVALUATIONS, evaluation_log
-from pretrain.runs.run_folder import MIRROR_FOLDER, MIRROR_STATUS, latest_step, read_json
+from pretrain.runs.run_folder import (
+    MIRROR_FOLDER,
+    MIRROR_STATUS,
+    checkpoint_name,
+    latest_step,
+    read_json,
+    step_named,
+)
 from pretrain.training.metrics import Metrics
 from pretrain.units import bytes_text, counted
 
@@ -46,7 +53,7 @@ class Evaluations:
         self._running: dict[Path, subprocess.Popen] = {}
         if metrics.is_main:
             for leftover in (run / EVALUATIONS).glob("step-*/"):  # of evaluations that a crash cut short
-                if not is_held(evaluation_log(run, leftover.name)):
+                if step_named(leftover.name) is not None and not is_held(evaluation_log(run, leftover.name)):
                     shutil.rmtree(leftover)
 
     def start(self, checkpoint: Path, settings: config.Evaluation) -> subprocess.Popen | None:
@@ -183,7 +190,7 @@ class MirrorCopies:
                 *(f"the mirror's copy is damaged, {what}; an earlier one was taken" for what in found["damaged"])
             )
             figures = {name: found[name] for name in ("bytes", "seconds", "mirror")}
-            metrics.write("fetch", step=found["step"], path=f"step-{found['step']:08d}", **figures)
+            metrics.write("fetch", step=found["step"], path=checkpoint_name(found["step"]), **figures)
         if problem := claim.get("problem"):
             self._warn(f"the mirror {problem}; the run goes on from its own folder")
         self._start()

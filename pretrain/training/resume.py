@@ -9,7 +9,7 @@ from pretrain.checkpoint.checkpoints import Checkpoints, SavedRun, SaveError, lo
 from pretrain.checkpoint.mirror_fetch import fetch_earlier
 from pretrain.checkpoint.run_state import NumericStopError, RunState, record_rollbacks, recorded_rollbacks
 from pretrain.config import RunConfig
-from pretrain.errors import InputError
+from pretrain.errors import InputError, Problems
 from pretrain.files import SEAL_FILE
 from pretrain.model.build import shape_changes
 from pretrain.model.model_config import config_differences, load_model_config
@@ -17,7 +17,7 @@ from pretrain.model.published_names import JoinedTensors, PublishedNames
 from pretrain.optim.averaging import average_after_step, averages_after, can_continue
 from pretrain.parallel.strategy import Strategy
 from pretrain.runs.addresses import trunk_checkpoint
-from pretrain.runs.run_folder import step_of
+from pretrain.runs.run_folder import checkpoint_name, step_of
 from pretrain.training.attempt import refuse_crash_loop
 from pretrain.training.background_jobs import publish_beside, publish_cut_short
 from pretrain.training.guard import Finding
@@ -42,7 +42,7 @@ class Continuation:
         self.config, self.plan, self.strategy, self.metrics = config, plan, strategy, metrics
         self.overridden = overridden
         self.checkpoints = Checkpoints(config.output, strategy.ranks, config.checkpoint)
-        self.found: Path | None = self.checkpoints.newest_valid(log=strategy.ranks.print)
+        self.found: Path | None = self.checkpoints.newest_valid(log=self._warn)
         self.is_new = self.found is None
         """Whether nothing was trained in this folder before."""
         if self.is_new and config.branch_from is not None:
@@ -60,8 +60,7 @@ class Continuation:
             if self.is_new:
                 self._branch()
         # A crash after a rollback and before the next checkpoint must not bring the bad data back.
-        recorded = strategy.ranks.gather(recorded_rollbacks(config.output))[0]
-        self.state.rollbacks = max(self.state.rollbacks, recorded, key=len)
+        self.state.rollbacks = max(self.state.rollbacks, self._recorded_rollbacks(), key=len)
         metrics.stands_at(self.state.step, self.state.tokens)
         final = config.output / "final" / SEAL_FILE
         self.is_done: bool = strategy.ranks.gather(self.state.step >= self.run.total_steps and final.exists())[0]
@@ -82,7 +81,7 @@ class Continuation:
         if self.plan.total_steps <= planned["total_steps"] or step_of(self.found) <= planned["stable_until"]:
             return
         self._fetch_earlier(planned["stable_until"])
-        stable = self.checkpoints.newest_valid(self.strategy.ranks.print, at_most=planned["stable_until"])
+        stable = self.checkpoints.newest_valid(self._warn, at_most=planned["stable_until"])
         if stable is None:
             raise InputError(
                 f"budget: the run of {planned['total_steps']:,} steps has decayed its learning rate since step "
@@ -112,6 +111,17 @@ class Continuation:
         self._anneal(self.config.optim.decay_fraction * self.state.step)
         self.state.validation_loss = None
 
+    def _warn(self, message: str) -> None:
+        self.metrics.write("warning", message=message)
+
+    def _recorded_rollbacks(self) -> list[dict[str, Any]]:
+        """Those that the main rank reads. Raises InputError on all ranks if the file is damaged."""
+        problems = Problems()
+        recorded = problems.attempt(recorded_rollbacks, self.config.output) if self.strategy.ranks.is_main else None
+        problems, recorded = self.strategy.ranks.gather((problems, recorded))[0]
+        problems.stop_if_any()
+        return recorded
+
     def _fetch_earlier(self, at_most: int, beat: Callable[[], None] = lambda: None) -> None:
         """A run that came from its mirror has one checkpoint: an earlier one is there."""
         self.checkpoints.wait(beat)
@@ -126,7 +136,7 @@ class Continuation:
     @property
     def newest(self) -> Path:
         """The checkpoint that was written last."""
-        return self.checkpoints.folder / f"step-{self.checkpoints.last_step:08d}"
+        return self.checkpoints.folder / checkpoint_name(self.checkpoints.last_step)
 
     @property
     def is_saved(self) -> bool:
@@ -227,10 +237,9 @@ class Continuation:
         if not finding.roll_back or guard.roll_back == "off" or len(state.rollbacks) >= guard.max_rollbacks:
             raise NumericStopError(f"{finding.message}; {len(state.rollbacks)} earlier rollbacks")
         first, last = finding.roll_back
-        log = self.strategy.ranks.print
         self._fetch_earlier(max(first - 1 - guard.distance, 0), beat)
-        target = self.checkpoints.newest_valid(log, at_most=max(first - 1 - guard.distance, 0), beat=beat)
-        target = target or self.checkpoints.newest_valid(log, at_most=first - 1, beat=beat)
+        target = self.checkpoints.newest_valid(self._warn, at_most=max(first - 1 - guard.distance, 0), beat=beat)
+        target = target or self.checkpoints.newest_valid(self._warn, at_most=first - 1, beat=beat)
         if target is None:
             raise NumericStopError(f"{finding.message}; there is no earlier checkpoint to roll back to")
         self.saved = load_saved(target)
