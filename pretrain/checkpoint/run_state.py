@@ -87,20 +87,18 @@ def recorded_rollbacks(run: Path) -> list[dict[str, Any]]:
         return []
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{path} is damaged ({error}), and says which data this run leaves out since it rolled back; restore it from "
-            "a copy, such as that on a mirror. Or remove it to go on with the rollbacks that the newest checkpoint "
-            "records: what happened since is done again, a later rollback too where its cause recurs"
+            f"{path} is damaged ({error}); it says which data the run has left out since it rolled back. Restore it "
+            "from a copy, such as the mirror's. Or remove it, to go on with the rollbacks that the newest checkpoint "
+            "records: a later one is then made again where its cause recurs"
         ) from None
 
 
 def parse_rollbacks(content: bytes) -> list[dict[str, Any]]:
     """The content of rollbacks.json. Raises ValueError for anything else."""
     rollbacks = json.loads(content)
-    needed = {"samples", "learning_rate_factor"}
-    if not isinstance(rollbacks, list) or not all(
-        isinstance(each, dict) and needed <= each.keys() for each in rollbacks
-    ):
-        raise ValueError("it is no list of rollbacks")
+    used = {"samples", "learning_rate_factor"}
+    if not isinstance(rollbacks, list) or not all(isinstance(one, dict) and used <= one.keys() for one in rollbacks):
+        raise ValueError("not a list of rollbacks")
     return rollbacks
 
 

@@ -321,5 +321,5 @@ def test_a_log_of_checkpoints_that_are_gone_is_no_fresh_start(tmp_path):
     log({"event": "checkpoint", "step": 0})  # stopped before its first step
     assert newest(tmp_path) == (None, [])
     log({"event": "checkpoint", "step": 4, "path": "step-00000004"})
-    with pytest.raises(NoValidCheckpointError, match="by metrics.jsonl step 4 was saved, and it is gone.*remove"):
+    with pytest.raises(NoValidCheckpointError, match=r"by metrics.jsonl step 4 was saved, and it is gone.*remove"):
         newest(tmp_path)

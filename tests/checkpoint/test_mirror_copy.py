@@ -8,10 +8,11 @@ import support.faulty_mirror  # noqa: F401  registers faulty://
 from pretrain.checkpoint.mirror_copy import MirrorCopier
 from pretrain.checkpoint.mirror_fetch import look
 from pretrain.checkpoint.mirror_store import mirror_problems
+from pretrain.checkpoint.run_state import record_rollbacks
 from pretrain.config import Checkpoint
 from pretrain.files import damage, remove, write_durably
 from pretrain.runs.status import mirror_text
-from support.mirrors import copier_of, copy_all, lose, steps_there, write_checkpoint, write_run
+from support.mirrors import ROLLBACK, copier_of, copy_all, lose, steps_there, write_checkpoint, write_run
 
 
 def test_the_newest_is_copied_first_and_pruned_as_in_the_run(tmp_path):
@@ -54,7 +55,7 @@ def test_a_rollback_reaches_the_mirror_before_its_record_does(tmp_path):
     copy_all(copier)
     write_durably(run / "checkpoints/LATEST", "step-00000004")
     remove(run / "checkpoints/step-00000008")
-    (run / "rollbacks.json").write_text("[{}]")
+    record_rollbacks(run, [ROLLBACK])
     write, seen = copier.store.write, []
 
     def note(name, content):
