@@ -243,13 +243,16 @@ class MirrorStore:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         sealed = {}
-        for file, entry in entries.items():
-            path = unfinished / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            sealed[file] = self._fetched(f"{self.root}/{name}/{file}", path, entry)
-        if problems := check(unfinished):
-            shutil.rmtree(unfinished)
-            raise DamagedCopyError(5, "; ".join(problems))
+        try:
+            for file, entry in entries.items():
+                path = unfinished / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                sealed[file] = self._fetched(f"{self.root}/{name}/{file}", path, entry)
+            if problems := check(unfinished):
+                raise DamagedCopyError(5, "; ".join(problems))
+        except Exception:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
         commit(unfinished, target, sealed)
         return sum(entry["bytes"] for entry in sealed.values())
 
