@@ -157,6 +157,8 @@ def _seconds_left(events: list[Event], step: int | None, total_steps: int | None
     if step is None or not total_steps or len(steps) < 2 or steps[-1]["step"] <= steps[0]["step"]:
         return None
     seconds_per_step = (steps[-1]["time"] - steps[0]["time"]) / (steps[-1]["step"] - steps[0]["step"])
+    if seconds_per_step < 0:  # the clock was set back
+        return None
     return max(0, total_steps - step) * seconds_per_step
 
 

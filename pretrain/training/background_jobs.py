@@ -309,7 +309,8 @@ class MirrorCopies:
             self.metrics.say(f"Damaged on the mirror at first, and replaced or removed there: {', '.join(cured)}")
         if left:
             names = "; ".join(f"{name} ({what})" for name, what in left.items())
-            self._warn(f"still damaged on the mirror, and not in {self.run}: {names}; restore it there, or remove it")
+            what_now = f"the next copy replaces what is in {self.run}; restore or remove the rest there"
+            self._warn(f"still damaged on the mirror: {names}; {what_now}")
 
     def close(self) -> None:
         """After the last line of the log: lets the log be copied too, and ends the process."""
