@@ -117,7 +117,7 @@ class MirrorCopier:
             self._put_files()
             self.store.put(self.run / "final", "final", beat=self.beat, before_seal=self._require_claim)
             self.final = final
-            self.damaged.pop("final", None)
+            self._cured("final")
             return True
         if everything or whole_content(self.run / "rollbacks.json") != self.files.get("rollbacks.json"):
             self._put_files()
@@ -143,8 +143,9 @@ class MirrorCopier:
                     "the start; stop the run and start it again to continue from there"
                 )
         self.store.identify(own, self.start)
-        self.damaged.pop(IDENTITY_FILE, None)
-        write_durably(self.run / MIRROR_FOLDER / CLAIM_FILE, json.dumps(claim | {"claimed": self.store.address}))
+        claim |= {"claimed": self.store.address, "damaged": self.damaged}
+        write_durably(self.run / MIRROR_FOLDER / CLAIM_FILE, json.dumps(claim))
+        self._cured(IDENTITY_FILE)
         self.final = self._whole_final()
         self.there, self.status["copied_step"] = there, max(there, default=None)
         self._remove(step for step, is_sealed in steps.items() if not is_sealed)  # what killed copies have left
@@ -153,7 +154,7 @@ class MirrorCopier:
         """{step: validation loss} of those of these checkpoints that show no damage, which is noted of the others."""
         there, names = {}, [name_of(step) for step in sealed]
         for name in [name for name in self.damaged if name.startswith("checkpoints/") and name not in names]:
-            del self.damaged[name]  # it is gone
+            self._cured(name)  # it is gone
         for step, name in zip(sealed, names, strict=True):
             try:
                 loss = validation_loss_of(self.store.state(step))
@@ -172,6 +173,13 @@ class MirrorCopier:
             except DamagedCopyError as error:
                 self.damaged.setdefault("final", error.strerror)
         return None if "final" in self.damaged else content
+
+    def _cured(self, name: str) -> None:
+        """What was damaged there is replaced or removed; the next process that copies reads of the rest."""
+        if self.damaged.pop(name, None) is not None:
+            path = self.run / MIRROR_FOLDER / CLAIM_FILE
+            with suppress(OSError):
+                write_durably(path, json.dumps(read_json(path) | {"damaged": self.damaged}))
 
     def _require_claim(self) -> None:
         """Raises TakenOverError if another start of this run has begun to write here, OSError if nothing is here."""
@@ -201,7 +209,7 @@ class MirrorCopier:
             self.there.pop(step, None)
             self.manifests.pop(step, None)
             self.store.remove(name_of(step))
-            self.damaged.pop(name_of(step), None)
+            self._cured(name_of(step))
 
     def _next(self) -> int | None:
         """The step to copy next: the newest, else one that is to be kept for good and is missing."""
@@ -252,7 +260,7 @@ class MirrorCopier:
             size = self.store.put(folder, name_of(step), beat=self.beat, before_seal=before_seal)
             self.there[step] = validation_loss_of(read_state(folder))
             self.manifests[step] = manifest
-            self.damaged.pop(name_of(step), None)
+            self._cured(name_of(step))
         except AbandonedError:
             return
         finally:
@@ -290,7 +298,7 @@ class MirrorCopier:
             if self.files.get(name) != content:
                 self.store.write(name, content)
                 self.files[name] = content
-                self.damaged.pop(name, None)
+                self._cured(name)
 
     def _final(self) -> bytes | None:
         """The manifest of final/ where the mirror lacks it."""
@@ -414,6 +422,8 @@ def copy_script() -> int:
         if copier.status["problem"] is not None:
             print(f"{store.address}: {copier.status['problem']}", file=sys.stderr)
             return CRASHED
+        for name, what in copier.damaged.items():
+            print(f"{store.address}: {name} is damaged ({what}), and not in {arguments.run}", file=sys.stderr)
     return 0
 
 

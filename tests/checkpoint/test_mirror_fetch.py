@@ -170,6 +170,18 @@ def test_a_mirror_that_cannot_be_written_is_no_obstacle(lost, tmp_path, is_finis
     assert steps_there(mirror)[-1] == latest_step(run)
 
 
+def test_a_renamed_checkpoint_on_a_mirror_is_not_the_one_of_its_name(lost):
+    run, mirror, settings = lost
+    (mirror / "run/checkpoints/step-00000008").rename(mirror / "run/checkpoints/step-00000020")
+    (mirror / "run/checkpoints/step-00000030.bak").mkdir()
+    (mirror / "run/checkpoints/step-00000030.bak/MANIFEST.json").write_text("{}")
+    look(run, settings)
+    assert latest_step(run) == 4
+    assert claim_of(run)["damaged"] == {
+        "checkpoints/step-00000020": "trainer_state.json is of step 8; to use it, name it step-00000008"
+    }
+
+
 HARMS = {
     "empty": lambda path: path.write_bytes(b""),
     "cut": lambda path: path.write_bytes(path.read_bytes()[:3]),
