@@ -253,7 +253,10 @@ class Checkpoints:
         """
         self.wait(beat)
         # The main rank's list: on a network disk the others may still see an older one.
-        for step in reversed(self.ranks.gather(list(checkpoint_folders(self.run)))[0]):
+        present = self.ranks.gather(list(checkpoint_folders(self.run)))[0]
+        if present and at_most is None:
+            self._repair_latest(present[-1])
+        for step in reversed(present):
             folder = self.folder / checkpoint_name(step)
             if at_most is not None and step > at_most:
                 continue
@@ -261,8 +264,6 @@ class Checkpoints:
             problems = [problem for found in self.ranks.gather(share) for problem in found]
             if not problems:
                 self.last_step = self.begun_step = step
-                if at_most is None:
-                    self._point_to(step)
                 return folder
             aside = folder.with_name(f"{DAMAGED}{folder.name}")
             log(f"checkpoint {folder.name} cannot be used: {'; '.join(problems)}; renamed to {aside.name}")
@@ -277,11 +278,14 @@ class Checkpoints:
             )
         return None
 
-    def _point_to(self, step: int) -> None:
-        """Makes LATEST name the checkpoint that the run stands on: its own may be damaged, or gone."""
+    def _repair_latest(self, newest: int) -> None:
+        """Makes LATEST name the newest checkpoint that was written, intact or not, if it names none.
+
+        Naming an older one would make the mirror drop its copies of those since.
+        """
         with self.ranks.together(SaveError):
-            if self.ranks.is_main and latest_step(self.run) != step:
-                write_durably(self.folder / "LATEST", checkpoint_name(step))
+            if self.ranks.is_main and latest_step(self.run) is None:
+                write_durably(self.folder / "LATEST", checkpoint_name(newest))
 
     def _lost(self) -> str:
         """Evidence that checkpoints existed here and are gone, in words; '' if there never was one."""

@@ -4,9 +4,8 @@
                                 and what is damaged there
 
 The mirror's newest checkpoint that is whole is taken, and with it metrics.jsonl and the run's other small files; what
-is damaged there costs what it holds, and is named. A
-folder that has checkpoints of its own starts without the mirror where that cannot be reached; an empty one must not:
-training from scratch would hide, and then overwrite, what is there.
+is damaged there costs what it holds, and is named. A folder that has checkpoints of its own starts without the mirror
+where that cannot be reached; an empty one must not: training from scratch would hide what is there, and overwrite it.
 """
 
 import json
