@@ -238,7 +238,7 @@ class Checkpoints:
 
     def valid(self, folder: Path) -> Path:
         """A checkpoint of any run, after its files were verified. Raises NoValidCheckpointError."""
-        share = checkpoint_damage(folder, self.ranks.rank, self.ranks.count)
+        share = checkpoint_damage(folder, self.ranks.rank, self.ranks.count, resumes=True)
         if problems := [problem for found in self.ranks.gather(share) for problem in found]:
             raise NoValidCheckpointError(f"{folder} cannot be used: {'; '.join(problems)}")
         return folder
@@ -260,7 +260,7 @@ class Checkpoints:
             folder = self.folder / checkpoint_name(step)
             if at_most is not None and step > at_most:
                 continue
-            share = checkpoint_damage(folder, self.ranks.rank, self.ranks.count, beat)
+            share = checkpoint_damage(folder, self.ranks.rank, self.ranks.count, beat, resumes=True)
             problems = [problem for found in self.ranks.gather(share) for problem in found]
             if not problems:
                 self.last_step = self.begun_step = step

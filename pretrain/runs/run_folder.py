@@ -100,22 +100,35 @@ def validation_loss_of(state: Mapping[str, Any]) -> float | None:
 
 
 def checkpoint_damage(
-    folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None
+    folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None, *, resumes: bool = False
 ) -> list[str]:
-    """As `damage`; the state of a checkpoint in a run's folder must also be of the step that its name says."""
+    """As `damage`; the state of a checkpoint in a run's folder must also be of the step that its name says.
+
+    resumes: whether training goes on from it, and not only its model is read.
+    """
     problems = damage(folder, rank, ranks, beat)
     step = step_named(folder.name) if folder.parent.name == "checkpoints" else None
-    return problems if problems or rank or step is None else contradictions(folder, step)
+    if problems or rank or step is None:
+        return problems
+    return contradictions(folder, step) if resumes else wrong_step(folder, step)
+
+
+def wrong_step(folder: Path, step: int) -> list[str]:
+    """Why a folder that is as it was sealed is not of this step."""
+    state = read_state(folder).get("state")
+    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+        return ["trainer_state.json does not say of which step it is"]
+    found = state["step"]
+    named = f"trainer_state.json is of step {found:,}; to use it, name it {checkpoint_name(found)}"
+    return [] if found == step else [named]
 
 
 def contradictions(folder: Path, step: int) -> list[str]:
-    """Why a folder that is as it was sealed is no checkpoint of this step: another's, or not all of it."""
+    """Why training cannot go on at this step from a folder that is as it was sealed: another's, or not all of it."""
+    if problems := wrong_step(folder, step):
+        return problems
     contents = read_state(folder)
-    state = contents.get("state")
-    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
-        return ["trainer_state.json does not say of which step it is"]
-    if (found := state["step"]) != step:
-        return [f"trainer_state.json is of step {found:,}; to use it, name it {checkpoint_name(found)}"]
+    state = contents["state"]
     # Before `tensors` was recorded: an optimizer has no state until its first update.
     updated = step > (state.get("skipped_steps") or 0)
     tensors = contents.get("tensors", {"model": 1, "optimizer": updated, "average": bool(state.get("average"))})
