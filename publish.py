@@ -111,6 +111,7 @@ def publish_all(arguments: argparse.Namespace, models: list["Model"]) -> None:
     from pretrain.processes import is_held, wait_until_free
     from pretrain.runs.publishing.hub_upload import open_repository
     from pretrain.runs.publishing.publish import STAGING, evaluation_log, writing_to
+    from pretrain.runs.run_folder import checkpoint_name
 
     staging, url = arguments.output or arguments.run / STAGING, ""
     with writing_to(staging):
@@ -120,7 +121,7 @@ def publish_all(arguments: argparse.Namespace, models: list["Model"]) -> None:
     for model in models:
         publish_one(arguments, model, staging, url)
     for model in models if arguments.beside_training else []:
-        log = evaluation_log(arguments.run, f"step-{model.step:08d}")
+        log = evaluation_log(arguments.run, checkpoint_name(model.step))
         if is_held(log):
             print(f"{model.revision}: waiting for evaluation scores, {log}", flush=True)
             wait_until_free(log)

@@ -94,11 +94,10 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
     for folder in [*(path for path in unfinished.rglob("*") if path.is_dir()), unfinished]:
         sync_folder(folder)
     leftover = final.with_name(f"{REMOVED}{final.name}")
-    if final.exists():
+    if os.path.lexists(final):
         final.rename(leftover)
     unfinished.rename(final)
-    if leftover.exists():
-        shutil.rmtree(leftover)
+    delete(leftover)
     sync_folder(final.parent)
 
 
@@ -106,7 +105,15 @@ def remove(folder: Path) -> None:
     """Removes a folder; renamed first, because a half-removed folder must never look complete."""
     leftover = folder.with_name(f"{REMOVED}{folder.name}")
     folder.rename(leftover)
-    shutil.rmtree(leftover)
+    delete(leftover)
+
+
+def delete(path: Path) -> None:
+    """Deletes a folder with its content, a file, or a link without what it leads to; nothing if there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def seal(path: Path) -> dict:
@@ -123,23 +130,44 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None]
     beat: called before each file, since reading one takes a while.
     """
     try:
-        manifest = json.loads((folder / SEAL_FILE).read_text())
-        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+        expected = sealed_files((folder / SEAL_FILE).read_bytes())
     except FileNotFoundError:
         return [f"{SEAL_FILE} is missing"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
         return [f"{SEAL_FILE} cannot be read ({type(error).__name__}: {error})"]
-    if {key: manifest.get(key) for key in FORMAT} != FORMAT:
-        return [f"{SEAL_FILE} is not of {FORMAT['format']} version {FORMAT['version']}"]
+    except ValueError as error:
+        return [str(error)]
     present = {p.relative_to(folder) for p in folder.rglob("*") if p.is_file()}
     present -= {Path(SEAL_FILE), Path(PROVENANCE_FILE), Path(SIGNATURE_FILE)}
     # Downloads leave hidden files beside what they fetch; nothing reads them.
     present = {str(name) for name in present if not any(part.startswith(".") for part in name.parts)}
     problems = [f"{name} is not in the manifest" for name in sorted(present - set(expected))] if rank == 0 else []
-    for name, (size, sha256) in sorted(expected.items())[rank::ranks]:
+    for name, entry in sorted(expected.items())[rank::ranks]:
         beat()
-        problems += damage_of_file(folder / name, name, size, sha256)
+        problems += damage_of_file(folder / name, name, entry["bytes"], entry["sha256"])
     return problems
+
+
+def sealed_files(manifest: bytes) -> dict[str, dict]:
+    """{name: {bytes, sha256}} in the content of a MANIFEST.json. Raises ValueError for any other content."""
+    try:
+        contents = json.loads(manifest)
+        files = {
+            name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in contents["files"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{SEAL_FILE} cannot be read ({type(error).__name__}: {error})") from error
+    if {key: contents.get(key) for key in FORMAT} != FORMAT:
+        raise ValueError(f"{SEAL_FILE} is not of {FORMAT['format']} version {FORMAT['version']}")
+    return files
+
+
+def damage_of_content(name: str, content: bytes, entry: Mapping[str, object]) -> str | None:
+    """What is wrong with a file's content, given the manifest's entry of it; None if nothing is."""
+    if len(content) != entry.get("bytes"):
+        return f"{name} has {len(content):,} bytes instead of {entry.get('bytes')}"
+    is_same = hashlib.sha256(content).hexdigest() == entry.get("sha256")
+    return None if is_same else f"{name} does not have the sha256 that was written"
 
 
 def damage_of_file(path: Path, name: str, expected_size: object, sha256: object) -> list[str]:

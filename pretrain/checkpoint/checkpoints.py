@@ -33,10 +33,19 @@ from pretrain.checkpoint.pruning import steps_to_keep
 from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, plan_files, shares, tensor_index
 from pretrain.errors import EXIT_NO_VALID_CHECKPOINT
-from pretrain.files import REMOVED, commit, damage, remove, seal, write_durably
+from pretrain.files import REMOVED, commit, delete, remove, seal, write_durably
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.tensor_group import TensorGroup
-from pretrain.runs.run_folder import read_state, step_of
+from pretrain.runs.history import read_metrics
+from pretrain.runs.run_folder import (
+    METRICS_FILE,
+    checkpoint_damage,
+    checkpoint_folders,
+    checkpoint_name,
+    latest_step,
+    read_state,
+    validation_loss_of,
+)
 
 UNFINISHED, DAMAGED = ".saving-", "damaged-"
 SLOWEST_SAVE_SECONDS = 3600.0
@@ -81,7 +90,7 @@ class Checkpoints:
     """The checkpoints of one run. Every method but `finished` is called by all ranks together."""
 
     def __init__(self, run: Path, ranks: Ranks, settings: config.Checkpoint):
-        self.folder = run / "checkpoints"
+        self.run, self.folder = run, run / "checkpoints"
         self.ranks, self.settings, self.in_background = ranks, settings, settings.in_background
         self.last_step: int | None = None
         """Of the newest checkpoint that was found valid or written."""
@@ -94,10 +103,9 @@ class Checkpoints:
         with ranks.together(SaveError):
             if ranks.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                for leftover in [*self.folder.glob(f"{UNFINISHED}*"), *self.folder.glob(f"{REMOVED}*")]:
-                    shutil.rmtree(leftover)
-                for leftover in self.folder.glob(".*.new"):
-                    leftover.unlink()
+                for pattern in (f"{UNFINISHED}*", f"{REMOVED}*", ".*.new"):
+                    for leftover in self.folder.glob(pattern):
+                        delete(leftover)
 
     def save(
         self,
@@ -117,7 +125,8 @@ class Checkpoints:
             describe: writes the rest of a HF model folder (config, tokenizer) into the folder given; main rank only.
             beat: called now and then while training waits.
         """
-        save = Save(step, self.folder / f"step-{step:08d}", {}, {}, contents, describe)
+        contents = contents | {"tensors": {prefix: len(group.shapes) for prefix, group in groups.items()}}
+        save = Save(step, self.folder / checkpoint_name(step), {}, {}, contents, describe)
         self.wait(beat)
         self.begun_step = step
         unfinished = self.folder / f"{UNFINISHED}{save.folder.name}"
@@ -224,12 +233,12 @@ class Checkpoints:
         write_durably(self.folder / "LATEST", save.folder.name)
         try:
             self._prune()
-        except OSError as error:  # this checkpoint is good; the old ones go with the next prune
+        except Exception as error:  # this checkpoint is good; the old ones go with the next prune
             print(f"checkpoints: an old one could not be removed ({error})", file=sys.stderr, flush=True)
 
     def valid(self, folder: Path) -> Path:
         """A checkpoint of any run, after its files were verified. Raises NoValidCheckpointError."""
-        share = damage(folder, self.ranks.rank, self.ranks.count)
+        share = checkpoint_damage(folder, self.ranks.rank, self.ranks.count, resumes=True)
         if problems := [problem for found in self.ranks.gather(share) for problem in found]:
             raise NoValidCheckpointError(f"{folder} cannot be used: {'; '.join(problems)}")
         return folder
@@ -239,53 +248,71 @@ class Checkpoints:
     ) -> Path | None:
         """The newest intact checkpoint, of step `at_most` or before, or None.
 
-        Damaged ones are logged and set aside. Raises NoValidCheckpointError if all are damaged.
+        Damaged ones, and those of another step than their name says, are logged and set aside. Raises
+        NoValidCheckpointError if all are damaged, or all are gone.
         """
         self.wait(beat)
         # The main rank's list: on a network disk the others may still see an older one.
-        present = self.ranks.gather(sorted(path.name for path in self.folder.glob("step-*")))[0]
-        for folder in [self.folder / name for name in reversed(present)]:
-            if at_most is not None and step_of(folder) > at_most:
+        present = self.ranks.gather(list(checkpoint_folders(self.run)))[0]
+        if present and at_most is None:
+            self._repair_latest(present[-1])
+        for step in reversed(present):
+            folder = self.folder / checkpoint_name(step)
+            if at_most is not None and step > at_most:
                 continue
-            share = damage(folder, self.ranks.rank, self.ranks.count, beat)
+            share = checkpoint_damage(folder, self.ranks.rank, self.ranks.count, beat, resumes=True)
             problems = [problem for found in self.ranks.gather(share) for problem in found]
             if not problems:
-                self.last_step = self.begun_step = step_of(folder)
+                self.last_step = self.begun_step = step
                 return folder
             aside = folder.with_name(f"{DAMAGED}{folder.name}")
             log(f"checkpoint {folder.name} cannot be used: {'; '.join(problems)}; renamed to {aside.name}")
             with self.ranks.together(SaveError):
                 if self.ranks.is_main:
-                    shutil.rmtree(aside, ignore_errors=True)
+                    delete(aside)
                     folder.rename(aside)
         if at_most is None and (lost := self.ranks.gather(self._lost())[0]):
             raise NoValidCheckpointError(
-                f"none of the checkpoints in {self.folder} is intact ({lost}); restore one from a copy as step-..., "
-                "or start again with another --output"
+                f"none of the checkpoints in {self.folder} is intact ({lost}); restore one from a copy, under its own "
+                f"name, such as {checkpoint_name(500)}; to begin anew choose another --output, or remove {self.run}"
             )
         return None
+
+    def _repair_latest(self, newest: int) -> None:
+        """Makes LATEST name the newest checkpoint that was written, intact or not, if it names none.
+
+        Naming an older one would make the mirror drop its copies of those since.
+        """
+        with self.ranks.together(SaveError):
+            if self.ranks.is_main and latest_step(self.run) is None:
+                write_durably(self.folder / "LATEST", checkpoint_name(newest))
 
     def _lost(self) -> str:
         """Evidence that checkpoints existed here and are gone, in words; '' if there never was one."""
         if damaged := len(list(self.folder.glob(f"{DAMAGED}*"))):
             return f"{damaged} damaged"
-        latest = self.folder / "LATEST"
-        return f"LATEST names {latest.read_text()}, which is gone" if latest.exists() else ""
+        if (self.folder / "LATEST").exists():
+            step = latest_step(self.run)
+            return "LATEST is garbage" if step is None else f"LATEST names {checkpoint_name(step)}, which is gone"
+        saved = [event.get("step") for event in read_metrics(self.run) if event["event"] == "checkpoint"]
+        saved = [step for step in saved if isinstance(step, int) and step > 0]
+        return f"by {METRICS_FILE} step {saved[-1]:,} was saved, and it is gone" if saved else ""
 
     def discard_after(self, step: int) -> None:
         """Removes the checkpoints of later steps: training rolls back to `step` and continues differently."""
         self.wait()
         with self.ranks.together(SaveError):
             if self.ranks.is_main:
-                write_durably(self.folder / "LATEST", f"step-{step:08d}")
-                for folder in self.folder.glob("step-*"):
-                    if step_of(folder) > step:
+                write_durably(self.folder / "LATEST", checkpoint_name(step))
+                for later, folder in checkpoint_folders(self.run).items():
+                    if later > step:
                         remove(folder)
 
     def _prune(self) -> None:
-        losses = {step_of(folder): read_state(folder).get("validation_loss") for folder in self.folder.glob("step-*")}
+        folders = checkpoint_folders(self.run)
+        losses = {step: validation_loss_of(read_state(folder)) for step, folder in folders.items()}
         for step in set(losses) - steps_to_keep(self.settings, losses):
-            remove(self.folder / f"step-{step:08d}")
+            remove(folders[step])
 
 
 def wait_for(save: Save, beat: Callable[[], None]) -> None:

@@ -28,16 +28,29 @@ from pretrain import config
 from pretrain.checkpoint.mirror_store import (
     CLAIM_FILE,
     IDENTITY_FILE,
+    NAMELESS,
+    DamagedCopyError,
     MirrorStore,
     connect,
     id_of_run,
     is_ahead,
+    name_of,
     run_files,
 )
 from pretrain.checkpoint.pruning import steps_to_keep
 from pretrain.errors import CRASHED, one_line, run_script
 from pretrain.files import SEAL_FILE, write_durably
-from pretrain.runs.run_folder import MIRROR_FOLDER, MIRROR_STATUS, checkpoint_folders, latest_step, read_json
+from pretrain.runs.run_folder import (
+    MIRROR_FOLDER,
+    MIRROR_STATUS,
+    checkpoint_folders,
+    checkpoint_name,
+    latest_step,
+    read_json,
+    read_state,
+    step_named,
+    validation_loss_of,
+)
 
 SECONDS_BETWEEN_LOOKS, BEAT_SECONDS = 0.5, 2.0
 LONGEST_BACKOFF_SECONDS, LONGEST_PAUSE_AT_THE_END = 300.0, 5.0
@@ -64,7 +77,10 @@ class MirrorCopier:
 
     def __init__(self, run: Path, store: MirrorStore, settings: config.Checkpoint):
         self.run, self.store, self.settings = run, store, settings
-        self.start = read_json(run / MIRROR_FOLDER / CLAIM_FILE).get("start")
+        claim = read_json(run / MIRROR_FOLDER / CLAIM_FILE)
+        self.start = claim.get("start")
+        self.damaged: dict[str, str] = claim.get("damaged") or {}
+        """{name: what is wrong} of the files and folders on the mirror that are damaged."""
         self.held = run / MIRROR_FOLDER / "copying"
         self.there: dict[int, float | None] | None = None
         """{step: validation loss} of the whole checkpoints on the mirror; None before the first look."""
@@ -74,12 +90,12 @@ class MirrorCopier:
         self.final: bytes | None = None
         """The manifest of final/ on the mirror."""
         self.seen: set[int] = set()
-        self._idle_since: int | None = None
-        """When LATEST was written after which nothing was left to copy."""
+        self._idle_since: tuple[int | None, int | None] | None = None
+        """When LATEST was written after which nothing was left to copy, and what it says."""
         self.status: dict[str, Any] = {
             "mirror": store.address, "start": self.start, "pid": os.getpid(), "copied_step": None, "copied_time": None,
             "bytes": None, "seconds": None, "copying": None, "problem": None, "problem_since": None, "failures": 0,
-            "dropped": 0, "dropped_step": None, "is_over": False, "settled": False,
+            "dropped": 0, "dropped_step": None, "is_over": False, "settled": False, "damaged": self.damaged,
         }  # fmt: skip
         self._beaten = 0.0
         self.held.parent.mkdir(parents=True, exist_ok=True)
@@ -101,6 +117,7 @@ class MirrorCopier:
             self._put_files()
             self.store.put(self.run / "final", "final", beat=self.beat, before_seal=self._require_claim)
             self.final = final
+            self._cured("final")
             return True
         if everything or whole_content(self.run / "rollbacks.json") != self.files.get("rollbacks.json"):
             self._put_files()
@@ -109,41 +126,72 @@ class MirrorCopier:
     def _first_look(self) -> None:
         """Learns what the mirror has, and makes it this start's."""
         self.manifests, self.files, self._idle_since = {}, {}, None
-        steps = self.store.steps()
-        identity, sealed = self.store.identity(), [step for step, is_sealed in steps.items() if is_sealed]
-        claim = read_json(self.run / MIRROR_FOLDER / CLAIM_FILE)
-        if identity and claim.get("claimed") == self.store.address:
+        identity, steps = self.store.identity(), self.store.steps()
+        there = self._whole([step for step, is_sealed in steps.items() if is_sealed])
+        own, claim = id_of_run(self.run), read_json(self.run / MIRROR_FOLDER / CLAIM_FILE)
+        if identity is not None and identity.start is not None and claim.get("claimed") == self.store.address:
             self._require_claim()
-        elif sealed:
-            if identity.get("run") != id_of_run(self.run):
+        elif any(steps.values()):
+            if identity is None or (identity.run is None and identity.damage is not None):
+                raise TakenOverError(NAMELESS)
+            if identity.run != own:
                 raise TakenOverError("it holds another run; choose another checkpoint.mirror, or remove what is there")
-            newest = max(sealed)
-            if newest > (latest_step(self.run) or 0) and is_ahead(self.run, self.store, newest):
+            newest = max(there, default=0)
+            if newest > (latest_step(self.run) or 0) and is_ahead(self.run, self.store.state(newest)):
                 raise TakenOverError(
                     f"it has step {newest:,}, which is later than this folder's checkpoints, and was out of reach at "
                     "the start; stop the run and start it again to continue from there"
                 )
-        identity = {"run": id_of_run(self.run), "start": self.start}
-        self.store.write(IDENTITY_FILE, json.dumps(identity).encode())
-        write_durably(self.run / MIRROR_FOLDER / CLAIM_FILE, json.dumps(claim | {"claimed": self.store.address}))
-        there = {}
-        for step in sealed:
-            state = self.store.read(f"{name_of(step)}/trainer_state.json") or b"{}"
-            there[step] = json.loads(state).get("validation_loss")
-            self.manifests[step] = self.store.read(f"{name_of(step)}/{SEAL_FILE}") or b""
-        self.final = self.store.read(f"final/{SEAL_FILE}")
+        self.store.identify(own, self.start)
+        claim |= {"claimed": self.store.address, "damaged": self.damaged}
+        write_durably(self.run / MIRROR_FOLDER / CLAIM_FILE, json.dumps(claim))
+        self._cured(IDENTITY_FILE)
+        self.final = self._whole_final()
         self.there, self.status["copied_step"] = there, max(there, default=None)
-        self._remove(step for step in steps if step not in there)  # what killed copies have left
+        self._remove(step for step, is_sealed in steps.items() if not is_sealed)  # what killed copies have left
+
+    def _whole(self, sealed: list[int]) -> dict[int, float | None]:
+        """{step: validation loss} of those of these checkpoints that show no damage, which is noted of the others."""
+        there, names = {}, [name_of(step) for step in sealed]
+        for name in [name for name in self.damaged if name.startswith("checkpoints/") and name not in names]:
+            self._cured(name)  # it is gone
+        for step, name in zip(sealed, names, strict=True):
+            try:
+                loss = validation_loss_of(self.store.state(step))
+            except DamagedCopyError as error:
+                self.damaged.setdefault(name, error.strerror)
+            if name not in self.damaged:
+                there[step], self.manifests[step] = loss, self.store.read(f"{name}/{SEAL_FILE}")
+        return there
+
+    def _whole_final(self) -> bytes | None:
+        """The manifest of final/ there; None if there is none, or final/ shows damage, which is noted."""
+        content = self.store.read(f"final/{SEAL_FILE}")
+        if content is not None:
+            try:
+                self.store.look_over("final")
+            except DamagedCopyError as error:
+                self.damaged.setdefault("final", error.strerror)
+        return None if "final" in self.damaged else content
+
+    def _cured(self, name: str) -> None:
+        """What was damaged there is replaced or removed; the next process that copies reads of the rest."""
+        if self.damaged.pop(name, None) is not None:
+            path = self.run / MIRROR_FOLDER / CLAIM_FILE
+            with suppress(OSError):
+                write_durably(path, json.dumps(read_json(path) | {"damaged": self.damaged}))
 
     def _require_claim(self) -> None:
         """Raises TakenOverError if another start of this run has begun to write here, OSError if nothing is here."""
         identity = self.store.identity()
-        if not identity:
+        if identity is None or identity.damage is not None:
             self.there = None
-            raise OSError(5, "what was there is gone; it is copied again")
-        if identity.get("start") != self.start:
-            start = identity.get("start")
-            raise TakenOverError(f"another start of this run ({start}) writes to it since; this one copies no more")
+            gone = "what was there is gone; it is copied again"
+            raise OSError(5, f"{IDENTITY_FILE} {identity.damage}; it is written again" if identity else gone)
+        if identity.start != self.start:
+            raise TakenOverError(
+                f"another start of this run ({identity.start}) writes to it since; this one copies no more"
+            )
 
     def _drop_abandoned(self) -> bool:
         """Removes what a rollback has gone back behind; False if that has to wait until anything else is there."""
@@ -161,11 +209,13 @@ class MirrorCopier:
             self.there.pop(step, None)
             self.manifests.pop(step, None)
             self.store.remove(name_of(step))
+            self._cured(name_of(step))
 
     def _next(self) -> int | None:
         """The step to copy next: the newest, else one that is to be kept for good and is missing."""
-        written, latest = changed_at(self.run / "checkpoints" / "LATEST"), latest_step(self.run)
-        if written is not None and written == self._idle_since:
+        latest = latest_step(self.run)
+        written = changed_at(self.run / "checkpoints" / "LATEST"), latest  # clocks go back, and tick slowly
+        if latest is not None and written == self._idle_since:
             return None
         here = {s: path for s, path in checkpoint_folders(self.run).items() if latest is not None and s <= latest}
         here = {step: manifest for step, path in here.items() if (manifest := whole_content(path / SEAL_FILE))}
@@ -176,10 +226,9 @@ class MirrorCopier:
             return None
         if max(here) in missing:
             return max(here)
-        losses = {
-            step: read_json(self.run / name_of(step) / "trainer_state.json").get("validation_loss") for step in here
-        }
+        losses = {step: validation_loss_of(read_state(self.run / name_of(step))) for step in here}
         kept = steps_to_keep(self.settings.model_copy(update={"keep_last": 1}), self.there | losses)
+        kept |= {step for step in here if name_of(step) in self.damaged}
         self._idle_since = None if missing & kept else written
         return max(missing & kept, default=None)
 
@@ -192,7 +241,7 @@ class MirrorCopier:
             self.status["dropped_step"] = max(gone)
 
     def _copy(self, step: int) -> None:
-        started = time.time()
+        started = time.perf_counter()
         try:
             folder = self._hold(step)
         except FileNotFoundError:  # pruned meanwhile: a newer one is there
@@ -209,21 +258,26 @@ class MirrorCopier:
         try:
             manifest = (folder / SEAL_FILE).read_bytes()
             size = self.store.put(folder, name_of(step), beat=self.beat, before_seal=before_seal)
-            self.there[step] = read_json(folder / "trainer_state.json").get("validation_loss")
+            self.there[step] = validation_loss_of(read_state(folder))
             self.manifests[step] = manifest
+            self._cured(name_of(step))
         except AbandonedError:
             return
         finally:
             self.status["copying"] = None
             shutil.rmtree(self.held, ignore_errors=True)
-        seconds = round(time.time() - started, 3)
+        seconds = round(time.perf_counter() - started, 3)
         self.status |= {"copied_step": step, "copied_time": time.time(), "bytes": size, "seconds": seconds}
         self.beat(now=True)
-        self._remove(set(self.there) - steps_to_keep(self.settings, self.there))
+        damaged = dict.fromkeys({step_at(name) for name in self.damaged} - {None})
+        # A damaged one takes the place of no whole one.
+        kept = steps_to_keep(self.settings, self.there)
+        kept |= damaged.keys() & steps_to_keep(self.settings, self.there | damaged)
+        self._remove({*self.there, *damaged} - kept)
 
     def _hold(self, step: int) -> Path:
         """The checkpoint under links of its own, which pruning leaves; itself on a disk without links."""
-        folder, held = self.run / name_of(step), self.held / f"step-{step:08d}"
+        folder, held = self.run / name_of(step), self.held / checkpoint_name(step)
         try:
             for path in sorted(path for path in folder.rglob("*") if path.is_file()):
                 target = held / path.relative_to(folder)
@@ -244,6 +298,7 @@ class MirrorCopier:
             if self.files.get(name) != content:
                 self.store.write(name, content)
                 self.files[name] = content
+                self._cured(name)
 
     def _final(self) -> bytes | None:
         """The manifest of final/ where the mirror lacks it."""
@@ -320,8 +375,10 @@ def heard(seconds: float) -> int:
     return SETTLE if os.read(sys.stdin.fileno(), 4096) else END
 
 
-def name_of(step: int) -> str:
-    return f"checkpoints/step-{step:08d}"
+def step_at(name: str) -> int | None:
+    """The reverse of `name_of`; None for any other name."""
+    folder, _, name = name.rpartition("/")
+    return step_named(name) if folder == "checkpoints" else None
 
 
 def whole_content(path: Path) -> bytes | None:
@@ -365,6 +422,8 @@ def copy_script() -> int:
         if copier.status["problem"] is not None:
             print(f"{store.address}: {copier.status['problem']}", file=sys.stderr)
             return CRASHED
+        for name, what in copier.damaged.items():
+            print(f"{store.address}: {name} is damaged ({what}), and not in {arguments.run}", file=sys.stderr)
     return 0
 
 

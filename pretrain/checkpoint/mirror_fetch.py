@@ -1,10 +1,11 @@
 """A start looks at the run's mirror: where the disk was lost, or another machine has come further, it fetches the run.
 
-    RUN/mirror/claim.json       which start of the run writes to the mirror, and what it has fetched from there
+    RUN/mirror/claim.json       which start of the run writes to the mirror, what it has fetched from there,
+                                and what is damaged there
 
-The mirror's newest checkpoint that is whole is taken, and with it metrics.jsonl and the run's other small files. A
-folder that has checkpoints of its own starts without the mirror where that cannot be reached; an empty one must not:
-training from scratch would hide, and then overwrite, what is there.
+The mirror's newest checkpoint that is whole is taken, and with it metrics.jsonl and the run's other small files; what
+is damaged there costs what it holds, and is named. A folder that has checkpoints of its own starts without the mirror
+where that cannot be reached; an empty one must not: training from scratch would hide what is there, and overwrite it.
 """
 
 import json
@@ -13,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,18 +22,30 @@ from pretrain import config
 from pretrain.checkpoint.mirror_store import (
     CLAIM_FILE,
     IDENTITY_FILE,
+    NAMELESS,
     DamagedCopyError,
+    Identity,
     MirrorError,
     MirrorStore,
     connect,
+    damage_of_run_file,
     id_of_run,
     is_ahead,
+    name_of,
 )
 from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.errors import EXIT_NO_VALID_CHECKPOINT, InputError, one_line
 from pretrain.files import SEAL_FILE, write_durably
 from pretrain.parallel.ranks import Ranks
-from pretrain.runs.run_folder import MIRROR_FOLDER, checkpoint_folders, read_json
+from pretrain.runs.history import parse_lines
+from pretrain.runs.run_folder import (
+    METRICS_FILE,
+    MIRROR_FOLDER,
+    checkpoint_folders,
+    checkpoint_name,
+    contradictions,
+    read_json,
+)
 from pretrain.terminal import say_stage
 
 _Value = TypeVar("Value")
@@ -88,44 +102,72 @@ def fetch_earlier(
             store = connect(settings, run)
             steps = patiently(store.steps, LOOK_SECONDS_WITHOUT_NEED, retry=False)
             if wanted := [step for step, is_sealed in steps.items() if is_sealed and here < step <= at_most]:
-                fetch(run, store, wanted, required=False)
+                fetch(run, store, wanted, {}, required=False)
 
     ranks.by_main(work, beat)
 
 
 def look(run: Path, settings: config.Checkpoint) -> None:
     """As `fetch_from_mirror`, in one process."""
-    store, start = connect(settings, run), uuid.uuid4().hex
-    claim: dict[str, Any] = {"start": start, "claimed": None, "fetched": None, "problem": None}
-    here = newest_sealed(run)
+    store, here = connect(settings, run), newest_sealed(run)
+    claim: dict[str, Any] = {
+        "start": uuid.uuid4().hex, "claimed": None, "fetched": None, "problem": None, "damaged": {},
+    }  # fmt: skip
     try:
         say_stage(f"Looking at the mirror {store.address}")
         wait = settings.mirror_wait_seconds if here is None else LOOK_SECONDS_WITHOUT_NEED
         identity, steps = patiently(lambda: (store.identity(), store.steps()), wait, retry=here is None)
+        if identity is not None and identity.damage is not None:
+            claim["damaged"][IDENTITY_FILE] = identity.damage
+        if sealed := [step for step, is_sealed in steps.items() if is_sealed]:
+            require_same_run(run, identity, store)
+            catch_up(run, store, sealed, here, claim)
+            known = identity.run if identity is not None else None
+            identify = partial(store.identify, known or id_of_run(run), claim["start"])
+            patiently(identify, LOOK_SECONDS_WITHOUT_NEED, retry=False)
+            claim["claimed"] = store.address
+        elif here is None:
+            require_no_loss(run, store)
     except (InputError, RunStoppedError):
         raise
     except Exception as error:  # as above
-        if here is None:
+        if newest_sealed(run) is None:
             raise MirrorError(
                 f"checkpoint.mirror: {store.address} cannot be reached ({one_line(error)}), and {run} has no "
                 "checkpoint: starting from scratch could overwrite the run that may be there; run the same command "
                 "again when it can be reached, or set checkpoint.mirror: null to begin a new run"
             ) from error
-        write_claim(run, claim | {"problem": f"could not be reached at the start ({one_line(error)})"})
-        return
-    if sealed := [step for step, is_sealed in steps.items() if is_sealed]:
-        require_same_run(run, identity, store)
-        later = [step for step in sealed if here is None or step > here]
-        if later and (here is None or is_ahead(run, store, max(later))):
-            fetch_files(run, store)
-            if fetched := fetch(run, store, later, required=here is None):
-                write_durably(run / "checkpoints" / "LATEST", f"step-{fetched['step']:08d}")
-                if not (run / "final").exists() and store.read(f"final/{SEAL_FILE}") is not None:
-                    store.get("final", run / "final")
-            claim["fetched"] = fetched
-        store.write(IDENTITY_FILE, json.dumps(identity | {"start": start}).encode())
-        claim["claimed"] = store.address
+        claim["problem"] = f"could not be reached or written at the start ({one_line(error)})"
     write_claim(run, claim)
+
+
+def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None, claim: dict[str, Any]) -> None:
+    """Fetches the run where the mirror has come further than the folder, whose newest checkpoint is of step `here`.
+
+    Completes `claim`: what was fetched, and what is damaged on the mirror.
+    """
+    damaged = claim["damaged"]
+
+    def is_later(step: int) -> bool:
+        if here is None:
+            return True
+        try:
+            return step > here and is_ahead(run, store.state(step))
+        except DamagedCopyError as error:
+            damaged[name_of(step)] = error.strerror
+            return False
+
+    if not (later := [step for step in sealed if is_later(step)]):
+        return
+    damaged |= fetch_files(run, store)
+    if fetched := fetch(run, store, later, damaged, required=here is None):
+        claim["fetched"] = fetched
+        write_durably(run / "checkpoints" / "LATEST", checkpoint_name(fetched["step"]))
+        if not (run / "final").exists() and store.read(f"final/{SEAL_FILE}") is not None:
+            try:
+                store.get("final", run / "final")
+            except DamagedCopyError as error:  # the run makes it again
+                damaged["final"] = error.strerror
 
 
 def newest_sealed(run: Path) -> int | None:
@@ -133,53 +175,85 @@ def newest_sealed(run: Path) -> int | None:
     return max((step for step, path in checkpoint_folders(run).items() if (path / SEAL_FILE).is_file()), default=None)
 
 
-def require_same_run(run: Path, identity: dict[str, Any], store: MirrorStore) -> None:
-    """Raises InputError if the mirror holds another run than this folder."""
-    own, there = id_of_run(run), identity.get("run")
-    if own is not None and there is not None and own != there:
+def require_same_run(run: Path, identity: Identity | None, store: MirrorStore) -> None:
+    """Raises InputError if the mirror holds another run than this folder, DamagedCopyError if nothing there tells."""
+    own = id_of_run(run)
+    if own is None:
+        return
+    if identity is None or (identity.run is None and identity.damage is not None):
+        raise DamagedCopyError(5, NAMELESS)
+    if identity.run not in (None, own):
         raise InputError(
             f"checkpoint.mirror: {store.address} holds another run than {run}; choose another mirror or --output, or "
             "remove what is there"
         )
 
 
-def fetch(run: Path, store: MirrorStore, steps: list[int], *, required: bool) -> dict[str, Any] | None:
+def require_no_loss(run: Path, store: MirrorStore) -> None:
+    """Raises LostMirrorError if the mirror had checkpoints and has none: starting from scratch would hide it."""
+    events = parse_lines((store.read(METRICS_FILE) or b"").splitlines())
+    if copied := [event.get("step") for event in events if event["event"] == "mirror"]:
+        raise LostMirrorError(
+            f"checkpoint.mirror: by its {METRICS_FILE} {store.address} had step {copied[-1]}; no checkpoint there has "
+            f"a {SEAL_FILE} any more, and {run} has none. Restore one, or choose another --output; to begin anew, "
+            f"remove {store.address}"
+        )
+
+
+def fetch(
+    run: Path, store: MirrorStore, steps: list[int], damaged: dict[str, str], *, required: bool
+) -> dict[str, Any] | None:
     """Fetches the newest of these checkpoints that is intact; says what it was, None if none is.
 
-    Raises LostMirrorError if one is required.
+    Adds {name: what} of those that are not to `damaged`. Raises LostMirrorError if one is required.
     """
-    started = time.perf_counter()
-    damaged: dict[int, str] = {}
+    started, passed_over = time.perf_counter(), []
     for step in sorted(steps, reverse=True):
-        name = f"checkpoints/step-{step:08d}"
+        name = name_of(step)
         say_stage(f"Fetching step {step:,} from the mirror {store.address}")
         try:
-            size = store.get(name, run / name)
+            size = store.get(name, run / name, partial(contradictions, step=step))
         except DamagedCopyError as error:
-            damaged[step] = error.strerror
+            damaged[name] = error.strerror
+            passed_over.append(name)
             continue
-        for worse in damaged:  # copied again once the run gets there; not before another one is here
-            store.unseal(f"checkpoints/step-{worse:08d}")
+        for worse in passed_over:  # copied again once the run gets there; not before another one is here
+            with suppress(Exception):  # a mirror that cannot be written
+                store.unseal(worse)
         seconds = round(time.perf_counter() - started, 3)
-        passed_over = [f"step {worse:,}: {what}" for worse, what in damaged.items()]
-        return {"step": step, "bytes": size, "seconds": seconds, "mirror": store.address, "damaged": passed_over}
+        return {"step": step, "bytes": size, "seconds": seconds, "mirror": store.address}
     if required:
         raise LostMirrorError(
             f"checkpoint.mirror: none of the checkpoints in {store.address} is intact ("
-            f"{'; '.join(f'step {step:,}: {what}' for step, what in damaged.items())}), and "
-            f"{run} has none; restore one, or choose another --output"
+            f"{'; '.join(f'{name}: {damaged[name]}' for name in passed_over)}), and {run} has none; restore one, or "
+            "choose another --output"
         )
     return None
 
 
-def fetch_files(run: Path, store: MirrorStore) -> None:
-    """The run's small files, where the folder has none or, of the logs, a shorter one."""
+def fetch_files(run: Path, store: MirrorStore) -> dict[str, str]:
+    """The run's small files, where the folder has none or, of the logs, a shorter one.
+
+    Returns {name: what is wrong} of those that are damaged, which stay there.
+    """
+    damaged = {}
     for name in store.files():
-        path, content = run / name, store.read(name)
+        path = run / name
+        try:
+            content = store.read(name)
+        except Exception as error:  # of this file alone; else the checkpoint cannot be read either
+            damaged[name] = f"cannot be read ({one_line(error)})"
+            continue
+        if content is None:
+            continue
+        if what := damage_of_run_file(name, content):
+            damaged[name] = what
+            continue
         grows = path.suffix in (".jsonl", ".log")
-        if content is not None and (not path.exists() or (grows and path.stat().st_size < len(content))):
+        if not path.exists() or (grows and path.stat().st_size < len(content)):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_durably(path, content)
+    return damaged
 
 
 def write_claim(run: Path, claim: dict[str, Any]) -> None:

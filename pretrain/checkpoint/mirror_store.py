@@ -13,19 +13,22 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from pretrain import config
-from pretrain.checkpoint.run_state import RunStoppedError, recorded_rollbacks
+from pretrain.checkpoint.run_state import ROLLBACKS, RunStoppedError, parse_rollbacks, recorded_rollbacks
 from pretrain.errors import InputError, one_line
-from pretrain.files import SEAL_FILE, commit, seal
+from pretrain.files import SEAL_FILE, commit, damage_of_content, seal, sealed_files
 from pretrain.preparation.documents.urls import file_system, is_url, shown
-from pretrain.runs.history import first_event
-from pretrain.runs.run_folder import METRICS_FILE
+from pretrain.runs.history import first_start, first_start_of, parse_lines
+from pretrain.runs.run_folder import METRICS_FILE, checkpoint_name, step_named
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -35,10 +38,16 @@ FETCH_TRIES, SECONDS_BETWEEN_TRIES = 3, 0.5
 """Of a file that is fetched."""
 IDENTITY_FILE, CLAIM_FILE = "run.json", "claim.json"
 """On the mirror; and in the run's folder, what its last start has found there."""
+NAMELESS = (
+    f"{IDENTITY_FILE} and {METRICS_FILE} there are damaged, so that nothing tells whose checkpoints it has; restore "
+    "one of the two, or remove what is there"
+)
 UNFETCHED = ".saving-"
 """What a download is called until it is whole: the next start removes what a kill leaves of it."""
 RUN_FILES = ("*.json", "*.jsonl", "*.yaml", "train.log", "evaluations/*.json")
 """Patterns of the run's small files."""
+OBJECTS = ("model.json", "data.json", "strategy.json", "environment.json", "config.yaml", "evaluations/*.json")
+"""Those of them that a run writes, and whose content is an object."""
 
 
 class MirrorError(RunStoppedError):
@@ -46,7 +55,17 @@ class MirrorError(RunStoppedError):
 
 
 class DamagedCopyError(OSError):
-    """A copy that is not what was written."""
+    """A copy that is not what was written; `strerror` names the file and says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which run a mirror holds, and which start of it writes there."""
+
+    run: str | None
+    start: str | None
+    damage: str | None = None
+    """What is wrong with run.json; then the run is that of the log beside it, and the start is not known."""
 
 
 class MirrorStore:
@@ -88,34 +107,78 @@ class MirrorStore:
         self.system.makedirs(path.rpartition("/")[0], exist_ok=True)
         self.system.pipe_file(path, content)
 
-    def identity(self) -> dict[str, Any]:
-        """{run: id, start: id} of the run that is here, and of the start that writes; {} where nothing is."""
-        return json.loads(self.read(IDENTITY_FILE) or b"{}")
+    def identity(self) -> Identity | None:
+        """What is here; None where there is neither run.json nor a log."""
+        content = self.read(IDENTITY_FILE)
+        try:
+            values = json.loads(content or b"")
+            if all(isinstance(values[key], str | None) for key in ("run", "start")):
+                return Identity(values["run"], values["start"])
+        except (ValueError, TypeError, LookupError):
+            pass
+        log = self.read(METRICS_FILE)
+        if content is None and log is None:
+            return None
+        damage = "is missing" if content is None else f"cannot be read: {content[:40]!r}"
+        return Identity(first_start((log or b"").splitlines()).get("start_id"), None, damage)
+
+    def identify(self, run: str | None, start: str | None) -> None:
+        """Records what is here."""
+        self.write(IDENTITY_FILE, json.dumps({"run": run, "start": start}).encode())
 
     def steps(self) -> dict[int, bool]:
         """{step: whether it is sealed} of the checkpoints here."""
         found: dict[int, bool] = {}
-        for name in self._names("checkpoints"):
+        for name in self._sizes("checkpoints"):
             folder, _, file = name.partition("/")
-            number = folder.removeprefix("step-")
-            if number.isdecimal():
-                found[int(number)] = found.get(int(number), False) or file == SEAL_FILE
+            step = step_named(folder)
+            if step is not None:
+                found[step] = found.get(step, False) or file == SEAL_FILE
         return found
+
+    def sealed(self, name: str) -> dict[str, dict]:
+        """{file: {bytes, sha256}} of a folder, by its manifest. Raises DamagedCopyError."""
+        content = self.read(f"{name}/{SEAL_FILE}")
+        try:
+            entries = sealed_files(content or b"")
+        except ValueError as error:
+            raise DamagedCopyError(5, f"{SEAL_FILE} is missing" if content is None else str(error)) from None
+        if astray := [file for file in entries if Path(file).is_absolute() or ".." in Path(file).parts]:
+            raise DamagedCopyError(5, f"{SEAL_FILE} names {astray[0]}, which is outside of the folder")
+        return entries
+
+    def look_over(self, name: str) -> dict[str, dict]:
+        """As `sealed`; the files must be there in their sizes. Reads none of them."""
+        entries, sizes = self.sealed(name), self._sizes(name)
+        for file, entry in entries.items():
+            if file not in sizes:
+                raise DamagedCopyError(5, f"{file} is missing")
+            if sizes[file] not in (entry["bytes"], None):  # None: a store that does not tell
+                raise DamagedCopyError(5, f"{file} has {sizes[file]:,} bytes instead of {entry['bytes']}")
+        return entries
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The trainer_state.json of a checkpoint that was looked over. Raises DamagedCopyError."""
+        name, file = name_of(step), "trainer_state.json"
+        entry = self.look_over(name).get(file, {})
+        if damage := damage_of_content(file, content := self.read(f"{name}/{file}") or b"", entry):
+            raise DamagedCopyError(5, damage)
+        return json.loads(content)
 
     def files(self) -> list[str]:
         """The run's small files that are here, by name."""
-        return [name for name in self._names("") if is_run_file(name)]
+        return [name for name in self._sizes("") if is_run_file(name)]
 
-    def _names(self, folder: str) -> list[str]:
-        """Of all files below a folder, relative to it."""
+    def _sizes(self, folder: str) -> dict[str, int | None]:
+        """{name: bytes, if the store tells} of all files below a folder, by name relative to it."""
         self.system.invalidate_cache()
         place = f"{self.root}/{folder}".rstrip("/")
         try:
-            found = self.system.find(place)
+            found = self.system.find(place, detail=True)
         except FileNotFoundError:
-            return []
+            return {}
         prefix = self.system._strip_protocol(place).rstrip("/") + "/"
-        return [name.removeprefix(prefix) for name in found]
+        return {name.removeprefix(prefix): about.get("size") for name, about in found.items()}
 
     def put(
         self,
@@ -167,24 +230,29 @@ class MirrorStore:
             return False
         return digest.hexdigest() == entry["sha256"]
 
-    def get(self, name: str, target: Path) -> int:
+    def get(self, name: str, target: Path, check: Callable[[Path], list[str]] = lambda folder: []) -> int:
         """Fetches a sealed folder: verified, durable, and under its own name only when it is whole; returns the bytes.
 
         Raises DamagedCopyError where a file is not the one that was written.
+
+        Args:
+            check: says what is wrong with the files together.
         """
-        entries = json.loads(self.read(f"{name}/{SEAL_FILE}") or b"{}").get("files")
-        if not isinstance(entries, dict):
-            raise DamagedCopyError(5, f"{SEAL_FILE} cannot be read")
-        if astray := [file for file in entries if Path(file).is_absolute() or ".." in Path(file).parts]:
-            raise DamagedCopyError(5, f"{SEAL_FILE} names {astray[0]}, which is outside of the folder")
+        entries = self.sealed(name)
         unfinished = target.with_name(f"{UNFETCHED}{target.name}")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         sealed = {}
-        for file, entry in entries.items():
-            path = unfinished / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            sealed[file] = self._fetched(f"{self.root}/{name}/{file}", path, entry)
+        try:
+            for file, entry in entries.items():
+                path = unfinished / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                sealed[file] = self._fetched(f"{self.root}/{name}/{file}", path, entry)
+            if problems := check(unfinished):
+                raise DamagedCopyError(5, "; ".join(problems))
+        except Exception:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
         commit(unfinished, target, sealed)
         return sum(entry["bytes"] for entry in sealed.values())
 
@@ -216,6 +284,11 @@ class MirrorStore:
         self.system.rm(f"{self.root}/{name}", recursive=True)
 
 
+def name_of(step: int) -> str:
+    """Of a checkpoint's folder, in the run's folder and here."""
+    return f"checkpoints/{checkpoint_name(step)}"
+
+
 def is_run_file(name: str) -> bool:
     """Whether this is one of the run's small files, by its name below the run's folder."""
     hidden = any(part.startswith(".") for part in name.split("/")) or name == IDENTITY_FILE
@@ -223,14 +296,34 @@ def is_run_file(name: str) -> bool:
     return not hidden and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def damage_of_run_file(name: str, content: bytes) -> str | None:
+    """What shows that one of the run's small files is not as it was written; None if nothing does."""
+    try:
+        if name == ROLLBACKS:
+            parse_rollbacks(content)
+        elif name == METRICS_FILE and not parse_lines(content[:BLOCK_BYTES].splitlines()):
+            return "holds no event"
+        elif any(fnmatchcase(name, pattern) for pattern in OBJECTS):
+            values = json.loads(content) if name.endswith(".json") else yaml.safe_load(content)
+            return None if isinstance(values, dict) else f"cannot be what was written: {content[:40]!r}"
+    except (ValueError, yaml.YAMLError) as error:
+        return f"cannot be read ({one_line(error)})"
+    return None
+
+
 def run_files(run: Path) -> dict[str, bytes]:
-    """{name: content} of the run's small files as they are now; of a line that is being written nothing."""
+    """{name: content} of the run's small files as they are now; of a line that is being written nothing.
+
+    Damaged ones are left out: the mirror may still have them as they were.
+    """
     found = {}
     for path in sorted(path for pattern in RUN_FILES for path in run.glob(pattern)):
         name = str(path.relative_to(run))
         if is_run_file(name):
             content = path.read_bytes()
-            found[name] = content[: content.rfind(b"\n") + 1] if path.name == METRICS_FILE else content
+            content = content[: content.rfind(b"\n") + 1] if path.name == METRICS_FILE else content
+            if damage_of_run_file(name, content) is None:
+                found[name] = content
     return found
 
 
@@ -278,10 +371,10 @@ def connect(settings: config.Checkpoint, run: Path) -> MirrorStore:
 
 def id_of_run(run: Path) -> str | None:
     """That of its first start; None before it."""
-    return first_event(run).get("start_id") if (run / METRICS_FILE).is_file() else None
+    return first_start_of(run).get("start_id") if (run / METRICS_FILE).is_file() else None
 
 
-def is_ahead(run: Path, store: "MirrorStore", step: int) -> bool:
-    """Whether the mirror's checkpoint continues the run's folder: it knows of every rollback that is recorded here."""
-    state = json.loads(store.read(f"checkpoints/step-{step:08d}/trainer_state.json") or b"{}")
+def is_ahead(run: Path, state: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint of that trainer_state.json continues the run's folder: it knows every rollback recorded
+    here."""
     return len(state.get("state", {}).get("rollbacks", ())) >= len(recorded_rollbacks(run))

@@ -7,7 +7,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import CRASHED, EXIT_NUMERIC
+from pretrain.errors import CRASHED, EXIT_NUMERIC, InputError
 from pretrain.files import write_durably
 
 ROLLBACKS = "rollbacks.json"
@@ -86,9 +86,27 @@ def record_rollbacks(run: Path, rollbacks: list[dict[str, Any]]) -> None:
 
 
 def recorded_rollbacks(run: Path) -> list[dict[str, Any]]:
-    """Those of `record_rollbacks`; [] if there were none."""
+    """Those of `record_rollbacks`; [] if there were none. Raises InputError if the file is damaged."""
     path = run / ROLLBACKS
-    return json.loads(path.read_text()) if path.exists() else []
+    try:
+        return parse_rollbacks(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path} is damaged ({error}); it says which data the run has left out since it rolled back. Restore it "
+            "from a copy, such as the mirror's. Or remove it, to go on with the rollbacks that the newest checkpoint "
+            "records: a later one is then made again where its cause recurs"
+        ) from None
+
+
+def parse_rollbacks(content: bytes) -> list[dict[str, Any]]:
+    """The content of rollbacks.json. Raises ValueError for anything else."""
+    rollbacks = json.loads(content)
+    used = {"samples", "learning_rate_factor"}
+    if not isinstance(rollbacks, list) or not all(isinstance(one, dict) and used <= one.keys() for one in rollbacks):
+        raise ValueError("not a list of rollbacks")
+    return rollbacks
 
 
 class RunStoppedError(Exception):

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from pretrain.checkpoint.export_check import no_loading_bars
 from pretrain.config import RunConfig
-from pretrain.files import damage
 from pretrain.model.build import build_meta_model
 from pretrain.model.routers import expert_parameters, experts_per_token, routers_of
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.planning.calibration import measure_peak
 from pretrain.planning.width_check import width_verdict
 from pretrain.runs.history import read_metrics
+from pretrain.runs.run_folder import checkpoint_damage, checkpoint_name
 from pretrain.training.run_plan import derive
 
 SMOKE_STEPS = 100
@@ -53,7 +53,7 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
         return code
     first = read_metrics(folder)
     if strategy.ranks.is_main:
-        (folder / "checkpoints" / f"step-{steps:08d}").rename(folder / "first-end")
+        (folder / "checkpoints" / checkpoint_name(steps)).rename(folder / "first-end")
         shutil.rmtree(folder / "final")
     strategy.ranks.barrier()
     if code := train(config, steps):
@@ -68,7 +68,7 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
             "gradient norms": norm_verdict(first, config.guard.alert_grad_norm),
             "learning rate": rate_verdict(trained, run.learning_rate),
             "resumed exactly": resume_verdict(trained, again, half),
-            "checkpoint": "; ".join(damage(folder / "checkpoints" / f"step-{steps:08d}")) or None,
+            "checkpoint": "; ".join(checkpoint_damage(folder / "checkpoints" / checkpoint_name(steps))) or None,
             "model folder": model_verdict(folder),
             "memory as planned": memory,
         }

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrain.errors import InputError, did_you_mean, is_first_on_machine
-from pretrain.files import SEAL_FILE, damage
+from pretrain.files import SEAL_FILE
 from pretrain.runs.history import last_good_end
-from pretrain.runs.run_folder import best_step, checkpoint_folders, read_state
+from pretrain.runs.run_folder import best_step, checkpoint_damage, checkpoint_folders, read_state
 
 HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w./-]+)?")
 # Only what evaluation reads: pickled weights stay on the Hub.
@@ -90,7 +90,7 @@ def _in_folder(text: str, folder: Path) -> ModelAddress:
 def _intact(checkpoints: dict[int, Path]) -> Iterator[tuple[int, Path]]:
     """Those whose files are as they were written, with a warning for each of the others."""
     for step, folder in checkpoints.items():
-        if not (problems := damage(folder)):
+        if not (problems := checkpoint_damage(folder)):
             yield step, folder
         elif is_first_on_machine():
             print(f"warning: {folder} cannot be used: {'; '.join(problems)}", file=sys.stderr)
@@ -140,7 +140,7 @@ def trunk_checkpoint(text: str) -> Path:
 
 
 def _refuse_damaged(text: str, folder: Path) -> None:
-    if (folder / SEAL_FILE).is_file() and (problems := damage(folder)):
+    if (folder / SEAL_FILE).is_file() and (problems := checkpoint_damage(folder)):
         raise InputError(f"--model {text}: {folder} is damaged: {'; '.join(problems)}; give another checkpoint")
 
 

@@ -288,11 +288,15 @@ def read_end(run: Path, *, lines: int = 2000, look_back_bytes: int = 1 << 22) ->
     return current_events(parse_lines([*validations[-MOST_SOURCES:], *all_lines[-lines:]]))
 
 
-def first_event(run: Path) -> Event:
-    """The first line of the file: the first `start`; empty if there is none."""
+def first_start(lines: Iterable[bytes]) -> Event:
+    """The first `start` event in the lines of a log, which warnings may precede; empty if there is none."""
+    return next((event for line in lines for event in parse_lines([line]) if event["event"] == "start"), {})
+
+
+def first_start_of(run: Path) -> Event:
+    """The run's first `start`; empty if there is none."""
     with open(run / METRICS_FILE, "rb") as file:
-        events = parse_lines([file.readline()])
-    return events[0] if events else {}
+        return first_start(file)
 
 
 def last_start(run: Path) -> Event:

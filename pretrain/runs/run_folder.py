@@ -1,12 +1,15 @@
 """What lies where in a run's folder, and its small files, read as a crash may have left them."""
 
 import json
+import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pretrain.errors import shortened
+from pretrain.files import damage
 
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
@@ -56,21 +59,33 @@ def setting(config: Mapping[str, Any], name: str) -> Any:
 
 def checkpoint_folders(run: Path) -> dict[int, Path]:
     """{step: folder} of a run's checkpoints, oldest first, whatever their state."""
-    folders = [path for path in (run / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal()]
-    return {step_of(folder): folder for folder in sorted(folders, key=step_of)}
+    found = {step_named(path.name): path for path in (run / "checkpoints").glob("step-*")}
+    return {step: found[step] for step in sorted(found.keys() - {None})}
 
 
 def latest_step(run: Path) -> int | None:
     """The step that checkpoints/LATEST names: the newest that was written, or that a rollback went back to."""
     try:
-        return step_of(Path((run / "checkpoints" / "LATEST").read_text().strip()))
-    except (OSError, ValueError):
+        return step_named((run / "checkpoints" / "LATEST").read_text().strip())
+    except (OSError, UnicodeDecodeError):
         return None
 
 
+def checkpoint_name(step: int) -> str:
+    """500 -> step-00000500"""
+    return f"step-{step:08d}"
+
+
+def step_named(name: str) -> int | None:
+    """step-00000500 -> 500; None for a name that `checkpoint_name` does not give, such as step-00000500.bak."""
+    digits = re.fullmatch(r"step-([0-9]{8,})", name)
+    step = int(digits[1]) if digits else None
+    return step if step is not None and checkpoint_name(step) == name else None
+
+
 def step_of(checkpoint: Path) -> int:
-    """step-00000500 -> 500"""
-    return int(checkpoint.name.rpartition("-")[2])
+    """The step of a folder whose name `step_named` knows."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def read_state(checkpoint: Path) -> dict:
@@ -78,9 +93,52 @@ def read_state(checkpoint: Path) -> dict:
     return read_json(checkpoint / "trainer_state.json")
 
 
+def validation_loss_of(state: Mapping[str, Any]) -> float | None:
+    """The validation loss in a trainer_state.json, the mean over the sources; None where none was measured."""
+    loss = state.get("validation_loss")
+    return loss if isinstance(loss, int | float) and math.isfinite(loss) else None
+
+
+def checkpoint_damage(
+    folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None, *, resumes: bool = False
+) -> list[str]:
+    """As `damage`; the state of a checkpoint in a run's folder must also be of the step that its name says.
+
+    resumes: whether training goes on from it, and not only its model is read.
+    """
+    problems = damage(folder, rank, ranks, beat)
+    step = step_named(folder.name) if folder.parent.name == "checkpoints" else None
+    if problems or rank or step is None:
+        return problems
+    return contradictions(folder, step) if resumes else wrong_step(folder, step)
+
+
+def wrong_step(folder: Path, step: int) -> list[str]:
+    """Why a folder that is as it was sealed is not of this step."""
+    state = read_state(folder).get("state")
+    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+        return ["trainer_state.json does not say of which step it is"]
+    found = state["step"]
+    named = f"trainer_state.json is of step {found:,}; to use it, name it {checkpoint_name(found)}"
+    return [] if found == step else [named]
+
+
+def contradictions(folder: Path, step: int) -> list[str]:
+    """Why training cannot go on at this step from a folder that is as it was sealed: another's, or not all of it."""
+    if problems := wrong_step(folder, step):
+        return problems
+    contents = read_state(folder)
+    state = contents["state"]
+    # Before `tensors` was recorded: an optimizer has no state until its first update.
+    updated = step > (state.get("skipped_steps") or 0)
+    tensors = contents.get("tensors", {"model": 1, "optimizer": updated, "average": bool(state.get("average"))})
+    missing = [name for name, count in tensors.items() if count and not any(folder.glob(f"{name}*.safetensors"))]
+    return [f"the tensors of its {name} are missing" for name in missing]
+
+
 def best_step(checkpoints: Mapping[int, Path]) -> int | None:
     """The step with the lowest validation loss, the mean over the sources; None where none was measured."""
-    losses = {step: read_state(folder).get("validation_loss") for step, folder in checkpoints.items()}
+    losses = {step: validation_loss_of(read_state(folder)) for step, folder in checkpoints.items()}
     return min((step for step, loss in losses.items() if loss is not None), key=losses.get, default=None)
 
 

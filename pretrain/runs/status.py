@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pretrain.processes import is_alive
-from pretrain.runs.history import Event, first_event, is_number, last_start, read_end
+from pretrain.runs.history import Event, first_start_of, is_number, last_start, read_end
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, MIRROR_STATUS, heartbeat_path, latest_step, read_json
 from pretrain.terminal import sparkline
 from pretrain.units import count_text, counted, duration_text, table
@@ -136,7 +136,7 @@ def _end_of(events: list[Event]) -> Event | None:
 def _total_steps(run: Path, events: list[Event], step: int | None) -> int | None:
     # Where a decay was asked for, the `control` event tells the new end.
     stated = [e for e in reversed(events) if e["event"] in ("start", "control") and is_number(e.get("total_steps"))]
-    for source in (*stated[:1], first_event(run)):
+    for source in (*stated[:1], first_start_of(run)):
         total = source.get("total_steps")
         if is_number(total) and total >= (step or 0):
             return total
@@ -157,6 +157,8 @@ def _seconds_left(events: list[Event], step: int | None, total_steps: int | None
     if step is None or not total_steps or len(steps) < 2 or steps[-1]["step"] <= steps[0]["step"]:
         return None
     seconds_per_step = (steps[-1]["time"] - steps[0]["time"]) / (steps[-1]["step"] - steps[0]["step"])
+    if seconds_per_step < 0:  # the clock was set back
+        return None
     return max(0, total_steps - step) * seconds_per_step
 
 
@@ -179,6 +181,8 @@ def mirror_text(run: Path) -> str | None:
         said += f"; fails since {since}: {_value_text(status['problem'])}"
     if status.get("dropped"):
         said += f"; {counted(status['dropped'], 'checkpoint')} left out"
+    if status.get("damaged"):
+        said += f"; damaged there: {', '.join(status['damaged'])}"
     return f"{said} · {status.get('mirror')}"
 
 

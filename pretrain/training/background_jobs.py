@@ -19,7 +19,14 @@ from pretrain.parallel.ranks import Ranks
 from pretrain.processes import hold_while_open, is_held
 from pretrain.runs.publishing.hub_upload import cut_short, publish_in_background
 from pretrain.runs.publishing.publish import EVALUATIONS, evaluation_log
-from pretrain.runs.run_folder import MIRROR_FOLDER, MIRROR_STATUS, latest_step, read_json
+from pretrain.runs.run_folder import (
+    MIRROR_FOLDER,
+    MIRROR_STATUS,
+    checkpoint_name,
+    latest_step,
+    read_json,
+    step_named,
+)
 from pretrain.training.metrics import Metrics
 from pretrain.units import bytes_text, counted
 
@@ -46,7 +53,7 @@ class Evaluations:
         self._running: dict[Path, subprocess.Popen] = {}
         if metrics.is_main:
             for leftover in (run / EVALUATIONS).glob("step-*/"):  # of evaluations that a crash cut short
-                if not is_held(evaluation_log(run, leftover.name)):
+                if step_named(leftover.name) is not None and not is_held(evaluation_log(run, leftover.name)):
                     shutil.rmtree(leftover)
 
     def start(self, checkpoint: Path, settings: config.Evaluation) -> subprocess.Popen | None:
@@ -175,22 +182,30 @@ class MirrorCopies:
         self._reported: int | None = None
         self._failing = self._dropping = False
         self._started, self._starts = 0.0, 0
+        self._heard, self._heard_at = None, 0.0
+        """The time in the last status, by its writer's clock, and when it was new, by one that nobody sets."""
+        self._damaged: dict[str, str] = {}
         if self.settings.mirror is None or not metrics.is_main:
             return
         claim = self._claim = read_json(self.run / MIRROR_FOLDER / CLAIM_FILE)
+        self._warn_of_damage(claim.get("damaged") or {})
         if found := claim.get("fetched"):
-            self._warn(
-                *(f"the mirror's copy is damaged, {what}; an earlier one was taken" for what in found["damaged"])
-            )
             figures = {name: found[name] for name in ("bytes", "seconds", "mirror")}
-            metrics.write("fetch", step=found["step"], path=f"step-{found['step']:08d}", **figures)
+            metrics.write("fetch", step=found["step"], path=checkpoint_name(found["step"]), **figures)
         if problem := claim.get("problem"):
-            self._warn(f"the mirror {problem}; the run goes on from its own folder")
+            what_now = "the run goes on from its own folder, and its end says what is not copied"
+            self._warn(f"the mirror {problem}; {what_now}")
         self._start()
 
     def _warn(self, *messages: str) -> None:
         for message in messages:
             self.metrics.write("warning", message=message)
+
+    def _warn_of_damage(self, damaged: dict[str, str]) -> None:
+        """Names what was not known before; {name: what is wrong}."""
+        if fresh := [f"{name} ({what})" for name, what in damaged.items() if name not in self._damaged]:
+            self._warn(f"damaged on the mirror: {'; '.join(fresh)}; what this folder has of it is copied again")
+        self._damaged |= damaged
 
     def _start(self) -> None:
         """Starts the process; a failure to start is a warning."""
@@ -225,7 +240,9 @@ class MirrorCopies:
             return
         status = self._status()
         self._report(status)
-        silent = time.time() - status.get("time", time.time()) > STALLED_SECONDS
+        if status.get("time") != self._heard:
+            self._heard, self._heard_at = status.get("time"), time.monotonic()
+        silent = self._heard is not None and time.monotonic() - self._heard_at > STALLED_SECONDS
         ended = self._process.poll() is not None
         patience = RESTART_SECONDS * 2.0 ** (self._starts - 1)
         if (ended or silent) and not status.get("is_over") and time.monotonic() - self._started > patience:
@@ -236,6 +253,7 @@ class MirrorCopies:
             self._start()
 
     def _report(self, status: dict) -> None:
+        self._warn_of_damage(status.get("damaged") or {})
         step, latest = status.get("copied_step"), latest_step(self.run)
         if step not in (None, self._reported) and status["bytes"] is not None:
             self._reported = step
@@ -274,6 +292,7 @@ class MirrorCopies:
                 beat()
                 time.sleep(0.05)
         self._report(status)
+        self._tell_of_damage(status.get("damaged", self._damaged))
         if status.get("settled") and status.get("problem") is None:
             return
         step, latest = status.get("copied_step"), latest_step(self.run)
@@ -283,6 +302,15 @@ class MirrorCopies:
         left += " and final/" if (self.run / "final").exists() else ""
         again = f"python -m pretrain.checkpoint.mirror_copy {self.run} --mirror {self.settings.mirror}"
         self._warn(f"{left} not copied to the mirror {waited}; they are in {self.run}: {again} copies them")
+
+    def _tell_of_damage(self, left: dict[str, str]) -> None:
+        """What became of it by the end."""
+        if cured := [name for name in self._damaged if name not in left]:
+            self.metrics.say(f"Damaged on the mirror at first, and replaced or removed there: {', '.join(cured)}")
+        if left:
+            names = "; ".join(f"{name} ({what})" for name, what in left.items())
+            what_now = f"the next copy replaces what is in {self.run}; restore or remove the rest there"
+            self._warn(f"still damaged on the mirror: {names}; {what_now}")
 
     def close(self) -> None:
         """After the last line of the log: lets the log be copied too, and ends the process."""

@@ -8,14 +8,14 @@ from pretrain.checkpoint.checkpoints import Checkpoints, SavedRun, SaveError, lo
 from pretrain.checkpoint.mirror_fetch import fetch_earlier
 from pretrain.checkpoint.run_state import NumericStopError, RunState, record_rollbacks, recorded_rollbacks
 from pretrain.config import RunConfig
-from pretrain.errors import InputError
+from pretrain.errors import InputError, Problems
 from pretrain.files import SEAL_FILE
 from pretrain.model.published_names import JoinedTensors, PublishedNames
 from pretrain.optim.averaging import average_after_step, averages_after, can_continue
 from pretrain.parallel.strategy import Strategy
 from pretrain.recipe import CommandLine
 from pretrain.runs.addresses import trunk_checkpoint
-from pretrain.runs.run_folder import step_of
+from pretrain.runs.run_folder import checkpoint_name, step_of
 from pretrain.training.attempt import refuse_crash_loop
 from pretrain.training.background_jobs import publish_beside, publish_cut_short
 from pretrain.training.continued_plan import (
@@ -60,7 +60,7 @@ class Continuation:
         self.plan = plan
         """Of the whole run, without rollbacks or annealing."""
         self.checkpoints = Checkpoints(config.output, strategy.ranks, config.checkpoint)
-        self.found: Path | None = self.checkpoints.newest_valid(log=strategy.ranks.print)
+        self.found: Path | None = self.checkpoints.newest_valid(log=self._warn)
         self.is_new = self.found is None
         """Whether nothing was trained in this folder before."""
         if self.is_new and config.branch_from is not None:
@@ -90,7 +90,7 @@ class Continuation:
         standing = self._stand(is_finished=has_final)
         if standing.stable_until is not None:
             self._fetch_earlier(standing.stable_until)
-            stable = self.checkpoints.newest_valid(ranks.print, at_most=standing.stable_until)
+            stable = self.checkpoints.newest_valid(self._warn, at_most=standing.stable_until)
             if stable is None:
                 raise no_stable_checkpoint(self.saved.contents["plan"])
             final = config.output / "final"
@@ -105,7 +105,7 @@ class Continuation:
 
     def _stand(self, *, is_finished: bool = False) -> Standing:
         """Takes state and plan from the checkpoint in `saved` and from the recipe."""
-        recorded = self.strategy.ranks.gather(recorded_rollbacks(self.config.output))[0]
+        recorded = self._recorded_rollbacks()
         standing = stand(
             self.config,
             self.recipe_plan,
@@ -117,6 +117,17 @@ class Continuation:
         )
         self.plan, self.state = standing.plan, standing.state
         return standing
+
+    def _warn(self, message: str) -> None:
+        self.metrics.write("warning", message=message)
+
+    def _recorded_rollbacks(self) -> list[dict[str, Any]]:
+        """Those that the main rank reads. Raises InputError on all ranks if the file is damaged."""
+        problems = Problems()
+        recorded = problems.attempt(recorded_rollbacks, self.config.output) if self.strategy.ranks.is_main else None
+        problems, recorded = self.strategy.ranks.gather((problems, recorded))[0]
+        problems.stop_if_any()
+        return recorded
 
     def _fetch_earlier(self, at_most: int, beat: Callable[[], None] = lambda: None) -> None:
         """A run that came from its mirror has one checkpoint: an earlier one is there."""
@@ -132,7 +143,7 @@ class Continuation:
     @property
     def newest(self) -> Path:
         """The checkpoint that was written last."""
-        return self.checkpoints.folder / f"step-{self.checkpoints.last_step:08d}"
+        return self.checkpoints.folder / checkpoint_name(self.checkpoints.last_step)
 
     @property
     def is_saved(self) -> bool:

@@ -31,6 +31,7 @@ from pretrain.training.resume import Continuation
 from pretrain.training.run_plan import RunPlan
 from pretrain.units import count_text, counted
 
+RECORD_FILES = ("config.yaml", "model.json", DATA_FILE, "strategy.json", "environment.json")
 SPLIT_TOTALS = ("tokens", "documents", "text_bytes")
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
 
@@ -45,8 +46,9 @@ def announce(continuation: Continuation, peak: tuple[float | None, str]) -> str:
     """
     config, run, state = continuation.config, continuation.run, continuation.state
     strategy, metrics, found = continuation.strategy, continuation.metrics, continuation.found
-    if strategy.ranks.is_main and (continuation.is_new or not (config.output / "config.yaml").exists()):
-        write_record(config, run, strategy)
+    missing = [name for name in RECORD_FILES if continuation.is_new or not (config.output / name).exists()]
+    if strategy.ranks.is_main and missing:
+        write_record(config, run, strategy, missing)
     meter = EnergyMeter(strategy.device, strategy.ranks.count) if strategy.ranks.is_main else None
     metrics.begin(config, total_steps=run.total_steps, meter=meter)
     peak_flops, peak_source = peak
@@ -79,19 +81,19 @@ def announce(continuation: Continuation, peak: tuple[float | None, str]) -> str:
     return start_id
 
 
-def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy) -> None:
-    """Writes config.yaml and the JSON files beside it; no environment variables are recorded. Main rank only."""
-    folder = config.output
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(as_yaml(config), encoding="utf-8")
-    (folder / "model.json").write_text(plan.model_config.to_json_string(), encoding="utf-8")
-    records = {
-        DATA_FILE: {str(shards): data_record(reader) for shards, reader in plan.batches.readers.items()},
-        "strategy.json": strategy.describe(),
-        "environment.json": environment(strategy),
+def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy, names: Iterable[str]) -> None:
+    """Writes these of RECORD_FILES; no environment variables are recorded. Main rank only."""
+    data = {str(shards): data_record(reader) for shards, reader in plan.batches.readers.items()}
+    texts = {
+        "config.yaml": as_yaml(config),
+        "model.json": plan.model_config.to_json_string(),
+        DATA_FILE: json.dumps(data, indent=1),
+        "strategy.json": json.dumps(strategy.describe(), indent=1),
+        "environment.json": json.dumps(environment(strategy), indent=1),
     }
-    for name, values in records.items():
-        (folder / name).write_text(json.dumps(values, indent=1), encoding="utf-8")
+    config.output.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (config.output / name).write_text(texts[name], encoding="utf-8")
 
 
 def data_record(reader: ShardReader) -> dict:

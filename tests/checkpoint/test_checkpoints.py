@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -10,11 +11,18 @@ import torch
 from safetensors.torch import save_file
 
 from pretrain import config
-from pretrain.checkpoint.checkpoints import Checkpoints, load_saved, require_space, steps_to_keep
+from pretrain.checkpoint.checkpoints import (
+    Checkpoints,
+    NoValidCheckpointError,
+    load_saved,
+    require_space,
+    steps_to_keep,
+)
 from pretrain.checkpoint.tensor_files import SavedTensors, plan_files, write_group
 from pretrain.files import FORMAT, commit, damage, write_durably
 from pretrain.parallel.tensor_group import TensorGroup
-from support.save_and_die import ranks_of
+from pretrain.runs.run_folder import latest_step
+from support.save_and_die import describe, ranks_of, save, tensors_of
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.ones(3), "b.weight": torch.zeros(4, 4)}
 
@@ -178,3 +186,143 @@ def test_a_rank_reads_its_part_of_a_saved_tensor(tmp_path):
 
     assert whole[2**12 : 2**12 + 2**10].sum() == 2**20 and 4 <= megabytes_read() < 16
     assert whole.sum() == 2**23 and megabytes_read() >= 32
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with the checkpoints of steps 1 and 2."""
+    for step in (1, 2):
+        save(tmp_path / "run", ranks_of(), step)
+    return tmp_path / "run"
+
+
+def newest(run):
+    """What a start chooses, and what it says."""
+    said = []
+    checkpoints = Checkpoints(run, ranks_of(), config.Checkpoint(keep_last=1))
+    return checkpoints.newest_valid(said.append), said
+
+
+OTHER_NAMES = (
+    "step-00000002.bak",
+    "step-00000002 (copy)",
+    "step-2",
+    "step-000000002",
+    "step-old",
+    "step-0000000²",
+    "2",
+)
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_an_entry_of_another_name_is_left_alone(run, name):
+    shutil.copytree(run / "checkpoints/step-00000002", run / "checkpoints" / name)
+    assert newest(run) == (run / "checkpoints/step-00000002", [])
+    checkpoints = Checkpoints(run, ranks_of(), config.Checkpoint(keep_last=1))
+    for step in (3, 4):
+        checkpoints.save(step, {"state": {"step": step}}, tensors_of(step), describe)
+    checkpoints.wait()
+    assert [save.problem for save in (checkpoints.finished(), checkpoints.finished())] == [None, None]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == sorted(["LATEST", "step-00000004", name])
+    checkpoints.discard_after(1)
+    assert (run / "checkpoints" / name / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_what_is_in_a_checkpoints_place_is_no_obstacle(run, tmp_path, is_folder):
+    """A link to another disk, or a file: set aside or removed as such, and what a link leads to stays."""
+    place = run / "checkpoints/step-00000001"
+    place.rename(tmp_path / "elsewhere")
+    if is_folder:
+        place.symlink_to(tmp_path / "elsewhere")
+    else:
+        place.write_text("a file")
+    checkpoints = Checkpoints(run, ranks_of(), config.Checkpoint(keep_last=1))
+    checkpoints.save(3, {"state": {"step": 3}}, tensors_of(3), describe)
+    checkpoints.wait()
+    assert checkpoints.finished().problem is None
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["LATEST", "step-00000003"]
+    assert (tmp_path / "elsewhere/model.safetensors").exists()
+
+
+def test_a_renamed_checkpoint_is_not_the_one_of_its_name(run):
+    (run / "checkpoints/step-00000002").rename(run / "checkpoints/step-00000010")
+    chosen, (said,) = newest(run)
+    assert chosen.name == "step-00000001"
+    assert "step-00000010 cannot be used: trainer_state.json is of step 2; to use it, name it step-00000002" in said
+    assert (run / "checkpoints/damaged-step-00000010").is_dir()
+    with pytest.raises(NoValidCheckpointError, match="is of step 1"):
+        (run / "checkpoints/step-00000001").rename(run / "checkpoints/step-00000020")
+        Checkpoints(run, ranks_of(), config.Checkpoint()).valid(run / "checkpoints/step-00000020")
+
+
+def seal_again(folder):
+    """A manifest of what is there now."""
+    (folder / "MANIFEST.json").unlink()
+    again = folder.rename(folder.with_name(".saving-again"))
+    commit(again, folder, {})
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("tensors", ["model", "optimizer"])
+def test_a_manifest_without_the_tensors_of_a_group_is_damage(run, tensors, recorded):
+    """Whether or not the checkpoint says what it has: those of earlier versions do not."""
+    folder = run / "checkpoints/step-00000002"
+    (folder / f"{tensors}.safetensors").unlink()
+    if not recorded:
+        (folder / "trainer_state.json").write_text('{"state": {"step": 2}}')
+    seal_again(folder)
+    chosen, (said,) = newest(run)
+    assert chosen.name == "step-00000001" and f"the tensors of its {tensors} are missing" in said
+
+
+@pytest.mark.parametrize("state", ["", "[]", "{}", '{"state": []}', '{"state": {"step": "2"}}'])
+def test_a_state_that_names_no_step_is_damage(run, state):
+    (run / "checkpoints/step-00000002/trainer_state.json").write_text(state)
+    seal_again(run / "checkpoints/step-00000002")
+    chosen, (said,) = newest(run)
+    assert chosen.name == "step-00000001" and "does not say of which step it is" in said
+
+
+def test_an_optimizer_without_state_is_none_that_is_missing(run):
+    """Of a run that stopped before its first update, or whose updates were all skipped."""
+    groups = tensors_of(3) | {"optimizer": TensorGroup.of({})}
+    checkpoints = Checkpoints(run, ranks_of(), config.Checkpoint())
+    checkpoints.save(3, {"state": {"step": 3}}, groups, describe)
+    checkpoints.wait()
+    assert newest(run) == (run / "checkpoints/step-00000003", [])
+    folder = run / "checkpoints/step-00000003"
+    (folder / "trainer_state.json").write_text('{"state": {"step": 3, "skipped_steps": 3}}')  # an earlier version's
+    seal_again(folder)
+    assert newest(run) == (run / "checkpoints/step-00000003", [])
+
+
+@pytest.mark.parametrize("latest", [b"\xff\xfe\x00", b"", b"step-"])
+def test_latest_is_repaired_and_garbage_in_it_is_no_fresh_start(run, latest):
+    (run / "checkpoints/LATEST").write_bytes(latest)
+    (run / "checkpoints/step-00000002/model.safetensors").write_bytes(b"")
+    assert newest(run)[0].name == "step-00000001"
+    assert latest_step(run) == 2, "a mirror drops what is later than LATEST, and may have step 2 intact"
+    shutil.rmtree(run / "checkpoints/damaged-step-00000002")
+    (run / "checkpoints/LATEST").write_bytes(latest)
+    for folder in (run / "checkpoints").glob("step-*"):
+        shutil.rmtree(folder)
+    with pytest.raises(NoValidCheckpointError, match="LATEST is garbage") as stop:
+        newest(run)
+    assert stop.value.exit_code == 17
+
+
+def test_a_log_of_checkpoints_that_are_gone_is_no_fresh_start(tmp_path):
+    """A run that ended before its first checkpoint starts again; one that had some does not without a word."""
+
+    def log(*events):
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.writelines(json.dumps(event) + "\n" for event in events)
+
+    assert newest(tmp_path) == (None, [])
+    log({"event": "start", "step": 0}, {"event": "train", "step": 1}, {"event": "checkpoint"}, {"event": "end"})
+    log({"event": "checkpoint", "step": 0})  # stopped before its first step
+    assert newest(tmp_path) == (None, [])
+    log({"event": "checkpoint", "step": 4, "path": "step-00000004"})
+    with pytest.raises(NoValidCheckpointError, match=r"by metrics.jsonl step 4 was saved, and it is gone.*remove"):
+        newest(tmp_path)

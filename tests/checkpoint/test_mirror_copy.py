@@ -1,6 +1,7 @@
 """What a run's mirror gets, in which order, and what happens when it takes nothing."""
 
 import json
+import os
 
 import pytest
 
@@ -8,10 +9,11 @@ import support.faulty_mirror  # noqa: F401  registers faulty://
 from pretrain.checkpoint.mirror_copy import MirrorCopier
 from pretrain.checkpoint.mirror_fetch import look
 from pretrain.checkpoint.mirror_store import mirror_problems
+from pretrain.checkpoint.run_state import record_rollbacks
 from pretrain.config import Checkpoint
 from pretrain.files import damage, remove, write_durably
 from pretrain.runs.status import mirror_text
-from support.mirrors import copier_of, copy_all, lose, steps_there, write_checkpoint, write_run
+from support.mirrors import ROLLBACK, copier_of, copy_all, lose, steps_there, write_checkpoint, write_run
 
 
 def test_the_newest_is_copied_first_and_pruned_as_in_the_run(tmp_path):
@@ -54,7 +56,7 @@ def test_a_rollback_reaches_the_mirror_before_its_record_does(tmp_path):
     copy_all(copier)
     write_durably(run / "checkpoints/LATEST", "step-00000004")
     remove(run / "checkpoints/step-00000008")
-    (run / "rollbacks.json").write_text("[{}]")
+    record_rollbacks(run, [ROLLBACK])
     write, seen = copier.store.write, []
 
     def note(name, content):
@@ -174,3 +176,53 @@ def test_a_process_that_finds_parts_removes_them(tmp_path):
     copier: MirrorCopier = copier_of(run, mirror)
     copy_all(copier)
     assert steps_there(mirror) == [4] and not part.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b'{"run": "o', b"\xff", b"[]", b'{"run": 1, "start": 2}', None])
+def test_a_mirror_whose_identity_is_damaged_while_the_run_trains(tmp_path, content):
+    """The log beside it says whose it is; a mirror without either is not taken for one's own."""
+    run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
+    copier = copier_of(run, mirror)
+    copy_all(copier)
+    identity = mirror / "run/run.json"
+    identity.unlink() if content is None else identity.write_bytes(content)
+    write_checkpoint(run, 8)
+    assert not copier.attempt(everything=True)
+    assert "run.json" in copier.status["problem"] and "it is written again" in copier.status["problem"]
+    copy_all(copier)
+    assert steps_there(mirror) == [4, 8] and json.loads(identity.read_text())["run"] == "one"
+    for path in (identity, mirror / "run/metrics.jsonl"):
+        path.write_bytes(content or b"")
+    write_checkpoint(run, 12)
+    assert not copier.attempt(everything=True)
+    assert copier.attempt(everything=True) and copier.status["is_over"]
+    assert "nothing tells whose checkpoints it has" in copier.status["problem"] and steps_there(mirror) == [4, 8]
+
+
+def test_a_damaged_copy_takes_the_place_of_no_whole_one(tmp_path):
+    """The folder has it no more, so that nothing can replace it; it goes when its turn comes."""
+    run, mirror = write_run(tmp_path / "run", (4, 8)), tmp_path / "mirror"
+    copy_all(copier_of(run, mirror, milestones_every=4))
+    copy_all(copier_of(run, mirror, milestones_every=4))
+    remove(run / "checkpoints/step-00000004")
+    (mirror / "run/checkpoints/step-00000004/model.safetensors").write_bytes(b"")
+    copier = copier_of(run, mirror, keep_last=2)
+    copy_all(copier)
+    assert list(copier.status["damaged"]) == ["checkpoints/step-00000004"]
+    assert copier_of(run, mirror).damaged == copier.damaged, "a copier that is started again knows of it"
+    write_checkpoint(run, 12)
+    copy_all(copier)
+    assert steps_there(mirror) == [8, 12] and copier.status["damaged"] == {}
+    assert json.loads((run / "mirror/claim.json").read_text())["damaged"] == {}
+
+
+def test_a_clock_that_is_set_back_leaves_out_no_checkpoint(tmp_path):
+    """LATEST may have the same time again; the seconds of a copy are never negative."""
+    run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
+    copier = copier_of(run, mirror)
+    copy_all(copier)
+    written = (run / "checkpoints/LATEST").stat()
+    write_checkpoint(run, 8)
+    os.utime(run / "checkpoints/LATEST", ns=(written.st_atime_ns, written.st_mtime_ns))
+    copy_all(copier)
+    assert steps_there(mirror) == [4, 8] and copier.status["seconds"] >= 0

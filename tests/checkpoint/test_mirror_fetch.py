@@ -1,19 +1,22 @@
 """A start on an empty disk, on one that is behind, and before a mirror that is dead, damaged or another run's."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
 import support.faulty_mirror  # noqa: F401  registers faulty://
-from pretrain.checkpoint import mirror_fetch
+from pretrain.checkpoint import mirror_fetch, mirror_store
 from pretrain.checkpoint.mirror_fetch import LostMirrorError, fetch_earlier, fetch_from_mirror, look
 from pretrain.checkpoint.mirror_store import MirrorError
+from pretrain.checkpoint.run_state import record_rollbacks
 from pretrain.config import Checkpoint
 from pretrain.errors import InputError
-from pretrain.files import damage
+from pretrain.files import commit, damage, remove, write_durably
 from pretrain.parallel.ranks import Ranks
 from pretrain.runs.run_folder import checkpoint_folders, latest_step
-from support.mirrors import copier_of, copy_all, lose, steps_there, write_checkpoint, write_run
+from support.mirrors import ROLLBACK, copier_of, copy_all, lose, steps_there, write_checkpoint, write_run
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ def test_a_damaged_copy_is_passed_over_and_made_again(lost):
     path.write_bytes(b"x" + path.read_bytes()[1:])
     look(run, settings)
     assert list(checkpoint_folders(run)) == [4] and steps_there(mirror) == [4]
-    assert "model.safetensors does not have the sha256" in claim_of(run)["fetched"]["damaged"][0]
+    assert "model.safetensors does not have the sha256" in claim_of(run)["damaged"]["checkpoints/step-00000008"]
     write_checkpoint(run, 8)
     copy_all(copier_of(run, mirror))
     assert damage(mirror / "run/checkpoints/step-00000008") == [] and steps_there(mirror) == [4, 8]
@@ -88,7 +91,7 @@ def test_a_disk_that_is_behind_catches_up(lost):
 def test_a_rollback_that_the_mirror_does_not_know_wins(lost):
     run, mirror, settings = lost
     write_run(run, (4,))
-    (run / "rollbacks.json").write_text("[{}]")
+    record_rollbacks(run, [ROLLBACK])
     look(run, settings)
     assert list(checkpoint_folders(run)) == [4]
     copier = copier_of(run, mirror)
@@ -132,3 +135,150 @@ def test_a_manifest_that_leads_out_of_its_folder_is_damaged(lost):
 def test_an_empty_mirror_is_a_fresh_start(tmp_path):
     look(tmp_path / "run", Checkpoint(mirror=str(tmp_path / "mirror")))
     assert checkpoint_folders(tmp_path / "run") == {} and claim_of(tmp_path / "run")["fetched"] is None
+
+
+def test_a_mirror_that_lost_its_checkpoints_is_no_fresh_start(lost):
+    """One that never had a whole one is: a machine that vanished in its first copy left nothing to go on from."""
+    run, mirror, settings = lost
+    for path in mirror.glob("run/checkpoints/*/MANIFEST.json"):
+        path.unlink()
+    look(run, settings)
+    assert claim_of(run)["fetched"] is None
+    lose(run)
+    with open(mirror / "run/metrics.jsonl", "a") as log:
+        log.write('{"event": "mirror", "step": 8}\n')
+    with pytest.raises(LostMirrorError, match=r"had step 8; no checkpoint there has a MANIFEST.json") as stop:
+        fetch_from_mirror(run, settings, Ranks())
+    assert stop.value.exit_code == 17
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_mirror_that_cannot_be_written_is_no_obstacle(lost, tmp_path, is_finished):
+    """Neither to a folder with checkpoints of its own nor to one that has just fetched them."""
+    run, mirror, _ = lost
+    settings = Checkpoint(mirror=f"faulty://{mirror}", mirror_wait_seconds=1)
+    (tmp_path / "mirror.faults").write_text('{"errno": "EROFS"}')
+    if is_finished:
+        write_run(run, (4, 8, 12))
+    fetch_from_mirror(run, settings, Ranks())
+    assert latest_step(run) == (12 if is_finished else 8)
+    assert "reached or written at the start (OSError: [Errno 30] Read-only" in claim_of(run)["problem"]
+    copier = copier_of(run, settings.mirror)
+    assert not copier.attempt(everything=True) and not copier.status["is_over"]
+    (tmp_path / "mirror.faults").unlink()
+    copy_all(copier)
+    assert steps_there(mirror)[-1] == latest_step(run)
+
+
+def test_a_renamed_checkpoint_on_a_mirror_is_not_the_one_of_its_name(lost):
+    run, mirror, settings = lost
+    (mirror / "run/checkpoints/step-00000008").rename(mirror / "run/checkpoints/step-00000020")
+    (mirror / "run/checkpoints/step-00000030.bak").mkdir()
+    (mirror / "run/checkpoints/step-00000030.bak/MANIFEST.json").write_text("{}")
+    look(run, settings)
+    assert latest_step(run) == 4
+    assert claim_of(run)["damaged"] == {
+        "checkpoints/step-00000020": "trainer_state.json is of step 8; to use it, name it step-00000008"
+    }
+
+
+HARMS = {
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:3]),
+    "garbage": lambda path: path.write_bytes(b"\xff\xfe\x00{" * 9),
+    "list": lambda path: path.write_bytes(b'["a list"]'),
+    "missing": Path.unlink,
+}
+SMALL_FILES = (
+    "run.json", "metrics.jsonl", "config.yaml", "model.json", "rollbacks.json", "evaluations/step-00000008.json",
+    "final/MANIFEST.json", "final/config.json", "checkpoints/step-00000004/MANIFEST.json",
+    "checkpoints/step-00000004/trainer_state.json", "checkpoints/step-00000008/MANIFEST.json",
+    "checkpoints/step-00000008/trainer_state.json",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A finished run and its mirror, with every kind of small file."""
+    base = tmp_path_factory.mktemp("whole")
+    run = write_run(base / "run", (4, 8), rollbacks=1)
+    for name in ("model.json", "evaluations/step-00000008.json"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(json.dumps({"of": name, "padding": "x" * 50}))
+    record_rollbacks(run, [ROLLBACK])
+    (run / ".final").mkdir()
+    (run / ".final/config.json").write_text('{"model_type": "llama", "vocab_size": 512}')
+    commit(run / ".final", run / "final", {})
+    copier = copier_of(run, base / "mirror", milestones_every=4)
+    copy_all(copier)
+    copy_all(copier)
+    shutil.rmtree(run / "mirror")
+    return base
+
+
+def harmed(whole, tmp_path, monkeypatch, file, harm):
+    """(the run's folder, the mirror, the settings) with one file of the mirror harmed."""
+    monkeypatch.setattr(mirror_store, "SECONDS_BETWEEN_TRIES", 0.0)
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "mirror/run" / file
+    assert path.exists()
+    HARMS[harm](path)
+    settings = Checkpoint(mirror=str(tmp_path / "mirror"), mirror_wait_seconds=1, milestones_every=4)
+    return tmp_path / "run", tmp_path / "mirror", settings
+
+
+def same_files(run, mirror):
+    """What differs between the run and its mirror, of what both should have."""
+    names = [str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()]
+    names = [name for name in names if not name.startswith("mirror/") and not name.endswith("LATEST")]
+    there = {name: mirror / "run" / name for name in names}
+    return [n for n, path in there.items() if not path.exists() or path.read_bytes() != (run / n).read_bytes()]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("file", SMALL_FILES)
+def test_a_damaged_small_file_costs_a_lost_disk_what_it_holds(whole, tmp_path, monkeypatch, file, harm):
+    """The newest checkpoint that is intact is found, the file is named, and replaced by what is copied next."""
+    run, mirror, settings = harmed(whole, tmp_path, monkeypatch, file, harm)
+    lose(run)
+    fetch_from_mirror(run, settings, Ranks())
+    newest = 4 if "step-00000008/" in file else 8
+    assert latest_step(run) == newest and damage(checkpoint_folders(run)[newest]) == []
+    claim = claim_of(run)
+    of_a_folder = str(Path(file).parent) if file.startswith(("final", "checkpoints")) else file
+    in_a_manifest = file.endswith(("/config.json", "/trainer_state.json"))
+    seen = "step-00000004" not in file and (harm != "missing" or file == "run.json" or in_a_manifest)
+    assert list(claim["damaged"]) == [of_a_folder] * seen
+    kept = [name for name in SMALL_FILES[1:6] if (run / name).exists()]
+    assert set(SMALL_FILES[1:6]) - set(kept) <= {file}
+    assert all((run / name).read_bytes() == (whole / "run" / name).read_bytes() for name in kept)
+    assert file not in kept
+    write_run(run, (12,))  # training goes on; what a start writes down again is in train.py's hands
+    copier = copier_of(run, mirror, milestones_every=4)
+    copy_all(copier)
+    assert same_files(run, mirror) == []
+    left = {name for name in copier.status["damaged"] if not (run / name).exists()}
+    assert set(copier.status["damaged"]) == left, "what the folder has is replaced"
+    assert left <= {of_a_folder} and json.loads((mirror / "run/run.json").read_text())["start"] == claim["start"]
+
+
+@pytest.mark.parametrize("is_behind", [False, True], ids=["level", "behind"])
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("file", SMALL_FILES)
+def test_a_damaged_small_file_is_cured_from_a_folder(whole, tmp_path, monkeypatch, file, harm, is_behind):
+    """One that has all that the mirror has, or all but its newest checkpoint."""
+    run, mirror, settings = harmed(whole, tmp_path, monkeypatch, file, harm)
+    if is_behind:
+        remove(run / "checkpoints/step-00000008")
+        write_durably(run / "checkpoints/LATEST", "step-00000004")
+    fetch_from_mirror(run, settings, Ranks())
+    found = 4 if is_behind and "step-00000008/" in file else 8
+    assert latest_step(run) == found and claim_of(run)["problem"] is None
+    copier = copier_of(run, mirror, milestones_every=4)
+    copy_all(copier)
+    if found == 4:
+        write_checkpoint(run, 8, rollbacks=1)
+        copy_all(copier)
+    assert same_files(run, mirror) == [] and copier.status["damaged"] == {}
+    assert damage(mirror / "run/checkpoints/step-00000004") == [] and steps_there(mirror) == [4, 8]
+    assert json.loads((mirror / "run/run.json").read_text())["run"] == "one"

@@ -92,6 +92,29 @@ def test_a_mirror_that_takes_nothing_costs_no_step(recipe, tmp_path, faults):
     tell("32", f"a mirror that is {'full' if 'errno' in faults else 'hanging'}", "done; it says what was not copied")
 
 
+def test_a_mirror_that_cannot_be_written_blocks_no_start(recipe, tmp_path):
+    """Of a run that has checkpoints of its own, finished or not."""
+    run, mirror = tmp_path / "run", tmp_path / "mirror"
+    settings = ["--config", recipe, "--checkpoint.mirror", f"faulty://{mirror}", "--checkpoint.mirror_wait_seconds", 1]
+    settings += ["--output", run]
+    first = launch_with_faults(tmp_path / "first", "single", 1, *settings, "--checkpoint.pause_at", 8)
+    assert steps_there(mirror)[-1] == 8, first.output
+    (mirror / "run/run.json").write_text("{")
+    (tmp_path / "mirror.faults").write_text('{"errno": "EROFS"}')
+    second = launch_with_faults(tmp_path / "second", "single", 1, *settings)
+    assert second.code == 0 and (run / "final/model.safetensors").exists(), second.output
+    said = [event["message"] for event in events(run, "warning")]
+    assert any(text.startswith("damaged on the mirror: run.json (cannot be read") for text in said)
+    assert any("could not be reached or written at the start (OSError: [Errno 30]" in text for text in said)
+    assert any(text.startswith("step 12 and final/ not copied to the mirror within 1 s") for text in said)
+    assert any(text.startswith("still damaged on the mirror: run.json") for text in said)
+    third = launch_with_faults(tmp_path / "third", "single", 1, *settings)
+    assert third.code == 0 and "is already complete" in third.output
+    tell(
+        "34", "a mirror that is read-only, one of its files damaged", "the run goes on, ends with 0, says what is left"
+    )
+
+
 STEP_SECONDS, HOUR_SECONDS, SECONDS_BETWEEN_KILLS = 1.0, 3600, 300
 SAVED_EVERY_IN_THE_HOUR = 5
 

@@ -169,15 +169,30 @@ def test_a_damaged_checkpoint_is_passed_over(recipe, tmp_path):
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
+    folder = tmp_path / "run/checkpoints"
+    for name in ("step-00000008.bak", "step-00000010"):  # a user's copy, and a renamed one
+        shutil.copytree(folder / "step-00000008", folder / name)
     out = train(recipe).stdout
     assert "step-00000012 cannot be used: model.safetensors does not have the sha256" in out
+    assert "step-00000010 cannot be used: trainer_state.json is of step 8; to use it, name it step-00000008" in out
+    assert "not saved" not in out
     assert events(tmp_path / "run", "resume")[-1]["path"] == "step-00000008"
     assert losses(tmp_path / "run") == whole
+    names = ["damaged-step-00000010", "damaged-step-00000012", "step-00000008", "step-00000008.bak", "step-00000012"]
+    assert sorted(path.name for path in folder.iterdir()) == ["LATEST", *names]
 
-    for folder in (tmp_path / "run/checkpoints").glob("step-*"):
-        (folder / "MANIFEST.json").unlink()
+    (tmp_path / "run/rollbacks.json").write_text('[{"to_')
+    refused = train(recipe, check=False)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert f"{tmp_path}/run/rollbacks.json is damaged" in refused.stderr and "Or remove it" in refused.stderr
+    (tmp_path / "run/rollbacks.json").unlink()
+    for path in folder.glob("step-*"):
+        (path / "MANIFEST.json").unlink()
     refused = train(recipe, check=False)
     assert refused.returncode == 17 and "none of the" in refused.stderr
+    shutil.rmtree(folder)
+    refused = train(recipe, check=False)
+    assert refused.returncode == 17 and "by metrics.jsonl step 12 was saved, and it is gone" in refused.stderr
 
 
 def test_check_finds_everything_and_starts_nothing(recipe, tmp_path):

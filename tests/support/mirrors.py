@@ -9,14 +9,17 @@ from pretrain.checkpoint.mirror_copy import MirrorCopier
 from pretrain.checkpoint.mirror_store import connect
 from pretrain.files import commit, write_durably
 
+ROLLBACK = {"to_step": 4, "first_step": 6, "last_step": 7, "samples": [40, 16], "learning_rate_factor": 1.0}
+
 
 def write_checkpoint(run: Path, step: int, loss: float | None = None, rollbacks: int = 0, content: str = "") -> Path:
     """A whole checkpoint, which LATEST names."""
     folder, unfinished = run / f"checkpoints/step-{step:08d}", run / "checkpoints/.saving-x"
     unfinished.mkdir(parents=True)
-    state = {"state": {"step": step, "rollbacks": [{}] * rollbacks}, "validation_loss": loss}
+    state = {"state": {"step": step, "rollbacks": [ROLLBACK] * rollbacks}, "validation_loss": loss}
     (unfinished / "trainer_state.json").write_text(json.dumps(state))
-    (unfinished / "model.safetensors").write_bytes((content or f"weights of {step} ").encode() * 1000)
+    for name in ("model", "optimizer"):
+        (unfinished / f"{name}.safetensors").write_bytes((content or f"{name} of {step} ").encode() * 1000)
     commit(unfinished, folder, {})
     write_durably(run / "checkpoints/LATEST", folder.name)
     return folder

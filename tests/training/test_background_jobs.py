@@ -100,8 +100,14 @@ def test_the_log_says_once_what_the_mirror_does_not_take(tmp_path, monkeypatch):
     first.wait()
     (*_, said) = look(**copied)
     assert "has died; it is started again" in said and copies._process.poll() is None
+    (*_, said) = look(**copied, damaged={"run.json": "is cut", "model.json": "is empty"})
+    assert "damaged on the mirror: run.json (is cut); model.json (is empty); what this folder has" in said
+    count = len(look(**copied, damaged={"model.json": "is empty"}, time=1.0))
+    assert len(look(**copied, damaged={"model.json": "is empty"}, time=2.0)) == count, "clocks may be set meanwhile"
     copies.settle(lambda: None)
-    said = events(run, "warning")[-1]["message"]
+    (still, said) = [event["message"] for event in events(run, "warning")][count:]
+    assert "still damaged on the mirror" in still and "model.json (is empty)" in still and "run.json" not in still
+    assert "replaced or removed there: run.json" in (run / "train.log").read_text()
     assert "step 8 not copied to the mirror within 0.1 s" in said and str(run) in said
     last = copies._process
     copies.close()

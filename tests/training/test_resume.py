@@ -70,8 +70,11 @@ def test_rollbacks_outlive_a_crash(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
+ROLLBACK = {"samples": [1, 2], "learning_rate_factor": 1.0}
+
+
 def test_a_crash_while_they_are_written_leaves_the_ones_before(tmp_path, monkeypatch):
-    record_rollbacks(tmp_path, [{"samples": [1, 2]}])
+    record_rollbacks(tmp_path, [ROLLBACK])
 
     def crash(descriptor):
         raise OSError(28, "No space left on device")
@@ -79,4 +82,4 @@ def test_a_crash_while_they_are_written_leaves_the_ones_before(tmp_path, monkeyp
     monkeypatch.setattr(os, "fsync", crash)
     with pytest.raises(OSError):
         write_durably(tmp_path / "rollbacks.json", "[]")
-    assert recorded_rollbacks(tmp_path) == [{"samples": [1, 2]}]
+    assert recorded_rollbacks(tmp_path) == [ROLLBACK]

@@ -15,7 +15,7 @@ from pretrain.files import sha256_of
 from pretrain.preparation.cleaning.decontamination import contamination_of
 from pretrain.runs.curves import Places, flops_per_token_of
 from pretrain.runs.history import Event, History, Score, current_events, joules_of, read_metrics, scores_of
-from pretrain.runs.run_folder import read_config, read_json, read_state, setting
+from pretrain.runs.run_folder import checkpoint_name, read_config, read_json, read_state, setting
 from pretrain.units import count_text
 
 SHOWN_DOMAINS = 50
@@ -121,7 +121,7 @@ def read_card_facts(run: Path, step: int | None = None, model_folder: Path | Non
         total_steps=History(run, events).last("start").get("total_steps"),
         sources=tuple(read_sources(config, read_json(run / DATA_FILE))),
         scores=tuple(read_scores(run, events, at)),
-        lineage=tuple(setting(read_state(run / "checkpoints" / f"step-{at:08d}"), "state.lineage") or ()),
+        lineage=tuple(setting(read_state(run / "checkpoints" / checkpoint_name(at)), "state.lineage") or ()),
     )
 
 

@@ -18,6 +18,7 @@ from pretrain.parallel.launcher import environment_alone
 from pretrain.processes import hold_while_open, is_held
 from pretrain.runs.publishing.card import PICTURE_FILE
 from pretrain.runs.publishing.publish import STAGING, Model, PublishError, revision_of
+from pretrain.runs.run_folder import checkpoint_name
 from pretrain.units import count_text
 
 REPLACED_ON_HUB = (
@@ -133,7 +134,7 @@ def cut_short(run: Path) -> list[int | None]:
     for mark in sorted((run / STAGING).glob(f".*{WAITING}")):
         revision = mark.name.removeprefix(".").removesuffix(WAITING)
         step = None if revision == "main" else int(revision.removeprefix("step-"))
-        folder = run / "final" if step is None else run / f"checkpoints/step-{step:08d}"
+        folder = run / "final" if step is None else run / "checkpoints" / checkpoint_name(step)
         if not folder.is_dir():
             mark.unlink()
         elif not is_held(mark):

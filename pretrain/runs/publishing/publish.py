@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.errors import InputError, Problems
-from pretrain.files import PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, commit, damage, remove
+from pretrain.files import PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, commit, remove
 from pretrain.runs.history import last_good_end
 from pretrain.runs.publishing.card import CARD_FILE, PICTURE_FILE, Publication, write_card
 from pretrain.runs.publishing.card_facts import read_card_facts
@@ -19,7 +19,15 @@ from pretrain.runs.publishing.materials import MATERIALS_FILE, write_materials
 from pretrain.runs.publishing.provenance import write_provenance
 from pretrain.runs.publishing.signature import sign
 from pretrain.runs.publishing.training_content import TRAINING_CONTENT_FILE, write_training_content
-from pretrain.runs.run_folder import best_step, checkpoint_folders, read_config, read_json, read_state, setting
+from pretrain.runs.run_folder import (
+    best_step,
+    checkpoint_damage,
+    checkpoint_folders,
+    read_config,
+    read_json,
+    read_state,
+    setting,
+)
 from pretrain.units import count_text
 
 if TYPE_CHECKING:
@@ -112,7 +120,8 @@ def find_publishable(
         else:
             remedy = f"--checkpoint {max(checkpoints)}" if checkpoints else "its training first"
             problems.append(f"--run {run}: has no final/, so training has not finished; give {remedy}")
-    problems += [f"{model.folder} is damaged: {problem}" for model in found for problem in damage(model.folder)]
+    damaged = {model.folder: checkpoint_damage(model.folder) for model in found}
+    problems += [f"{folder} is damaged: {problem}" for folder, what in damaged.items() for problem in what]
     problems.stop_if_any()
     return found
 
