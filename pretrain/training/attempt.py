@@ -1,6 +1,7 @@
 """One attempt at a run: exclusive use of its folder, protection from crash loops, and a recorded end."""
 
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -79,6 +80,8 @@ def sole_use(run: Path, ranks: Ranks) -> Iterator[None]:
     """Holds the run's lock on the main rank. All ranks raise InputError if another process trains in this folder."""
     existed = run.exists()
     with ExitStack() as held:
+        if ranks.is_main and not existed:
+            held.callback(remove_if_empty, run)  # after the lock, which is released first
         problems = []
         if ranks.is_main:
             try:
@@ -91,8 +94,12 @@ def sole_use(run: Path, ranks: Ranks) -> Iterator[None]:
         if found := [problem for share in ranks.gather(problems) for problem in share]:
             raise InputError(*found)
         yield
-    if ranks.is_main and not existed and not any(run.iterdir()):
-        run.rmdir()
+
+
+def remove_if_empty(run: Path) -> None:
+    """Removes the folder of a run that was refused before it began: it holds empty files at most."""
+    if run.is_dir() and not any(path.is_dir() or path.stat().st_size for path in run.iterdir()):
+        shutil.rmtree(run)
 
 
 def end_to_repeat(run: Path) -> int | None:

@@ -128,3 +128,12 @@ def test_advice_when_memory_runs_out_names_numbers_and_the_next_strategy(tmp_pat
     assert "--activation_checkpointing full" in rungs[0] and "--batch.sequences_per_micro_batch 2: needs" in rungs[1]
     assert any("accelerate_configs/zero1.yaml: needs" in rung for rung in rungs)
     assert all("of 1.0 MB" in rung for rung in rungs)
+
+
+@pytest.mark.parametrize(("written", "stays"), [("", False), ("a line", True)])
+def test_a_refused_start_leaves_no_folder_of_empty_files(tmp_path, written, stays):
+    run = tmp_path / "run"
+    with pytest.raises(InputError, match="refused"), sole_use(run, Ranks()):
+        (run / "train.log").write_text(written)
+        raise InputError("refused")
+    assert run.exists() == stays
