@@ -439,10 +439,12 @@ def order_buckets(model: DistributedDataParallel) -> None:
     decides in which order three or more processes sum it, and so how it rounds: the first step after a resume would
     round otherwise than the same step of the unbroken run.
     """
-    loss = torch.zeros((), device=next(model.parameters()).device)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            loss = loss + 0 * parameter.sum()  # what is added last gets its gradient first, as the last layer does
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    loss = torch.zeros((), device=parameters[0].device)
+    # What is added last gets its gradient first, as the last layer does. A norm stands behind its block's matrices in
+    # the model, and gets its gradient after them: vectors, small as they are, wait for the last bucket.
+    for parameter in sorted(parameters, key=lambda parameter: parameter.dim() > 1):
+        loss = loss + 0 * parameter.sum()
     model.reducer.prepare_for_backward([])
     loss.backward()
     model.zero_grad()
