@@ -21,6 +21,7 @@ from pretrain.parallel.memory_advice import ladder
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.strategy import Strategy
 from pretrain.processes import folder_lock
+from pretrain.recipe import leaves
 from pretrain.runs.history import read_metrics
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE
 from pretrain.training.metrics import Metrics
@@ -39,8 +40,9 @@ class CrashLoopError(RunStoppedError):
 def attempt(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], int]) -> int:
     """Calls `train`, all ranks together; returns the exit status. The end is always recorded in metrics.jsonl.
 
-    Raises InputError on all ranks if another process trains in this folder.
+    Raises InputError on all ranks if another process trains in this folder, or if they have different settings.
     """
+    refuse_mixed_settings(config, strategy.ranks)
     with sole_use(config.output, strategy.ranks):
         # The main rank reads it for all: on a network disk the others may still see an older file.
         if (code := strategy.ranks.gather(end_to_repeat(config.output))[0]) is not None:
@@ -73,6 +75,25 @@ def attempt(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], in
             if not strategy.ranks.is_main:
                 print(advice, file=sys.stderr)
             end_now(CRASHED)
+
+
+def refuse_mixed_settings(config: RunConfig, ranks: Ranks) -> None:
+    """Raises InputError on all ranks if their settings differ.
+
+    A recipe may have been changed on one machine, or the processes of two launches have met at one address and port.
+    Where a machine has its shards may differ.
+    """
+    of_ranks = ranks.gather(leaves(config.model_dump(mode="json")))
+    differing = []
+    for path in dict.fromkeys(path for settings in of_ranks for path in settings):
+        values = dict.fromkeys(str(settings.get(path, "not given")) for settings in of_ranks)
+        if len(values) > 1 and not path.endswith("shards"):
+            differing.append(f"{path}: {' or '.join(values)}")
+    if differing:
+        raise InputError(
+            f"launcher: the processes that have met were started with different settings ({'; '.join(differing)}); "
+            "use the same recipe and command on all machines, and for each run a port of its own (--main_process_port)"
+        )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from pretrain.training.attempt import (
     end_to_repeat,
     is_out_of_memory,
     refuse_crash_loop,
+    refuse_mixed_settings,
     sole_use,
 )
 from support.save_and_die import ranks_of, strategy_of
@@ -137,3 +138,25 @@ def test_a_refused_start_leaves_no_folder_of_empty_files(tmp_path, written, stay
         (run / "train.log").write_text(written)
         raise InputError("refused")
     assert run.exists() == stays
+
+
+@pytest.mark.parametrize(("second", "named"), [({"optim.learning_rate": "0.01"}, "0.003 or 0.01"), ({}, None)])
+def test_processes_of_two_launches_that_meet_are_refused(recipe, tmp_path, second, named):
+    children = []
+    for rank, changes in enumerate(({}, {**second, "data.train.0.shards": str(tmp_path)})):
+        if (child := os.fork()) == 0:
+            found = "accepted"
+            try:
+                config = read_run_config(recipe, list(changes.items()))
+                refuse_mixed_settings(config, ranks_of(rank, 2, tmp_path / "store"))
+            except InputError as error:
+                found = str(error)
+            finally:
+                (tmp_path / f"found-{rank}").write_text(found)
+                os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    both = [(tmp_path / f"found-{rank}").read_text() for rank in (0, 1)]
+    expected = f"with different settings (optim.learning_rate: {named}); use the same" if named else "accepted"
+    assert all(expected in found for found in both), both
