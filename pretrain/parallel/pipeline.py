@@ -284,24 +284,7 @@ class PipelineParallel(ModelParallel):
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         problems, name = super().problems(config, name), config.pipeline.schedule
-        schedule, batch = STAGE_LAYOUTS[name], config.batch.sequences_per_micro_batch
-        parts = cls.parts_of_micro_batch(config)
-        if batch % parts:
-            below, above = batch // parts * parts, (batch // parts + 1) * parts
-            problems.append(
-                f"batch.sequences_per_micro_batch: {batch} is not a multiple of {schedule.stages_per_rank} stages per "
-                f"process of {name} x pipeline.microbatch_scale {config.pipeline.microbatch_scale} = {parts}; "
-                f"nearest: {f'{below} or ' if below else ''}{above}"
-            )
-        for number, window in enumerate(config.data.windows):
-            fewer = config.as_stage(number).batch.sequences_per_micro_batch
-            if fewer % parts and not batch % parts:
-                longer = parts * window.sequence_length // config.data.sequence_length
-                problems.append(
-                    f"data.stages[{number}].sequence_length: of {batch} sequences per micro-batch {fewer} of "
-                    f"{window.sequence_length:,} tokens are left, not a multiple of {parts}, as {name} needs; give "
-                    f"batch.sequences_per_micro_batch {longer}"
-                )
+        schedule = STAGE_LAYOUTS[name]
         if schedule.splits_backward and config.activation_checkpointing != "none":
             others = ", ".join(other for other in STAGE_LAYOUTS if not STAGE_LAYOUTS[other].splits_backward)
             problems.append(

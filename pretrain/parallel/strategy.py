@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
+from torch.nn.parallel import DistributedDataParallel
 
 from pretrain.config import RunConfig
 from pretrain.data.dispatch import Dispatcher
@@ -259,6 +260,8 @@ class Strategy:
         with warnings.catch_warnings():  # torch renames broadcast_buffers; accelerate passes the old name
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        if isinstance(self.model, DistributedDataParallel):
+            order_buckets(self.model)
         return self.model
 
     def optimizer_of_parameters(self, build_optimizer: OptimizerBuilder) -> torch.optim.Optimizer:
@@ -427,6 +430,26 @@ class Strategy:
     def replicas(self) -> list[ReplicaGroup]:
         """Weights of which several ranks hold a copy, equal bit by bit: see `replica_differences`."""
         return [(None, {n: p.detach() for p, n in self.name_of.items()})] if self.ranks.count > 1 else []
+
+
+def order_buckets(model: DistributedDataParallel) -> None:
+    """Lets DDP order its buckets before the first step, by a backward pass that leaves no gradients.
+
+    DDP orders them after its first backward pass, by when gradients arrive. Where a gradient stands in a bucket
+    decides in which order three or more processes sum it, and so how it rounds: the first step after a resume would
+    round otherwise than the same step of the unbroken run.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    loss = torch.zeros((), device=parameters[0].device)
+    # What is added last gets its gradient first, as the last layer does. A norm stands behind its block's matrices in
+    # the model, and gets its gradient after them: vectors, small as they are, wait for the last bucket.
+    for parameter in sorted(parameters, key=lambda parameter: parameter.dim() > 1):
+        loss = loss + 0 * parameter.sum()
+    model.reducer.prepare_for_backward([])
+    loss.backward()
+    model.zero_grad()
+    if not model.reducer._rebuild_buckets():
+        raise RuntimeError("DDP has not ordered its buckets: a resumed run would not be the unbroken one")
 
 
 def replicated(work: Work, update_bytes: float, *, is_ddp: bool) -> Memory:

@@ -450,8 +450,8 @@ def fitting_micro_batches(
     layout = strategy.layout(name, hardware.gpus, hardware.machines)
     parts = strategy.parts_of_micro_batch(run.config)
     candidates = []
-    for sequences in micro_batches(run.config, strategy.micro_batches(layout)):
-        if sequences % parts == 0 and sequences <= found.largest_micro_batch:
+    for sequences in micro_batches(run.config, strategy.micro_batches(layout), parts):
+        if sequences <= found.largest_micro_batch:
             seconds, exposed = speed.step_seconds(run.config, work, hardware, layout, sequences)
             timing = {"step_seconds": seconds, "communication_seconds": exposed, "reduces_once": False}
             found = replace(found, micro_batch=sequences, fits=True, **timing)

@@ -115,11 +115,11 @@ def planned_ramp(config: RunConfig, active: int) -> BatchRamp:
     return ramp_of(config, sequences, active)
 
 
-def micro_batches(config: RunConfig, ranks: int) -> list[int]:
-    """Every batch.sequences_per_micro_batch with which the global batch divides evenly, ascending."""
-    levels = round(1 / config.batch.ramp.start) if config.batch.ramp else 1
-    per_rank, rest = divmod(config.batch.tokens_per_step, config.data.sequence_length * ranks * levels)
-    return [] if rest else [n for n in range(1, per_rank + 1) if per_rank % n == 0]
+def micro_batches(config: RunConfig, ranks: int, parts: int = 1) -> list[int]:
+    """Every batch.sequences_per_micro_batch with which `derive` accepts the batch, ascending."""
+    per_rank = config.batch.tokens_per_step // (config.data.sequence_length * ranks)
+    divisors = [n for n in range(parts, per_rank + 1, parts) if per_rank % n == 0]
+    return [n for n in divisors if not batch_problems(config.with_batch(sequences_per_micro_batch=n), ranks, parts)]
 
 
 def consider(name: str, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed) -> Candidate:
@@ -139,21 +139,19 @@ def consider_layout(layout: Layout, run: PlannedRun, work: RunWork, hardware: Ha
     if problems:
         return Candidate(name, problems)
     ranks = strategy.micro_batches(layout)
-    possible = micro_batches(config, ranks)
+    parts = strategy.parts_of_micro_batch(config)
+    possible = micro_batches(config, ranks, parts)
     if not possible:
-        return Candidate(name, [batch_problem(config, ranks)])
+        return Candidate(name, batch_problems(config, ranks, parts))
 
     def need(sequences: int) -> Memory:
         return strategy.largest_footprint(run, layout, sequences)
 
     micro_batch = config.batch.sequences_per_micro_batch
     memory = need(micro_batch)
-    parts = strategy.parts_of_micro_batch(config)
-    fitting = largest_that_fits(
-        [n for n in possible if n % parts == 0], lambda n: need(n).total <= hardware.usable_bytes
-    )
+    fitting = largest_that_fits(possible, lambda n: need(n).total <= hardware.usable_bytes)
     fits = memory.total <= hardware.usable_bytes
-    notes = [] if micro_batch in possible else [batch_problem(config, ranks)]
+    notes = batch_problems(config, ranks, parts)
     if layout.parts > 1:
         notes.append(f"{name}: {layout.parts} of {layout.ranks} processes share each sequence")
     used = micro_batch if fits and micro_batch in possible else fitting
@@ -196,25 +194,22 @@ def largest_that_fits(ascending: list[int], fits) -> int | None:
     return ascending[low - 1] if low else None
 
 
-def batch_problem(config: RunConfig, ranks: int) -> str:
-    """tokens_per_step and the processes do not go together: the words of the check at the start of a run."""
+def batch_problems(config: RunConfig, ranks: int, parts: int) -> list[str]:
+    """Why the batch cannot be divided among the processes: the words of the check at the start of a run."""
     try:
-        sequences_of(config, ranks)
+        sequences_of(config, ranks, parts)
     except InputError as error:
-        return error.problems[0]
-    return ""
+        return error.problems
+    return []
 
 
 def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
     """Why a strategy cannot run the recipe on this many GPUs, with the strategy's own messages."""
     if layout.problem:
         return [layout.problem]
-    strategy, batch = STRATEGIES[layout.name], run.config.batch
-    parts = strategy.parts_of_micro_batch(run.config)
-    micro_batch = math.ceil(batch.sequences_per_micro_batch / parts) * parts
+    strategy = STRATEGIES[layout.name]
     # What this machine lacks says nothing of the one planned for: precision is asked about here.
-    batch = batch.model_copy(update={"sequences_per_micro_batch": micro_batch})
-    portable = run.config.model_copy(update={"precision": "fp32", "batch": batch})
+    portable = run.config.model_copy(update={"precision": "fp32"})
     with patch_environment(WORLD_SIZE=layout.ranks, **layout.environment):
         problems = strategy.problems(portable, layout.name)
     if run.precision not in strategy.precisions:

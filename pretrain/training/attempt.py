@@ -1,6 +1,7 @@
 """One attempt at a run: exclusive use of its folder, protection from crash loops, and a recorded end."""
 
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from pretrain.parallel.memory_advice import ladder
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.strategy import Strategy
 from pretrain.processes import folder_lock
+from pretrain.recipe import leaves
 from pretrain.runs.history import read_metrics
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE
 from pretrain.training.metrics import Metrics
@@ -38,8 +40,9 @@ class CrashLoopError(RunStoppedError):
 def attempt(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], int]) -> int:
     """Calls `train`, all ranks together; returns the exit status. The end is always recorded in metrics.jsonl.
 
-    Raises InputError on all ranks if another process trains in this folder.
+    Raises InputError on all ranks if another process trains in this folder, or if they have different settings.
     """
+    refuse_mixed_settings(config, strategy.ranks)
     with sole_use(config.output, strategy.ranks):
         # The main rank reads it for all: on a network disk the others may still see an older file.
         if (code := strategy.ranks.gather(end_to_repeat(config.output))[0]) is not None:
@@ -74,11 +77,32 @@ def attempt(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], in
             end_now(CRASHED)
 
 
+def refuse_mixed_settings(config: RunConfig, ranks: Ranks) -> None:
+    """Raises InputError on all ranks if their settings differ.
+
+    A recipe may have been changed on one machine, or the processes of two launches have met at one address and port.
+    Where a machine has its shards may differ.
+    """
+    of_ranks = ranks.gather(leaves(config.model_dump(mode="json")))
+    differing = []
+    for path in dict.fromkeys(path for settings in of_ranks for path in settings):
+        values = dict.fromkeys(str(settings.get(path, "not given")) for settings in of_ranks)
+        if len(values) > 1 and not path.endswith("shards"):
+            differing.append(f"{path}: {' or '.join(values)}")
+    if differing:
+        raise InputError(
+            f"launcher: the processes that have met were started with different settings ({'; '.join(differing)}); "
+            "use the same recipe and command on all machines, and for each run a port of its own (--main_process_port)"
+        )
+
+
 @contextmanager
 def sole_use(run: Path, ranks: Ranks) -> Iterator[None]:
     """Holds the run's lock on the main rank. All ranks raise InputError if another process trains in this folder."""
     existed = run.exists()
     with ExitStack() as held:
+        if ranks.is_main and not existed:
+            held.callback(remove_if_empty, run)  # after the lock, which is released first
         problems = []
         if ranks.is_main:
             try:
@@ -91,8 +115,12 @@ def sole_use(run: Path, ranks: Ranks) -> Iterator[None]:
         if found := [problem for share in ranks.gather(problems) for problem in share]:
             raise InputError(*found)
         yield
-    if ranks.is_main and not existed and not any(run.iterdir()):
-        run.rmdir()
+
+
+def remove_if_empty(run: Path) -> None:
+    """Removes the folder of a run that was refused before it began: it holds empty files at most."""
+    if run.is_dir() and not any(path.is_dir() or path.stat().st_size for path in run.iterdir()):
+        shutil.rmtree(run)
 
 
 def end_to_repeat(run: Path) -> int | None:

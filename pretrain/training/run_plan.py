@@ -40,6 +40,7 @@ from pretrain.optim.learning_rate import (
 )
 from pretrain.optim.optimizers import optimizer_problems
 from pretrain.parallel.auto_settings import settled
+from pretrain.parallel.registry import requested_strategy
 from pretrain.parallel.strategy import Strategy, device_type, resolve_precision
 from pretrain.runs.addresses import trunk_checkpoint
 from pretrain.runs.publishing.hub_upload import login_problems, offer_problems
@@ -282,7 +283,8 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         dtype=DTYPES[precision or "fp32"],
         window=data.window,
     )
-    sequences_per_step = problems.attempt(sequences_of, config, ranks)
+    parts = requested_strategy()[1].parts_of_micro_batch(config)
+    sequences_per_step = problems.attempt(sequences_of, config, ranks, parts)
     if model_config is not None and readers:
         manifest = next(iter(readers.values())).manifest
         problems += check_vocabulary(model_config, manifest.vocabulary_size, has_weights=config.init == "pretrained")
@@ -308,7 +310,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         **vars(model),
         precision=precision,
         ranks=ranks,
-        stages=stages_of(config, stage_configs, ranks),
+        stages=stages_of(config, stage_configs, ranks, parts),
         ramp=ramp,
         ramp_steps=ramp.first_steps,
         schedule=schedule,
@@ -318,22 +320,26 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     )
 
 
-def stages_of(config: RunConfig, configs: Sequence[Any], ranks: int) -> tuple[StagePlan, ...]:
-    """The plan of each stage. configs: the model's in each of them."""
-    stages = []
-    for number, (window, model_config) in enumerate(zip(config.data.windows, configs, strict=True)):
-        per_rank = config.batch.tokens_per_step // (window.sequence_length * ranks * ramp_levels(config))
-        most = config.as_stage(number).batch.sequences_per_micro_batch
-        stages.append(
-            StagePlan(
-                number=number + 1,
-                window=window,
-                model_config=model_config,
-                flops_per_token=flops_per_token(model_config, window.sequence_length),
-                sequences_per_micro_batch=max(n for n in range(1, most + 1) if per_rank % n == 0),
-            )
+def stages_of(config: RunConfig, configs: Sequence[Any], ranks: int, parts: int) -> tuple[StagePlan, ...]:
+    """The plan of each stage. configs: the model's in each of them; ranks and parts: see `sequences_of`."""
+    return tuple(
+        StagePlan(
+            number=number + 1,
+            window=window,
+            model_config=model_config,
+            flops_per_token=flops_per_token(model_config, window.sequence_length),
+            sequences_per_micro_batch=micro_batch_of(config, number, ranks, parts),
         )
-    return tuple(stages)
+        for number, (window, model_config) in enumerate(zip(config.data.windows, configs, strict=True))
+    )
+
+
+def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> int:
+    """Sequences per micro-batch in a stage of a recipe that `sequences_of` accepts: the most that divide its batch."""
+    length = config.data.windows[number].sequence_length
+    most = config.as_stage(number).batch.sequences_per_micro_batch
+    per_rank = config.batch.tokens_per_step // (length * ranks * ramp_levels(config))
+    return max(n for n in range(parts, most + 1, parts) if per_rank % n == 0)
 
 
 def unfitting_weights(source: ModelSource, model_config: Any) -> list[str]:
@@ -394,31 +400,57 @@ def place_problems(config: RunConfig) -> Problems:
     return problems
 
 
-def sequences_of(config: RunConfig, ranks: int) -> int:
-    """Sequences per optimizer step over all ranks; the batch must divide evenly."""
-    batch, length, levels = config.batch, config.data.sequence_length, ramp_levels(config)
-    group = levels * batch.sequences_per_micro_batch * length * ranks
-    if batch.tokens_per_step % group:
-        below, above = batch.tokens_per_step // group * group, math.ceil(batch.tokens_per_step / group) * group
-        nearest = f"{below:,} or {above:,}" if below else f"{above:,}"
-        ramp = f" x {levels} ramp levels" if levels > 1 else ""
+def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
+    """Sequences per optimizer step over all ranks.
+
+    Raises InputError unless the batch can be divided evenly in every stage, and a micro-batch into its parts.
+
+    Args:
+        ranks: micro-batches that all processes take together in a micro-step.
+        parts: of which a micro-batch is made (see `Strategy.parts_of_micro_batch`).
+    """
+    problems = Problems()
+    tokens = config.batch.tokens_per_step
+    micro_batch = config.batch.sequences_per_micro_batch
+    length = config.data.sequence_length
+    levels = ramp_levels(config)
+    if micro_batch % parts:
+        below = micro_batch // parts * parts
+        above = below + parts
         raise InputError(
-            f"batch.tokens_per_step: {batch.tokens_per_step:,} is not a multiple of {batch.sequences_per_micro_batch} "
-            f"sequences per micro-batch x {length:,} tokens x {ranks} processes{ramp} = {group:,}; nearest: {nearest}"
+            f"batch.sequences_per_micro_batch: {micro_batch} is not a multiple of the {parts} parts into which each "
+            f"process of a pipeline divides it (stages per process of {config.pipeline.schedule} x "
+            f"pipeline.microbatch_scale {config.pipeline.microbatch_scale}); nearest: "
+            f"{f'{below} or ' if below else ''}{above}"
         )
-    for number, window in enumerate(config.data.windows):
-        group = levels * window.sequence_length * ranks
-        if rest := batch.tokens_per_step % group:
-            ramp = f" x {levels} ramp levels" if levels > 1 else ""
-            nearest = " or ".join(
-                f"{n:,}" for n in (batch.tokens_per_step - rest, batch.tokens_per_step - rest + group) if n
+    group = levels * micro_batch * length * ranks
+    groups_of_stages = [levels * parts * window.sequence_length * ranks for window in config.data.windows]
+    common = math.lcm(group, *groups_of_stages)
+    nearest = " or ".join(f"{n:,}" for n in (tokens // common * common, math.ceil(tokens / common) * common) if n)
+    ramp = f" x {levels} ramp levels" if levels > 1 else ""
+    if tokens % group:
+        problems.append(
+            f"batch.tokens_per_step: {tokens:,} is not a multiple of {micro_batch} sequences per micro-batch x "
+            f"{length:,} tokens x {ranks} processes{ramp} = {group:,}; nearest: {nearest}"
+        )
+    for number, (window, of_stage) in enumerate(zip(config.data.windows, groups_of_stages, strict=True)):
+        setting = f"data.stages[{number}].sequence_length"
+        longer = window.sequence_length
+        left = config.as_stage(number).batch.sequences_per_micro_batch
+        if left < parts:
+            problems.append(
+                f"{setting}: of {micro_batch} sequences per micro-batch {left} of {longer:,} tokens are left, fewer "
+                f"than the {parts} parts into which each process of a pipeline divides them; give "
+                f"batch.sequences_per_micro_batch {parts * config.data.longest_window.sequence_length // length}"
             )
-            raise InputError(
-                f"data.stages[{number}].sequence_length: batch.tokens_per_step {batch.tokens_per_step:,} is not a "
-                f"multiple of {window.sequence_length:,} tokens x {ranks} processes{ramp} = {group:,}; nearest: "
-                f"{nearest}"
+        if tokens % of_stage and not tokens % group:
+            sequences = f"{parts} sequences x " if parts > 1 else ""
+            problems.append(
+                f"{setting}: batch.tokens_per_step {tokens:,} is not a multiple of {sequences}{longer:,} tokens x "
+                f"{ranks} processes{ramp} = {of_stage:,}; nearest: {nearest}"
             )
-    return batch.tokens_per_step // length
+    problems.stop_if_any()
+    return tokens // length
 
 
 def ramp_levels(config: RunConfig) -> int:

@@ -1,4 +1,4 @@
-"""Twenty kills at random places of one run, under each of five strategies: the long part of `make test-faults`."""
+"""Twenty kills at random places of one run, under each of six strategies: the long part of `make test-faults`."""
 
 import json
 import random
@@ -9,31 +9,33 @@ from support.faults import EVERYTHING, launch_with_faults, same_tensors, tell
 from support.project import losses
 from support.tiny_models import TINY_LLAMA
 
-STRATEGIES = ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+LAUNCHES = [("ddp", 2), ("fsdp2", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("ddp", 4), ("fsdp_tp", 4)]
+"""(strategy, processes)"""
 KILLS, SAVED_EVERY = 20, 3
 STEPS = SAVED_EVERY * (KILLS + 2)
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="some minutes for each strategy; in make test-faults")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_twenty_kills_change_nothing(recipe, tmp_path, strategy):
-    """Each between another two checkpoints, on either rank, in either micro-step, with dropout; the launcher starts
+@pytest.mark.parametrize(("strategy", "processes"), LAUNCHES)
+def test_twenty_kills_change_nothing(recipe, tmp_path, strategy, processes):
+    """Each between another two checkpoints, on any rank, in one of two micro-steps, with dropout; the launcher starts
     them again."""
     (tmp_path / "tiny_llama.json").write_text(json.dumps(TINY_LLAMA | {"attention_dropout": 0.1}))
     settings = [
         "--config", recipe, "--budget.steps", STEPS, "--checkpoint.every_steps", SAVED_EVERY,
-        "--validation.every_steps", 1000, "--attention", "eager", "--output",
+        "--validation.every_steps", 1000, "--attention", "eager", "--batch.tokens_per_step", 128 * processes,
+        "--output",
     ]  # fmt: skip
-    chance = random.Random(STRATEGIES.index(strategy))
+    chance = random.Random(LAUNCHES.index((strategy, processes)))
     faults = [
         {"where": chance.choice(["read", "forward"]), "step": step + chance.randrange(SAVED_EVERY), "what": "SIGKILL"}
-        | {"rank": chance.randrange(2), "micro_step": chance.choice([1, 2])}
+        | {"rank": chance.randrange(processes), "micro_step": chance.choice([1, 2])}
         for step in range(SAVED_EVERY + 1, SAVED_EVERY * (KILLS + 1) + 1, SAVED_EVERY)
     ]
-    whole = launch_with_faults(tmp_path / "a", strategy, 2, *settings, tmp_path / "whole")
+    whole = launch_with_faults(tmp_path / "a", strategy, processes, *settings, tmp_path / "whole")
     assert whole.code == 0, whole.output
     run = launch_with_faults(
-        tmp_path / "b", strategy, 2, *settings, tmp_path / "run", faults=faults,
+        tmp_path / "b", strategy, processes, *settings, tmp_path / "run", faults=faults,
         launcher=["--max_restarts", 2 * KILLS], timeout=1500,
     )  # fmt: skip
     assert run.code == 0, run.output
@@ -44,7 +46,12 @@ def test_twenty_kills_change_nothing(recipe, tmp_path, strategy):
     assert same_tensors(tmp_path / "run", tmp_path / "whole", STEPS)
     assert run.windows() == whole.windows()
     same = "losses, weights, moments and windows as unbroken, to the last bit"
-    tell("2, 3", f"{KILLS} x SIGKILL at random micro-steps, {strategy}, dropout", same, run.recovery(range(KILLS)))
+    tell(
+        "2, 3",
+        f"{KILLS} x SIGKILL at random micro-steps, {strategy} on {processes} processes, dropout",
+        same,
+        run.recovery(range(KILLS)),
+    )
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="in make test-faults; losses alone are compared in test_strategies.py")

@@ -235,27 +235,27 @@ GROUPS = {
 }
 """{strategy: (launcher's variables, settings, what strategy.json says)} for four processes and two micro-steps."""
 GROUPS_TRAINED = [*GROUPS] if EVERYTHING else ["pp", "fsdp_tp", "hsdp"]
+RESUMED = ["ddp", "fsdp_tp"] if EVERYTHING else ["ddp"]
 
 
 @pytest.fixture(scope="module")
 def groups(runs) -> dict[str, Path]:
     """Four processes: two pipelines, whose microbatches are smaller than they need be; two groups that split layers,
-    with copies and sharded; two groups that shard. Four steps; of fsdp_tp eight, and from the middle of those."""
+    with copies and sharded; two groups that shard. Four steps; of ddp and fsdp_tp eight, and from the middle of those.
+    """
     folder = runs["llama"].parent
 
     def run(name: str, case: str, steps: int) -> dict:
-        environment, settings, _ = GROUPS[case]
+        environment, settings, _ = GROUPS.get(case, ({}, [], {}))
         arguments = ["--output", str(folder / name), *settings, "--budget.steps", str(steps)]
         arguments += ["--optim.schedule", "constant", "--checkpoint.every_steps", str(SHORT)]
         return {"strategy": case.partition(",")[0], "environment": environment, "arguments": arguments}
 
     every = [run(f"four-{case}", case, SHORT) for case in GROUPS_TRAINED]
-    middle = str(folder / "four-whole" / MIDDLE)
-    if EVERYTHING:
-        every += [
-            run("four-whole", "fsdp_tp", 2 * SHORT),
-            run("four-resumed", "fsdp_tp", 2 * SHORT) | {"start_from": middle},
-        ]
+    for case in RESUMED:
+        middle = str(folder / f"four-{case}-whole" / MIDDLE)
+        every.append(run(f"four-{case}-whole", case, 2 * SHORT))
+        every.append(run(f"four-{case}-resumed", case, 2 * SHORT) | {"start_from": middle})
     (folder / "runs.json").write_text(json.dumps(every))
     launch("ddp", 4, "tests/support/train_strategies.py", folder / "recipe.yaml", folder / "runs.json", timeout=3000)
     return {path.name.removeprefix("four-"): path for path in folder.glob("four-*")}
@@ -274,9 +274,10 @@ def test_two_groups_of_two_train_as_one_process(groups, runs, case):
     assert all(torch.allclose(given[name], tensor, atol=1e-6) for name, tensor in expected.items())
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="in make test-strategies")
-def test_slices_that_are_sharded_resume_to_the_last_bit(groups):
-    resumed, whole = groups["resumed"], groups["whole"]
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_of_four_processes_is_the_unbroken_one_to_the_last_bit(groups, case):
+    """The order in which more than two processes sum shows in the last bit."""
+    resumed, whole = groups[f"{case}-resumed"], groups[f"{case}-whole"]
     assert {step: losses(whole)[step] for step in range(SHORT + 1, 2 * SHORT + 1)} == losses(resumed)
     for file in ("model", "optimizer", "average"):
         expected, found = (load_file(run / END / f"{file}.safetensors") for run in (whole, resumed))

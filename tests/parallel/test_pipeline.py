@@ -1,13 +1,20 @@
-"""Which stage goes where, and what is refused before a pipeline starts."""
+"""Which stage goes where, what is refused before a pipeline starts, and stages of several lengths in one."""
 
+import itertools
 import json
 from typing import get_args
 
 import pytest
+import torch
+import yaml
 
 from pretrain.config import Pipeline
+from pretrain.errors import InputError
 from pretrain.parallel.pipeline import STAGE_LAYOUTS, PipelineParallel
+from pretrain.parallel.pipeline_stages import split_micro_batch
 from pretrain.recipe import read_run_config
+from pretrain.training.run_plan import micro_batch_of, sequences_of
+from support.project import events, launch, losses, run_script
 from support.tiny_models import TINY_LLAMA
 
 
@@ -58,12 +65,6 @@ def test_what_can_run_is_not_refused(launched, deeper):
     ("overrides", "message"),
     [
         (
-            ["--batch.sequences_per_micro_batch", "3"],
-            "sequences_per_micro_batch: 3 is not a multiple of 2 stages per process of Interleaved1F1B x "
-            "pipeline.microbatch_scale 1 = 2; nearest: 2 or 4",
-        ),
-        (["--pipeline.microbatch_scale", "4"], "sequences_per_micro_batch: 2 is not a multiple of"),
-        (
             ["--pipeline.schedule", "InterleavedZeroBubble", "--activation_checkpointing", "full"],
             "activation_checkpointing: full does not run with pipeline.schedule InterleavedZeroBubble",
         ),
@@ -79,9 +80,7 @@ def test_settings_that_cannot_run_are_refused(launched, deeper, overrides, messa
 
 def test_all_problems_are_found_at_once(launched, deeper):
     launched(3, "2")
-    found = problems(
-        deeper, "batch.sequences_per_micro_batch", "3", "attention", "flex_attention", "pipeline.schedule", "1F1B"
-    )
+    found = problems(deeper, "attention", "flex_attention", "pipeline.schedule", "1F1B")
     assert "megatron_lm_pp_degree: 2 of 3 processes cannot share a model; use null (all processes) or 3" in found
     assert "flex_attention" in found
 
@@ -109,3 +108,96 @@ def test_a_model_that_cannot_be_cut_is_refused(launched, deeper, tmp_path):
     (tmp_path / "granite.json").write_text(json.dumps(TINY_LLAMA | granite))
     found = problems(deeper, "model", str(tmp_path / "granite.json"))
     assert "model: granite cannot be cut into pipeline stages: its logits are more than" in found
+
+
+@pytest.fixture
+def lengthening(deeper):
+    """`deeper` in ten sequences of 32 tokens per micro-batch, and from the middle of the run in windows of 128."""
+    values = yaml.safe_load(deeper.read_text())
+    (source,) = values["data"]["train"]
+    values["data"] = {
+        "sequence_length": 32,
+        "stages": [{"until": 0.5, "train": [source]}, {"train": [source], "sequence_length": 128}],
+    }
+    values["batch"] = {"tokens_per_step": 1280, "sequences_per_micro_batch": 10}
+    values["budget"]["steps"] = 4
+    deeper.write_text(yaml.safe_dump(values))
+    return deeper
+
+
+def test_whatever_is_accepted_can_be_split(lengthening):
+    """In every stage, for every schedule: into pipeline microbatches of equal size, as many as it needs."""
+    recipe = read_run_config(lengthening)
+    accepted = refused = 0
+    for schedule, scale, pipelines, ranks, sequences, steps, longer in itertools.product(
+        STAGE_LAYOUTS, (1, 2), (1, 2), (2, 3), (1, 2, 4, 5, 6, 10, 12), (1, 3, 4), (32, 64, 96)
+    ):
+        second = recipe.data.stages[1].model_copy(update={"sequence_length": longer})
+        data = recipe.data.model_copy(update={"stages": [recipe.data.stages[0], second]})
+        settings = Pipeline(schedule=schedule, microbatch_scale=scale)
+        config = recipe.model_copy(update={"data": data, "pipeline": settings})
+        tokens = steps * sequences * 32 * pipelines * ranks
+        config = config.with_batch(tokens_per_step=tokens, sequences_per_micro_batch=sequences)
+        parts = PipelineParallel.parts_of_micro_batch(config)
+        try:
+            sequences_of(config, pipelines * ranks, parts)
+        except InputError:
+            refused += 1
+            continue
+        accepted += 1
+        microbatches = len(STAGE_LAYOUTS[schedule].owners(ranks)) * scale
+        for number, length in enumerate((32, longer)):
+            micro_batch = micro_batch_of(config, number, pipelines * ranks, parts)
+            split = split_micro_batch(torch.zeros(micro_batch * ranks, length), {}, microbatches)
+            assert [len(part.targets_BT) for part in split] == [micro_batch // parts] * microbatches
+            assert micro_batch * length <= max(length, sequences * 32)
+            assert tokens % (micro_batch * ranks * pipelines * length) == 0
+    assert accepted > 500 and refused > 500
+
+
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        (
+            [],
+            [
+                "data.stages[1].sequence_length: batch.tokens_per_step 1,280 is not a multiple of 2 sequences x 128 "
+                "tokens x 2 processes = 512; nearest: 2,560"
+            ],
+        ),
+        (
+            ["--batch.sequences_per_micro_batch", "5"],
+            [
+                "batch.sequences_per_micro_batch: 5 is not a multiple of the 2 parts into which each process of a "
+                "pipeline divides it (stages per process of Interleaved1F1B x pipeline.microbatch_scale 1); nearest: "
+                "4 or 6"
+            ],
+        ),
+        (
+            ["--batch.sequences_per_micro_batch", "4"],
+            [
+                "data.stages[1].sequence_length: of 4 sequences per micro-batch 1 of 128 tokens are left, fewer than "
+                "the 2 parts into which each process of a pipeline divides them; give "
+                "batch.sequences_per_micro_batch 8",
+                "1,280 is not a multiple of 2 sequences x 128 tokens x 2 processes = 512; nearest: 1,024 or 1,536",
+            ],
+        ),
+    ],
+)
+def test_what_a_stage_leaves_too_small_is_refused_before_the_start(lengthening, overrides, messages):
+    pp = {"WORLD_SIZE": "2", "ACCELERATE_USE_MEGATRON_LM": "true", "MEGATRON_LM_PP_DEGREE": "2"}
+    result = run_script("train.py", "--config", lengthening, "--check", *overrides, check=False, **pp)
+    assert result.returncode == 2 and all(message in result.stderr for message in messages)
+
+
+def test_a_run_whose_windows_grow_passes_the_border(lengthening, tmp_path):
+    """With the batch that the refusal names; the losses are those of one process."""
+    settings = ("--config", lengthening, "--batch.tokens_per_step", "2560", "--data.validation", "[]")
+    refused = launch("pp", 2, "train.py", "--config", lengthening, check=False)
+    assert "batch.tokens_per_step 1,280 is not a multiple" in refused.stderr
+    assert not (tmp_path / "run").exists()
+    launch("pp", 2, "train.py", *settings)
+    run_script("train.py", *settings, "--output", tmp_path / "alone")
+    assert [stage["sequences_per_micro_batch"] for stage in events(tmp_path / "run", "stage")] == [2]
+    expected, found = losses(tmp_path / "alone"), losses(tmp_path / "run")
+    assert len(found) == 4 and max(abs(found[step] - loss) for step, loss in expected.items()) <= 2e-6

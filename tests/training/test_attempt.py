@@ -17,6 +17,7 @@ from pretrain.training.attempt import (
     end_to_repeat,
     is_out_of_memory,
     refuse_crash_loop,
+    refuse_mixed_settings,
     sole_use,
 )
 from support.save_and_die import ranks_of, strategy_of
@@ -128,3 +129,34 @@ def test_advice_when_memory_runs_out_names_numbers_and_the_next_strategy(tmp_pat
     assert "--activation_checkpointing full" in rungs[0] and "--batch.sequences_per_micro_batch 2: needs" in rungs[1]
     assert any("accelerate_configs/zero1.yaml: needs" in rung for rung in rungs)
     assert all("of 1.0 MB" in rung for rung in rungs)
+
+
+@pytest.mark.parametrize(("written", "stays"), [("", False), ("a line", True)])
+def test_a_refused_start_leaves_no_folder_of_empty_files(tmp_path, written, stays):
+    run = tmp_path / "run"
+    with pytest.raises(InputError, match="refused"), sole_use(run, Ranks()):
+        (run / "train.log").write_text(written)
+        raise InputError("refused")
+    assert run.exists() == stays
+
+
+@pytest.mark.parametrize(("second", "named"), [({"optim.learning_rate": "0.01"}, "0.003 or 0.01"), ({}, None)])
+def test_processes_of_two_launches_that_meet_are_refused(recipe, tmp_path, second, named):
+    children = []
+    for rank, changes in enumerate(({}, {**second, "data.train.0.shards": str(tmp_path)})):
+        if (child := os.fork()) == 0:
+            found = "accepted"
+            try:
+                config = read_run_config(recipe, list(changes.items()))
+                refuse_mixed_settings(config, ranks_of(rank, 2, tmp_path / "store"))
+            except InputError as error:
+                found = str(error)
+            finally:
+                (tmp_path / f"found-{rank}").write_text(found)
+                os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    both = [(tmp_path / f"found-{rank}").read_text() for rank in (0, 1)]
+    expected = f"with different settings (optim.learning_rate: {named}); use the same" if named else "accepted"
+    assert all(expected in found for found in both), both
