@@ -189,6 +189,9 @@ def print_figures(outcome: "PreparationOutcome", options: "PreparationOptions") 
             print(f"  decontaminated   {contamination_text(row)}")
     if benchmarks and not any(row["found"] for row in benchmarks):
         print(f"  decontaminated   no item was found of {', '.join(row['benchmark'] for row in benchmarks)}")
+    if tally.unread_members:
+        by_suffix = ", ".join(f"{number:,} {suffix}" for suffix, number in sorted(tally.unread_members.items()))
+        print(f"  not read         members of tar archives that are no documents: {by_suffix}")
     for example in tally.bad_examples:
         print(f"  skipped          {example}")
 

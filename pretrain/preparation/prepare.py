@@ -150,6 +150,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
         text_bytes=sum(total[2] for total in totals),
         validation_tokens=totals[1][0],
         **{name: made_from["skipped"].get(name, 0) for name in (*SKIPPED_COUNTS, *NEAR_DUPLICATE_COUNTS)},
+        unread_members=made_from["skipped"].get("unread_members", {}),
         cleaning=recorded_account(output, made_from),
     )
     return PreparationOutcome(manifest, tally, already_done=True, continued=False, seconds=0.0, tokens_made=0)

@@ -145,8 +145,9 @@ def _counts_of(folder: Path, manifest: Manifest, number: int) -> EncodedPart:
     skipped = made["skipped"]
     named = [example.partition(": ") for example in skipped["first_bad_records"]]
     problems = [Problem(0, name, name, reason) for name, _, reason in named]
-    # A slice names as many as the merged folder will, so the others need no name.
-    problems += [Problem(0, str(folder), str(folder), "more bad records")] * (skipped["bad_records"] - len(named))
+    if problems:
+        # A slice names as many as the merged folder will, so the others need no name.
+        problems[-1] = problems[-1]._replace(records=1 + skipped["bad_records"] - len(problems))
     return EncodedPart(
         ids=np.empty(0, id_dtype(manifest.dtype)),
         documents=np.empty(0, DOCUMENT),
@@ -156,6 +157,7 @@ def _counts_of(folder: Path, manifest: Manifest, number: int) -> EncodedPart:
         after=Position(number + 1, 0),
         empty_documents=skipped["empty_documents"],
         filtered_documents=skipped["filtered_documents"],
+        unread_members=skipped.get("unread_members", {}),
         problems=tuple(problems),
         cleaning=recorded_account(folder, made),
     )

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -60,6 +61,7 @@ class Problem(NamedTuple):
     place: str
     name: str
     reason: str
+    records: int = 1
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class EncodedPart:
     filtered_documents: int = 0
     near_duplicate_documents: int = 0
     near_duplicate_bytes: int = 0
+    unread_members: dict[str, int] = field(default_factory=dict)
+    """{suffix: members of archives that are no documents}."""
     problems: tuple[Problem, ...] = ()
     cleaning: CleaningAccount | None = None
     """None where nothing is cleaned."""
@@ -136,6 +140,7 @@ class _Texts:
     problems: list[Problem] = field(default_factory=list)
     empty: int = 0
     filtered: int = 0
+    unread_members: Counter[str] = field(default_factory=Counter)
     account: CleaningAccount | None = None
 
     def clean(self, cleaning: Cleaning) -> None:
@@ -201,6 +206,7 @@ class PartEncoder:
             signatures=signatures,
             empty_documents=read.empty,
             filtered_documents=read.filtered,
+            unread_members=dict(read.unread_members),
             problems=tuple(read.problems),
             cleaning=read.account,
             disagreement=disagreement,
@@ -221,9 +227,11 @@ class PartEncoder:
                     read.urls.append(record.url)
             elif record.problem is not None:
                 where = source.place(record.place), source.recorded_place(record.place)
-                read.problems.append(Problem(len(read.texts), *where, record.problem))
+                read.problems.append(Problem(len(read.texts), *where, record.problem, record.problem_records))
                 if self._settings.stop_at_problem:
                     break
+            elif record.not_read is not None:
+                read.unread_members[record.not_read] += 1
             elif record.text is None:
                 read.filtered += 1
             else:

@@ -9,6 +9,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from pretrain.preparation.documents.byte_stream import ByteStream, DamagedFileError
@@ -180,10 +181,19 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
             header = [name.removeprefix("\ufeff") for name in row]
             absent = [name for name in reading.fields if name not in header]
             if absent:
-                raise DamagedFileError(f"no column {absent[0]!r} (columns: {', '.join(header[:12])})")
+                raise DamagedFileError(f"no column {absent[0]!r} (columns: {', '.join(header[:12])})", _count_of(rows))
             columns = {name: header.index(name) for name in reading.fields}
         elif len(row) == len(header):
             values = {name: row[column].encode(errors="surrogateescape") for name, column in columns.items()}
             yield fields_record(rows.line_num, values.__getitem__, reading)
         elif row:
             yield Record(rows.line_num, None, f"row has {len(row)} columns, the header has {len(header)}")
+
+
+def _count_of(rows: Iterator[list[str]]) -> int:
+    """How many rows of CSV are left, up to one that is broken."""
+    count = 0
+    with suppress(csv.Error):
+        for _ in rows:
+            count += 1
+    return count

@@ -21,6 +21,10 @@ class Record(NamedTuple):
     problem: str | None = None
     url: str | None = None
     """The field that --url_field names."""
+    problem_records: int = 1
+    """How many records a problem makes useless: a file without the column holds many."""
+    not_read: str | None = None
+    """The suffix of an archive's member that is no document; text and problem are None."""
 
 
 @dataclass(frozen=True)
