@@ -45,6 +45,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "validation_fraction": {"default": "0.01", "help": "share of documents, chosen by hash (default: 0.01)"},
         "shard_tokens": {"default": "100M", "metavar": "N", "help": "tokens per shard file (default: 100M)"},
         "format": {"default": "shards", "help": "shards (default), or megatron: with an .idx beside each .bin"},
+        "write_text": {"action": "store_true", "help": "also write the documents: OUTPUT/text/*.jsonl.zst"},
         "workers": {"metavar": "N", "help": "processes (default: one per core)"},
         "engine": {"default": "auto", "help": "auto, fast (gigatoken), reference (tokenizers); ray: a cluster"},
         "ray_address": {"metavar": "ADDRESS", "help": "address of the Ray cluster (default: Ray on this machine)"},

@@ -1,5 +1,6 @@
 """Encoded documents to the shards of both splits: without duplicates, within the limits, counted."""
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -91,7 +92,8 @@ class Intake:
         numbers = np.array([self._source_numbers[name] for name in encoded.source_names], np.uint32)
         documents["source"] = numbers[documents["source"]]
         signatures = None if encoded.signatures is None else encoded.signatures[:taken]
-        validation_tokens = self._write(encoded.ids, documents, encoded.is_validation[:taken], signatures)
+        lines = None if encoded.lines is None else encoded.lines[:taken]
+        validation_tokens = self._write(encoded.ids, documents, encoded.is_validation[:taken], signatures, lines)
         tally.documents += taken
         tally.tokens += int(documents["end"][-1]) if taken else 0
         tally.text_bytes += int(documents["text_bytes"].sum())
@@ -108,11 +110,16 @@ class Intake:
         return complete
 
     def _write(
-        self, ids: np.ndarray, documents: np.ndarray, is_validation: np.ndarray, signatures: np.ndarray | None
+        self,
+        ids: np.ndarray,
+        documents: np.ndarray,
+        is_validation: np.ndarray,
+        signatures: np.ndarray | None,
+        lines: list[bytes] | None,
     ) -> int:
         """Writes documents to the split that each belongs to; the tokens that went to validation."""
         if not is_validation.any():
-            self._writer.write("train", ids, documents, signatures)
+            self._writer.write("train", ids, documents, signatures, lines)
             return 0
         tokens = tokens_of(documents)
         ids = ids[: int(tokens.sum())]
@@ -121,7 +128,8 @@ class Intake:
                 of_split = documents[chosen]
                 of_split["end"] = np.cumsum(tokens[chosen])
                 of_signatures = None if signatures is None else signatures[chosen]
-                self._writer.write(split, chosen_ids(ids, tokens, chosen), of_split, of_signatures)
+                of_lines = None if lines is None else list(itertools.compress(lines, chosen.tolist()))
+                self._writer.write(split, chosen_ids(ids, tokens, chosen), of_split, of_signatures, of_lines)
         return int(tokens[is_validation].sum())
 
     def _check_problems(self, problems: list[Problem]) -> None:

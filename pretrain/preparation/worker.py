@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -30,6 +31,7 @@ from pretrain.preparation.deduplicate import document_hashes
 from pretrain.preparation.documents.records import Reading
 from pretrain.preparation.documents.sources import Part, Position
 from pretrain.preparation.encode import Encoder, FastEncoder
+from pretrain.preparation.text_files import document_line
 from pretrain.preparation.validation_split import ValidationSplit
 
 PARTS_AHEAD_PER_WORKER = 2
@@ -50,6 +52,7 @@ class EncodingSettings:
     deduplicate: bool = False
     near_duplicates: NearDuplicates | None = None
     cleaning: Cleaning | None = None
+    write_text: bool = False
     counting: RepeatedText | None = None
     """Only the hashes of each document's lines are wanted."""
 
@@ -79,6 +82,8 @@ class EncodedPart:
     after: Position
     signatures: np.ndarray | None = None
     """(documents, signature_bytes) uint8; None unless near duplicates are looked for."""
+    lines: list[bytes] | None = None
+    """The documents as text_files.document_line; None unless text is written."""
     input_bytes: int = 0
     empty_documents: int = 0
     filtered_documents: int = 0
@@ -110,6 +115,7 @@ class EncodedPart:
             is_validation=self.is_validation[kept],
             hashes=None if self.hashes is None else self.hashes[kept],
             signatures=None if self.signatures is None else self.signatures[kept],
+            lines=None if self.lines is None else list(itertools.compress(self.lines, kept.tolist())),
             problems=tuple(problems),
         )
 
@@ -142,6 +148,12 @@ class _Texts:
     filtered: int = 0
     unread_members: Counter[str] = field(default_factory=Counter)
     account: CleaningAccount | None = None
+
+    def lines(self) -> list[bytes]:
+        """The documents as they stand, for --write_text."""
+        names = list(self.names)
+        sources = [names[number] for number in self.sources]
+        return list(map(document_line, self.texts, sources, self.places, self.is_validation, self.urls))
 
     def clean(self, cleaning: Cleaning) -> None:
         """Leaves only the documents that stay, with their new texts, and the account of all."""
@@ -204,6 +216,7 @@ class PartEncoder:
             is_validation=np.array(read.is_validation, dtype=bool),
             hashes=hashes,
             signatures=signatures,
+            lines=read.lines() if settings.write_text else None,
             empty_documents=read.empty,
             filtered_documents=read.filtered,
             unread_members=dict(read.unread_members),
