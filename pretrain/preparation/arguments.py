@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "decontaminate_remove": {"default": "document", "help": "remove the document (default) or a window around it"},
         "decontaminate_words": {"default": "13", "metavar": "N", "help": "so many words in a row are contamination"},
         "url_field": {"metavar": "FIELD", "help": "field or column of a document's URL, for filters"},
+        "split_field": {"metavar": "FIELD", "help": "field that says train or validation, as --write_text writes it"},
         "input_format": {"help": "jsonl, json, csv, txt, parquet, arrow, hdf5, tar (default: by suffix)"},
         "documents": {"default": "file", "help": "unit of plain text: file (default), line or paragraph"},
         "max_documents": {"metavar": "N", "help": "stop after N documents"},

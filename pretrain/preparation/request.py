@@ -230,6 +230,7 @@ def _reading(arguments: argparse.Namespace, problems: list[str]) -> Reading:
         shortest,
         longest,
         url_field=arguments.url_field,
+        split_field=arguments.split_field,
     )
 
 

@@ -234,7 +234,8 @@ class PartEncoder:
             if record.text:
                 for piece in self._settings.split.pieces(record.text):
                     read.texts.append(piece.text)
-                    read.is_validation.append(piece.is_validation)
+                    in_field = record.is_validation
+                    read.is_validation.append(piece.is_validation if in_field is None else in_field)
                     read.sources.append(read.names.setdefault(source.name, len(read.names)))
                     read.places.append(record.place + piece.lines_before)
                     read.urls.append(record.url)

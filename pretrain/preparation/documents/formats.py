@@ -90,7 +90,7 @@ def read_text(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Plain text: a document per file, per line, or per block of lines between blank lines."""
     if not reading.is_plain:
         raise DamagedFileError(
-            "plain text has no fields for --template, --only or --url_field; leave them out, or this file"
+            "plain text has no fields for --template, --only, --url_field or --split_field; leave these out, or it"
         )
     if reading.documents == "line":
         for first_line, content in whole_lines(stream):
