@@ -1,5 +1,6 @@
 """Records: one document each, its text from one field or several, with filters."""
 
+import codecs
 import json
 import re
 import string
@@ -183,7 +184,10 @@ def checked(place: int, text: bytes) -> Record:
 
 def not_utf8(error: UnicodeDecodeError) -> str:
     """A decoding error in words."""
-    return f"not UTF-8 (byte 0x{error.object[error.start]:02x} at byte {error.start + 1:,} of it)"
+    reason = f"not UTF-8 (byte 0x{error.object[error.start]:02x} at byte {error.start + 1:,} of it)"
+    if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return f"{reason} but UTF-16; convert it: iconv -f UTF-16 -t UTF-8"
+    return reason
 
 
 def json_record(place: int, line: bytes, reading: Reading) -> Record:

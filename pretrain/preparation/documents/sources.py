@@ -137,7 +137,9 @@ def find_sources(
         found = _find(pattern)
         if not found:
             folder = f"is a folder; name its files, such as '{pattern}/**/*.jsonl'" if os.path.isdir(pattern) else ""
-            remedy = folder or "no such file; quote patterns, ** looks into folders"
+            is_other = not is_url(pattern) and os.path.exists(pattern)
+            other = "is a pipe or a device; write its content into a file" if is_other else ""
+            remedy = folder or other or "no such file; quote patterns, ** looks into folders"
             problems.append(f"{option} {shown(pattern)}: {remedy}")
         paths.update(found)
     kept = _each_once([path for path in paths if not any(fnmatch.fnmatch(path, pattern) for pattern in exclude)])

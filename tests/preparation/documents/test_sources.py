@@ -263,7 +263,9 @@ def test_a_truncated_file_keeps_its_whole_lines_and_is_named(tmp_path, name):
         ("a.json", b'{"text": "a\xff"}', "not UTF-8"),
         ("a.csv", b"id,body\n1,x\n", r"no column 'text' \(columns: id, body\)"),
         ("a.csv", b'text\n"never closed\n', "broken row"),
-        ("a.txt", b"caf\xe9", r"not UTF-8 \(byte 0xe9 at byte 4 of it\)"),
+        ("a.txt", b"caf\xe9", r"not UTF-8 \(byte 0xe9 at byte 4 of it\)$"),
+        ("a.txt", "text".encode("utf-16"), "not UTF-8 .* but UTF-16; convert it: iconv"),
+        ("a.csv", "text\nrow\n".encode("utf-16"), "the header is not UTF-8 .* but UTF-16"),
     ],
 )
 def test_files_that_are_not_what_their_name_says(tmp_path, name, content, problem):
@@ -382,13 +384,34 @@ def test_patterns_find_what_glob_finds(tmp_path, monkeypatch):
         assert {os.path.normpath(source.path) for source in find_sources([pattern])} == expected, pattern
 
 
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_name_that_is_not_utf8_is_read_and_recorded_by_its_bytes(tmp_path, name):
+    path = tmp_path / f"caf\udce9-{name}"
+    try:
+        WRITERS[name](tmp_path / name)
+        (tmp_path / name).rename(path)
+    except OSError:
+        pytest.skip("this file system has UTF-8 names only")
+    (source,) = find_sources([f"{tmp_path}/*"])
+    assert source.name == f"caf\\xe9-{name}" and source.place(1).isprintable()
+    assert len([r for r in records_of_parts([path]) if r.text]) == len(TEXTS)
+
+
 def test_all_that_is_wrong_with_the_input_is_told_at_once(tmp_path):
     (tmp_path / "a.doc").write_bytes(b"x")
     (tmp_path / "noname").write_bytes(b"x")
-    patterns = [f"{tmp_path}/*.jsonl", str(tmp_path), f"{tmp_path}/a.doc", f"{tmp_path}/noname"]
+    os.mkfifo(tmp_path / "pipe.txt")
+    patterns = [
+        f"{tmp_path}/*.jsonl",
+        str(tmp_path),
+        f"{tmp_path}/a.doc",
+        f"{tmp_path}/noname",
+        f"{tmp_path}/pipe.txt",
+    ]
     with pytest.raises(InputError) as caught:
         find_sources(patterns)
-    missing, folder, unknown, nameless = caught.value.problems
+    missing, folder, pipe, unknown, nameless = caught.value.problems
+    assert "pipe.txt: is a pipe or a device; write its content into a file" in pipe
     assert "no such file; quote patterns" in missing
     assert "is a folder; name its files, such as" in folder
     assert "unknown format .doc; known: .jsonl" in unknown
