@@ -232,10 +232,9 @@ class PartEncoder:
         read = _Texts()
         for source, record in part.records(self._settings.reading):
             if record.text:
-                for piece in self._settings.split.pieces(record.text):
+                for piece in self._settings.split.pieces(record.text, record.is_validation):
                     read.texts.append(piece.text)
-                    in_field = record.is_validation
-                    read.is_validation.append(piece.is_validation if in_field is None else in_field)
+                    read.is_validation.append(piece.is_validation)
                     read.sources.append(read.names.setdefault(source.name, len(read.names)))
                     read.places.append(record.place + piece.lines_before)
                     read.urls.append(record.url)
@@ -245,7 +244,7 @@ class PartEncoder:
                 if self._settings.stop_at_problem:
                     break
             elif record.not_read is not None:
-                read.unread_members[record.not_read] += 1
+                read.unread_members.update(record.not_read)
             elif record.text is None:
                 read.filtered += 1
             else:

@@ -66,9 +66,9 @@ def test_the_text_is_that_of_the_ids_and_is_read_back_for_another_tokenizer(tmp_
     assert content_of(tmp_path / "two") == content_of(tmp_path / "out")
 
     other = tmp_path / "other"
-    run("--input", f"{tmp_path}/out/text/*", "--train_tokenizer", 300, "--output", other, with_tokenizer=False)
-    back = ("--input", f"{tmp_path}/out/text/*.jsonl.zst", "--tokenizer", other, "--output", tmp_path / "back")
-    run(*back, "--split_field", "split", with_tokenizer=False)
+    read = ("--input", f"{tmp_path}/out/text/*.jsonl.zst", "--split_field", "split")
+    run(*read, "--train_tokenizer", 300, "--output", other, with_tokenizer=False)
+    run(*read, "--tokenizer", other, "--output", tmp_path / "back", with_tokenizer=False)
     for split in SPLITS:
         assert documents_of(tmp_path / "back", split) == documents_of(tmp_path / "out", split)
 
@@ -96,3 +96,17 @@ def test_killed_at_any_write_the_text_is_the_same(tmp_path, tokenizer, workers):
     ended = run_killed(0, *broken)
     assert ended.returncode == 0, ended.stderr
     assert content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
+
+
+def test_a_split_that_is_none_is_a_bad_record(tmp_path, run):
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "split": "train"}\n{"text": "two", "split": "test"}\n')
+    arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--split_field", "split")
+    with pytest.raises(InputError, match=r"a\.jsonl, line 2: field 'split' must be train or validation"):
+        run(*arguments)
+
+
+def test_text_is_not_written_without_shards(tmp_path, run):
+    write_jsonl(tmp_path / "a.jsonl", ["one"])
+    arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--write_text")
+    with pytest.raises(InputError, match="--write_text writes documents beside shards"):
+        run(*arguments, "--train_tokenizer", 300, with_tokenizer=False)

@@ -7,6 +7,7 @@ two blocks of zeros are, or it is damaged.
 import io
 import json
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
@@ -80,15 +81,23 @@ def read_tar(stream: ByteStream, reading: Reading, format_of: FormatOf) -> Itera
     """A document per text member, those of the .json members without a text beside them, and those of other files.
 
     A text's other fields are those of the .json member that shares its name up to the first dot. Members that are no
-    documents come as records that say so. A record's place counts documents and problems.
+    documents are counted in a record at the end. A record's place counts documents and problems.
     """
-    place = 0
-    for record in _records(stream, reading, format_of):
-        place += record.not_read is None
-        yield record._replace(place=max(1, place))
+    place, others = 0, Counter()
+    damage = None
+    try:
+        for record in _records(stream, reading, format_of, others):
+            place += record.not_read is None
+            yield record._replace(place=max(1, place))
+    except DamagedFileError as error:
+        damage = error
+    if others:
+        yield Record(max(1, place), None, not_read=dict(others))
+    if damage is not None:
+        raise damage
 
 
-def _records(stream: ByteStream, reading: Reading, format_of: FormatOf) -> Iterator[Record]:
+def _records(stream: ByteStream, reading: Reading, format_of: FormatOf, others: Counter[str]) -> Iterator[Record]:
     sample = _Sample(("", ""))
     try:
         with tarfile.open(fileobj=io.BufferedReader(stream), mode="r|", tarinfo=_StrictMember) as archive:
@@ -97,12 +106,12 @@ def _records(stream: ByteStream, reading: Reading, format_of: FormatOf) -> Itera
                     continue
                 found = format_of(member.name) if member.isreg() and not _is_hidden(member.name) else None
                 if found is None:
-                    yield Record(1, None, not_read=_kind_of(member))
+                    others[_kind_of(member)] += 1
                     continue
                 folder, _, base = member.name.rpartition("/")
                 name = (folder, base.partition(".")[0])
                 if name != sample.name:
-                    yield from _sample_records(sample, reading, format_of)
+                    yield from _sample_records(sample, reading, format_of, others)
                     sample = _Sample(name)
                 is_text = found.name == "txt" and reading.documents == "file"
                 if found.compression is not None or not (is_text or found.name == "json"):
@@ -112,10 +121,10 @@ def _records(stream: ByteStream, reading: Reading, format_of: FormatOf) -> Itera
                 else:
                     content = archive.extractfile(member).read()
                     (sample.texts if is_text else sample.objects).append((member.name, content))
-            yield from _sample_records(sample, reading, format_of)
+            yield from _sample_records(sample, reading, format_of, others)
     except tarfile.TarError as error:
         # What was read before the damage is whole.
-        yield from _sample_records(sample, reading, format_of)
+        yield from _sample_records(sample, reading, format_of, others)
         raise DamagedFileError(f"damaged tar archive ({error})") from None
 
 
@@ -156,7 +165,7 @@ def _member_records(name: str, file: io.IOBase, found: MemberFormat, reading: Re
             yield _problem(name, f"{error}; nothing after it was read of it")._replace(problem_records=error.records)
 
 
-def _sample_records(sample: _Sample, reading: Reading, format_of: FormatOf) -> Iterator[Record]:
+def _sample_records(sample: _Sample, reading: Reading, format_of: FormatOf, others: Counter[str]) -> Iterator[Record]:
     """Its texts with the fields of its .json member, or the documents of its .json members."""
     objects = {name.lower().rpartition("/")[2].partition(".")[2]: content for name, content in sample.objects}
     for name, content in sample.texts:
@@ -166,7 +175,7 @@ def _sample_records(sample: _Sample, reading: Reading, format_of: FormatOf) -> I
         if not sample.texts:
             yield from _member_records(name, io.BytesIO(content), format_of(name), reading)
         elif name.lower().rpartition("/")[2].partition(".")[2] != "json":
-            yield Record(1, None, not_read=".json beside a text")
+            others[".json beside a text"] += 1
     sample.texts, sample.objects = [], []
 
 

@@ -28,8 +28,8 @@ class Record(NamedTuple):
     """By the field that --split_field names; None: the hash of the text decides."""
     problem_records: int = 1
     """How many records a problem makes useless: a file without the column holds many."""
-    not_read: str | None = None
-    """The suffix of an archive's member that is no document; text and problem are None."""
+    not_read: dict[str, int] | None = None
+    """Of an archive, by suffix: how many members are no documents. Then text and problem are None."""
 
 
 @dataclass(frozen=True)

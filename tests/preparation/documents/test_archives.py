@@ -6,6 +6,7 @@ import json
 import os
 import re
 import tarfile
+from collections import Counter
 
 import pytest
 import zstandard
@@ -39,7 +40,8 @@ def read(path, reading=None):
     """(texts, problems, suffixes of what is not read)."""
     found = records_of(path, reading)
     texts = [record.text.decode() for record in found if record.text is not None]
-    return texts, [r.problem for r in found if r.problem], sorted(r.not_read for r in found if r.not_read)
+    others = sum((Counter(record.not_read) for record in found), Counter())
+    return texts, [record.problem for record in found if record.problem], sorted(others)
 
 
 def flipped(content, place):
