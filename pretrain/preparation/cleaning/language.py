@@ -32,8 +32,8 @@ LEAST_WORDS = 20
 """Of a sample, to say anything."""
 LOOKS = ((600, 0.12, 2, 4), (4000, 0.12, 2, 4), (4000, 0.06, 8, 8), (20_000, 0.06, 8, 10))
 """(bytes of the sample, share, lead, different): a language is certain with that share of its words, `lead` times the
-next one's, if so many of them are different and it has that share in most places; else the next look decides. Tables
-and code leave fewer function words, but none of another language."""
+next one's, if so many of them are different and it has half of that share in most places; else the next look decides.
+Tables and code leave fewer function words, but none of another language."""
 _WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
 """Letters of scripts that do not divide words: of a text that has others beside them, lingua sees the others."""
 

@@ -101,7 +101,7 @@ def _certain(text, bounds, keys, has, least_words, looks, words, of_place, seen,
                     second = max(second, counts[0, language])
             agree = np.int64(0)
             for place in range(places):
-                agree += of_place[place, best] >= looks[look, 1] * words[place]
+                agree += 2 * of_place[place, best] >= looks[look, 1] * words[place]
             is_frequent = all_words >= least_words and most >= looks[look, 1] * all_words
             is_frequent = is_frequent and most >= looks[look, 2] * second and 2 * agree > places
             if is_frequent and counts[1, best] >= looks[look, 3]:
