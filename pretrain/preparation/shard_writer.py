@@ -16,7 +16,7 @@ from pretrain.data.shards import VERIFY_BLOCK_BYTES
 from pretrain.errors import InputError
 from pretrain.files import sha256_of, sync_folder, write_durably
 from pretrain.preparation.cleaning.near_duplicate_search import SIGNATURES_SUFFIX
-from pretrain.preparation.text_files import SUFFIX, TEXT_FOLDER, compress, text_name
+from pretrain.preparation.text_files import TEXT_SUFFIX, TEXT_FOLDER, compress, text_name
 
 
 class _HashedFile:
@@ -251,5 +251,5 @@ def shard_files(folder: Path) -> list[Path]:
     """Every file of a shard in a folder: ids, what stands beside them, and text."""
     suffixes = (".bin", DOCUMENTS_SUFFIX, megatron.IDX_SUFFIX, SIGNATURES_SUFFIX)
     names = [f"{split}-*{suffix}" for split in SPLITS for suffix in suffixes]
-    names += [f"{TEXT_FOLDER}/{split}-*{SUFFIX}" for split in SPLITS]
+    names += [f"{TEXT_FOLDER}/{split}-*{TEXT_SUFFIX}" for split in SPLITS]
     return sorted(path for name in names for path in folder.glob(name))

@@ -16,7 +16,7 @@ from pretrain.preparation.documents.byte_stream import ByteStream, DamagedFileEr
 
 TEXT_FOLDER = "text"
 """In the prepared folder."""
-SUFFIX = ".jsonl.zst"
+TEXT_SUFFIX = ".jsonl.zst"
 LEVEL = 3
 LINE_BYTES_AT_ONCE = 1 << 20
 
@@ -46,7 +46,7 @@ def compress(plain: Path, path: Path) -> None:
 
 def text_name(shard: str) -> str:
     """The name, in the prepared folder, of the text of a shard: train-00000.bin -> text/train-00000.jsonl.zst."""
-    return f"{TEXT_FOLDER}/{Path(shard).stem}{SUFFIX}"
+    return f"{TEXT_FOLDER}/{Path(shard).stem}{TEXT_SUFFIX}"
 
 
 def has_text(manifest: Manifest) -> bool:

@@ -18,11 +18,11 @@ CHOICE = re.compile(
     r"(?:(?:in)?correct_?)?(?:option|choice|answer|ending|target|distractor|sol)_?s?_?\d*$|[A-E]$", re.I
 )
 """Names of fields that hold answers to choose from."""
-BLANK = re.compile(r"(?<!\w)_+(?!\w)")
+ANSWER_BLANK = re.compile(r"(?<!\w)_+(?!\w)")
 """Where an answer is to be filled in."""
 CONNECTORS = {"cause": ("because",), "effect": ("so", "therefore")}
 WORD = re.compile(r"\w+")
-LEAST_WORDS, MOST_WORDS, MOST_OF_WORDS = 3, 1000, 0.8
+FEWEST_COMPARED, MOST_COMPARED, MOST_OF_WORDS = 3, 1000, 0.8
 UNKNOWN = "no such task, and no such file or folder"
 
 
@@ -91,8 +91,8 @@ def question_texts(question: str, choices: Sequence[str], connectors: Sequence[s
     end = " ".join(question.split()[-12:])
     texts = [question, *(f"{end} {choice}" for choice in choices)]
     texts += [f"{end} {connector} {choice}" for connector in connectors for choice in choices]
-    if BLANK.search(question):
-        texts += [BLANK.sub(lambda _, choice=choice: choice, question) for choice in choices]
+    if ANSWER_BLANK.search(question):
+        texts += [ANSWER_BLANK.sub(lambda _, choice=choice: choice, question) for choice in choices]
     return list(dict.fromkeys(texts))
 
 
@@ -140,7 +140,7 @@ def stands_in(text: str, other: str, other_words: Sequence[str]) -> bool:
 
 def stands_mostly_in(words: Sequence[str], others: Sequence[str]) -> bool:
     """Whether most of a text's words stand in another, in their order."""
-    if not LEAST_WORDS <= len(words) <= MOST_WORDS or len(others) > MOST_WORDS:
+    if not FEWEST_COMPARED <= len(words) <= MOST_COMPARED or len(others) > MOST_COMPARED:
         return False
     blocks = SequenceMatcher(None, words, others, autojunk=False).get_matching_blocks()
     return sum(block.size for block in blocks) >= MOST_OF_WORDS * len(words)
