@@ -16,7 +16,7 @@ from pretrain.data.shards import VERIFY_BLOCK_BYTES
 from pretrain.errors import InputError
 from pretrain.files import sha256_of, sync_folder, write_durably
 from pretrain.preparation.cleaning.near_duplicate_search import SIGNATURES_SUFFIX
-from pretrain.preparation.text_files import TEXT_SUFFIX, TEXT_FOLDER, compress, text_name
+from pretrain.preparation.text_files import TEXT_FOLDER, TEXT_SUFFIX, compress, text_name
 
 
 class _HashedFile:
