@@ -8,8 +8,8 @@
     python prepare_data.py --input 's3://mine/docs/*.parquet' --tokenizer gpt2 --output s3://mine/tokens
     python prepare_data.py --input 'web/*.parquet' --filter mine.py:keep --dry_run 5000 \\
         --tokenizer gpt2 --output data/web
-    python prepare_data.py --input 'web/*.parquet' --clean --tokenizer gpt2 --output data/web --write_text
-    python prepare_data.py --input 'data/web/text/*' --split_field split --tokenizer tokenizers/mine --output data/mine
+    python prepare_data.py --input 'web/*.parquet' --clean --tokenizer gpt2 --output data/clean --write_text
+    python prepare_data.py --input 'data/clean/text/*' --split_field split --tokenizer tokenizers/mine --output data/mine
     python prepare_data.py --report data/web
     python prepare_data.py --inspect data/docs
     python prepare_data.py --verify data/docs
