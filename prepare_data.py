@@ -8,6 +8,8 @@
     python prepare_data.py --input 's3://mine/docs/*.parquet' --tokenizer gpt2 --output s3://mine/tokens
     python prepare_data.py --input 'web/*.parquet' --filter mine.py:keep --dry_run 5000 \\
         --tokenizer gpt2 --output data/web
+    python prepare_data.py --input 'web/*.parquet' --clean --tokenizer gpt2 --output data/clean --write_text
+    python prepare_data.py --input 'data/clean/text/*' --split_field split --tokenizer tokenizers/mine --output data/mine
     python prepare_data.py --report data/web
     python prepare_data.py --inspect data/docs
     python prepare_data.py --verify data/docs
@@ -189,6 +191,9 @@ def print_figures(outcome: "PreparationOutcome", options: "PreparationOptions") 
             print(f"  decontaminated   {contamination_text(row)}")
     if benchmarks and not any(row["found"] for row in benchmarks):
         print(f"  decontaminated   no item was found of {', '.join(row['benchmark'] for row in benchmarks)}")
+    if tally.unread_members:
+        by_suffix = ", ".join(f"{number:,} {suffix}" for suffix, number in sorted(tally.unread_members.items()))
+        print(f"  not read         members of tar archives that are no documents: {by_suffix}")
     for example in tally.bad_examples:
         print(f"  skipped          {example}")
 

@@ -68,7 +68,8 @@ def sha256_of(path: Path) -> str:
 
 def as_json(fields: Any) -> bytes:
     """How the records of prepared data are written: the same fields give the same bytes."""
-    return (json.dumps(fields, ensure_ascii=False, indent=1) + "\n").encode()
+    # A name on the command line may not be UTF-8; JSON reads the escape of its bytes back as they were.
+    return (json.dumps(fields, ensure_ascii=False, indent=1) + "\n").encode(errors="backslashreplace")
 
 
 SEAL_FILE = "MANIFEST.json"

@@ -1,5 +1,6 @@
 """Encoded documents to the shards of both splits: without duplicates, within the limits, counted."""
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -33,14 +34,17 @@ class Tally:
     near_duplicate_bytes: int = 0
     bad_records: int = 0
     bad_examples: list[str] = field(default_factory=list)
+    unread_members: dict[str, int] = field(default_factory=dict)
     input_bytes: int = 0
     cleaning: CleaningAccount = field(default_factory=CleaningAccount)
 
-    def skipped(self) -> dict[str, int | list[str]]:
+    def skipped(self) -> dict[str, Any]:
         """What was left out, as the manifest records it."""
         # Where none were looked for, the manifest is what it was before they could be.
         near = {name: getattr(self, name) for name in NEAR_DUPLICATE_COUNTS if getattr(self, name)}
         counts = {name: getattr(self, name) for name in SKIPPED_COUNTS} | near
+        if self.unread_members:
+            counts["unread_members"] = dict(sorted(self.unread_members.items()))
         return counts | {"first_bad_records": self.bad_examples}
 
     @classmethod
@@ -88,7 +92,8 @@ class Intake:
         numbers = np.array([self._source_numbers[name] for name in encoded.source_names], np.uint32)
         documents["source"] = numbers[documents["source"]]
         signatures = None if encoded.signatures is None else encoded.signatures[:taken]
-        validation_tokens = self._write(encoded.ids, documents, encoded.is_validation[:taken], signatures)
+        lines = None if encoded.lines is None else encoded.lines[:taken]
+        validation_tokens = self._write(encoded.ids, documents, encoded.is_validation[:taken], signatures, lines)
         tally.documents += taken
         tally.tokens += int(documents["end"][-1]) if taken else 0
         tally.text_bytes += int(documents["text_bytes"].sum())
@@ -97,17 +102,24 @@ class Intake:
         tally.filtered_documents += encoded.filtered_documents
         tally.near_duplicate_documents += encoded.near_duplicate_documents
         tally.near_duplicate_bytes += encoded.near_duplicate_bytes
+        for suffix, members in encoded.unread_members.items():
+            tally.unread_members[suffix] = tally.unread_members.get(suffix, 0) + members
         tally.input_bytes += encoded.input_bytes
         if encoded.cleaning is not None:
             tally.cleaning.add(encoded.cleaning)
         return complete
 
     def _write(
-        self, ids: np.ndarray, documents: np.ndarray, is_validation: np.ndarray, signatures: np.ndarray | None
+        self,
+        ids: np.ndarray,
+        documents: np.ndarray,
+        is_validation: np.ndarray,
+        signatures: np.ndarray | None,
+        lines: list[bytes] | None,
     ) -> int:
         """Writes documents to the split that each belongs to; the tokens that went to validation."""
         if not is_validation.any():
-            self._writer.write("train", ids, documents, signatures)
+            self._writer.write("train", ids, documents, signatures, lines)
             return 0
         tokens = tokens_of(documents)
         ids = ids[: int(tokens.sum())]
@@ -116,7 +128,8 @@ class Intake:
                 of_split = documents[chosen]
                 of_split["end"] = np.cumsum(tokens[chosen])
                 of_signatures = None if signatures is None else signatures[chosen]
-                self._writer.write(split, chosen_ids(ids, tokens, chosen), of_split, of_signatures)
+                of_lines = None if lines is None else list(itertools.compress(lines, chosen.tolist()))
+                self._writer.write(split, chosen_ids(ids, tokens, chosen), of_split, of_signatures, of_lines)
         return int(tokens[is_validation].sum())
 
     def _check_problems(self, problems: list[Problem]) -> None:
@@ -128,15 +141,18 @@ class Intake:
             raise InputError(
                 f"{first.place}: {first.reason}; fix the input, or use --on_error skip, which counts what it skips"
             )
-        if tally.bad_records + len(problems) > options.max_errors:
-            excess = problems[options.max_errors - tally.bad_records]
-            raise InputError(
-                f"{excess.place}: {excess.reason}; that is one more than --max_errors {options.max_errors:,} bad "
-                "records; fix the input, or run again with a larger --max_errors, which continues from here"
-            )
+        bad_records = tally.bad_records
+        for problem in problems:
+            bad_records += problem.records
+            if bad_records > options.max_errors:
+                more = "one more" if bad_records == options.max_errors + 1 else f"{bad_records:,}, more"
+                raise InputError(
+                    f"{problem.place}: {problem.reason}; that is {more} than --max_errors {options.max_errors:,} bad "
+                    "records; fix the input, or run again with a larger --max_errors, which continues from here"
+                )
         room = PROBLEMS_NAMED_IN_MANIFEST - len(tally.bad_examples)
         tally.bad_examples += [f"{problem.name}: {problem.reason}" for problem in problems[:room]]
-        tally.bad_records += len(problems)
+        tally.bad_records = bad_records
 
 
 def _documents_within_limits(encoded: EncodedPart, tally: Tally, options: PreparationOptions) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
-from pretrain.errors import InputError
+from pretrain.errors import InputError, shortened
 from pretrain.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain.preparation.cleaning.stages import Cleaning
 from pretrain.preparation.documents.records import Reading
@@ -106,6 +106,7 @@ class PreparationOptions:
     megatron: bool = False
     near_duplicates: NearDuplicates | None = None
     cleaning: Cleaning | None = None
+    write_text: bool = False
     slice: str | None = None
 
     def as_plan(self) -> dict[str, Any]:
@@ -118,7 +119,7 @@ class PreparationOptions:
         del reading["tab_separated"]
         reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None
         # Null when off, as where the option is not known yet: folders made before it are recognised.
-        fields |= {name: fields[name] or None for name in ("deduplicate", "megatron")}
+        fields |= {name: fields[name] or None for name in ("deduplicate", "megatron", "write_text")}
         return {**reading, **fields}
 
     def within(self, documents: Documents) -> "PreparationOptions":
@@ -191,13 +192,15 @@ def refuse_differences(
     """
     differences = []
     for key, now in plan.items():
-        before = made_from.get(key)
-        if isinstance(now, dict):
-            before = before if isinstance(before, dict) else {}
-            names = [name for name in now if before.get(name) != now[name] and name not in free]
-            differences += [f"{key}.{name} was {before.get(name)!r}, is now {now[name]!r}" for name in names]
-        elif before != now and key != "sources":
-            differences.append(f"{key} was {before!r}, is now {now!r}")
+        if key == "options":
+            before = made_from.get(key) if isinstance(made_from.get(key), dict) else {}
+            differences += _value_differences(
+                key,
+                {name: value for name, value in before.items() if name in now and name not in free},
+                {name: value for name, value in now.items() if name not in free},
+            )
+        elif key != "sources":
+            differences += _value_differences(key, made_from.get(key), now)
     differences += source_differences(made_from.get("sources") or [], plan["sources"])
     if differences:
         more = len(differences) - SHOWN_DIFFERENCES
@@ -205,6 +208,33 @@ def refuse_differences(
         raise InputError(
             f"{output}: {how} from something else: {shown}; use another --output, or remove this one first"
         )
+
+
+def _value_differences(name: str, before: Any, now: Any) -> list[str]:
+    """What is different of an option or of anything within it, in words; stages of a list go by their names."""
+    if before == now:
+        return []
+    by_name = [_by_name(value) for value in (before, now)]
+    if None not in by_name:
+        old, new = by_name
+        told = [f"{name}: {each} is gone" for each in old if each not in new]
+        told += [f"{name}: {each} is new" for each in new if each not in old]
+        both = [each for each in old if each in new]
+        if both != [each for each in new if each in old]:
+            told.append(f"{name}: the order was {', '.join(old)}, is now {', '.join(new)}")
+        return told + [text for each in both for text in _value_differences(f"{name}.{each}", old[each], new[each])]
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = dict.fromkeys([*before, *now])
+        return [text for key in keys for text in _value_differences(f"{name}.{key}", before.get(key), now.get(key))]
+    return [f"{name} was {shortened(repr(before))}, is now {shortened(repr(now))}"]
+
+
+def _by_name(value: Any) -> dict[str, dict[str, Any]] | None:
+    """A list of stages or benchmarks by their names, None like an empty one; None where it is nothing of the kind."""
+    items = [] if value is None else value
+    if not isinstance(items, list) or not all(isinstance(item, dict) and "name" in item for item in items):
+        return None
+    return {str(item["name"]): item for item in items}
 
 
 def source_differences(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:

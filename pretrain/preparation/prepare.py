@@ -42,6 +42,7 @@ from pretrain.preparation.encode import Encoder, ReferenceEncoder, make_encoder
 from pretrain.preparation.plan import PreparationRequest, refuse_differences, refuse_other_files, source_differences
 from pretrain.preparation.shard_writer import ShardWriter, shard_files
 from pretrain.preparation.slices import merged_parts, require_slices
+from pretrain.preparation.text_files import TEXT_FOLDER
 from pretrain.preparation.worker import EncodedPart, EncodingSettings, encode_parts
 from pretrain.processes import folder_lock
 
@@ -150,6 +151,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
         text_bytes=sum(total[2] for total in totals),
         validation_tokens=totals[1][0],
         **{name: made_from["skipped"].get(name, 0) for name in (*SKIPPED_COUNTS, *NEAR_DUPLICATE_COUNTS)},
+        unread_members=made_from["skipped"].get("unread_members", {}),
         cleaning=recorded_account(output, made_from),
     )
     return PreparationOutcome(manifest, tally, already_done=True, continued=False, seconds=0.0, tokens_made=0)
@@ -160,7 +162,7 @@ def _discard(output: Path, existed: bool) -> None:
     for path in shard_files(output):
         path.unlink()
     (output / SAMPLES_FILE).unlink(missing_ok=True)
-    for name in (TOKENIZER_FOLDER, UNFINISHED_FOLDER):
+    for name in (TOKENIZER_FOLDER, UNFINISHED_FOLDER, TEXT_FOLDER):
         shutil.rmtree(output / name, ignore_errors=True)
     (output / NEAR_DUPLICATES_FILE).unlink(missing_ok=True)
     if not existed:
@@ -337,6 +339,7 @@ class _Run:
             progress["writer"] if progress else None,
             options.megatron,
             near.signature_bytes if near else 0,
+            self.output / UNFINISHED_FOLDER / TEXT_FOLDER if options.write_text else None,
         )
         seen = seen_in_shards(self.output, writer.written(), dtype) if options.deduplicate else None
         numbers = {source["path"]: number for number, source in enumerate(self.plan["sources"])}
@@ -401,6 +404,7 @@ class _Run:
             deduplicate=options.deduplicate,
             near_duplicates=options.near_duplicates,
             cleaning=None if counting else self.cleaning,
+            write_text=options.write_text,
             counting=counting,
         )
         parts = request.documents.parts(options.reading, start)

@@ -89,6 +89,8 @@ def _missing(arguments: argparse.Namespace) -> list[str]:
         problems.append("give --output FOLDER, the folder to create")
     if bool(arguments.tokenizer) == bool(arguments.train_tokenizer):
         problems.append("give either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one")
+    if arguments.train_tokenizer and arguments.write_text:
+        problems.append("--write_text writes documents beside shards, and --train_tokenizer makes none; leave one out")
     if arguments.train_tokenizer and (
         arguments.filter or arguments.language or arguments.clean or arguments.decontaminate
     ):
@@ -173,6 +175,7 @@ def _options(arguments: argparse.Namespace) -> PreparationOptions:
         max_errors=_count(problems, arguments, "max_errors", smallest=0),
         deduplicate=arguments.deduplicate,
         megatron=arguments.format == "megatron",
+        write_text=arguments.write_text,
         near_duplicates=near,
         cleaning=_cleaning(arguments, problems),
     )
@@ -227,6 +230,7 @@ def _reading(arguments: argparse.Namespace, problems: list[str]) -> Reading:
         shortest,
         longest,
         url_field=arguments.url_field,
+        split_field=arguments.split_field,
     )
 
 

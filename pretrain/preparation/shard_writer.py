@@ -16,6 +16,7 @@ from pretrain.data.shards import VERIFY_BLOCK_BYTES
 from pretrain.errors import InputError
 from pretrain.files import sha256_of, sync_folder, write_durably
 from pretrain.preparation.cleaning.near_duplicate_search import SIGNATURES_SUFFIX
+from pretrain.preparation.text_files import TEXT_FOLDER, TEXT_SUFFIX, compress, text_name
 
 
 class _HashedFile:
@@ -57,7 +58,7 @@ class _HashedFile:
 
 
 class _OpenShard:
-    """A shard that grows: its ids, and beside them the index of its documents and their signatures, if any."""
+    """A shard that grows: its ids, beside them the index of its documents and their signatures, if any, their text."""
 
     def __init__(
         self,
@@ -67,12 +68,20 @@ class _OpenShard:
         tokens: int = 0,
         documents: int = 0,
         text_bytes: int = 0,
+        line_bytes: int = 0,
+        plain_text: Path | None = None,
     ):
-        self.tokens, self.documents, self.text_bytes = tokens, documents, text_bytes
+        self.tokens, self.documents, self.text_bytes, self.line_bytes = tokens, documents, text_bytes, line_bytes
+        self.lines = _HashedFile(plain_text, line_bytes) if plain_text else None
         self.ids = _HashedFile(path, tokens * dtype.itemsize)
         self.beside = [_HashedFile(index_path(path), documents * DOCUMENT.itemsize)]
         if signature_bytes:
             self.beside.append(_HashedFile(path.with_suffix(SIGNATURES_SUFFIX), documents * signature_bytes))
+
+    @property
+    def files(self) -> list[_HashedFile]:
+        """All that it grows in."""
+        return [self.ids, *self.beside, *([self.lines] if self.lines else [])]
 
     def as_shard(self, split: str, sha256: str = "", beside: dict[str, str] | None = None) -> Shard:
         return Shard(self.ids.path.name, split, self.tokens, self.documents, self.text_bytes, sha256, beside or {})
@@ -82,7 +91,8 @@ class ShardWriter:
     """Appends whole documents to the shards of each split; a new shard begins before `shard_tokens` would be exceeded.
 
     Only a single document longer than `shard_tokens` makes a longer shard. `state` (from `sync`) continues earlier
-    work: whatever was written after it is cut off.
+    work: whatever was written after it is cut off. plain_text: the folder for the text of shards that grow, None where
+    none is written; what is in it is needed until the manifest is written.
     """
 
     def __init__(
@@ -93,8 +103,13 @@ class ShardWriter:
         state: dict[str, Any] | None = None,
         with_megatron_index: bool = False,
         signature_bytes: int = 0,
+        plain_text: Path | None = None,
     ):
-        self._folder = folder
+        self._folder, self._plain_text = folder, plain_text
+        self._compressed: list[Path] = []
+        self._to_remove: list[Path] = []
+        if plain_text:
+            plain_text.mkdir(exist_ok=True)
         self._dtype_name, self._dtype = dtype, id_dtype(dtype)
         self._shard_tokens = shard_tokens
         self._with_megatron_index, self._signature_bytes = with_megatron_index, signature_bytes
@@ -105,7 +120,9 @@ class ShardWriter:
         self._open = {split: self._opened(split, **fields) for split, fields in state["open"].items()}
 
     def _opened(self, split: str, number: int, **counts: int) -> _OpenShard:
-        return _OpenShard(self._folder / _file_name(split, number), self._dtype, self._signature_bytes, **counts)
+        path = self._folder / _file_name(split, number)
+        plain_text = self._plain_text and self._plain_text / f"{path.stem}.jsonl"
+        return _OpenShard(path, self._dtype, self._signature_bytes, **counts, plain_text=plain_text)
 
     def _remove_unknown_files(self, opened: dict[str, dict[str, int]]) -> None:
         known = {name for shard in self._finished for name in (shard.file, *shard.beside)}
@@ -113,7 +130,7 @@ class ShardWriter:
             path = self._folder / _file_name(split, fields["number"])
             known |= {path.name, index_path(path).name, path.with_suffix(SIGNATURES_SUFFIX).name}
         for path in shard_files(self._folder):
-            if path.name not in known:
+            if str(path.relative_to(self._folder)) not in known:
                 path.unlink()
         for shard in self._finished:
             path = self._folder / shard.file
@@ -124,10 +141,18 @@ class ShardWriter:
                     f"{path}: has changed since it was written; remove {self._folder} and prepare it again"
                 )
 
-    def write(self, split: str, ids: np.ndarray, documents: np.ndarray, signatures: np.ndarray | None = None) -> None:
+    def write(
+        self,
+        split: str,
+        ids: np.ndarray,
+        documents: np.ndarray,
+        signatures: np.ndarray | None = None,
+        lines: list[bytes] | None = None,
+    ) -> None:
         """Appends documents: their ids end to end, and their records of type DOCUMENT with ends counted in `ids`.
 
-        signatures: (documents, signature_bytes) uint8, where the writer was made with signature_bytes.
+        signatures: (documents, signature_bytes) uint8, where the writer was made with signature_bytes. lines: of
+        text_files.document_line, where it was made with plain_text.
         """
         ends = documents["end"].astype(np.int64)
         tokens = tokens_of(documents)
@@ -144,6 +169,10 @@ class ShardWriter:
             shard.beside[0].append(entries.tobytes())
             if signatures is not None:
                 shard.beside[1].append(signatures[first:stop].tobytes())
+            if shard.lines is not None:
+                content = b"".join(lines[first:stop])
+                shard.lines.append(content)
+                shard.line_bytes += len(content)
             shard.tokens += stop_id - first_id
             shard.documents += stop - first
             shard.text_bytes += int(entries["text_bytes"].sum())
@@ -169,18 +198,32 @@ class ShardWriter:
             tokens = tokens_of(np.fromfile(index_path(path), DOCUMENT))
             write_durably(path, megatron.index_bytes(tokens, self._dtype_name))
             beside[path.name] = sha256_of(path)
+        if shard.lines is not None:
+            shard.lines.finish()
+            name = text_name(shard.ids.path.name)
+            compress(shard.lines.path, self._folder / name)
+            beside[name] = sha256_of(self._folder / name)
+            self._compressed.append(shard.lines.path)
         self._finished.append(shard.as_shard(split, sha256, beside))
 
     def sync(self) -> dict[str, Any]:
         """Makes everything written so far durable and returns the state that continues from here."""
         opened = {}
+        # The state before this one has been recorded, so nobody continues from where these were plain.
+        for path in self._to_remove:
+            path.unlink(missing_ok=True)
+        self._to_remove, self._compressed = self._compressed, []
         for split, shard in self._open.items():
-            for file in (shard.ids, *shard.beside):
+            for file in shard.files:
                 file.sync()
             # The open shard of a split is the last one that was begun.
             opened[split] = {"number": self._counts[split] - 1, "tokens": shard.tokens}
             opened[split] |= {"documents": shard.documents, "text_bytes": shard.text_bytes}
-        sync_folder(self._folder)
+            if shard.lines is not None:
+                opened[split]["line_bytes"] = shard.line_bytes
+        for folder in (self._folder, self._folder / TEXT_FOLDER, self._plain_text):
+            if folder and folder.is_dir():
+                sync_folder(folder)
         return {"finished": [asdict(shard) for shard in self._finished], "open": opened, "counts": self._counts}
 
     def written(self) -> list[Shard]:
@@ -196,7 +239,7 @@ class ShardWriter:
     def close(self) -> None:
         """Closes the files without finishing anything."""
         for shard in self._open.values():
-            for file in (shard.ids, *shard.beside):
+            for file in shard.files:
                 file.close()
 
 
@@ -205,7 +248,8 @@ def _file_name(split: str, number: int) -> str:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """Every file of a shard in a folder: ids and what stands beside them."""
+    """Every file of a shard in a folder: ids, what stands beside them, and text."""
     suffixes = (".bin", DOCUMENTS_SUFFIX, megatron.IDX_SUFFIX, SIGNATURES_SUFFIX)
     names = [f"{split}-*{suffix}" for split in SPLITS for suffix in suffixes]
+    names += [f"{TEXT_FOLDER}/{split}-*{TEXT_SUFFIX}" for split in SPLITS]
     return sorted(path for name in names for path in folder.glob(name))

@@ -21,6 +21,7 @@ from pretrain.preparation.cleaning.account import recorded_account
 from pretrain.preparation.deduplicate import document_hashes
 from pretrain.preparation.documents.sources import Position
 from pretrain.preparation.plan import PreparationOptions, PreparationRequest, refuse_differences
+from pretrain.preparation.text_files import has_text, lines_of, stored_lines
 from pretrain.preparation.worker import EncodedPart, Problem
 
 TOKENS_PER_PART = 1 << 22
@@ -101,6 +102,7 @@ def slice_parts(
     """A slice's documents in the order of its input, some at a time; the last part has the counts."""
     order = InputOrder([manifest])
     readers = {split: ShardReader(manifest, split) for split in SPLITS}
+    text = {split: stored_lines(manifest, split) for split in SPLITS} if has_text(manifest) else None
     read = dict.fromkeys(SPLITS, 0)
     all_tokens = sum(reader.tokens for reader in readers.values())
     part = first = 0
@@ -129,6 +131,7 @@ def slice_parts(
             source_names=tuple(manifest.source_names[name] for name in names),
             is_validation=is_validation,
             hashes=document_hashes(ids, ends) if deduplicate else None,
+            lines=lines_of(is_validation.tolist(), text) if text else None,
             after=Position(number, part + 1),
             near_duplicate_documents=int(right - left),
             near_duplicate_bytes=int(documents["text_bytes"][~kept].sum()),
@@ -145,8 +148,9 @@ def _counts_of(folder: Path, manifest: Manifest, number: int) -> EncodedPart:
     skipped = made["skipped"]
     named = [example.partition(": ") for example in skipped["first_bad_records"]]
     problems = [Problem(0, name, name, reason) for name, _, reason in named]
-    # A slice names as many as the merged folder will, so the others need no name.
-    problems += [Problem(0, str(folder), str(folder), "more bad records")] * (skipped["bad_records"] - len(named))
+    if problems:
+        # A slice names as many as the merged folder will, so the others need no name.
+        problems[-1] = problems[-1]._replace(records=1 + skipped["bad_records"] - len(problems))
     return EncodedPart(
         ids=np.empty(0, id_dtype(manifest.dtype)),
         documents=np.empty(0, DOCUMENT),
@@ -156,6 +160,7 @@ def _counts_of(folder: Path, manifest: Manifest, number: int) -> EncodedPart:
         after=Position(number + 1, 0),
         empty_documents=skipped["empty_documents"],
         filtered_documents=skipped["filtered_documents"],
+        unread_members=skipped.get("unread_members", {}),
         problems=tuple(problems),
         cleaning=recorded_account(folder, made),
     )

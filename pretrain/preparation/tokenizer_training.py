@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pretrain.data.tokenizer import USUAL_END_OF_DOCUMENT, load_tokenizer
 from pretrain.errors import InputError
 from pretrain.files import as_json
+from pretrain.preparation.documents.records import Record
 from pretrain.preparation.documents.sources import BEGINNING
 from pretrain.preparation.encode import ReferenceEncoder
 from pretrain.preparation.plan import PreparationRequest, refuse_differences, refuse_other_files
@@ -95,7 +96,8 @@ def train_tokenizer(request: PreparationRequest) -> None:
 def _texts(request: PreparationRequest, sample: Sample) -> Iterator[str]:
     held_out: list[bytes] = []
     held_out_bytes = 0
-    pieces = (piece for text in _usable_texts(request, sample) for piece in request.split.pieces(text))
+    records = _usable_records(request, sample)
+    pieces = (piece for record in records for piece in request.split.pieces(record.text, record.is_validation))
     for text, is_validation, _ in pieces:
         if is_validation:
             if held_out_bytes < HELD_OUT_BYTES:
@@ -117,12 +119,12 @@ def _is_drawn(text: bytes, fraction: float) -> bool:
     return int.from_bytes(hashlib.sha256(text).digest()[8:16], "big") < fraction * 2.0**64
 
 
-def _usable_texts(request: PreparationRequest, sample: Sample) -> Iterator[bytes]:
+def _usable_records(request: PreparationRequest, sample: Sample) -> Iterator[Record]:
     taken, options = 0, request.options
     for part in request.documents.parts(options.reading, BEGINNING):
         for source, record in part.records(options.reading):
             if record.problem is not None:
-                sample.bad_records += 1
+                sample.bad_records += record.problem_records
                 allowed = options.max_errors if options.on_error == "skip" else 0
                 if sample.bad_records > allowed:
                     raise InputError(
@@ -133,7 +135,7 @@ def _usable_texts(request: PreparationRequest, sample: Sample) -> Iterator[bytes
                 if taken == options.max_documents:
                     return
                 taken += 1
-                yield record.text
+                yield record
 
 
 def _trained(texts: Iterator[str], vocabulary_size: int) -> "Tokenizer":

@@ -28,8 +28,13 @@ class ValidationSplit:
     tail_from: int = 0
     """First byte of the tail."""
 
-    def pieces(self, text: bytes) -> list[Piece]:
-        """The document as it is, or its head for training and its tail for validation."""
+    def pieces(self, text: bytes, given: bool | None = None) -> list[Piece]:
+        """The document as it is, or its head for training and its tail for validation.
+
+        given: whether it is for validation, where a field says so.
+        """
+        if given is not None:
+            return [Piece(text, given)]
         if self.divided_sha256 is None or hashlib.sha256(text).hexdigest() != self.divided_sha256:
             return [Piece(text, is_validation_text(text, self.fraction))]
         head, tail = text[: self.tail_from], text[self.tail_from :]

@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -29,6 +31,7 @@ from pretrain.preparation.deduplicate import document_hashes
 from pretrain.preparation.documents.records import Reading
 from pretrain.preparation.documents.sources import Part, Position
 from pretrain.preparation.encode import Encoder, FastEncoder
+from pretrain.preparation.text_files import document_line
 from pretrain.preparation.validation_split import ValidationSplit
 
 PARTS_AHEAD_PER_WORKER = 2
@@ -49,6 +52,7 @@ class EncodingSettings:
     deduplicate: bool = False
     near_duplicates: NearDuplicates | None = None
     cleaning: Cleaning | None = None
+    write_text: bool = False
     counting: RepeatedText | None = None
     """Only the hashes of each document's lines are wanted."""
 
@@ -60,6 +64,7 @@ class Problem(NamedTuple):
     place: str
     name: str
     reason: str
+    records: int = 1
 
 
 @dataclass(frozen=True)
@@ -77,11 +82,15 @@ class EncodedPart:
     after: Position
     signatures: np.ndarray | None = None
     """(documents, signature_bytes) uint8; None unless near duplicates are looked for."""
+    lines: list[bytes] | None = None
+    """The documents as text_files.document_line; None unless text is written."""
     input_bytes: int = 0
     empty_documents: int = 0
     filtered_documents: int = 0
     near_duplicate_documents: int = 0
     near_duplicate_bytes: int = 0
+    unread_members: dict[str, int] = field(default_factory=dict)
+    """{suffix: members of archives that are no documents}."""
     problems: tuple[Problem, ...] = ()
     cleaning: CleaningAccount | None = None
     """None where nothing is cleaned."""
@@ -106,6 +115,7 @@ class EncodedPart:
             is_validation=self.is_validation[kept],
             hashes=None if self.hashes is None else self.hashes[kept],
             signatures=None if self.signatures is None else self.signatures[kept],
+            lines=None if self.lines is None else list(itertools.compress(self.lines, kept.tolist())),
             problems=tuple(problems),
         )
 
@@ -136,7 +146,14 @@ class _Texts:
     problems: list[Problem] = field(default_factory=list)
     empty: int = 0
     filtered: int = 0
+    unread_members: Counter[str] = field(default_factory=Counter)
     account: CleaningAccount | None = None
+
+    def lines(self) -> list[bytes]:
+        """The documents as they stand, for --write_text."""
+        names = list(self.names)
+        sources = [names[number] for number in self.sources]
+        return list(map(document_line, self.texts, sources, self.places, self.is_validation, self.urls))
 
     def clean(self, cleaning: Cleaning) -> None:
         """Leaves only the documents that stay, with their new texts, and the account of all."""
@@ -199,8 +216,10 @@ class PartEncoder:
             is_validation=np.array(read.is_validation, dtype=bool),
             hashes=hashes,
             signatures=signatures,
+            lines=read.lines() if settings.write_text else None,
             empty_documents=read.empty,
             filtered_documents=read.filtered,
+            unread_members=dict(read.unread_members),
             problems=tuple(read.problems),
             cleaning=read.account,
             disagreement=disagreement,
@@ -213,7 +232,7 @@ class PartEncoder:
         read = _Texts()
         for source, record in part.records(self._settings.reading):
             if record.text:
-                for piece in self._settings.split.pieces(record.text):
+                for piece in self._settings.split.pieces(record.text, record.is_validation):
                     read.texts.append(piece.text)
                     read.is_validation.append(piece.is_validation)
                     read.sources.append(read.names.setdefault(source.name, len(read.names)))
@@ -221,9 +240,11 @@ class PartEncoder:
                     read.urls.append(record.url)
             elif record.problem is not None:
                 where = source.place(record.place), source.recorded_place(record.place)
-                read.problems.append(Problem(len(read.texts), *where, record.problem))
+                read.problems.append(Problem(len(read.texts), *where, record.problem, record.problem_records))
                 if self._settings.stop_at_problem:
                     break
+            elif record.not_read is not None:
+                read.unread_members.update(record.not_read)
             elif record.text is None:
                 read.filtered += 1
             else:

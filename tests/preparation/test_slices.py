@@ -51,6 +51,7 @@ def write_inputs(tmp_path):
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_merged_slices_are_the_bytes_of_one_machine(tmp_path, run, small_parts, count):
     arguments = (*write_inputs(tmp_path), "--deduplicate", "--format", "megatron", "--min_characters", 10)
+    arguments = (*arguments, "--write_text")
     run(*arguments, "--output", tmp_path / "whole")
     for number in range(count):
         run(*arguments, "--output", tmp_path / "merged", "--slice", f"{number}/{count}")
@@ -158,7 +159,7 @@ def test_ray_is_asked_for_by_name_when_it_is_not_there(tmp_path, run, monkeypatc
 def test_ray_gives_the_bytes_of_one_machine(tmp_path, run, small_parts):
     (tmp_path / "items.txt").write_text("\n".join(text for text in texts(30) if len(text) > 100))
     arguments = (*write_inputs(tmp_path), "--decontaminate", tmp_path / "items.txt")
-    arguments = (*arguments, "--near_duplicates", "0.8", "--repeated_lines", 50)
+    arguments = (*arguments, "--near_duplicates", "0.8", "--repeated_lines", 50, "--write_text")
     run(*arguments, "--output", tmp_path / "whole")
     run(*arguments, "--output", tmp_path / "ray", "--engine", "ray", "--workers", 2)
     assert content_of(tmp_path / "ray") == content_of(tmp_path / "whole")

@@ -1,8 +1,10 @@
 import gzip
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from pretrain.preparation.documents.records import Reading
 from pretrain.preparation.documents.sources import BEGINNING, Position
 from pretrain.preparation.encode import FastEncoder, ReferenceEncoder
 from pretrain.preparation.validation_split import is_validation_text
-from support.prepared import END, content_of, stream_of, texts, write_jsonl
+from support.prepared import END, as_parquet, content_of, stream_of, texts, write_jsonl
 from support.project import ROOT, cpu_seconds, run_script
 
 EVERYTHING = os.environ.get("FAULTS") == "all"
@@ -338,3 +340,43 @@ def test_help_imports_nothing_heavy():
     )
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert loaded.stdout.strip() == "[]"
+
+
+def test_a_name_that_is_not_utf8_is_recorded_by_its_bytes(tmp_path, run):
+    try:
+        write_jsonl(tmp_path / "caf\udce9.jsonl", [*texts(20), ""])
+    except OSError:
+        pytest.skip("this file system has UTF-8 names only")
+    arguments = ("--input", f"{tmp_path}/*.jsonl", "--output", tmp_path / "out")
+    run(*arguments)
+    assert json.loads((tmp_path / "out/manifest.json").read_bytes())["sources"][0]["path"] == "caf\\xe9.jsonl"
+    assert "already complete" in run(*arguments)
+
+
+def test_members_of_archives_that_are_not_read_are_told_and_recorded(tmp_path, run):
+    for number, name in enumerate(("a.tar", "b.tar")):
+        with tarfile.open(tmp_path / name, "w") as archive:
+            for member in ("one.txt", "two.html", "three.html", "four.zip"):
+                entry = tarfile.TarInfo(member)
+                entry.size = len(content := f"{number} {member}".encode())
+                archive.addfile(entry, io.BytesIO(content))
+    arguments = ("--input", f"{tmp_path}/*.tar", "--validation_fraction", 0)
+    told = run(*arguments, "--output", tmp_path / "out")
+    line = "not read         members of tar archives that are no documents: 4 .html, 2 .zip"
+    assert line in told and "documents        2;" in told
+    assert line in run(*arguments, "--output", tmp_path / "out"), "of a finished folder as well"
+    for number in range(2):
+        run(*arguments, "--output", tmp_path / "merged", "--slice", f"{number}/2")
+    run(*arguments, "--output", tmp_path / "merged", "--merge_slices", 2)
+    assert content_of(tmp_path / "merged") == content_of(tmp_path / "out")
+
+
+def test_a_table_without_the_column_counts_as_its_rows_against_the_limit(tmp_path, run):
+    write_jsonl(tmp_path / "a.jsonl", texts(20))
+    (tmp_path / "b.parquet").write_bytes(as_parquet([f"{n}" for n in range(150)]).replace(b"text", b"body"))
+    arguments = ("--input", f"{tmp_path}/[ab].*", "--output", tmp_path / "out", "--on_error", "skip")
+    with pytest.raises(InputError, match=r"b\.parquet, row 1: no column 'text'.* 150, more than --max_errors 100 bad"):
+        run(*arguments)
+    assert "150 bad" in run(*arguments, "--max_errors", 150)
+    skipped = json.loads((tmp_path / "out/manifest.json").read_bytes())["skipped"]
+    assert skipped["bad_records"] == 150 and len(skipped["first_bad_records"]) == 1

@@ -88,8 +88,8 @@ def _file_benchmark(path: Path) -> Benchmark:
             value = line if path.suffix == ".txt" else json.loads(line)
         except ValueError as error:
             raise InputError(f"--decontaminate {path}, line {number:,}: broken JSON ({error}); mend it") from None
-        texts = sorted((text for _, text in lm_eval_items.strings_of(value)), key=len, reverse=True)
-        items.append(BenchmarkItem(tuple(texts[:1]), tuple(texts[1:])))
+        whole, parts = lm_eval_items.record_texts(value)
+        items.append(BenchmarkItem(tuple(whole), tuple(parts)))
     return Benchmark(path.name, tuple(items))
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +24,23 @@ FUNCTION_WORDS = {
     "nl": "het een van en dat niet voor met zijn op te aan die ook naar maar door bij wordt deze uit er",
 }
 """Frequent words by language; those that another of these has as well count for both."""
+PLACES = 5
+"""Of a document, in equal distances, that each sample is of: an excerpt or a table in the middle is not all of it."""
+_ALIKE = {"id": "id/ms", "ms": "id/ms"}
+"""Languages that lingua cannot tell apart: of Indonesian sentences it calls half Malay. Asking for one keeps both."""
 LEAST_WORDS = 20
 """Of a sample, to say anything."""
 LOOKS = ((600, 0.12, 2, 4), (4000, 0.12, 2, 4), (4000, 0.06, 8, 8), (20_000, 0.06, 8, 10))
 """(bytes of the sample, share, lead, different): a language is certain with that share of its words, `lead` times the
-next one's, if so many of them are different; else the next look decides. Tables and code leave fewer function words,
-but none of another language."""
+next one's, if so many of them are different and it has half of that share in most places; else the next look decides.
+Tables and code leave fewer function words, but none of another language."""
+_WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
+"""Letters of scripts that do not divide words: of a text that has others beside them, lingua sees the others."""
 
 
 @dataclass(frozen=True)
 class LanguageFilter(NamedFilter):
-    """Keeps documents in these languages (ISO 639-1, joined by +), judged by a sample from their middle.
+    """Keeps documents in these languages (ISO 639-1, joined by +), judged by a sample of places all over them.
 
     `minimum`: confidence. `model`: a fastText model for language identification, such as lid.176.ftz, instead of
     lingua. `characters`: the sample that either of the two sees.
@@ -73,6 +80,8 @@ class LanguageFilter(NamedFilter):
     def open(self) -> Callable[[TextBatch], Verdicts]:
         detect = self._lingua() if self.model is None else self._fasttext()
         wanted, minimum = set(self.languages), self.minimum
+        if self.model is None:
+            wanted = {_ALIKE.get(language, language) for language in wanted}
 
         def judge(batch: TextBatch) -> Verdicts:
             certain = certain_languages(batch)
@@ -92,17 +101,30 @@ class LanguageFilter(NamedFilter):
         return judge
 
     def _sample(self, text: bytes) -> str:
-        # A character has four bytes at most.
-        size = 4 * self.characters
-        start = max(0, (len(text) - size) // 2)
-        return " ".join(text[start : start + size].decode(errors="ignore")[: self.characters].split())
+        """So many characters, in equal parts from places all over a text, or all of a shorter one."""
+        # A place among the bytes is near enough to one among the characters; of a short text the parts could overlap.
+        units = text if len(text) > 16 * self.characters else text.decode()
+        if len(units) <= self.characters:
+            return " ".join(units.split())
+        each = max(1, self.characters // PLACES)
+        parts = []
+        for place in range(PLACES):
+            first = len(units) * (2 * place + 1) // (2 * PLACES) - each // 2
+            part = units[first : first + (each if isinstance(units, str) else 4 * each)]
+            parts.append((part if isinstance(part, str) else part.decode(errors="ignore"))[:each])
+        without = [part for part in parts if 3 * len(_WITHOUT_SPACES.findall(part)) > len(part)]
+        most = without if 2 * len(without) > len(parts) else [part for part in parts if part not in without]
+        return " ".join(" ".join(most).split())
 
     def _lingua(self) -> Callable[[str], tuple[str, float]]:
         detector = _lingua_detector()
 
         def detect(sample: str) -> tuple[str, float]:
-            best = detector.compute_language_confidence_values(sample)[0]
-            return (best.language.iso_code_639_1.name.lower(), best.value) if best.value else ("unknown", 0.0)
+            values = detector.compute_language_confidence_values(sample)
+            language, confidence = _code(values[0]), values[0].value
+            if language in _ALIKE:
+                confidence = sum(value.value for value in values if _code(value) in _ALIKE)
+            return (_ALIKE.get(language, language), confidence) if confidence else ("unknown", 0.0)
 
         return detect
 
@@ -121,6 +143,11 @@ class LanguageFilter(NamedFilter):
             return (labels[0].removeprefix("__label__"), float(confidences[0])) if labels else ("unknown", 0.0)
 
         return detect
+
+
+def _code(value: Any) -> str:
+    """The ISO 639-1 code of one of lingua's confidence values."""
+    return value.language.iso_code_639_1.name.lower()
 
 
 @functools.cache
@@ -156,6 +183,6 @@ def certain_languages(batch: TextBatch) -> list[str | None]:
     """The language of each text whose function words leave no doubt."""
     from pretrain.preparation.cleaning.compiled.function_words import certain_numbers
 
-    found = certain_numbers(*batch.joined, _words_table(), LEAST_WORDS, LOOKS)
+    found = certain_numbers(*batch.joined, _words_table(), LEAST_WORDS, LOOKS, PLACES)
     names = [*FUNCTION_WORDS, None]
     return [names[number] for number in found.tolist()]

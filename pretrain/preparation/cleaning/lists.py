@@ -25,6 +25,25 @@ IP = re.compile(rb"(?<![0-9.])(?:%s\.){3}%s(?![0-9]|\.[0-9])" % (_OCTET, _OCTET)
 MAYBE_IP = re.compile(rb"\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]")
 """Begins with one byte that is rare, so it is searched ten times as fast as IP."""
 SPACES = b" \t\n\r\v\f"
+VERSION_OR_FILE = re.compile(rb"v?[0-9]+\.[0-9xX*]|[0-9](?:\.[0-9]+)?x\.")
+"""How what stands after the @ of lodash@4.17.21, checkout@v4.1.0 or icon@2x.png begins."""
+NO_DOMAINS = (b".service", b".socket", b".timer", b".mount", b".slice", b".png", b".jpg", b".jpeg", b".gif", b".svg")
+"""Ends of names such as getty@tty1.service, none of them a top-level domain."""
+REPOSITORY = re.compile(rb":[A-Za-z0-9._~-]*/")
+"""What follows the host in git@github.com:owner/name."""
+VERSION_BEFORE = re.compile(
+    # A word of versions or sections, and what may stand between it and the number: "versions 1.2.3.4 and 1.2.3.5".
+    rb"(?:\b(?:versions?|ver|v|releases?|rel|rev(?:ision)?|builds?|firmware|updates?|upgrade[ds]?(?: to)?|"
+    rb"sections?|sect?|chapters?|ch|clauses?|articles?|art|paragraphs?|para|appendix|annex)"
+    rb"\b|\xc2\xa7)[.:=#\"'\s]{0,3}(?:[0-9.]+(?:,|\s|and|or|to|through|-)+)*$"
+    # Or it is part of a word, a product (Opera/9.80.1.2), a requirement (==1.2.3.4), an image (library/nginx:1.2.3.4).
+    rb"|(?<!\\)[A-Za-z_]-?$|(?:^|[\s(;,\"'])[A-Za-z_-]+/$|[=<>~!]=\s?$|\^$|/[A-Za-z0-9._-]+:$",
+    re.IGNORECASE,
+)
+VERSION_AFTER = re.compile(rb"-?[a-z]|\.(?:tar|t?gz|zip|whl|jar|exe|deb|rpm|dmg|msi|so|dll)\b", re.IGNORECASE)
+HEADING_BEFORE, HEADING_AFTER = re.compile(rb"(?:^|\n)[#*\s]*$"), re.compile(rb"\.?[ \t]+[A-Z\xc3-\xf4]")
+LARGEST_SECTION = 40
+BEFORE_BYTES = 60
 
 
 class ListFilter(NamedFilter):
@@ -229,11 +248,33 @@ def without_mail(text: bytes, replacements: list[bytes]) -> tuple[bytes, int]:
         start = max(text.rfind(bytes([space]), first, at) for space in SPACES) + 1 or first
         ends = [end for space in SPACES if (end := text.find(bytes([space]), at, at + 1000)) >= 0]
         end = min(ends, default=min(len(text), at + 1000))
-        chunk, number = MAIL.subn(lambda _: next(turn), text[start:end])
-        pieces += [text[position:start], chunk]
-        count, position = count + number, end
+        pieces.append(text[position:start])
+        position = start
+        for match in MAIL.finditer(text, start, end):
+            if is_mail(match):
+                pieces += [text[position : match.start()], next(turn)]
+                count, position = count + 1, match.end()
+        pieces.append(text[position:end])
+        position = end
         at = text.find(b"@", end)
     return b"".join([*pieces, text[position:]]), count
+
+
+def is_mail(match: re.Match[bytes]) -> bool:
+    """Whether what looks like a mail address is none of a package's version, a file, a unit or a repository."""
+    name, _, domain = match[0].rpartition(b"@")
+    is_other = VERSION_OR_FILE.match(domain) or domain.lower().endswith(NO_DOMAINS)
+    return not (is_other or name in (b"git", b"hg", b"svn") or REPOSITORY.match(match.string, match.end()))
+
+
+def is_version(match: re.Match[bytes]) -> bool:
+    """Whether what looks like an IP address is a version or the number of a section, by what stands around it."""
+    text = match.string
+    before = text[max(0, match.start() - BEFORE_BYTES) : match.start()]
+    if VERSION_BEFORE.search(before) or VERSION_AFTER.match(text, match.end()):
+        return True
+    is_small = all(int(number) <= LARGEST_SECTION for number in match[0].split(b"."))
+    return bool(is_small and HEADING_BEFORE.search(before) and HEADING_AFTER.match(text, match.end()))
 
 
 def without_ips(text: bytes, replacements: list[bytes]) -> tuple[bytes, int]:
@@ -242,6 +283,8 @@ def without_ips(text: bytes, replacements: list[bytes]) -> tuple[bytes, int]:
 
     def replaced(match: re.Match[bytes]) -> bytes:
         nonlocal count
+        if is_version(match):
+            return match[0]
         try:
             if not ipaddress.ip_address(match[0].decode()).is_global:
                 return match[0]

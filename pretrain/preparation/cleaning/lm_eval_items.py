@@ -6,12 +6,23 @@ nothing of this project, whose folder is not on its path: some tasks import a li
 
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import SequenceMatcher
 from typing import Any
 
 SOURCE_TEXTS = ("passage", "context", "article", "support", "paragraph", "story", "background")
 """Fields of reading comprehension that were text of the web before they were part of an item."""
+CHOICE = re.compile(
+    r"(?:(?:in)?correct_?)?(?:option|choice|answer|ending|target|distractor|sol)_?s?_?\d*$|[A-E]$", re.I
+)
+"""Names of fields that hold answers to choose from."""
+ANSWER_BLANK = re.compile(r"(?<!\w)_+(?!\w)")
+"""Where an answer is to be filled in."""
+CONNECTORS = {"cause": ("because",), "effect": ("so", "therefore")}
+WORD = re.compile(r"\w+")
+FEWEST_COMPARED, MOST_COMPARED, MOST_OF_WORDS = 3, 1000, 0.8
 UNKNOWN = "no such task, and no such file or folder"
 
 
@@ -53,21 +64,100 @@ def load_tasks(name: str) -> list[Any]:
 def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str]]:
     """(texts that are an item even when short, texts of which only a long run is one).
 
-    The question is what the task's prompt shows of the item's fields, without the prompt's own words; an answer counts
-    together with the end of the question, or it would be found wherever its words stand.
+    The question is what the task's prompt shows of the item's fields, edited or not, without the prompt's own words;
+    an answer counts together with the end of the question, or it would be found wherever its words stand.
     """
     prompt, choices = task.doc_to_text(document), answers_of(task, document)
+    if isinstance(prompt, int):
+        # The choices are beginnings of one sentence, and the target is its end.
+        target = task.doc_to_target(document)
+        ends = [target] if isinstance(target, str) else [""]
+        return [f"{choice} {end}".strip() for choice in task.doc_to_choice(document) for end in ends], []
     prompt = prompt if isinstance(prompt, str) else ""
-    shown = [(name, text) for name, text in strings_of(document) if text in prompt and text not in choices]
-    shown = [(name, text) for name, text in shown if not any(text != other and text in other for _, other in shown)]
+    strings = [(name, text) for name, text in strings_of(document) if text not in choices]
+    shown = shown_in(prompt, strings)
     questions = [text for name, text in shown if name not in SOURCE_TEXTS] or [text for _, text in shown]
     if not questions and prompt.strip():
         questions = [prompt]
     if not questions:
         return choices, []
     question = max(questions, key=len)
+    connectors = [*connectors_in(strings), *connector_after(question, prompt)]
+    return question_texts(question, choices, connectors), [text for text in questions if text != question]
+
+
+def question_texts(question: str, choices: Sequence[str], connectors: Sequence[str]) -> list[str]:
+    """The question alone, with each answer behind it, after a connector, or in its blank."""
     end = " ".join(question.split()[-12:])
-    return [question, *(f"{end} {text}" for text in choices)], [text for text in questions if text != question]
+    texts = [question, *(f"{end} {choice}" for choice in choices)]
+    texts += [f"{end} {connector} {choice}" for connector in connectors for choice in choices]
+    if ANSWER_BLANK.search(question):
+        texts += [ANSWER_BLANK.sub(lambda _, choice=choice: choice, question) for choice in choices]
+    return list(dict.fromkeys(texts))
+
+
+def connectors_in(strings: Iterable[tuple[str, str]]) -> list[str]:
+    """The words that join a premise to its cause or its effect, where a field asks for one of them."""
+    return [word for _, text in strings for word in CONNECTORS.get(text.lower(), ())]
+
+
+def connector_after(question: str, prompt: str) -> list[str]:
+    """The few words that a prompt has between question and answer, on the same line; [] if there are none."""
+    pattern = r"\W+".join(map(re.escape, WORD.findall(question)))
+    found = re.search(rf"{pattern}[^\w\n]*(\w+(?: \w+){{0,2}})\s*$", prompt, re.IGNORECASE) if pattern else None
+    return [found[1]] if found else []
+
+
+def shown_in(prompt: str, strings: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The fields that a prompt shows, whatever their case and punctuation there; else those of which it shows most.
+
+    Without those that are part of another.
+    """
+    all_words = words_of(prompt)
+    shown = [(name, text) for name, text in strings if stands_in(text, prompt, all_words)]
+    if not shown:
+        shown = [(name, text) for name, text in strings if stands_mostly_in(words_of(text), all_words)]
+    others = [(text, words_of(text)) for _, text in shown]
+    return [
+        (name, text)
+        for name, text in shown
+        if not any(text != other and stands_in(text, other, words) for other, words in others)
+    ]
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text, to be compared."""
+    return WORD.findall(text.casefold())
+
+
+def stands_in(text: str, other: str, other_words: Sequence[str]) -> bool:
+    """Whether the words of a text stand in another; "cause" does not stand in "because"."""
+    words = words_of(text)
+    if words and f" {' '.join(words)} " in f" {' '.join(other_words)} ":
+        return True
+    return not text.isascii() and text in other  # a script may not divide words
+
+
+def stands_mostly_in(words: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether most of a text's words stand in another, in their order."""
+    if not FEWEST_COMPARED <= len(words) <= MOST_COMPARED or len(others) > MOST_COMPARED:
+        return False
+    blocks = SequenceMatcher(None, words, others, autojunk=False).get_matching_blocks()
+    return sum(block.size for block in blocks) >= MOST_OF_WORDS * len(words)
+
+
+def record_texts(value: Any) -> tuple[list[str], list[str]]:
+    """The same of an item in a file: a text, or an object whose fields have the names that benchmarks give them."""
+    strings = list(strings_of(value))
+    choices = [text for name, text in strings_of(value, least=1) if isinstance(value, dict) and CHOICE.match(name)]
+    texts = sorted((text for _, text in strings if text not in choices), key=len, reverse=True)
+    if not texts:
+        texts, choices = sorted(choices, key=len, reverse=True), []
+    if not texts:
+        return [], []
+    question, *parts = texts
+    natural = question_texts(question, choices, connectors_in(strings))
+    return natural, [*parts, *(choice for choice in choices if len(choice) > 2)]
 
 
 def answers_of(task: Any, document: dict[str, Any]) -> list[str]:
@@ -82,17 +172,17 @@ def answers_of(task: Any, document: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(text for text in texts if text))
 
 
-def strings_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """(name of the outermost field, text) of every text in an item."""
+def strings_of(value: Any, name: str = "", least: int = 3) -> Iterator[tuple[str, str]]:
+    """(name of the outermost field, text) of every text in an item of at least so many characters."""
     if isinstance(value, str):
-        if len(value.strip()) > 2:
+        if len(value.strip()) >= least:
             yield name, value.strip()
     elif isinstance(value, dict):
         for key, inner in value.items():
-            yield from strings_of(inner, name or str(key))
+            yield from strings_of(inner, name or str(key), least)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from strings_of(inner, name)
+            yield from strings_of(inner, name, least)
 
 
 if __name__ == "__main__":

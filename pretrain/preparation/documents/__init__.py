@@ -4,6 +4,7 @@ A new format is one generator in formats, or in containers when it needs a libra
 
     sources, urls: files here and behind URLs
     formats, containers, byte_stream: formats; those that need a library; bytes of a file
+    archives: tar
     records: texts made of fields
     hub_dataset, presets: datasets of the Hub; datasets by name
 """

@@ -3,7 +3,7 @@
 import io
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 from pretrain.preparation.documents.urls import open_file
 
@@ -11,19 +11,25 @@ READ_BYTES = 1 << 18
 
 
 class DamagedFileError(Exception):
-    """The rest of a file cannot be read."""
+    """The rest of a file cannot be read. records: how many it holds, where that is known."""
+
+    def __init__(self, reason: str, records: int = 1):
+        super().__init__(reason)
+        self.records = max(1, records)
 
 
 class ByteStream(io.RawIOBase):
     """A file's bytes, decompressed (gzip and zstd, any number of frames). `consumed` counts bytes of the file itself.
 
     A file that ends within a compressed frame raises DamagedFileError: zstandard's own reader does so silently.
+    file: where the bytes are, if not in the file at `path`: a member of an archive, for instance.
     """
 
-    def __init__(self, path: str, compression: str | None):
+    def __init__(self, path: str, compression: str | None, file: BinaryIO | None = None):
         self.path = path
-        self.compressed = compression is not None
-        self._file = open_file(path)
+        self.is_as_stored = compression is None and file is None
+        """Whether the file at `path` has the same bytes."""
+        self._file = open_file(path) if file is None else file
         self._blocks = self._read_blocks() if compression is None else self._decompress(compression)
         self._left = memoryview(b"")
         self.consumed = 0

@@ -1,36 +1,23 @@
-"""Container formats that need a library or a seekable file: parquet, arrow, HDF5 and webdataset tar."""
+"""Container formats that need a library and a seekable file: parquet, arrow and HDF5."""
 
-import io
-import json
-import tarfile
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, BinaryIO
 
 from pretrain.preparation.documents.byte_stream import ByteStream, DamagedFileError
-from pretrain.preparation.documents.formats import BYTE_ORDER_MARK
-from pretrain.preparation.documents.records import (
-    MAXIMUM_DOCUMENT_BYTES,
-    Reading,
-    Record,
-    checked,
-    fields_record,
-    find_field,
-    json_record,
-    text_record,
-)
+from pretrain.preparation.documents.records import Reading, Record, fields_record, text_record
 from pretrain.preparation.documents.urls import UnreachableError, is_url, open_file
 
 ROWS_AT_ONCE = 256
 
 
 def seekable(stream: ByteStream, at_once: bool = False) -> BinaryIO:
-    """The file itself, or a temporary copy where it is compressed or its server reads only front to back.
+    """The file itself, or a temporary copy where it is compressed, in an archive, or read front to back by its server.
 
     at_once: download a remote file first, for libraries that read many small pieces.
     """
-    if not stream.compressed and not (at_once and is_url(stream.path)):
+    if stream.is_as_stored and not (at_once and is_url(stream.path)):
         file = open_file(stream.path)
         if file.seekable():
             return file
@@ -56,30 +43,52 @@ def _readable_as(kind: str, *errors: type[Exception]) -> Iterator[None]:
 
 def read_parquet(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Parquet: a document per row, which is its record's place."""
-    import pyarrow as pa
     from pyarrow import parquet
 
-    with seekable(stream) as file, _readable_as("parquet", pa.ArrowException, OSError):
-        table = parquet.ParquetFile(file)
-        columns = _columns_of(table.schema_arrow, reading)
-        yield from _batch_records(table.iter_batches(ROWS_AT_ONCE, columns=columns, use_threads=False), reading)
+    with seekable(stream) as file:
+        with _parquet_errors():
+            table = parquet.ParquetFile(file)
+        yield from _parquet_records(table, reading, range(table.num_row_groups))
 
 
 def read_parquet_rows(stream: ByteStream, reading: Reading, row_group: int) -> Iterator[Record]:
     """The documents of one row group of a parquet file that is not compressed as a whole."""
-    import pyarrow as pa
     from pyarrow import parquet
 
-    with _readable_as("parquet", pa.ArrowException, OSError):
+    with _parquet_errors():
         table = parquet.ParquetFile(_parquet_place(stream.path))
-        first_row = sum(table.metadata.row_group(number).num_rows for number in range(row_group))
-        columns = _columns_of(table.schema_arrow, reading)
-        batches = table.iter_batches(ROWS_AT_ONCE, row_groups=[row_group], columns=columns, use_threads=False)
-        yield from _batch_records(batches, reading, first_row)
+    yield from _parquet_records(table, reading, range(row_group, row_group + 1))
+
+
+def _parquet_errors() -> AbstractContextManager[None]:
+    import pyarrow as pa
+
+    return _readable_as("parquet", pa.ArrowException, OSError)
+
+
+def _parquet_records(table: Any, reading: Reading, row_groups: range) -> Iterator[Record]:
+    """The records of consecutive row groups. What makes them unreadable counts as all the rows that are left."""
+    rows = [table.metadata.row_group(number).num_rows for number in range(row_groups.stop)]
+    place = rows_before = sum(rows[: row_groups.start])
+    try:
+        with _parquet_errors():
+            columns = _columns_of(table.schema_arrow, reading)
+            # One group after another, so that damage to one costs nothing of those before.
+            batches = (
+                batch
+                for group in row_groups
+                for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns, use_threads=False)
+            )
+            for record in _batch_records(batches, reading, rows_before):
+                place = record.place
+                yield record
+    except DamagedFileError as error:
+        raise DamagedFileError(str(error), sum(rows) - place) from None
 
 
 def _parquet_place(path: str) -> str | BinaryIO:
-    return open_file(path) if is_url(path) else path
+    # pyarrow takes no name that is not UTF-8.
+    return path if path.isprintable() and not is_url(path) else open_file(path)
 
 
 def parquet_row_group_bytes(path: str) -> list[int]:
@@ -157,6 +166,10 @@ def read_arrow(stream: ByteStream, reading: Reading) -> Iterator[Record]:
         file.seek(0)
         table = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
         batches = (table.get_batch(n) for n in range(table.num_record_batches)) if is_file else iter(table)
+        try:
+            _columns_of(table.schema, reading)
+        except DamagedFileError as error:
+            raise DamagedFileError(str(error), sum(batch.num_rows for batch in batches)) from None
         pieces = (
             batch.slice(start, ROWS_AT_ONCE) for batch in batches for start in range(0, batch.num_rows, ROWS_AT_ONCE)
         )
@@ -187,53 +200,12 @@ def _string_dataset(content: Any, text_field: str) -> Any:
     name = text_field if text_field in content else text_field.replace(".", "/")
     found = content.get(name)
     if not isinstance(found, h5py.Dataset):
-        raise DamagedFileError(f"no dataset {text_field!r} (at the top: {', '.join(list(content)[:12]) or 'nothing'})")
+        others = f"(at the top: {', '.join(list(content)[:12]) or 'nothing'})"
+        lengths = [len(other) for other in content.values() if isinstance(other, h5py.Dataset) and other.ndim]
+        raise DamagedFileError(f"no dataset {text_field!r} {others}", max(lengths, default=1))
     if found.ndim != 1 or (h5py.check_string_dtype(found.dtype) is None):
         raise DamagedFileError(
             f"dataset {text_field!r} holds {found.dtype} of shape {found.shape}, must be a row of strings; "
             "token ids need no preparation: train on the file itself, {shards: FILE, tokenizer: NAME} in the recipe"
         )
     return found
-
-
-def read_tar(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Webdataset tar: a document per sample, the members that share a name up to its first dot.
-
-    Its text is the .txt member, else the text field of the .json member.
-    """
-    try:
-        with tarfile.open(fileobj=io.BufferedReader(stream), mode="r|") as archive:
-            sample, members, place = None, {}, 0
-            for member in archive:
-                key, _, extension = member.name.rpartition("/")[2].partition(".")
-                if not member.isfile() or extension not in ("txt", "text", "json"):
-                    continue
-                name = (member.name.rpartition("/")[0], key)
-                if members and name != sample:
-                    place += 1
-                    yield _sample_record(place, members, reading)
-                    members = {}
-                sample = name
-                too_large = member.size > MAXIMUM_DOCUMENT_BYTES
-                members[extension] = None if too_large else archive.extractfile(member).read()
-            if members:
-                yield _sample_record(place + 1, members, reading)
-    except tarfile.TarError as error:
-        raise DamagedFileError(f"damaged tar archive ({error})") from None
-
-
-def _sample_record(place: int, members: dict[str, bytes | None], reading: Reading) -> Record:
-    large = [name for name, content in members.items() if content is None]
-    if large:
-        return Record(place, None, f"member .{large[0]} is larger than {MAXIMUM_DOCUMENT_BYTES:,} bytes")
-    texts = [members[name].removeprefix(BYTE_ORDER_MARK) for name in ("txt", "text") if name in members]
-    if reading.is_plain and texts:
-        return checked(place, texts[0])
-    if not texts:
-        return json_record(place, members["json"], reading)
-    try:
-        fields = json.loads(members.get("json", b"{}"))
-    except ValueError as error:
-        return Record(place, None, f"broken JSON in its member .json ({error})")
-    values = (fields if isinstance(fields, dict) else {}) | {reading.text_field: texts[0]}
-    return fields_record(place, lambda name: find_field(values, name), reading, list(values))

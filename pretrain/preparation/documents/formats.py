@@ -9,6 +9,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from pretrain.preparation.documents.byte_stream import ByteStream, DamagedFileError
@@ -89,7 +90,7 @@ def read_text(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Plain text: a document per file, per line, or per block of lines between blank lines."""
     if not reading.is_plain:
         raise DamagedFileError(
-            "plain text has no fields for --template, --only or --url_field; leave them out, or this file"
+            "plain text has no fields for --template, --only, --url_field or --split_field; leave these out, or it"
         )
     if reading.documents == "line":
         for first_line, content in whole_lines(stream):
@@ -178,12 +179,27 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
             return
         if header is None:
             header = [name.removeprefix("\ufeff") for name in row]
+            try:
+                "".join(header).encode()
+            except UnicodeEncodeError:
+                encoded = ",".join(header).encode(errors="surrogateescape")
+                reason = checked(1, encoded).problem
+                raise DamagedFileError(f"the header is {reason}", _count_of(rows)) from None
             absent = [name for name in reading.fields if name not in header]
             if absent:
-                raise DamagedFileError(f"no column {absent[0]!r} (columns: {', '.join(header[:12])})")
+                raise DamagedFileError(f"no column {absent[0]!r} (columns: {', '.join(header[:12])})", _count_of(rows))
             columns = {name: header.index(name) for name in reading.fields}
         elif len(row) == len(header):
             values = {name: row[column].encode(errors="surrogateescape") for name, column in columns.items()}
             yield fields_record(rows.line_num, values.__getitem__, reading)
         elif row:
             yield Record(rows.line_num, None, f"row has {len(row)} columns, the header has {len(header)}")
+
+
+def _count_of(rows: Iterator[list[str]]) -> int:
+    """How many rows of CSV are left, up to one that is broken."""
+    count = 0
+    with suppress(csv.Error):
+        for _ in rows:
+            count += 1
+    return count

@@ -1,5 +1,6 @@
 """Records: one document each, its text from one field or several, with filters."""
 
+import codecs
 import json
 import re
 import string
@@ -7,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
+
+from pretrain.data.manifest import SPLITS
 
 MAXIMUM_DOCUMENT_BYTES = 256 << 20
 MISSING = object()
@@ -21,6 +24,12 @@ class Record(NamedTuple):
     problem: str | None = None
     url: str | None = None
     """The field that --url_field names."""
+    is_validation: bool | None = None
+    """By the field that --split_field names; None: the hash of the text decides."""
+    problem_records: int = 1
+    """How many records a problem makes useless: a file without the column holds many."""
+    not_read: dict[str, int] | None = None
+    """Of an archive, by suffix: how many members are no documents. Then text and problem are None."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +48,12 @@ class Reading:
     max_characters: int | None = None
     tab_separated: bool = False
     url_field: str | None = None
+    split_field: str | None = None
 
     @cached_property
     def is_plain(self) -> bool:
         """Whether only the text field is needed."""
-        return self.template is None and not self.only and self.url_field is None
+        return self.template is None and not self.only and self.url_field is None and self.split_field is None
 
     @cached_property
     def pieces(self) -> list[tuple[str, str | None]]:
@@ -57,7 +67,7 @@ class Reading:
         """Every field that is needed, once each."""
         names = [name for _, name in self.pieces if name is not None]
         names += [name for name, _ in self.only]
-        return tuple(dict.fromkeys(names + ([self.url_field] if self.url_field else [])))
+        return tuple(dict.fromkeys(names + [name for name in (self.url_field, self.split_field) if name]))
 
     def leaves_out(self, text: bytes) -> bool:
         """Whether a text is shorter or longer than the limits."""
@@ -113,7 +123,14 @@ def fields_record(place: int, find: Callable[[str], Any], reading: Reading, avai
         record = text_record(place, values[reading.text_field], reading.text_field)
     else:
         record = _filled(place, values, reading)
-    return record._replace(url=as_text(values[reading.url_field])) if reading.url_field else record
+    if reading.url_field:
+        record = record._replace(url=as_text(values[reading.url_field]))
+    if reading.split_field:
+        split = as_text(values[reading.split_field])
+        if split not in SPLITS:
+            return Record(place, None, f"field {reading.split_field!r} must be {' or '.join(SPLITS)}")
+        record = record._replace(is_validation=split == "validation")
+    return record
 
 
 def _filled(place: int, values: dict[str, Any], reading: Reading) -> Record:
@@ -167,7 +184,10 @@ def checked(place: int, text: bytes) -> Record:
 
 def not_utf8(error: UnicodeDecodeError) -> str:
     """A decoding error in words."""
-    return f"not UTF-8 (byte 0x{error.object[error.start]:02x} at byte {error.start + 1:,} of it)"
+    reason = f"not UTF-8 (byte 0x{error.object[error.start]:02x} at byte {error.start + 1:,} of it)"
+    if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return f"{reason} but UTF-16; convert it: iconv -f UTF-16 -t UTF-8"
+    return reason
 
 
 def json_record(place: int, line: bytes, reading: Reading) -> Record:

@@ -12,13 +12,13 @@ import os
 import posixpath
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from pretrain.errors import Problems, did_you_mean
-from pretrain.preparation.documents import containers, formats
+from pretrain.preparation.documents import archives, containers, formats
 from pretrain.preparation.documents.byte_stream import ByteStream, DamagedFileError
 from pretrain.preparation.documents.formats import PART_BYTES
 from pretrain.preparation.documents.records import Reading, Record
@@ -34,6 +34,23 @@ class Format(NamedTuple):
     """What a record's place counts."""
 
 
+def _read_tar(stream: ByteStream, reading: Reading) -> Iterator[Record]:
+    return archives.read_tar(stream, reading, _member_format)
+
+
+def _member_format(name: str) -> archives.MemberFormat | None:
+    """The format of an archive's member, by its name."""
+    inner, compression = _inner_suffix(name)
+    found = _format_of(inner)
+    if found is None:
+        return None
+
+    def read(stream: ByteStream, reading: Reading) -> Iterator[Record]:
+        return FORMATS[found].read(stream, replace(reading, tab_separated=inner == ".tsv"))
+
+    return archives.MemberFormat(found, compression, read)
+
+
 FORMATS = {
     "jsonl": Format((".jsonl", ".ndjson"), formats.read_jsonl, "line"),
     "json": Format((".json",), formats.read_json_documents, "document"),
@@ -42,7 +59,7 @@ FORMATS = {
     "parquet": Format((".parquet", ".pq"), containers.read_parquet, "row"),
     "arrow": Format((".arrow", ".feather", ".ipc"), containers.read_arrow, "row"),
     "hdf5": Format((".h5", ".hdf5"), containers.read_hdf5, "row"),
-    "tar": Format((".tar", ".tgz"), containers.read_tar, "document"),
+    "tar": Format((".tar", ".tgz"), _read_tar, "document"),
 }
 COMPRESSIONS = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
 EXPECTED_COMPRESSION_RATIO = 4
@@ -120,10 +137,12 @@ def find_sources(
         found = _find(pattern)
         if not found:
             folder = f"is a folder; name its files, such as '{pattern}/**/*.jsonl'" if os.path.isdir(pattern) else ""
-            remedy = folder or "no such file; quote patterns, ** looks into folders"
+            is_other = not is_url(pattern) and os.path.exists(pattern)
+            other = "is a pipe or a device; write its content into a file" if is_other else ""
+            remedy = folder or other or "no such file; quote patterns, ** looks into folders"
             problems.append(f"{option} {shown(pattern)}: {remedy}")
         paths.update(found)
-    kept = sorted(path for path in paths if not any(fnmatch.fnmatch(path, pattern) for pattern in exclude))
+    kept = _each_once([path for path in paths if not any(fnmatch.fnmatch(path, pattern) for pattern in exclude)])
     if paths and not kept:
         problems.append(f"--exclude {' '.join(exclude)}: leaves none of the {len(paths):,} input files")
     if len({is_url(path) for path in kept}) > 1:
@@ -142,12 +161,61 @@ def find_sources(
 def _find(pattern: str) -> list[str]:
     if is_url(pattern):
         return find_urls(pattern)
-    return [path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
+    drive, steps = os.path.splitdrive(os.path.expanduser(pattern))
+    root = drive + os.sep if steps.startswith(os.sep) else drive
+    return [path for path in _matching(root, [s for s in steps.split(os.sep) if s]) if os.path.isfile(path)]
+
+
+def _matching(folder: str, steps: list[str]) -> Iterator[str]:
+    """The paths below a folder that match the steps of a pattern, as glob has it, but in no folder twice.
+
+    glob follows symbolic links to folders as often as they lead back to where they are.
+    """
+    if "**" not in steps:
+        yield from glob.glob(os.path.join(glob.escape(folder), *steps))
+        return
+    first = steps.index("**")
+    starts = glob.glob(os.path.join(glob.escape(folder), *steps[:first], "")) if first else [folder]
+    for below in _folders_below(starts):
+        yield from _matching(below, steps[first + 1 :] or ["*"])
+
+
+def _folders_below(starts: Sequence[str]) -> Iterator[str]:
+    """Those and all folders in them, each real folder once: by its own path rather than by a link."""
+    waiting, seen = collections.deque(sorted(starts)), set()
+    linked: collections.deque[str] = collections.deque()
+    while waiting or linked:
+        folder = (waiting or linked).popleft()
+        real = os.path.realpath(folder)
+        if real in seen:
+            continue
+        seen.add(real)
+        yield folder
+        try:
+            entries = sorted(os.scandir(folder or os.curdir), key=lambda entry: entry.name)
+        except OSError:  # as glob does: what cannot be listed holds nothing
+            continue
+        for entry in entries:
+            if entry.is_dir() and not entry.name.startswith("."):
+                (linked if entry.is_symlink() else waiting).append(os.path.join(folder, entry.name))
+
+
+def _each_once(paths: Collection[str]) -> list[str]:
+    """The paths in order, of those that lead to one file by links only one: the file's own, or else the first."""
+    by_file: dict[str, str] = {}
+    for path in sorted(paths):
+        real = path if is_url(path) else os.path.realpath(path)
+        if real not in by_file or os.path.abspath(path) == real:
+            by_file[real] = path
+    return sorted(by_file.values())
 
 
 def _names_below(paths: Sequence[str]) -> list[str]:
-    """The paths below the folder that all of them share: the same on every machine, and without secrets."""
-    absolute = [shown(path).replace("://", "/") if is_url(path) else os.path.abspath(path) for path in paths]
+    """The paths below the folder that all of them share: the same on every machine, and without secrets.
+
+    Bytes that are not UTF-8 are written out, as in caf\\xe9.txt.
+    """
+    absolute = [shown(path).replace("://", "/") if is_url(path) else shown(os.path.abspath(path)) for path in paths]
     if not absolute or len({os.path.isabs(path) for path in absolute}) > 1:
         return absolute
     parent = posixpath.commonpath([posixpath.dirname(path) for path in absolute])
@@ -199,7 +267,9 @@ def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
                 place = record.place
                 yield record
         except DamagedFileError as error:
-            yield Record(place + 1, None, f"{error}; nothing after it was read")
+            lost = f" ({error.records:,} records)" if error.records > 1 else ""
+            problem = f"{error}; nothing after it was read{lost}"
+            yield Record(place + 1, None, problem, problem_records=error.records)
 
 
 @dataclass(frozen=True)

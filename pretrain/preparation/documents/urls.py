@@ -34,9 +34,12 @@ def is_url(path: str | Path) -> bool:
 
 
 def shown(path: str) -> str:
-    """An address to show and record: a URL without user, password and query, which may hold secrets."""
+    """An address to show and record: a URL without user, password and query, which may hold secrets.
+
+    Of a path, bytes that are not UTF-8 are written out: neither a terminal nor JSON takes them.
+    """
     if not is_url(path):
-        return path
+        return os.fsencode(path).decode(errors="backslashreplace")
     parts = urlsplit(path)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 

@@ -1,6 +1,7 @@
 """Benchmarks are kept out of shards: planted items, real tasks of lm-eval, and what is told of them."""
 
 import json
+import re
 import string
 from types import SimpleNamespace
 
@@ -95,8 +96,11 @@ def test_workers_and_slices_change_no_byte(planted, tmp_path, run, remove):
 def test_changed_benchmarks_are_refused(planted, tmp_path, run):
     run(*planted[0], "--output", tmp_path / "out", "--workers", 1)
     write_jsonl(tmp_path / "long.jsonl", [*LONG[:-1], sentence(20)])
-    with pytest.raises(InputError, match=r"was finished from something else: options\.cleaning was .*sha256"):
+    with pytest.raises(InputError, match=r"finished from something else: options\.cleaning.*") as caught:
         run(*planted[0], "--output", tmp_path / "out", "--workers", 1)
+    name = r"options\.cleaning\.decontamination\.benchmarks\.long\.jsonl\.sha256"
+    # The difference alone, not both lists.
+    assert re.search(rf"something else: {name} was '\w+', is now '\w+'; use another", str(caught.value))
 
 
 def test_windows_are_cut_between_words_and_the_rest_stays(planted, tmp_path, run):
@@ -153,20 +157,79 @@ TASKS = {
         [{"problem": "Ann has two pears and eats one.", "answer": "She has one pear."}],
         {"output_type": "generate_until", "doc_to_text": "Q: {{problem}} A:", "doc_to_target": "{{answer}}"},
     ),
+    "causes": (
+        [{"premise": "I coughed.", "choice1": "The smoke hurt me.", "choice2": "I took a deep breath.", "label": 0,
+          "question": "cause"},
+         {"premise": "The man lost his way in the woods.", "choice1": "He asked.", "choice2": "He slept.", "label": 1,
+          "question": "effect"}],
+        {"output_type": "multiple_choice", "doc_to_target": "label",
+         "doc_to_text": "{{premise.strip()[:-1]}} {{ {'cause': 'because', 'effect': 'therefore'}[question] }}",
+         "doc_to_choice": "{{ [choice1[0]|lower + choice1[1:], choice2[0]|lower + choice2[1:]] }}"},
+    ),
+    "blanks": (
+        [{"sentence": "Ann saw Mary, but _ was late.", "option1": "Ann", "option2": "Mary", "answer": "2"}],
+        {"output_type": "multiple_choice", "doc_to_text": "{{answer|int - 1}}", "doc_to_target": "was late.",
+         "doc_to_choice": "{{ [sentence.split('_')[0] + option1, sentence.split('_')[0] + option2] }}"},
+    ),
+    "edited": (
+        [{"ctx": "Removing ice [title] from a car: a man [step] scrapes the window.",
+          "endings": ["He stops.", "It rains."]}],
+        {"output_type": "multiple_choice", "doc_to_target": 0, "doc_to_choice": "{{endings}}",
+         "doc_to_text": "Go on: {{ctx.replace('[title]', '').replace('[step]', '')|upper}}\nAnswer:"},
+    ),
 }  # fmt: skip
+NATURAL = {
+    "causes": [
+        "I coughed because the smoke hurt me.",
+        "I coughed because I took a deep breath.",
+        "The man lost his way in the woods, so he slept.",
+        "The man lost his way in the woods. Therefore he asked.",
+    ],
+    "blanks": ["Ann saw Mary, but Ann was late.", "Ann saw Mary, but Mary was late."],
+    "edited": ["Removing ice [title] from a car: a man [step] scrapes the window. He stops."],
+}
+UNNATURAL = [
+    "the smoke hurt me and I took a deep breath",
+    "He asked. He slept.",
+    "Ann saw Mary",
+    "it was late.",
+    "cause",
+]
 
 
-def test_the_items_of_lm_eval_tasks_are_their_questions_with_their_answers(tmp_path, monkeypatch):
+@pytest.fixture
+def tasks(tmp_path, monkeypatch):
+    """Folders of tasks, and of the same items as files."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for folder in ("tasks", "files"):
+        (tmp_path / folder).mkdir()
     for name, (rows, task) in TASKS.items():
         path = tmp_path / f"tasks/{name}.data.jsonl"
-        path.parent.mkdir(exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        task |= {"task": name, "dataset_path": "json", "validation_split": "validation"}
-        task |= {"dataset_kwargs": {"data_files": {"validation": str(path)}}}
-        (tmp_path / f"tasks/{name}.yaml").write_text(yaml.safe_dump(task))
-    pairs, quiz, sums = read_benchmarks([str(tmp_path / "tasks")])
-    assert [benchmark.name for benchmark in (pairs, quiz, sums)] == ["pairs", "quiz", "sums"]
+        (tmp_path / f"files/{name}.jsonl").write_bytes(path.read_bytes())
+        given = {"task": name, "dataset_path": "json", "validation_split": "validation"}
+        given["dataset_kwargs"] = {"data_files": {"validation": str(path)}}
+        (tmp_path / f"tasks/{name}.yaml").write_text(yaml.safe_dump(task | given))
+    return tmp_path
+
+
+@pytest.mark.parametrize("folder", ["tasks", "files"])
+def test_items_are_found_in_natural_form_however_prompt_and_fields_have_them(tasks, folder):
+    benchmarks = read_benchmarks([str(tasks / folder)])
+    for benchmark in benchmarks:
+        name = benchmark.name.removesuffix(".jsonl")
+        stage = Decontamination((benchmark,))
+        (recorded,) = stage.as_plan()["benchmarks"]
+        assert recorded["sought"] == recorded["items"] == len(TASKS[name][0])
+        texts = [*NATURAL.get(name, []), *UNNATURAL]
+        verdicts = stage.open()(TextBatch([text.encode() for text in texts], [None] * len(texts)))
+        assert sorted(verdicts.removed) == list(range(len(texts) - len(UNNATURAL))), name
+
+
+def test_the_items_of_lm_eval_tasks_are_their_questions_with_their_answers(tasks):
+    found = {benchmark.name: benchmark for benchmark in read_benchmarks([str(tasks / "tasks")])}
+    assert sorted(found) == sorted(TASKS)
+    pairs, quiz, sums = found["pairs"], found["quiz"], found["sums"]
     question = "Which of these is it then?"
     # The task's own words, the passage and the identifier are no part of an item.
     assert quiz.items == (BenchmarkItem((question, f"{question} the first one", f"{question} the other")),)

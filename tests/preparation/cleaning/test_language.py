@@ -29,6 +29,30 @@ def test_a_table_in_the_middle_hides_no_language():
     assert certain_languages(TextBatch([(ENGLISH + table * 12 + FRENCH).encode()], [None])) == [None]
 
 
+CHINESE = "这艘船中午要开往北方，船上所有的人都已经向家人告别了。天气很好，海面上没有风浪。"
+INDONESIAN = "Semua orang dilahirkan merdeka dan mempunyai martabat dan hak-hak yang sama. Mereka dikaruniai akal. "
+
+
+def languages_of(texts, given="language(en)"):
+    batch = TextBatch([text.encode() for text in texts], [None] * len(texts))
+    return parse_filter(given).open()(batch).values["language"]
+
+
+@pytest.mark.parametrize(("most", "language"), [(CHINESE, "zh"), (FINNISH, "fi"), (GERMAN, "de"), (ENGLISH, "en")])
+def test_the_language_is_that_of_most_of_a_text_wherever_the_rest_stands(most, language):
+    other = (FRENCH if most is ENGLISH else ENGLISH) * 7
+    half = most * (1 + 2 * len(other) // len(most))
+    assert languages_of([half + other + half, other + half + half, half + half + other]) == [language] * 3
+
+
+def test_indonesian_and_malay_are_one_to_lingua():
+    batch = TextBatch([INDONESIAN.encode()], [None])
+    for wanted in ("id", "ms", "en+id"):
+        verdicts = parse_filter(f"language({wanted})").open()(batch)
+        assert (verdicts.values["language"], verdicts.removed) == (["id/ms"], {})
+    assert parse_filter("language(en)").open()(batch).removed == {0: "id/ms"}
+
+
 def test_other_languages_and_doubtful_texts_are_removed_and_counted():
     texts = [ENGLISH, GERMAN, FINNISH, "12345 67890", ENGLISH[:45], "漢字かな交じり文です。" * 5]
     batch = TextBatch([text.encode() for text in texts], [None] * len(texts))

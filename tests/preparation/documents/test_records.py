@@ -111,7 +111,7 @@ def test_plain_text_has_no_fields(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     (source,) = find_sources([str(tmp_path / "a.txt")])
     (record,) = records_of(source, Reading(template="{title}"))
-    assert record.problem.startswith("plain text has no fields for --template, --only or --url_field")
+    assert record.problem.startswith("plain text has no fields for --template, --only, --url_field")
 
 
 def test_templates_that_say_nothing_or_too_much_are_refused():

@@ -1,7 +1,9 @@
 import csv
+import glob
 import gzip
 import io
 import json
+import os
 import random
 import re
 import tarfile
@@ -38,7 +40,7 @@ def records_of_parts(patterns, reading=None, start=BEGINNING, **options):
 def texts_of(*args, **options):
     records = records_of_parts(*args, **options)
     assert [record.problem for record in records] == [None] * len(records)
-    return [record.text.decode() for record in records]
+    return [record.text.decode() for record in records if record.not_read is None]
 
 
 def jsonl(texts=TEXTS, field="text"):
@@ -261,7 +263,9 @@ def test_a_truncated_file_keeps_its_whole_lines_and_is_named(tmp_path, name):
         ("a.json", b'{"text": "a\xff"}', "not UTF-8"),
         ("a.csv", b"id,body\n1,x\n", r"no column 'text' \(columns: id, body\)"),
         ("a.csv", b'text\n"never closed\n', "broken row"),
-        ("a.txt", b"caf\xe9", r"not UTF-8 \(byte 0xe9 at byte 4 of it\)"),
+        ("a.txt", b"caf\xe9", r"not UTF-8 \(byte 0xe9 at byte 4 of it\)$"),
+        ("a.txt", "text".encode("utf-16"), "not UTF-8 .* but UTF-16; convert it: iconv"),
+        ("a.csv", "text\nrow\n".encode("utf-16"), "the header is not UTF-8 .* but UTF-16"),
     ],
 )
 def test_files_that_are_not_what_their_name_says(tmp_path, name, content, problem):
@@ -277,8 +281,35 @@ def test_a_parquet_file_without_the_column_and_with_nulls(tmp_path):
 
     parquet.write_table(pa.table({"text": ["a", None]}), tmp_path / "a.parquet")
     assert records_of_parts([tmp_path / "a.parquet"])[1].problem == "field 'text' is null, must be text"
-    last = records_of_parts([tmp_path / "a.parquet"], Reading(text_field="body"))[-1]
-    assert "no column 'body' (columns: text)" in last.problem
+    (last,) = records_of_parts([tmp_path / "a.parquet"], Reading(text_field="body"))
+    assert "no column 'body' (columns: text); nothing after it was read (2 records)" in last.problem
+
+
+def lost_records(path, **reading):
+    """How many records what cannot be read of a file counts as."""
+    return sum(r.problem_records for r in records_of_parts([path], Reading(**reading)) if r.problem is not None)
+
+
+@pytest.mark.parametrize("name", ["docs.csv", "docs.parquet", "docs.arrow", "stream.arrow", "docs.h5"])
+def test_a_file_without_the_column_counts_as_all_that_it_holds(tmp_path, monkeypatch, name):
+    WRITERS[name](tmp_path / name)
+    assert lost_records(tmp_path / name, text_field="body") == len(TEXTS)
+    make_parts_small(monkeypatch)
+    assert lost_records(tmp_path / name, text_field="body") == len(TEXTS)
+
+
+def test_damage_within_a_parquet_file_counts_as_the_rows_that_are_left(tmp_path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    texts = [random.Random(n).randbytes(100).hex() for n in range(60)]
+    options = {"compression": "none", "use_dictionary": False, "row_group_size": 20}
+    parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", **options)
+    content = (tmp_path / "a.parquet").read_bytes()
+    place = content.index(texts[20].encode())
+    (tmp_path / "a.parquet").write_bytes(content[: place - 30] + b"\xff" * 26 + content[place - 4 :])
+    assert [r.text for r in records_of_parts([tmp_path / "a.parquet"])][:20] == [text.encode() for text in texts[:20]]
+    assert lost_records(tmp_path / "a.parquet") == 40
 
 
 def test_token_ids_in_hdf5_are_not_taken_for_text(tmp_path):
@@ -325,13 +356,62 @@ def test_files_are_found_once_in_order_with_names_below_their_common_folder(tmp_
     assert [source.compression for source in sources] == ["zst", None, None]
 
 
+def test_links_that_lead_back_give_each_file_once_and_in_no_long_time(tmp_path):
+    for name in ("data/deep/b.txt", "data/a.txt", "elsewhere/c.txt", "elsewhere/.hidden/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    for name in ("0", "1", "deep/2", "deep/3"):  # 4^40 paths
+        (tmp_path / "data" / name).symlink_to(tmp_path / "data", target_is_directory=True)
+    (tmp_path / "data/0.txt").symlink_to("a.txt")
+    (tmp_path / "data/to").symlink_to("../elsewhere", target_is_directory=True)
+    (tmp_path / "data/broken.txt").symlink_to("nowhere")
+    found = find_sources([f"{tmp_path}/data/**/*.txt"])
+    assert [source.name for source in found] == ["a.txt", "deep/b.txt", "to/c.txt"]
+    assert [s.name for s in find_sources([f"{tmp_path}/data/**/deep/*.txt", f"{tmp_path}/da*/**"])] == [
+        source.name for source in found
+    ]
+    (only,) = find_sources([f"{tmp_path}/data/0.txt"])
+    assert only.path == f"{tmp_path}/data/0.txt", "what is named alone is read, by its name"
+
+
+def test_patterns_find_what_glob_finds(tmp_path, monkeypatch):
+    for name in ("a.txt", "b/a.txt", "b/c/a.txt", "b/[x]/a.txt", ".b/a.txt", "b/.a.txt", "b**/a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    monkeypatch.chdir(tmp_path)
+    for pattern in ("**/*.txt", "**", "*/**/a.txt", "b/**/c/**", "b**/*.txt", "./**/a.txt", "**/**/[[]x]/*", ".b/**"):
+        expected = {os.path.normpath(p) for p in glob.glob(pattern, recursive=True) if os.path.isfile(p)}
+        assert {os.path.normpath(source.path) for source in find_sources([pattern])} == expected, pattern
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_name_that_is_not_utf8_is_read_and_recorded_by_its_bytes(tmp_path, name):
+    path = tmp_path / f"caf\udce9-{name}"
+    try:
+        WRITERS[name](tmp_path / name)
+        (tmp_path / name).rename(path)
+    except OSError:
+        pytest.skip("this file system has UTF-8 names only")
+    (source,) = find_sources([f"{tmp_path}/*"])
+    assert source.name == f"caf\\xe9-{name}" and source.place(1).isprintable()
+    assert len([r for r in records_of_parts([path]) if r.text]) == len(TEXTS)
+
+
 def test_all_that_is_wrong_with_the_input_is_told_at_once(tmp_path):
     (tmp_path / "a.doc").write_bytes(b"x")
     (tmp_path / "noname").write_bytes(b"x")
-    patterns = [f"{tmp_path}/*.jsonl", str(tmp_path), f"{tmp_path}/a.doc", f"{tmp_path}/noname"]
+    os.mkfifo(tmp_path / "pipe.txt")
+    patterns = [
+        f"{tmp_path}/*.jsonl",
+        str(tmp_path),
+        f"{tmp_path}/a.doc",
+        f"{tmp_path}/noname",
+        f"{tmp_path}/pipe.txt",
+    ]
     with pytest.raises(InputError) as caught:
         find_sources(patterns)
-    missing, folder, unknown, nameless = caught.value.problems
+    missing, folder, pipe, unknown, nameless = caught.value.problems
+    assert "pipe.txt: is a pipe or a device; write its content into a file" in pipe
     assert "no such file; quote patterns" in missing
     assert "is a folder; name its files, such as" in folder
     assert "unknown format .doc; known: .jsonl" in unknown

@@ -64,23 +64,46 @@ def _count(text, start, end, keys, has, seen, stamp, counts):
 
 
 @compiled
-def _certain(text, bounds, keys, has, least_words, looks, seen, counts, found):
+def _ideograms(text, start, end):
+    """How many letters there are of scripts whose words are not, or need not be, divided by spaces."""
+    count = np.int64(0)
+    for place in range(start, end):
+        first = text[place]  # of a character's bytes; 0xE2 begins punctuation and signs
+        count += (first == 0xE0) | (first == 0xE1) | (first >= 0xE3) & (first <= 0xED)
+    return count
+
+
+@compiled
+def _certain(text, bounds, keys, has, least_words, looks, words, of_place, seen, counts, found):
     stamp = 0
     for document in range(len(bounds)):
         begin, size = bounds[document, 0], bounds[document, 1] - bounds[document, 0]
         found[document] = -1
+        places = len(words) if size > looks[0, 0] else 1
         for look in range(len(looks)):
             stamp += 1
             counts[:] = 0
-            sample = np.int64(looks[look, 0])
-            start = begin + max(0, (size - sample) // 2)
-            words = _count(text, start, min(start + sample, begin + size), keys, has, seen, stamp, counts)
+            all_words = np.int64(0)
+            each = min(size, np.int64(looks[look, 0])) // places
+            for place in range(places):
+                start = begin + size * (2 * place + 1) // (2 * places) - each // 2
+                for language in range(len(counts[0])):
+                    of_place[place, language] = -counts[0, language]
+                words[place] = _count(text, start, start + each, keys, has, seen, stamp, counts)
+                words[place] += _ideograms(text, start, start + each)
+                all_words += words[place]
+                for language in range(len(counts[0])):
+                    of_place[place, language] += counts[0, language]
             best = counts[0].argmax()
             most, second = counts[0, best], np.int64(0)
             for language in range(len(counts[0])):
                 if language != best:
                     second = max(second, counts[0, language])
-            is_frequent = words >= least_words and most >= looks[look, 1] * words and most >= looks[look, 2] * second
+            agree = np.int64(0)
+            for place in range(places):
+                agree += 2 * of_place[place, best] >= looks[look, 1] * words[place]
+            is_frequent = all_words >= least_words and most >= looks[look, 1] * all_words
+            is_frequent = is_frequent and most >= looks[look, 2] * second and 2 * agree > places
             if is_frequent and counts[1, best] >= looks[look, 3]:
                 found[document] = best
                 break
@@ -92,13 +115,17 @@ def certain_numbers(
     table: tuple[np.ndarray, np.ndarray],
     least_words: int,
     looks: Sequence[tuple[int, float, float, int]],
+    places: int,
 ) -> np.ndarray:
     """(documents,) int64: the number of the language whose function words leave no doubt; -1 where there is none.
 
     text, bounds: as of joined_texts. table: of word_table. least_words: of a sample. looks: language.LOOKS.
+    places: of a document, in equal distances, that a sample is of.
     """
     keys, has = table
     found = np.empty(len(bounds), np.int64)
     seen, counts = np.zeros(_SLOTS, np.int64), np.zeros((2, has.shape[1]), np.int64)
-    _certain(text, bounds, keys, has, least_words, np.array(looks, np.float64), seen, counts, found)
+    words, of_place = np.zeros(places, np.int64), np.zeros((places, has.shape[1]), np.int64)
+    shares = np.array(looks, np.float64)
+    _certain(text, bounds, keys, has, least_words, shares, words, of_place, seen, counts, found)
     return found
