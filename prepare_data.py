@@ -9,7 +9,7 @@
     python prepare_data.py --input 'web/*.parquet' --filter mine.py:keep --dry_run 5000 \\
         --tokenizer gpt2 --output data/web
     python prepare_data.py --input 'web/*.parquet' --clean --tokenizer gpt2 --output data/clean --write_text
-    python prepare_data.py --input 'data/clean/text/*' --split_field split --tokenizer tokenizers/mine --output data/mine
+    python prepare_data.py --input 'data/clean/text/*' --split_field split --tokenizer gpt2 --output data/again
     python prepare_data.py --report data/web
     python prepare_data.py --inspect data/docs
     python prepare_data.py --verify data/docs

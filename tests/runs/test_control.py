@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -320,7 +321,16 @@ def anneal_a_live_run(strategy, recipe, run):
         trainer.wait(timeout=SOON)
     assert events(run, "end")[-1]["code"] == 0 and read_status(run).state == "finished"
     assert step < events(run, "train")[-1]["step"] <= 1.2 * step + 1
-    assert events(run, "train")[-1]["learning_rate"] < 0.5 * 0.003
+    last = events(run, "train")[-1]
+    assert last["learning_rate"] < 0.5 * 0.003
+    # As after a crash within the decay, with the checkpoint alone that the command has made.
+    for newer in (run / "final", run / "checkpoints" / f"step-{last['step']:08d}"):
+        shutil.rmtree(newer)
+    with live_run(strategy, recipe, run) as trainer:
+        trainer.wait(timeout=SOON)
+    again = [event for event in events(run, "train") if event["step"] == last["step"]]
+    assert len(again) == 2 and again[0]["learning_rate"] == again[1]["learning_rate"]
+    assert events(run, "end")[-1]["code"] == 0 and events(run, "train")[-1]["step"] == last["step"]
 
 
 def steer(run, command):

@@ -1,12 +1,14 @@
 """A run that grows, ends early or is branched: the learning rates so far stay what they were."""
 
 import json
+import shutil
 
 import pytest
 import yaml
 from safetensors.torch import load_file
 
 from support.project import events, losses, run_script
+from support.tiny_models import TINY_LLAMA
 
 
 @pytest.fixture
@@ -104,3 +106,96 @@ def test_a_run_that_paused_on_the_way_is_the_run_that_did_not(recipe, tmp_path, 
     assert again.returncode == 2 and "give a later step, or null, to continue" in again.stderr
     train(path, "--output", paused)
     assert rates(paused) == rates(tmp_path / "run") and losses(paused) == losses(tmp_path / "run")
+
+
+def tokens(run):
+    return {event["step"]: event["tokens"] for event in events(run, "train")}
+
+
+def test_a_batch_ramp_does_not_begin_again_in_a_longer_run(recipe, tmp_path):
+    """Steps of one to four sequences; then the full batch, also after the end of the run was moved."""
+    path = change(recipe, batch={"ramp": {"from": 0.25, "over": 0.4}}, budget={"steps": 16})
+    train(path)
+    train(change(path, budget={"steps": 24}))
+    found = tokens(tmp_path / "run")
+    steps = [after - before for before, after in zip([0, *found.values()], found.values(), strict=False)]
+    assert steps == sorted(steps) and steps[0] == 64
+    assert steps[13:] == [256] * 11 and found[24] == sum(steps)
+
+
+def test_another_batch_holds_from_the_checkpoint_on(recipe, tmp_path):
+    """No token is counted or read twice, and none is left out."""
+    train(recipe)
+    refused = train(change(recipe, batch={"tokens_per_step": 128}, budget={"steps": 20}), check=False)
+    assert refused.returncode == 2 and "it then holds from the checkpoint's step on" in refused.stderr
+    train(recipe, "--batch.tokens_per_step", "128")
+    run = tmp_path / "run"
+    assert tokens(run)[12] == 12 * 256 and tokens(run)[20] == 12 * 256 + 8 * 128
+    for step, first in ((12, 44), (13, 48), (20, 62)):
+        shown = run_script("runs.py", "documents", run, "--step", step, "--limit", "1").stdout
+        assert f"samples {first} to " in shown
+
+
+BRANCHES = {
+    "finishes the model": ([], 10, (0.003, 0.00165)),
+    "keeps going with another rate": (["--optim.learning_rate", "0.006", "--budget.steps", "20"], 20, (0.006, 0.006)),
+    "takes a schedule of its own": (["--optim.schedule", "linear"], 12, (0.003, 0.000975)),
+    "warms up again": (["--optim.warmup_steps", "3"], 12, (0.001, 0.003)),
+    "takes another batch": (["--batch.tokens_per_step", "512", "--budget.steps", "14"], 14, (0.003, 0.003)),
+}
+
+
+@pytest.mark.parametrize("what", BRANCHES)
+def test_a_branch_takes_what_is_set_explicitly_and_check_says_so(trunk_at_a_constant_rate, what, tmp_path):
+    arguments, end, (first, last) = BRANCHES[what]
+    recipe, trunk = trunk_at_a_constant_rate
+    arguments = [*arguments, "--branch_from", f"{trunk}@8", "--output", tmp_path / "branch"]
+    said = train(recipe, "--check", *arguments).stdout
+    assert f"branches from {trunk}/checkpoints/step-00000008 at step 8, after 2,048 tokens" in said
+    assert f"to step {end}: " in said and f"learning rate {first:.3g} at the first of them, {last:.3g}" in said
+    assert not (tmp_path / "branch").exists()
+    train(recipe, *arguments)
+    found = rates(tmp_path / "branch")
+    assert list(found) == list(range(9, end + 1))
+    assert (found[9], found[end]) == pytest.approx((first, last), rel=1e-2)
+    batch = 512 if "batch" in what else 256
+    assert tokens(tmp_path / "branch")[end] == 8 * 256 + (end - 8) * batch
+
+
+@pytest.fixture(scope="module")
+def trunk_at_a_constant_rate(shards, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trunk")
+    (folder / "model.json").write_text(json.dumps(TINY_LLAMA))
+    values = {
+        "model": str(folder / "model.json"),
+        "output": str(folder / "run"),
+        "seed": 1,
+        "precision": "fp32",
+        "data": {"train": [{"shards": str(shards)}], "sequence_length": 64},
+        "budget": {"steps": 12},
+        "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 1},
+        "optim": {"learning_rate": 0.003, "warmup_steps": 2, "schedule": "constant", "decay_shape": "linear"},
+        "compile": "none",
+        "checkpoint": {"every_steps": 4, "keep_last": 9},
+        "logging": {"every_steps": 1},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+    train(folder / "recipe.yaml")
+    return folder / "recipe.yaml", folder / "run"
+
+
+def test_a_branch_is_not_made_where_another_run_is(trunk_at_a_constant_rate):
+    recipe, run = trunk_at_a_constant_rate
+    before = (run / "final/model.safetensors").read_bytes()
+    for check in ([], ["--check"]):
+        refused = train(recipe, "--branch_from", f"{run}@8", "--budget.steps", "20", *check, check=False)
+        assert refused.returncode == 2 and "has a run that was not branched from any; choose another" in refused.stderr
+    assert (run / "final/model.safetensors").read_bytes() == before
+
+
+def test_a_budget_that_the_run_has_passed_is_refused(trunk_at_a_constant_rate, tmp_path):
+    recipe, run = trunk_at_a_constant_rate
+    shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/final")
+    refused = train(recipe, "--output", tmp_path / "run", "--budget.steps", "10", check=False)
+    assert refused.returncode == 2 and "it ends after step 10, and the run is at step 12" in refused.stderr
