@@ -66,9 +66,8 @@ def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "gres.conf").write_text("AutoDetect=off\nName=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
     machines = (f"NodeName={name} NodeAddr={name} Port={free_port()} CPUs=4 Gres=gpu:2" for name in MACHINES)
-    (folder / "slurm.conf").write_text(
-        "\n".join([*settings(folder, user), *machines, "PartitionName=all Nodes=ALL Default=YES"])
-    )
+    lines = [*settings(folder, getpass.getuser()), *machines, "PartitionName=all Nodes=ALL Default=YES"]
+    (folder / "slurm.conf").write_text("\n".join(lines))
     munge = ("socket", "key-file", "pid-file", "log-file", "seed-file")
     commands = [
         ("munged", "--foreground", "--force", *(f"--{name}={folder}/munge.{name.split('-')[0]}" for name in munge)),
