@@ -58,14 +58,14 @@ def test_sigusr1_saves_and_ends_whatever_may_be_restarted(to, recipe, tmp_path):
     with start_script(*command, *LONG, "--logging.every_steps", 1, stderr=subprocess.PIPE) as launcher:
         try:
             deadline = time.monotonic() + SOON
-            while not ((run / "metrics.jsonl").exists() and losses(run)):
+            while not (heartbeat_path(run, 0).exists() and losses(run)):
                 assert time.monotonic() < deadline and launcher.poll() is None
                 time.sleep(0.05)
-            pid = json.loads(heartbeat_path(run, 0).read_text())["pid"]
-            os.kill(launcher.pid if to == "launcher" else pid, signal.SIGUSR1)
+            beat = json.loads(heartbeat_path(run, 0).read_text())
+            os.kill(launcher.pid if to == "launcher" else beat["pid"], signal.SIGUSR1)
             assert launcher.wait(SOON) == 75
         finally:
-            launcher.kill()
+            launcher.terminate()  # with its processes
         said = launcher.stderr.read()
     (end,) = events(run, "end")
     assert end["code"] == 75 and events(run, "checkpoint")[-1]["step"] == end["step"]
