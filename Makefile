@@ -4,8 +4,12 @@ BIN := .venv/bin
 
 .PHONY: install demo test test-strategies test-faults parity bench gpu lint format clean
 
+# Those that everything in requirements.txt has wheels for.
+SUPPORTED = import sys; (3, 11) <= sys.version_info[:2] <= (3, 14) or sys.exit("Groundwork runs on Python 3.11 to 3.14, and \
+	%s is %d.%d: name another, such as make PYTHON=python3.12 install" % ((sys.executable,) + tuple(sys.version_info[:2])))
+
 .venv/requirements: requirements.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@test -x $(BIN)/python || { $(PYTHON) -c '$(SUPPORTED)' && $(PYTHON) -m venv .venv; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 

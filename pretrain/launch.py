@@ -4,7 +4,8 @@
     python -m pretrain.launch --supervise --config_file ...     # and start it again after every crash
 
 Takes what `accelerate launch` takes. That one ends on Ctrl-C with a traceback, with one process even before the run
-has saved, and returns 1 whatever the processes return.
+has saved, returns 1 whatever the processes return, and restarts them as often as --max_restarts allows, even if they
+have ended on purpose.
 """
 
 import logging
@@ -15,7 +16,27 @@ import sys
 import time
 from contextlib import suppress
 
-from pretrain.errors import CRASHED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PREEMPTED
+import psutil
+
+from pretrain.errors import (
+    CRASHED,
+    EXIT_BAD_INPUT,
+    EXIT_CRASH_LOOP,
+    EXIT_INTERRUPTED,
+    EXIT_NO_VALID_CHECKPOINT,
+    EXIT_NUMERIC,
+    EXIT_PREEMPTED,
+)
+
+ENDED_ON_PURPOSE = {
+    EXIT_BAD_INPUT,
+    EXIT_NUMERIC,
+    EXIT_NO_VALID_CHECKPOINT,
+    EXIT_CRASH_LOOP,
+    EXIT_PREEMPTED,
+    EXIT_INTERRUPTED,
+}
+"""Exit statuses with which a restarted process would end again at once."""
 
 SHUTDOWN_SECONDS = 300
 """How long torchrun waits for its processes after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise; its
@@ -26,7 +47,8 @@ SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, LONG_LIFE_SECONDS = 5.0, 300.0, 6
 
 def launch(arguments: list[str]) -> int:
     """Runs `accelerate launch` with these arguments; returns the exit status of the script it started."""
-    import torch.distributed.run  # noqa: F401  loads all of torchrun, with its loggers
+    import torch.distributed.launcher.api
+    import torch.distributed.run  # loads all of torchrun, with its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -35,19 +57,41 @@ def launch(arguments: list[str]) -> int:
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):  # each has a level; the ranks speak for themselves
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    torch.distributed.launcher.api.LocalElasticAgent = patient_agent()
+    parsed = launch_command_parser().parse_args(arguments)
+    parsed.signals_to_handle = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun's own default lacks SIGUSR1
     try:
-        launch_command(launch_command_parser().parse_args(arguments))
+        launch_command(parsed)
     except subprocess.CalledProcessError as ended:  # one process
         return status_of(ended.returncode)
     except ChildFailedError as failed:
         return status_of(failed.get_first_failure()[1].exitcode)
     except SignalException as asked:
         wait_for_the_rest(asked.sigval)
-        return EXIT_INTERRUPTED if asked.sigval == signal.SIGINT else EXIT_PREEMPTED
+        return status_after(asked.sigval)
     except ValueError as error:  # accelerate's own checks of its arguments and files
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT
     return 0
+
+
+def patient_agent() -> type:
+    """The class that starts torchrun's processes, without restarts after an end on purpose."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    class Agent(LocalElasticAgent):
+        def _monitor_workers(self, worker_group):
+            result = super()._monitor_workers(worker_group)
+            if result.is_failed() and ENDED_ON_PURPOSE.issuperset(end.exitcode for end in result.failures.values()):
+                self._remaining_restarts = 0
+            return result
+
+    return Agent
+
+
+def status_after(number: int) -> int:
+    """The exit status of a run that a signal has ended."""
+    return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED
 
 
 def status_of(code: int) -> int:
@@ -60,8 +104,6 @@ def status_of(code: int) -> int:
 
 def wait_for_the_rest(number: int) -> None:
     """A second signal has ended torchrun's wait: hands it on, and returns once all processes have ended."""
-    import psutil
-
     left = psutil.Process().children()
     pass_on(number)
     psutil.wait_procs(left)
@@ -69,8 +111,6 @@ def wait_for_the_rest(number: int) -> None:
 
 def pass_on(number: int) -> None:
     """Hands a signal to the processes that this one has started."""
-    import psutil
-
     for process in psutil.Process().children():
         process.send_signal(number)
 
@@ -80,8 +120,6 @@ def supervise(command: list[str]) -> int:
 
     Bad input, divergence, a crash loop and the like would end alike again.
     """
-    import psutil
-
     pause = SHORTEST_PAUSE_SECONDS
     while True:
         started = time.monotonic()
@@ -117,19 +155,28 @@ HEARD: list[int] = []
 """Signals received so far; any of them ends the run."""
 
 
-def hear_signals() -> None:
-    """For one process, which accelerate only waits for; torchrun takes SIGINT, SIGTERM and SIGHUP over for several.
+def hear_signals(*, alone_ends: bool) -> None:
+    """Notes each signal and passes it on. A process that has not started any other ends at once if `alone_ends`.
 
-    Ctrl-C reaches that one process from the terminal itself. SIG_IGN would not do: processes inherit it.
+    For one process, which accelerate only waits for; for several, torchrun takes over once it has started them. Ctrl-C
+    reaches the others from the terminal itself. SIG_IGN would not do: processes inherit it.
     """
-    signal.signal(signal.SIGINT, lambda number, _: HEARD.append(number))
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup means it
-            signal.signal(number, lambda number, _: (HEARD.append(number), pass_on(number)))
+
+    def hear(number, _):
+        HEARD.append(number)
+        if number != signal.SIGINT:
+            pass_on(number)
+        if alone_ends and not psutil.Process().children():
+            sys.exit(status_after(number))
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # nohup means it
+            signal.signal(number, hear)
 
 
 if __name__ == "__main__":
-    hear_signals()
-    if sys.argv[1:2] == ["--supervise"]:
+    supervised = sys.argv[1:2] == ["--supervise"]
+    hear_signals(alone_ends=not supervised)
+    if supervised:
         sys.exit(supervise([sys.executable, "-m", "pretrain.launch", *sys.argv[2:]]))
     sys.exit(launch(sys.argv[1:]))

@@ -1,24 +1,32 @@
 """Ctrl-C at a terminal: whoever launched, the prompt comes back last, after the last words of the run."""
 
+import json
+import os
 import re
 import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
 from pretrain import launch
 from pretrain.launch import status_of, supervise
-from support.project import events, free_port, run_script
+from pretrain.runs.run_folder import heartbeat_path
+from support.project import events, free_port, losses, run_script, start_script
 from support.terminals import CONTROL_C, InTerminal
 
 LONG = ("--budget.steps", "1000000", "--checkpoint.every_steps", "1000000", "--validation.every_steps", "1000000")
 LONG += ("--logging.every_steps", "1000000")
+SOON = 300
+"""Seconds that no machine, however busy, needs for what takes twenty."""
 
 
 def launched(strategy, processes, recipe):
     file = f"accelerate_configs/{strategy}.yaml"
     port = ("--main_process_port", free_port())
-    return ["-m", "pretrain.launch", "--config_file", file, "--num_processes", processes, *port, "train.py", recipe]
+    allowed = ("--max_restarts", 9, "--num_processes", processes)
+    return ["-m", "pretrain.launch", "--config_file", file, *allowed, *port, "train.py", recipe]
 
 
 @pytest.mark.parametrize(("strategy", "processes"), [(None, 1), ("single", 1), ("ddp", 2)])
@@ -39,7 +47,39 @@ def test_control_c_ends_with_the_last_words_of_the_run(strategy, processes, reci
 def test_the_exit_status_is_that_of_the_run(strategy, processes, recipe):
     ended = run_script(*launched(strategy, processes, recipe), "--batch.tokens_per_step", "250", check=False)
     assert ended.returncode == 2, "and not 1"
-    assert "batch.tokens_per_step" in ended.stderr and "Traceback" not in ended.stdout + ended.stderr
+    assert ended.stderr.count("batch.tokens_per_step: 250 is not") == 1, "and no process is started again"
+    assert "Traceback" not in ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("to", ["launcher", "process"])
+def test_sigusr1_saves_and_ends_whatever_may_be_restarted(to, recipe, tmp_path):
+    run = tmp_path / "run"
+    command = launched("ddp", 2, recipe)
+    with start_script(*command, *LONG, "--logging.every_steps", 1, stderr=subprocess.PIPE) as launcher:
+        try:
+            deadline = time.monotonic() + SOON
+            while not (heartbeat_path(run, 0).exists() and losses(run)):
+                assert time.monotonic() < deadline and launcher.poll() is None
+                time.sleep(0.05)
+            beat = json.loads(heartbeat_path(run, 0).read_text())
+            os.kill(launcher.pid if to == "launcher" else beat["pid"], signal.SIGUSR1)
+            assert launcher.wait(SOON) == 75
+        finally:
+            launcher.terminate()  # with its processes
+        said = launcher.stderr.read()
+    (end,) = events(run, "end")
+    assert end["code"] == 75 and events(run, "checkpoint")[-1]["step"] == end["step"]
+    assert len(events(run, "start")) == 1 == said.count("Loading ..."), said
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_a_signal_before_the_first_process_ends_the_launcher(number, code):
+    """While it imports, or waits for other machines: torchrun takes signals over with its first process."""
+    waits = "import time; from pretrain.launch import *; hear_signals(alone_ends=True); print(); time.sleep(300)"
+    with start_script("-uc", waits, fresh=True, stdout=subprocess.PIPE) as launcher:
+        launcher.stdout.readline()
+        launcher.send_signal(number)
+        assert launcher.wait(SOON) == code
 
 
 def test_a_process_that_was_killed_has_crashed(capsys):

@@ -200,33 +200,32 @@ def test_the_launcher_itself_is_checked(tmp_path, shards):
 SLURM_COMMANDS = {
     "scontrol": "echo node0; echo node1",
     "srun": '[ "${1#--kill}" != "$1" ] && shift; SLURM_NODEID=1 exec "$@"',
+    "python": 'echo "$@"',
 }
 
 
 @pytest.mark.parametrize("name", ["one_node", "many_nodes"])
 def test_slurm_scripts_launch_what_they_are_given(name, tmp_path):
-    """Run as they are, with stand-ins for Slurm's commands and for accelerate."""
-    commands = {f"bin/{command}": text for command, text in SLURM_COMMANDS.items()}
-    for path, text in {**commands, ".venv/bin/accelerate": 'echo "$@"'}.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / path).chmod(0o755)
+    """Run as they are, with stand-ins for Slurm's commands and for Python."""
+    for command, text in SLURM_COMMANDS.items():
+        (tmp_path / command).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / command).chmod(0o755)
     slurm = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "node[0-1]"}
     said = subprocess.run(
-        ["bash", ROOT / f"slurm/{name}.sbatch", "hsdp", "recipes/llama_125m.yaml", "--seed", "3"],
-        cwd=tmp_path,
-        env={**os.environ, **slurm, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+        ["bash", f"slurm/{name}.sbatch", "hsdp", "recipes/llama_125m.yaml", "--seed", "3"],
+        cwd=ROOT,
+        env={**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "python"},
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split()
-    arguments = launch_command_parser().parse_args(said[1:])
-    assert said[0] == "launch" and arguments.config_file == "accelerate_configs/hsdp.yaml"
+    arguments = launch_command_parser().parse_args(said[2:])
+    assert said[:2] == ["-m", "pretrain.launch"] and arguments.config_file == "accelerate_configs/hsdp.yaml"
     assert [arguments.training_script, *arguments.training_script_args] == [
         *("train.py", "--config", "recipes/llama_125m.yaml", "--seed", "3"),
     ]
     if name == "one_node":
-        assert arguments.num_processes == 8
+        assert (arguments.num_processes, arguments.main_process_port) == (8, 20007)
     else:
         assert (arguments.num_processes, arguments.num_machines, arguments.machine_rank) == (16, 2, 1)
         assert (arguments.main_process_ip, arguments.main_process_port) == ("node0", 20007)

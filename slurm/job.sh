@@ -1,0 +1,76 @@
+# What one_node.sbatch and many_nodes.sbatch share: sourced by them with their own name and arguments.
+
+usage() {
+    local strategies recipes
+    strategies=$(cd accelerate_configs && echo *.yaml)
+    recipes=$(echo recipes/*.yaml)
+    cat >&2 <<END
+usage: sbatch $1 STRATEGY RECIPE [--section.key VALUE ...]
+STRATEGY: ${strategies//.yaml/}
+RECIPE: $recipes
+Ask the cluster first, which starts nothing; then submit the same without --test-only:
+  sbatch --test-only $1 fsdp2 recipes/llama_125m.yaml
+Options of sbatch win over the #SBATCH lines, as the cluster needs them:
+  sbatch --partition P --account A --gpus-per-node 4 --cpus-per-task 32 $1 fsdp2 recipes/llama_125m.yaml
+Modules, or a container for srun, go before launch_and_requeue at the end of the script.
+END
+}
+
+script=$1 strategy=${2:-} recipe=${3:-} python=${PYTHON:-.venv/bin/python}
+problems=()
+if [ -z "$recipe" ]; then
+    problems+=("STRATEGY and RECIPE are missing")
+else
+    [ -f "accelerate_configs/$strategy.yaml" ] || problems+=("STRATEGY $strategy: there is no accelerate_configs/$strategy.yaml")
+    [ -f "$recipe" ] || problems+=("RECIPE $recipe: no such file")
+fi
+if [ -z "${PYTHON:-}" ] && [ ! -x "$python" ]; then
+    problems+=("$python is missing: run make install, or name the Python of another environment: PYTHON=python sbatch ...")
+fi
+if [ -z "${SLURM_JOB_ID:-}" ]; then
+    problems+=("not in a job, so nothing was started: submit it with sbatch")
+elif [ -z "${SLURM_GPUS_ON_NODE:-}" ]; then
+    problems+=("the job has no GPUs: sbatch --gpus-per-node N")
+fi
+if [ ${#problems[@]} -gt 0 ]; then
+    usage "$script"
+    printf '%s\n' "${problems[@]}" >&2
+    exit 2
+fi
+
+# srun itself does not take the processors of --cpus-per-task from sbatch: without this a task has one.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+# torchrun kills its workers this long after the first signal; its own 30 s are too short for a large checkpoint.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=270
+# A port that follows from the job lets two jobs share a machine.
+port=$((20000 + SLURM_JOB_ID % 20000))
+
+save_and_end() {
+    # srun does not pass SIGTERM on: it kills its tasks. scancel reaches them, but only those that run, without a word
+    # about the others; and twice would end training without its checkpoint. So this waits for them, a minute at most.
+    local tries
+    for ((tries = 0; tries < 60; tries++)); do
+        scontrol listpids "$SLURM_JOB_ID" "$SLURMD_NODENAME" 2>/dev/null | grep -qE " $SLURM_JOB_ID +[0-9]" && break
+        sleep 1
+    done
+    scancel --signal=TERM "$SLURM_JOB_ID"
+}
+
+launch_and_requeue() {
+    # SLURM sends SIGUSR1 to this script alone, five minutes before the time limit.
+    local time_is_up=no status launcher
+    trap '[ "$time_is_up" = yes ] || { time_is_up=yes; save_and_end & }' USR1
+    "$@" &
+    launcher=$!
+    while :; do  # wait returns for a signal as well as for the end
+        wait "$launcher" && status=0 || status=$?
+        kill -0 "$launcher" 2>/dev/null || break
+    done
+    # docs/failures.md lists the exit statuses.
+    case $status in
+        75) scontrol requeue "$SLURM_JOB_ID" ;;    # told to end, and saved
+        0 | 2 | 16 | 17 | 18 | 130) ;;             # would end alike again
+        *) [ "$time_is_up" = no ] || scontrol requeue "$SLURM_JOB_ID" ;;
+    esac
+    exit "$status"
+}
