@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pretrain.errors import InputError, Problems, did_you_mean
@@ -52,10 +53,11 @@ def sensible_set(is_english: bool) -> list[CleaningStage]:
     FineWeb has repetition before quality: the same documents stay, but what quality removes would be searched in vain
     for repetition, which takes longer.
     """
+    quality = GopherQuality(max_words=None)
     return [
-        GopherQuality() if is_english else GopherQuality(min_stop_words=None),
+        quality if is_english else replace(quality, min_stop_words=None),
         GopherRepetition(),
-        C4Quality(endings=False),
+        C4Quality(endings=False, max_curly_brackets=0.005),
         FineWebQuality(),
         PersonalData(),
     ]

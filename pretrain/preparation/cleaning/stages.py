@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pretrain.preparation.cleaning.compiled.words import DividedTexts
+    from pretrain.preparation.cleaning.forms import Lines
 
 BATCH_BYTES = 1 << 20
 """What stages see at once: what they make of it stays in the processor's cache, at little work for Python."""
@@ -29,6 +30,7 @@ class TextBatch:
     urls: list[str | None]
     _joined: "tuple[np.ndarray, np.ndarray] | None" = None
     _divided: "DividedTexts | None" = None
+    _forms: "np.ndarray | None" = None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -44,20 +46,37 @@ class TextBatch:
 
     @property
     def divided(self) -> "DividedTexts":
-        """The documents' English words, divided once for all stages that count them."""
+        """The documents' words and lines, divided once for all stages that count them."""
         if self._divided is None:
             from pretrain.preparation.cleaning.compiled.words import divided_texts
 
             self._divided = divided_texts(*self.joined)
         return self._divided
 
+    @cached_property
+    def lines(self) -> "Lines":
+        """The lines that are not blank."""
+        from pretrain.preparation.cleaning.forms import Lines
+
+        return Lines(self.divided)
+
+    @property
+    def forms(self) -> "np.ndarray":
+        """(documents,): the form of each text, as it was before any stage changed it."""
+        if self._forms is None:
+            from pretrain.preparation.cleaning.forms import forms_of
+
+            self._forms = forms_of(self.divided, self.lines)
+        return self._forms
+
     def after(self, removed: Container[int], changed: Mapping[int, bytes]) -> "TextBatch":
         """What stays when a stage has removed and changed documents by number."""
         stay = [number for number in range(len(self)) if number not in removed]
         joined = None if changed or self._joined is None else (self._joined[0], self._joined[1][stay])
         divided = None if changed or self._divided is None else self._divided.taking(stay)
+        forms = None if self._forms is None else self._forms[stay]
         texts = [changed.get(number, self.texts[number]) for number in stay]
-        return TextBatch(texts, [self.urls[number] for number in stay], joined, divided)
+        return TextBatch(texts, [self.urls[number] for number in stay], joined, divided, forms)
 
 
 @dataclass
@@ -66,6 +85,8 @@ class Verdicts:
 
     removed: dict[int, str] = field(default_factory=dict)
     """{document: the rule that removes it, without the stage's name; '' where the stage has one rule only}."""
+    measured: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """{document: the value that its rule measured, and the limit}, where the rule has one."""
     changed: dict[int, bytes] = field(default_factory=dict)
     """{document: its new text}; an empty one is removed by the rule `nothing_left`."""
     counts: Counter[str] = field(default_factory=Counter)

@@ -12,8 +12,8 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from pretrain.preparation.cleaning.compiled.characters import IS_SPACE
 from pretrain.preparation.cleaning.compiled.kept import cached_njit
-from pretrain.preparation.cleaning.compiled.word_rules import IS_SPACE
 
 compiled = functools.partial(cached_njit, nogil=True, error_model="numpy", _nrt=False)
 inlined = functools.partial(compiled, forceinline=True)
