@@ -4,8 +4,9 @@ The published rules were made for web pages, of which each line is a paragraph. 
 that end anywhere in a sentence; code and tables have no sentences.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -30,30 +31,44 @@ FEWEST_LINES = 10
 
 
 class Lines:
-    """The lines of a batch's documents that are not blank, and their blocks: runs of lines without a blank one between.
+    """The lines of documents that are not blank, in blocks: runs of lines without a blank one between.
 
-    A line is text between line ends, without the spaces around it.
+    A line is text between line ends, without the spaces around it. A stage that drops lines passes on the others.
     """
 
-    def __init__(self, divided: "DividedTexts"):
-        # Of the lines of all documents of a joined text those of these documents.
-        edges = np.zeros(len(divided.lines) + 1, np.int8)
-        edges[divided.line_bounds[:, 0]] += 1
-        edges[divided.line_bounds[:, 1]] -= 1
-        visible = (divided.lines[:, words.WORDS] > 0) & (np.cumsum(edges[:-1]) > 0)
-        self.bounds = np.append(0, np.cumsum(visible))[divided.line_bounds]
+    def __init__(self, text: np.ndarray, table: np.ndarray, hashes: np.ndarray, places: np.ndarray, count: int):
+        """places: (2, lines) numbers of block and document, ascending; count: of the documents."""
+        self.text = text
+        """(bytes,) uint8, where the lines stand."""
+        self.hashes = hashes
+        """(lines,) uint64: of the words in each."""
+        self._block, self.document = places
+        self._table = table
+        self.bounds = np.searchsorted(self.document, np.stack([np.arange(count), np.arange(1, count + 1)], axis=1))
         """(documents, 2): first line and end of each."""
         self.counts = self.bounds[:, 1] - self.bounds[:, 0]
         """(documents,): lines of each."""
-        self.document = np.repeat(np.arange(len(self.bounds)), self.counts)
-        """(lines,): number of the document of each."""
-        self.hashes = divided.line_hashes[visible]
-        """(lines,) uint64: of the words in each."""
-        self._text, self._table = divided.text, divided.lines[visible].T
-        # A block begins behind a blank line, and with a document.
-        begins = np.append(True, ~visible[:-1])[visible]
-        begins[self.bounds[self.counts > 0, 0]] = True
-        self._begins = np.flatnonzero(begins)
+
+    @classmethod
+    def of(cls, divided: "DividedTexts") -> Self:
+        """The lines of the documents of a divided text, which may hold other documents, too."""
+        bounds = divided.line_bounds
+        sizes = bounds[:, 1] - bounds[:, 0]
+        document = np.repeat(np.arange(len(bounds)), sizes)
+        line = np.arange(len(document)) + np.repeat(bounds[:, 0] - np.append(0, np.cumsum(sizes)[:-1]), sizes)
+        visible = divided.lines[line, words.WORDS] > 0
+        block = np.cumsum(~visible | (line == bounds[document, 0]))
+        places, line = np.stack([block, document])[:, visible], line[visible]
+        return cls(divided.text, divided.lines[line].T, divided.line_hashes[line], places, len(bounds))
+
+    def staying(self, stays: np.ndarray, documents: Sequence[int]) -> "Lines":
+        """Those of the lines that stay, (lines,) bool, in some of the documents, which are numbered anew."""
+        number = np.full(len(self.counts), -1)
+        number[documents] = np.arange(len(documents))
+        document = number[self.document]
+        kept = stays & (document >= 0)
+        places = np.stack([self._block[kept], document[kept]])
+        return Lines(self.text, self._table[:, kept], self.hashes[kept], places, len(documents))
 
     def column(self, number: int) -> np.ndarray:
         """(lines,) int32: one of words.COLUMNS."""
@@ -76,13 +91,13 @@ class Lines:
     @property
     def last_bytes(self) -> np.ndarray:
         """(lines,) uint8"""
-        return self._text[self.column(words.STOP) - 1]
+        return self.text[self.column(words.STOP) - 1]
 
     @cached_property
     def ends_in_dots(self) -> np.ndarray:
         """(lines,) bool: in three full stops, or the character for them."""
         # What is before a line is no full stop.
-        ends = np.stack([self._text[self.column(words.STOP) - place] for place in (3, 2, 1)])
+        ends = np.stack([self.text[self.column(words.STOP) - place] for place in (3, 2, 1)])
         return np.any([(ends == np.frombuffer(dots, np.uint8)[:, None]).all(axis=0) for dots in DOTS], axis=0)
 
     def holding(self, text: bytes, phrase: bytes) -> np.ndarray:
@@ -95,11 +110,15 @@ class Lines:
         inside = (line >= 0) & (self.column(words.STOP)[line] > places) if len(self.document) else line >= 0
         return np.bincount(line[inside], minlength=len(self.document))
 
-    def joined(self, document: int, stays: np.ndarray) -> bytes:
-        """The lines of a document that stay, (lines,) bool, one after another."""
+    def joined(self, before: bytes, document: int, stays: np.ndarray) -> bytes:
+        """The lines of a document that stay, (lines,) bool, one after another. before: the document."""
         first, last = self.bounds[document]
-        of_lines = self._table[[words.START, words.STOP], first:last][:, stays[first:last]]
-        return b"\n".join([self._text[start:stop].tobytes() for start, stop in of_lines.T.tolist()])
+        begins, ends = self._table[[words.START, words.STOP], first:last][:, stays[first:last]]
+        size = int((ends - begins).sum()) + len(begins) - 1
+        if len(before) == size and before.count(b"\n") == len(begins) - 1:
+            return before
+        text = self.text.data
+        return b"\n".join([text[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)])
 
     @cached_property
     def repeated(self) -> tuple[np.ndarray, np.ndarray]:
@@ -110,7 +129,8 @@ class Lines:
     @cached_property
     def blocks(self) -> "Blocks":
         """The blocks of the same documents."""
-        return Blocks(self, self._begins)
+        begins = np.append(True, (self._block[1:] != self._block[:-1]) | (self.document[1:] != self.document[:-1]))
+        return Blocks(self, np.flatnonzero(begins[: len(self._block)]))
 
 
 class Blocks:

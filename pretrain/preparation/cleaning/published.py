@@ -108,8 +108,6 @@ class GopherQuality(NamedFilter):
             found = np.zeros(len(batch), np.int64)
             if self.min_stop_words:
                 different_words(divided.hashes, divided.word_bounds, stop_words, self.min_stop_words, found)
-            signs = np.array([text.count(b"#") for text in batch.texts])
-            dots = np.array([text.count(b"...") + text.count("…".encode()) for text in batch.texts])
             bullets = np.isin(lines.column(words.FIRST_CODE), BULLETS)
             prose = batch.forms < CODE if self.by_form else np.ones(len(batch), bool)
             rules = [
@@ -117,8 +115,8 @@ class GopherQuality(NamedFilter):
                 Rule("many_words", counted, self.max_words),
                 Rule("short_words", _share(characters, counted), self.min_word_length, is_least=True),
                 Rule("long_words", _share(characters, counted), self.max_word_length),
-                Rule("hashes", _share(signs, counted), self.max_symbols),
-                Rule("ellipses", _share(dots, counted), self.max_symbols),
+                Rule("hashes", _share(lines.totals(lines.column(words.HASHES)), counted), self.max_symbols),
+                Rule("ellipses", _share(lines.totals(lines.column(words.ELLIPSES)), counted), self.max_symbols),
                 Rule("bullet_lines", _share(lines.totals(bullets), lines.counts), self.max_bullet_lines),
                 Rule(
                     "ellipsis_lines", _share(lines.totals(lines.ends_in_dots), lines.counts), self.max_ellipsis_lines
@@ -278,10 +276,11 @@ class C4Quality(NamedFilter):
                 Rule("curly_brackets", share, self.max_curly_brackets, fits=is_page),
                 Rule("few_sentences", sentences, self.min_sentences, is_least=True, fits=prose),
             ])  # fmt: skip
+            verdicts.left = lines, stays
             verdicts.counts.update({rule: count for rule, count in counts.items() if count})
             for number in range(len(batch)):
                 if number not in verdicts.removed:
-                    text = lines.joined(number, stays) if is_page[number] else left.texts[number]
+                    text = lines.joined(left.texts[number], number, stays) if is_page[number] else left.texts[number]
                     if text != batch.texts[number]:
                         verdicts.changed[number] = text
             return verdicts
@@ -293,7 +292,7 @@ class C4Quality(NamedFilter):
         """({rule: the lines that it drops}, those with "lorem ipsum", curly brackets in each); arrays are (lines,)."""
         from pretrain.preparation.cleaning.compiled import words
 
-        lines, text = batch.lines, batch.joined[0].tobytes().lower()
+        lines, text = batch.lines, batch.lines.text.tobytes().lower()
         none = np.zeros(len(lines.document), bool)
         dropped = {}
         if self.max_word_characters is not None:
@@ -305,6 +304,7 @@ class C4Quality(NamedFilter):
         if self.javascript:
             dropped["javascript"] = lines.holding(text, b"javascript") > 0
         if self.policies:
-            dropped["policy"] = np.any([lines.holding(text, phrase) > 0 for phrase in POLICIES], axis=0)
+            phrases = POLICIES if b"cookie" in text else POLICIES[:2]
+            dropped["policy"] = np.any([lines.holding(text, phrase) > 0 for phrase in phrases], axis=0)
         lorem = lines.holding(text, b"lorem ipsum") > 0 if self.placeholders else none
         return dropped, lorem, none if self.max_curly_brackets is None else lines.holding(text, b"{")

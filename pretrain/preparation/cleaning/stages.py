@@ -31,6 +31,7 @@ class TextBatch:
     _joined: "tuple[np.ndarray, np.ndarray] | None" = None
     _divided: "DividedTexts | None" = None
     _forms: "np.ndarray | None" = None
+    _lines: "Lines | None" = None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -53,12 +54,14 @@ class TextBatch:
             self._divided = divided_texts(*self.joined)
         return self._divided
 
-    @cached_property
+    @property
     def lines(self) -> "Lines":
         """The lines that are not blank."""
-        from pretrain.preparation.cleaning.forms import Lines
+        if self._lines is None:
+            from pretrain.preparation.cleaning.forms import Lines
 
-        return Lines(self.divided)
+            self._lines = Lines.of(self.divided)
+        return self._lines
 
     @property
     def forms(self) -> "np.ndarray":
@@ -69,14 +72,20 @@ class TextBatch:
             self._forms = forms_of(self.divided, self.lines)
         return self._forms
 
-    def after(self, removed: Container[int], changed: Mapping[int, bytes]) -> "TextBatch":
-        """What stays when a stage has removed and changed documents by number."""
+    def after(
+        self, removed: Container[int], changed: Mapping[int, bytes], left: "tuple[Lines, np.ndarray] | None" = None
+    ) -> "TextBatch":
+        """What stays when a stage has removed and changed documents by number. left: of Verdicts."""
         stay = [number for number in range(len(self)) if number not in removed]
-        joined = None if changed or self._joined is None else (self._joined[0], self._joined[1][stay])
-        divided = None if changed or self._divided is None else self._divided.taking(stay)
-        forms = None if self._forms is None else self._forms[stay]
-        texts = [changed.get(number, self.texts[number]) for number in stay]
-        return TextBatch(texts, [self.urls[number] for number in stay], joined, divided, forms)
+        after = TextBatch([changed.get(number, self.texts[number]) for number in stay], [self.urls[n] for n in stay])
+        if not changed:
+            after._joined = self._joined and (self._joined[0], self._joined[1][stay])
+            after._divided = self._divided and self._divided.taking(stay)
+        if self._forms is not None:
+            after._forms = self._forms[stay]
+        if left is not None:
+            after._lines = left[0].staying(left[1], stay)
+        return after
 
 
 @dataclass
@@ -89,6 +98,8 @@ class Verdicts:
     """{document: the value that its rule measured, and the limit}, where the rule has one."""
     changed: dict[int, bytes] = field(default_factory=dict)
     """{document: its new text}; an empty one is removed by the rule `nothing_left`."""
+    left: "tuple[Lines, np.ndarray] | None" = None
+    """The lines of the texts and which of them stay, (lines,) bool, where a stage changes texts by nothing else."""
     counts: Counter[str] = field(default_factory=Counter)
     """Anything else to add up, under the stage's name, such as e-mail addresses replaced."""
     values: dict[str, Sequence[str]] = field(default_factory=dict)
@@ -185,7 +196,7 @@ class Cleaning:
             for rule, numbers in by_rule.items():
                 account.add_documents(rule, *([values[n] for n in numbers] for values in (sources, places, texts)))
             if removed or verdicts.changed:
-                batch = batch.after(removed, verdicts.changed)
+                batch = batch.after(removed, verdicts.changed, verdicts.left)
                 kept = [original for number, original in enumerate(kept) if number not in removed]
         if kept:
             account.add_documents(KEPT, *([values[number] for number in kept] for values in (sources, places, texts)))

@@ -10,9 +10,10 @@ from pretrain.preparation.cleaning.compiled.characters import (
     DIGIT,
     IS_SPACE,
     LINE_END,
-    PUNCTUATION,
     SENTENCE_END,
     SIGN,
+    SMALL_LETTER,
+    VISIBLE,
     character_classes,
 )
 from pretrain.preparation.cleaning.compiled.text_blocks import (
@@ -20,26 +21,53 @@ from pretrain.preparation.cleaning.compiled.text_blocks import (
     HASH_START,
     code_at,
     compiled,
+    hash_of,
+    inlined,
     mixed,
 )
 
 COLUMNS = (
-    "start", "stop", "characters", "words", "sentences", "longest_word", "first_kind", "first_code", "last_kind", "last_code",
-    "numbers", "gaps", "tabs", "pipes", "commas", "semicolons", "opening", "closed", "signs",
+    "start", "stop", "characters", "words", "sentences", "longest_word", "first_kind", "first_code", "last_kind",
+    "last_code", "numbers", "gaps", "tabs", "pipes", "commas", "semicolons", "opening", "closed", "signs", "hashes",
+    "ellipses",
 )  # fmt: skip
-(START, STOP, CHARACTERS, WORDS, SENTENCES, LONGEST_WORD, FIRST_KIND, FIRST_CODE, LAST_KIND, LAST_CODE, NUMBERS, GAPS, TABS, PIPES,
- COMMAS, SEMICOLONS, OPENING, CLOSED, SIGNS) = range(len(COLUMNS))  # fmt: skip
+(
+    START, STOP, CHARACTERS, WORDS, SENTENCES, LONGEST_WORD, FIRST_KIND, FIRST_CODE, LAST_KIND,
+    LAST_CODE, NUMBERS, GAPS, TABS, PIPES, COMMAS, SEMICOLONS, OPENING, CLOSED, SIGNS, HASHES, ELLIPSES,
+) = range(len(COLUMNS))  # fmt: skip
 TOTALS = ("words", "word_characters", "alphabetic_words")
 _WIDE = 0x3000
 
 
+@inlined
+def _character(text, position, classes):
+    """(code point, bytes of it, classes) at a position."""
+    # Unsigned, so that it is not checked whether they count from the end.
+    byte = text[np.uintp(position)]
+    if byte < 0x80:
+        return np.int64(byte), np.int64(1), np.int64(classes[byte])
+    code, size = code_at(text, position)
+    return code, np.int64(size), np.int64(classes[np.uintp(code)])
+
+
 @compiled
-def _count_sign(code, row):
-    """Counts one of the signs that code and tables have."""
+def _count_sign(text, begin, position, code, row):
+    """Counts one of the signs that rules ask for, in a word that begins at `begin`."""
+    if code == 46:
+        dots = 1
+        while position - dots >= begin and text[position - dots] == 46:
+            dots += 1
+        row[ELLIPSES] += dots % 3 == 0
+        return
+    if code == 0x2026:
+        row[ELLIPSES] += 1
+        return
     if code == 124:
         row[PIPES] += 1
     elif code == 44:
         row[COMMAS] += 1
+    elif code == 35:
+        row[HASHES] += 1
     elif code == 40 or code == 91:
         row[OPENING] += 1
     elif code == 41 or code == 93:
@@ -64,10 +92,9 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines, 
             row, row_hash = lines[line], HASH_START
             row[:] = 0
             words = sentences = longest = stop = spaces = characters = np.int64(0)
-            last_code, last_kind, is_ended, kind, code, size = np.int64(0), np.int64(0), False, np.int64(0), 0, 1
+            last_code, last_kind, is_ended, size = np.int64(0), np.int64(0), False, np.int64(1)
             while position < end:
-                code, size = code_at(text, position)
-                kind = np.int64(classes[code])
+                code, size, kind = _character(text, position, classes)
                 if kind & IS_SPACE:
                     if kind & LINE_END and not (code == 13 and position + 1 < end and text[position + 1] == 10):
                         break
@@ -83,31 +110,37 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines, 
                     sentences += is_ended
                     characters += spaces
                 spaces, is_ended = np.int64(0), False
-                value, length, kinds, has_other = HASH_START, np.int64(0), np.int64(0), False
-                while not kind & IS_SPACE:
-                    value = (value ^ np.uint64(code)) * HASH_FACTOR
-                    length += 1
-                    kinds |= kind
-                    if not kind & CLOSING:
-                        # Wide signs end sentences without a space.
-                        sentences += last_kind & SENTENCE_END != 0 and last_code >= _WIDE and length > 1
-                        last_kind, last_code = kind, code
-                    has_other |= not kind & PUNCTUATION
-                    if kind & SIGN:
-                        _count_sign(code, row)
-                    position += size
-                    if position >= end:
+                begin, length, kinds = position, np.int64(0), np.int64(0)
+                while position < end:
+                    # Wide signs end sentences without a space.
+                    is_wide_end = last_kind & SENTENCE_END and last_code >= _WIDE and length > 0
+                    first = position
+                    while position < end and 97 <= text[np.uintp(position)] <= 122:
+                        position += 1
+                    if position > first:  # most words are of small letters
+                        length, kinds = length + position - first, kinds | SMALL_LETTER
+                        sentences += is_wide_end
+                        last_kind, last_code, is_wide_end = np.int64(SMALL_LETTER), np.int64(97), False
+                        if position >= end:
+                            break
+                    code, size, kind = _character(text, position, classes)
+                    if kind & IS_SPACE:
                         break
-                    code, size = code_at(text, position)
-                    kind = np.int64(classes[code])
-                hashes[word] = mixed(value)
+                    length, kinds = length + 1, kinds | kind
+                    if kind & SIGN:
+                        _count_sign(text, begin, position, code, row)
+                    if not kind & CLOSING:
+                        sentences += is_wide_end
+                        last_kind, last_code = kind, code
+                    position += size
+                hashes[word] = hash_of(text, begin, position)
                 lengths[word] = length
                 row_hash = (row_hash ^ hashes[word]) * HASH_FACTOR
                 word, words, stop = word + 1, words + 1, position
                 characters, longest = characters + length, max(longest, length)
                 is_ended = last_kind & SENTENCE_END != 0
                 row[NUMBERS] += kinds & DIGIT != 0
-                if has_other:
+                if kinds & VISIBLE:
                     counted += 1
                     counted_characters += length
                     alphabetic += kinds & ALPHABETIC != 0
