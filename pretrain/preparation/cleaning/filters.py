@@ -41,7 +41,8 @@ def read_cleaning(
         problems.append("--filter url_list: needs --url_field FIELD, the field that holds the URL")
     if languages is not None or clean:
         names = tuple((languages or "en").split(","))
-        first = [problems.attempt(LanguageFilter, names), *(sensible_set(names == ("en",)) if clean else ())]
+        judged = problems.attempt(LanguageFilter, names, code=clean)
+        first = [judged, *(sensible_set(names == ("en",)) if clean else ())]
         stages = [stage for stage in first if stage is not None and stage.label not in labels] + stages
     problems.stop_if_any()
     return Cleaning(tuple(stages)) if stages else None

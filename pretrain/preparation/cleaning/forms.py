@@ -37,7 +37,7 @@ class Lines:
     """
 
     def __init__(self, text: np.ndarray, table: np.ndarray, hashes: np.ndarray, places: np.ndarray, count: int):
-        """places: (2, lines) numbers of block and document, ascending; count: of the documents."""
+        """places: (2, lines) numbers of block and document, the latter ascending; count: of the documents."""
         self.text = text
         """(bytes,) uint8, where the lines stand."""
         self.hashes = hashes
@@ -70,6 +70,19 @@ class Lines:
         places = np.stack([self._block[kept], document[kept]])
         return Lines(self.text, self._table[:, kept], self.hashes[kept], places, len(documents))
 
+    def replaced(self, documents: Sequence[int], others: "Lines") -> "Lines":
+        """The lines with others in the place of those of some documents, in ascending order."""
+        stays = ~np.isin(self.document, documents)
+        moved = others._table.copy()
+        moved[[words.START, words.STOP]] += len(self.text)
+        document = np.append(self.document[stays], np.array(documents)[others.document])
+        block = np.append(self._block[stays], others._block + self._block.max(initial=0))
+        order = np.argsort(document, kind="stable")
+        table = np.concatenate([self._table[:, stays], moved], axis=1)[:, order]
+        hashes = np.append(self.hashes[stays], others.hashes)[order]
+        places = np.stack([block, document])[:, order]
+        return Lines(np.append(self.text, others.text), table, hashes, places, len(self.counts))
+
     def column(self, number: int) -> np.ndarray:
         """(lines,) int32: one of words.COLUMNS."""
         return self._table[number]
@@ -99,16 +112,6 @@ class Lines:
         # What is before a line is no full stop.
         ends = np.stack([self.text[self.column(words.STOP) - place] for place in (3, 2, 1)])
         return np.any([(ends == np.frombuffer(dots, np.uint8)[:, None]).all(axis=0) for dots in DOTS], axis=0)
-
-    def holding(self, text: bytes, phrase: bytes) -> np.ndarray:
-        """(lines,): how often a phrase begins in each. text: that of the batch, or its lower case."""
-        places, place = [], text.find(phrase)
-        while place >= 0:
-            places.append(place)
-            place = text.find(phrase, place + 1)
-        line = np.searchsorted(self.column(words.START), places, side="right") - 1
-        inside = (line >= 0) & (self.column(words.STOP)[line] > places) if len(self.document) else line >= 0
-        return np.bincount(line[inside], minlength=len(self.document))
 
     def joined(self, before: bytes, document: int, stays: np.ndarray) -> bytes:
         """The lines of a document that stay, (lines,) bool, one after another. before: the document."""
@@ -143,7 +146,8 @@ class Blocks:
         self.counts = before[:, 1] - before[:, 0]
         self._document = lines.document[first]
         last = np.append(first[1:], len(lines.hashes)) - 1
-        self.ends_sentence = lines.ends_sentence[last]
+        self.ends_sentence = np.logical_or.reduceat(lines.ends_sentence, first) if len(first) else first
+        """(blocks,) bool: whether a line of it ends a sentence."""
         self.sizes = np.add.reduceat(lines.column(words.CHARACTERS), first) if len(first) else first
         """(blocks,): characters of each."""
         place = np.arange(len(lines.hashes)) - np.repeat(first, last + 1 - first)
@@ -185,7 +189,7 @@ def forms_of(divided: "DividedTexts", lines: Lines) -> np.ndarray:
     runs_on = ~lines.ends_sentence & (np.isin(lines.column(words.LAST_CODE), CONTINUES) | follows_in_lower_case)
     runs_on, ends = share(runs_on), share(lines.ends_sentence)
     per_line = lines.totals(lines.column(words.WORDS)) / np.maximum(lines.counts, 1)
-    is_set = (long <= 0.1) & (per_line >= 3) & (runs_on >= 0.1) & (runs_on + ends >= 0.25)
+    is_set = (long <= 0.1) & (per_line >= 3) & (runs_on >= 0.08) & (runs_on + ends >= 0.25)
 
     opening, closed = lines.totals(lines.column(words.OPENING)), lines.totals(lines.column(words.CLOSED))
     signs = lines.column(words.SIGNS)

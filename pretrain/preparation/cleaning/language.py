@@ -30,13 +30,15 @@ LOOKS = ((600, 0.12, 2, 4), (4000, 0.12, 2, 4), (4000, 0.06, 8, 8), (20_000, 0.0
 next one's, if so many of them are different; else the next look decides. Tables and code leave fewer function words,
 but none of another language."""
 
+CODE_OR_TABLE = "code or table"
+
 
 @dataclass(frozen=True)
 class LanguageFilter(NamedFilter):
     """Keeps documents in these languages (ISO 639-1, joined by +), judged by a sample from their middle.
 
     `minimum`: confidence. `model`: a fastText model for language identification, such as lid.176.ftz, instead of
-    lingua. `characters`: the sample that either of the two sees.
+    lingua. `characters`: the sample that either of the two sees. `code` on: code and tables stay unjudged.
     """
 
     name: ClassVar[str] = "language"
@@ -44,6 +46,7 @@ class LanguageFilter(NamedFilter):
     minimum: float = 0.65
     characters: int = 200
     model: str | None = None
+    code: bool = False
 
     def __post_init__(self) -> None:
         if self.model is not None:
@@ -76,16 +79,18 @@ class LanguageFilter(NamedFilter):
 
         def judge(batch: TextBatch) -> Verdicts:
             certain = certain_languages(batch)
+            unjudged = is_code_or_table(batch) if self.code else [False] * len(batch)
             found = [
-                detect(self._sample(text)) if language is None else (language, 1.0)
-                for text, language in zip(batch.texts, certain, strict=True)
+                (CODE_OR_TABLE, 1.0) if skip else detect(self._sample(text)) if language is None else (language, 1.0)
+                for text, language, skip in zip(batch.texts, certain, unjudged, strict=True)
             ]
             verdicts = Verdicts(values={"language": [language for language, _ in found]})
             for number, (language, confidence) in enumerate(found):
-                if language not in wanted:
+                if language not in wanted and language != CODE_OR_TABLE:
                     verdicts.removed[number] = language
                 elif confidence < minimum:
                     verdicts.removed[number] = "uncertain"
+                    verdicts.measured[number] = confidence, minimum
             return verdicts
 
         certain_languages(TextBatch([b"compiled once, before workers are forked"], [None]))
@@ -150,6 +155,13 @@ def _words_table() -> tuple[np.ndarray, np.ndarray]:
     from pretrain.preparation.cleaning.compiled.function_words import word_table
 
     return word_table({language: of_language.split() for language, of_language in FUNCTION_WORDS.items()})
+
+
+def is_code_or_table(batch: TextBatch) -> list[bool]:
+    """Whether each text is code or a table, by its lines."""
+    from pretrain.preparation.cleaning.forms import CODE
+
+    return (batch.forms >= CODE).tolist()
 
 
 def certain_languages(batch: TextBatch) -> list[str | None]:

@@ -8,19 +8,19 @@ papers leave it open, as datatrove has it, which made FineWeb.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from pretrain.preparation.cleaning.stages import TextBatch, Verdicts
 
+if TYPE_CHECKING:
+    from pretrain.preparation.cleaning.forms import Lines
+
 BULLETS = (ord("-"), ord("•"))
 CITATION = re.compile(rb"\[(?:\d*|edit|citation needed)\]")
 ENDINGS = b".?!\"'"
 """Of a line that stays under C4's rule of endings."""
-POLICIES = (
-    b"terms of use", b"privacy policy", b"cookie policy", b"uses cookies", b"use of cookies", b"use cookies"
-)  # fmt: skip
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 
 
@@ -153,7 +153,7 @@ class GopherRepetition(NamedFilter):
 
     def open(self) -> Callable[[TextBatch], Verdicts]:
         from pretrain.preparation.cleaning.compiled.text_statistics import GRAM_RULES, Scratch, repetitions
-        from pretrain.preparation.cleaning.forms import CODE, LINES
+        from pretrain.preparation.cleaning.forms import CODE, PARAGRAPHS, TABLE
 
         given = (getattr(self, rule) for rule in GRAM_RULES)
         limits = np.array([np.inf if limit is None else limit for limit in given], np.float64)
@@ -166,13 +166,13 @@ class GopherRepetition(NamedFilter):
             (block_count, block_characters), (line_count, line_characters) = blocks.repeated, lines.repeated
             verdicts = verdicts_of([
                 Rule("duplicate_paragraphs", _share(block_count, blocks.counts), self.duplicate_paragraphs,
-                     fits=prose),
+                     fits=forms == PARAGRAPHS),
                 Rule("duplicate_paragraph_characters", _share(block_characters, total),
                      self.duplicate_paragraph_characters, fits=prose),
                 Rule("duplicate_lines", _share(line_count, lines.counts), self.duplicate_lines,
-                     fits=prose & (forms != LINES)),
+                     fits=forms == PARAGRAPHS),
                 Rule("duplicate_line_characters", _share(line_characters, total), self.duplicate_line_characters,
-                     fits=forms != LINES),
+                     fits=(forms == PARAGRAPHS) | (forms == TABLE)),
             ])  # fmt: skip
             broken, values = np.full(len(batch), -1), np.zeros(len(batch))
             skipped = forms == CODE
@@ -257,13 +257,18 @@ class C4Quality(NamedFilter):
         def judge(batch: TextBatch) -> Verdicts:
             forms = batch.forms if self.by_form else np.zeros(len(batch), np.int64)
             is_page, prose = forms == PARAGRAPHS, forms < CODE
-            left = batch
+            cited: dict[int, bytes] = {}
             if self.citations:
-                cited = [number for number in np.flatnonzero(prose).tolist() if b"[" in batch.texts[number]]
-                without = {number: CITATION.sub(b"", batch.texts[number]) for number in cited}
-                left = batch.after((), {n: text for n, text in without.items() if text != batch.texts[n]})
-            lines = left.lines
-            dropped, lorem, brackets = self._lines(left)
+                cited = {
+                    number: without
+                    for number in np.flatnonzero(prose).tolist()
+                    if b"[" in batch.texts[number]
+                    and (without := CITATION.sub(b"", batch.texts[number])) != batch.texts[number]
+                }
+            lines = batch.lines
+            if cited:
+                lines = lines.replaced(list(cited), TextBatch(list(cited.values()), []).lines)
+            dropped, lorem, brackets = self._lines(lines)
             stays, counts = np.ones(len(lines.document), bool), {}
             for rule, goes in dropped.items():
                 goes &= stays & is_page[lines.document]
@@ -280,7 +285,8 @@ class C4Quality(NamedFilter):
             verdicts.counts.update({rule: count for rule, count in counts.items() if count})
             for number in range(len(batch)):
                 if number not in verdicts.removed:
-                    text = lines.joined(left.texts[number], number, stays) if is_page[number] else left.texts[number]
+                    text = cited.get(number, batch.texts[number])
+                    text = lines.joined(text, number, stays) if is_page[number] else text
                     if text != batch.texts[number]:
                         verdicts.changed[number] = text
             return verdicts
@@ -288,12 +294,14 @@ class C4Quality(NamedFilter):
         judge(TextBatch([b"compiled once, before workers are forked"], [None]))
         return judge
 
-    def _lines(self, batch: TextBatch) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-        """({rule: the lines that it drops}, those with "lorem ipsum", curly brackets in each); arrays are (lines,)."""
+    def _lines(self, lines: "Lines") -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+        """({rule: lines that it drops}, how often "lorem ipsum" and curly brackets stand in each); all (lines,)."""
         from pretrain.preparation.cleaning.compiled import words
+        from pretrain.preparation.cleaning.compiled.text_statistics import PHRASE_TABLE, PHRASES, count_phrases
 
-        lines, text = batch.lines, batch.lines.text.tobytes().lower()
-        none = np.zeros(len(lines.document), bool)
+        found = np.zeros((len(lines.document), len(PHRASES)), np.int64)
+        count_phrases(lines.text, lines.column(words.START), lines.column(words.STOP), *PHRASE_TABLE, found)
+        javascript, policy, lorem, brackets = found.T
         dropped = {}
         if self.max_word_characters is not None:
             dropped["long_word"] = lines.column(words.LONGEST_WORD) > self.max_word_characters
@@ -302,9 +310,7 @@ class C4Quality(NamedFilter):
         if self.min_words_per_line is not None:
             dropped["few_words"] = lines.column(words.WORDS) < self.min_words_per_line
         if self.javascript:
-            dropped["javascript"] = lines.holding(text, b"javascript") > 0
+            dropped["javascript"] = javascript > 0
         if self.policies:
-            phrases = POLICIES if b"cookie" in text else POLICIES[:2]
-            dropped["policy"] = np.any([lines.holding(text, phrase) > 0 for phrase in phrases], axis=0)
-        lorem = lines.holding(text, b"lorem ipsum") > 0 if self.placeholders else none
-        return dropped, lorem, none if self.max_curly_brackets is None else lines.holding(text, b"{")
+            dropped["policy"] = policy > 0
+        return dropped, lorem, brackets

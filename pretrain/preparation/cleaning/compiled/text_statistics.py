@@ -18,6 +18,56 @@ from pretrain.preparation.cleaning.compiled.text_blocks import (
 GRAM_RULES = ("top_2_gram", "top_3_gram", "top_4_gram", *(f"duplicate_{n}_gram" for n in range(5, 11)))
 
 
+PHRASES = {
+    "javascript": ("javascript",),
+    "policy": ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies"),
+    "lorem_ipsum": ("lorem ipsum",),
+    "curly_bracket": ("{",),
+}
+"""{what C4's rules ask for in a line: phrases}"""
+_RARE = "{jkvfp"
+"""Of each phrase one of these is looked for: as few as possible, in the order in which they are rare."""
+
+
+def _phrase_table() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(phrases; size of each, its kind and the place of its rare letter; first and end of those with a byte)."""
+    rare = {phrase: next(letter for letter in _RARE if letter in phrase) for of in PHRASES.values() for phrase in of}
+    phrases = sorted(rare, key=rare.get)
+    kinds = {phrase: kind for kind, several in enumerate(PHRASES.values()) for phrase in several}
+    facts = np.array([[len(phrase), kinds[phrase], phrase.index(rare[phrase])] for phrase in phrases])
+    table = np.array([list(phrase.encode().ljust(16)) for phrase in phrases], np.uint8)
+    bounds = np.zeros((256, 2), np.int64)
+    for letter in _RARE:
+        numbers = [number for number, phrase in enumerate(phrases) if rare[phrase] == letter]
+        bounds[[ord(letter), ord(letter.upper())]] = numbers[0], numbers[-1] + 1
+    return table, facts, bounds
+
+
+PHRASE_TABLE = _phrase_table()
+
+
+@compiled
+def count_phrases(text, starts, stops, phrases, facts, bounds, found):
+    """Adds how often each of PHRASES stands in each line, in any case, to `found`, (lines, len(PHRASES))."""
+    for line in range(len(starts)):
+        start, stop = np.int64(starts[line]), np.int64(stops[line])
+        for position in range(start, stop):
+            byte = text[np.uintp(position)]
+            for number in range(bounds[byte, 0], bounds[byte, 1]):
+                size, begin = facts[number, 0], position - facts[number, 2]
+                if begin < start or begin + size > stop:
+                    continue
+                index = 0
+                while index < size and _small(text[begin + index]) == phrases[number, index]:
+                    index += 1
+                found[line, facts[number, 1]] += index == size
+
+
+@compiled
+def _small(byte):
+    return byte | np.uint8(32) if 65 <= byte <= 90 else byte
+
+
 @compiled
 def different_words(hashes, word_bounds, sought, enough, found):
     """Writes how many different ones of the sought words, at most 64, each document has, `enough` if it has more."""
