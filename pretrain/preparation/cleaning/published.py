@@ -2,7 +2,9 @@
 
 Gopher: Rae et al. 2021, https://arxiv.org/abs/2112.11446, A.1.1; C4: Raffel et al. 2020,
 https://arxiv.org/abs/1910.10683, 2.2; FineWeb: Penedo et al. 2024, https://arxiv.org/abs/2406.17557, 3.6. Where the
-papers leave it open, as datatrove has it, which made FineWeb.
+papers leave it open, as datatrove has it, which made FineWeb, but that words are what stands between spaces.
+
+The rules were made for web pages. With `by_form`, the default, each rule judges only texts of the forms that it fits.
 """
 
 import re
@@ -90,7 +92,6 @@ class GopherQuality(NamedFilter):
     min_alphabetic_words: float | None = 0.8
     min_stop_words: int | None = 2
     stop_words: tuple[str, ...] = STOP_WORDS
-
     by_form: bool = True
 
     def open(self) -> Callable[[TextBatch], Verdicts]:
@@ -209,18 +210,14 @@ class FineWebQuality(NamedFilter):
             lines, blocks = batch.lines, batch.lines.blocks
             forms = batch.forms if self.by_form else np.zeros(len(batch), np.int64)
             is_set, is_page, prose = forms == LINES, forms == PARAGRAPHS, forms < CODE
-            sizes, count = lines.column(words.CHARACTERS), np.where(is_set, blocks.counts, lines.counts)
+            count = np.where(is_set, blocks.counts, lines.counts)
             ending = np.where(is_set, blocks.totals(blocks.ends_sentence), lines.totals(lines.ends_sentence))
-            short = np.where(
-                is_set,
-                blocks.totals(blocks.sizes <= self.short_line_characters),
-                lines.totals(sizes <= self.short_line_characters),
-            )
+            short = lines.totals(lines.column(words.CHARACTERS) <= self.short_line_characters)
             newlines = _share(lines.counts - 1, lines.totals(lines.column(words.WORDS)))
             return verdicts_of([
                 Rule("empty", lines.counts, 1, is_least=True),
                 Rule("few_ending_lines", _share(ending, count), self.min_ending_lines, is_least=True, fits=prose),
-                Rule("short_lines", _share(short, count), self.max_short_lines, fits=prose),
+                Rule("short_lines", _share(short, lines.counts), self.max_short_lines, fits=is_page),
                 Rule("duplicate_characters", _share(lines.repeated[1], lines.characters),
                      self.max_duplicate_characters, fits=is_page),
                 Rule("many_lines", newlines, self.max_newlines_per_word, fits=is_page),

@@ -192,9 +192,11 @@ class Cleaning:
                     removed[number] = f"{label}.nothing_left"
             by_rule: dict[str, list[int]] = {}
             for number, rule in removed.items():
-                by_rule.setdefault(rule, []).append(kept[number])
+                by_rule.setdefault(rule, []).append(number)
             for rule, numbers in by_rule.items():
-                account.add_documents(rule, *([values[n] for n in numbers] for values in (sources, places, texts)))
+                originals = [kept[number] for number in numbers]
+                of_rule = ([values[n] for n in originals] for values in (sources, places, texts))
+                account.add_documents(rule, *of_rule, [verdicts.measured.get(number) for number in numbers])
             if removed or verdicts.changed:
                 batch = batch.after(removed, verdicts.changed, verdicts.left)
                 kept = [original for number, original in enumerate(kept) if number not in removed]
