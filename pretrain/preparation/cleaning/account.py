@@ -51,8 +51,7 @@ class CleaningAccount:
     domains: dict[str, str] = field(default_factory=dict)
     """{hash of the text: host of its URL}: the DOMAIN_SAMPLE documents that stay with the smallest hashes."""
     samples: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    """{rule: {hash: source, place, text, value and limit of the rule}}: the SAMPLES_PER_RULE documents with the smallest
-    hashes."""
+    """{rule: {hash: source, place, text, value, limit}}: the SAMPLES_PER_RULE documents with the smallest hashes."""
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
     """{list: documents that hold any of its entries; entries found at least once, as in "0,4-6"; examples, the first
     EXAMPLES_PER_LIST in input order}."""

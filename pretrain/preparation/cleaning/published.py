@@ -266,16 +266,18 @@ class C4Quality(NamedFilter):
             if cited:
                 lines = lines.replaced(list(cited), TextBatch(list(cited.values()), []).lines)
             dropped, lorem, brackets = self._lines(lines)
-            stays, counts = np.ones(len(lines.document), bool), {}
+            stays, before, counts = np.ones(len(lines.document), bool), {}, {}
             for rule, goes in dropped.items():
+                before[rule] = stays.copy()
                 goes &= stays & is_page[lines.document]
                 stays &= ~goes
                 counts[f"lines.{rule}"] = int(np.count_nonzero(goes))
+            lorem, brackets = lines.totals(lorem * before["javascript"]), lines.totals(brackets * before["policy"])
             sentences = lines.totals(lines.column(words.SENTENCES) * stays)
-            share = _share(lines.totals(brackets * stays), lines.totals(lines.column(words.WORDS)))
+            share = _share(brackets, lines.totals(lines.column(words.WORDS)))
             verdicts = verdicts_of([
-                Rule("lorem_ipsum", lines.totals(lorem * stays), 0 if self.placeholders else None, fits=prose),
-                Rule("curly_brackets", share, self.max_curly_brackets, fits=is_page),
+                Rule("lorem_ipsum", lorem, 0 if self.placeholders else None, fits=prose),
+                Rule("curly_bracket", share, self.max_curly_brackets, fits=is_page),
                 Rule("few_sentences", sentences, self.min_sentences, is_least=True, fits=prose),
             ])  # fmt: skip
             verdicts.left = lines, stays
@@ -299,15 +301,12 @@ class C4Quality(NamedFilter):
         found = np.zeros((len(lines.document), len(PHRASES)), np.int64)
         count_phrases(lines.text, lines.column(words.START), lines.column(words.STOP), *PHRASE_TABLE, found)
         javascript, policy, lorem, brackets = found.T
-        dropped = {}
-        if self.max_word_characters is not None:
-            dropped["long_word"] = lines.column(words.LONGEST_WORD) > self.max_word_characters
-        if self.endings:
-            dropped["no_end"] = ~np.isin(lines.last_bytes, list(ENDINGS)) | lines.ends_in_dots
-        if self.min_words_per_line is not None:
-            dropped["few_words"] = lines.column(words.WORDS) < self.min_words_per_line
-        if self.javascript:
-            dropped["javascript"] = javascript > 0
-        if self.policies:
-            dropped["policy"] = policy > 0
+        most = np.inf if self.max_word_characters is None else self.max_word_characters
+        dropped = {
+            "long_word": lines.column(words.LONGEST_WORD) > most,
+            "no_end": self.endings & (~np.isin(lines.last_bytes, list(ENDINGS)) | lines.ends_in_dots),
+            "few_words": lines.column(words.WORDS) < (self.min_words_per_line or 0),
+            "javascript": self.javascript & (javascript > 0),
+            "policy": self.policies & (policy > 0),
+        }
         return dropped, lorem, brackets

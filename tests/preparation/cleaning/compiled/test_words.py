@@ -25,7 +25,7 @@ def columns_of(text, *columns):
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_words_and_lines_are_those_of_python(text):
-    divided = divided_texts(*joined_texts(["before".encode(), text.encode(), b"after"]))
+    divided = divided_texts(*joined_texts([b"before", text.encode(), b"after"]))
     first, last = divided.word_bounds[1]
     assert divided.lengths[first:last].tolist() == [len(word) for word in text.split()]
     first, last = divided.line_bounds[1]
