@@ -90,7 +90,8 @@ class LanguageFilter(NamedFilter):
                     verdicts.removed[number] = language
                 elif confidence < minimum:
                     verdicts.removed[number] = "uncertain"
-                    verdicts.measured[number] = confidence, minimum
+                    # lingua's last digits differ from one call to the next.
+                    verdicts.measured[number] = round(confidence, 4), minimum
             return verdicts
 
         certain_languages(TextBatch([b"compiled once, before workers are forked"], [None]))
