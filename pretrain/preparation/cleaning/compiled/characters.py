@@ -7,10 +7,10 @@ import numpy as np
 
 from pretrain.preparation.cleaning.compiled.kept import kept_array
 
-IS_SPACE, LINE_END, ALPHABETIC, LOWER, DIGIT, VISIBLE, SENTENCE_END, CLOSING, SIGN = (1 << bit for bit in range(9))
-"""LINE_END: as str.splitlines has it. VISIBLE: neither space nor punctuation. CLOSING: quotes and brackets that may
+IS_SPACE, LINE_END, ALPHABETIC, LOWER, DIGIT, IS_VISIBLE, SENTENCE_END, CLOSING, SIGN = (1 << bit for bit in range(9))
+"""LINE_END: as str.splitlines has it. IS_VISIBLE: neither space nor punctuation. CLOSING: quotes and brackets that may
 follow the end of a sentence. SIGN: what the columns of module words count."""
-SMALL_LETTER = ALPHABETIC | LOWER | VISIBLE
+SMALL_LETTER = ALPHABETIC | LOWER | IS_VISIBLE
 """The classes of a to z."""
 
 _SENTENCE_ENDS = ".!?…。．！？｡؟۔।॥։።၊။។៕᠃᠉‼‽⁇⁈⁉"
@@ -21,7 +21,7 @@ _SIGNS = ".…#|,;()[]{}<>=_"
 @kept_array
 def character_classes() -> np.ndarray:
     """(0x110000,) uint16: the classes of every code point."""
-    classes = np.full(sys.maxunicode + 1, VISIBLE, np.uint16)
+    classes = np.full(sys.maxunicode + 1, IS_VISIBLE, np.uint16)
     # Beyond these planes there are no letters, spaces and punctuation.
     for code in range(0x32000):
         character = chr(code)
@@ -31,7 +31,7 @@ def character_classes() -> np.ndarray:
             | ALPHABETIC * character.isalpha()
             | LOWER * character.islower()
             | DIGIT * ("0" <= character <= "9")
-            | VISIBLE * (category[0] != "P" and not character.isspace())
+            | IS_VISIBLE * (category[0] != "P" and not character.isspace())
             | CLOSING * (category in ("Pe", "Pf", "Pi") or character in "\"'`*_")
         )
     for characters, flag in ((_SENTENCE_ENDS, SENTENCE_END), (_LINE_ENDS, LINE_END), (_SIGNS, SIGN)):

@@ -9,11 +9,11 @@ from pretrain.preparation.cleaning.compiled.characters import (
     CLOSING,
     DIGIT,
     IS_SPACE,
+    IS_VISIBLE,
     LINE_END,
     SENTENCE_END,
     SIGN,
     SMALL_LETTER,
-    VISIBLE,
     character_classes,
 )
 from pretrain.preparation.cleaning.compiled.text_blocks import (
@@ -140,7 +140,7 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines, 
                 characters, longest = characters + length, max(longest, length)
                 is_ended = last_kind & SENTENCE_END != 0
                 row[NUMBERS] += kinds & DIGIT != 0
-                if kinds & VISIBLE:
+                if kinds & IS_VISIBLE:
                     counted += 1
                     counted_characters += length
                     alphabetic += kinds & ALPHABETIC != 0
