@@ -165,6 +165,7 @@ def print_next(outcome: "PreparationOutcome", output: str, is_slice: bool, fract
 def print_figures(outcome: "PreparationOutcome", options: "PreparationOptions") -> None:
     """What was made."""
     from pretrain.preparation.cleaning.decontamination import contamination_of, contamination_text
+    from pretrain.preparation.prepare import MOST_NAMED
 
     tally, manifest = outcome.tally, outcome.manifest
     ids_bytes = tally.tokens * manifest.bytes_per_id
@@ -185,6 +186,11 @@ def print_figures(outcome: "PreparationOutcome", options: "PreparationOptions") 
     removed = tally.cleaning.as_manifest()["removed"]
     for rule, amounts in sorted(removed.items(), key=lambda item: -item[1]["documents"]):
         print(f"  removed          {amounts['documents']:,} documents, {amounts['bytes']:,} bytes: {rule}")
+    whole = list(tally.cleaning.removed_whole().items())
+    for source, rules in whole[:MOST_NAMED]:
+        print(f"  removed whole    {source}: {', '.join(rules)}")
+    if len(whole) > MOST_NAMED:
+        print(f"  removed whole    {len(whole) - MOST_NAMED:,} more sources: --report shows them")
     benchmarks = contamination_of({"options": options.as_plan(), "cleaning": tally.cleaning.as_manifest()})
     for row in benchmarks:
         if row["found"]:

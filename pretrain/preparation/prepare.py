@@ -52,8 +52,10 @@ FIRST_PASS = "documents"
 PLAN_LAYOUT = 3
 COMMIT_SECONDS = 2.0
 NOT_COMPILED = (UserFunction, WordList, UrlList, LengthFilter)
-COMPILING_SECONDS = 25
+COMPILING_SECONDS = 10
 """Of two cores that are a few years old, for --clean."""
+MOST_NAMED = 5
+"""Sources that are named in a message."""
 
 
 @dataclass(frozen=True)
@@ -379,9 +381,16 @@ class _Run:
             skipped += f", {tally.filtered_documents:,} left out by filters"
         if tally.cleaning.removed_documents:
             skipped += f", {tally.cleaning.removed_documents:,} removed by cleaning"
+        whole = list(tally.cleaning.removed_whole().items())
+        reasons = "".join(f"\n  {source}: removed whole by {', '.join(rules)}" for source, rules in whole[:MOST_NAMED])
+        if len(whole) > MOST_NAMED:
+            reasons += f"\n  and {len(whole) - MOST_NAMED:,} more sources"
         limit = self.request.options.max_tokens
         if limit is not None:
             skipped += f", and --max_tokens {limit:,} is less than the first document"
+        if whole:
+            advice = "--filter with other numbers replaces the filter of the same name"
+            return f"no document is left ({skipped}); nothing was written; {advice}{reasons}"
         return f"the input holds no documents ({skipped}); nothing was written; give files that contain text"
 
     def _encoded(

@@ -190,6 +190,7 @@ class History:
         self.decay_before_rollback: tuple[int, int] | None = None
         self.skipped: dict[int, list[tuple[str, int, int]]] = {}
         """{samples before them: windows that rollbacks have left out}."""
+        self.data_of_skip: dict[int, object] = {}
         self.log: list[str] = []
         self.start(None)
         self.levels = self.run.ramp.first_steps
@@ -273,6 +274,9 @@ class History:
         contents, account = self.saved[number]
         self.account = account.copy()
         self.account.follow(self.settings)
+        for first in [first for first in self.skipped if first >= account.samples]:
+            if self.data_of_skip[first] != self.data():  # what lies ahead is other text now
+                del self.skipped[first]
         if len(self.rollbacks) > len(contents["state"]["rollbacks"]):  # and with them what was asked for before them
             self.account.anneal = self.decay_before_rollback
         self.start(contents)
@@ -287,6 +291,9 @@ class History:
         self.resume()
 
     # What happens to a run.
+
+    def data(self) -> object:
+        return self.settings.get("data.train") or self.settings["data.stages"]
 
     def crash(self) -> None:
         if self.saved:
@@ -303,7 +310,6 @@ class History:
     def change_mixture(self) -> None:
         names = self.random.sample(list(WINDOWS), self.random.randint(1, 3))
         self.change(data__train=mixture(self.folder, **{name: self.random.choice([1, 2, 5]) for name in names}))
-        self.forget_skips_ahead()
 
     def add_a_stage(self) -> None:
         """The second half of the run draws longer windows of other sources."""
@@ -312,11 +318,6 @@ class History:
         long = {"train": mixture(self.folder, a=1, c=1), "sequence_length": 2 * LENGTH}
         stages = [{"until": 0.5, "train": mixture(self.folder, a=1, b=1)}, long]
         self.change(data__stages=stages)
-        self.forget_skips_ahead()
-
-    def forget_skips_ahead(self) -> None:
-        """Other data: what lies ahead is no longer what was bad."""
-        self.skipped = {first: windows for first, windows in self.skipped.items() if first < self.account.samples}
 
     def branch(self) -> None:
         """Another run with a budget of its own begins at a checkpoint of this one."""
@@ -378,6 +379,7 @@ class History:
         if skips:
             windows, samples = failed.begins_at[first]
             self.skipped[samples] = failed.order[windows:]
+            self.data_of_skip[samples] = self.data()
         self.decay_before_rollback = failed.anneal
         self.resume(number)
 

@@ -5,6 +5,7 @@ Stages depend on a document alone, so workers, slices and interruptions change n
     stages: the interface of a stage, and the run of all stages over the texts of a part
     filters, user_function: filters by name; a function of the user's
     published: the rules of Gopher, C4 and FineWeb
+    forms: the lines of documents; whether a text is prose, set in lines, code or a table
     language, lists: by language, words, addresses, length and characters; personal data replaced
     quality_classifier: a linear model of quality, trained here
     compiled/: what is measured of texts and searched in them

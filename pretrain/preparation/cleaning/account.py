@@ -51,7 +51,7 @@ class CleaningAccount:
     domains: dict[str, str] = field(default_factory=dict)
     """{hash of the text: host of its URL}: the DOMAIN_SAMPLE documents that stay with the smallest hashes."""
     samples: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    """{rule: {hash: source, place, text}}: the SAMPLES_PER_RULE documents with the smallest hashes."""
+    """{rule: {hash: source, place, text, value, limit}}: the SAMPLES_PER_RULE documents with the smallest hashes."""
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
     """{list: documents that hold any of its entries; entries found at least once, as in "0,4-6"; examples, the first
     EXAMPLES_PER_LIST in input order}."""
@@ -60,8 +60,15 @@ class CleaningAccount:
         """Counts one document that the rule removed, or KEPT, with the text it had then."""
         self.add_documents(rule, [source], [place], [text])
 
-    def add_documents(self, rule: str, sources: Sequence[str], places: Sequence[int], texts: Sequence[bytes]) -> None:
-        """The same for documents in their order."""
+    def add_documents(
+        self,
+        rule: str,
+        sources: Sequence[str],
+        places: Sequence[int],
+        texts: Sequence[bytes],
+        measured: Sequence[tuple[float, float] | None] | None = None,
+    ) -> None:
+        """The same for documents in their order. measured: the value of the rule for each, and its limit."""
         amounts: dict[str, list[int]] = {}
         for source, text in zip(sources, texts, strict=True):
             of_source = amounts.setdefault(source, [0, 0])
@@ -71,12 +78,14 @@ class CleaningAccount:
             self.add_counts(rule, source, documents, size)
         drawn = self.samples.setdefault(rule, {})
         largest = max(drawn, default="")
-        for source, place, text in zip(sources, places, texts, strict=True):
+        for source, place, text, values in zip(sources, places, texts, measured or [None] * len(texts), strict=True):
             digest = _digest_of(text)
             if len(drawn) < SAMPLES_PER_RULE or digest < largest:
                 excerpt = text[:EXCERPT_BYTES].decode(errors="ignore")
-                more = {digest: {"source": source, "place": place, "bytes": len(text), "text": excerpt}}
-                _keep_smallest(drawn, more)
+                sample = {"source": source, "place": place, "bytes": len(text), "text": excerpt}
+                if values is not None:
+                    sample |= {"value": values[0], "limit": values[1]}
+                _keep_smallest(drawn, {digest: sample})
                 largest = max(drawn)
 
     def add_counts(self, rule: str, source: str, documents: int, size: int) -> None:
@@ -157,6 +166,22 @@ class CleaningAccount:
         """By all rules together."""
         return sum(documents for rule, (documents, _) in self.rules.items() if rule != KEPT)
 
+    def removed_whole(self) -> dict[str, list[str]]:
+        """{source of whose bytes less than a tenth stays: what each rule removed, with the value of one sample}."""
+        whole = {}
+        for source, rules in self.sources.items():
+            stays = rules.get(KEPT, (0, 0))[1]
+            if source == OTHER_SOURCES or 10 * stays >= sum(size for _, size in rules.values()):
+                continue
+            removed = sorted((-documents, rule) for rule, (documents, _) in rules.items() if rule != KEPT)
+            whole[source] = [self._example(rule, source, -documents) for documents, rule in removed]
+        return whole
+
+    def _example(self, rule: str, source: str, documents: int) -> str:
+        samples = [sample for sample in self.samples.get(rule, {}).values() if sample["source"] == source]
+        measured = next(filter(None, map(measured_text, samples)), "")
+        return f"{rule}{measured and f' ({measured})'}" + (f" and {documents - 1:,} more" if documents > 1 else "")
+
     def as_manifest(self) -> dict[str, Any]:
         """What the manifest records: everything but the samples, in an order that workers cannot change."""
         removed = {rule: amounts for rule, amounts in self.rules.items() if rule != KEPT}
@@ -189,6 +214,21 @@ class CleaningAccount:
             for rule, named in rules.items():
                 account.add_counts(rule, source, named["documents"], named["bytes"])
         return account
+
+
+def measured_text(sample: Mapping[str, Any]) -> str:
+    """'0.42, at least 0.8': the value that a rule measured of a sample, and the limit; '' where there is none."""
+    if "value" not in sample:
+        return ""
+    value, limit = sample["value"], sample["limit"]
+    return f"{_number(value, limit)}, {'at least' if value < limit else 'at most'} {_number(limit, value)}"
+
+
+def _number(value: float, other: float) -> str:
+    """With as many digits as tell it from the other."""
+    if value == int(value):
+        return f"{int(value):,}"
+    return next((text for digits in range(3, 16) if float(text := f"{value:.{digits}g}") != other), repr(value))
 
 
 def domain_of(url: str) -> str:

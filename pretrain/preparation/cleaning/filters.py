@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pretrain.errors import InputError, Problems, did_you_mean
@@ -40,7 +41,8 @@ def read_cleaning(
         problems.append("--filter url_list: needs --url_field FIELD, the field that holds the URL")
     if languages is not None or clean:
         names = tuple((languages or "en").split(","))
-        first = [problems.attempt(LanguageFilter, names), *(sensible_set(names == ("en",)) if clean else ())]
+        judged = problems.attempt(LanguageFilter, names, code=clean)
+        first = [judged, *(sensible_set(names == ("en",)) if clean else ())]
         stages = [stage for stage in first if stage is not None and stage.label not in labels] + stages
     problems.stop_if_any()
     return Cleaning(tuple(stages)) if stages else None
@@ -52,10 +54,11 @@ def sensible_set(is_english: bool) -> list[CleaningStage]:
     FineWeb has repetition before quality: the same documents stay, but what quality removes would be searched in vain
     for repetition, which takes longer.
     """
+    quality = GopherQuality(max_words=None)
     return [
-        GopherQuality() if is_english else GopherQuality(min_stop_words=None),
+        quality if is_english else replace(quality, min_stop_words=None),
         GopherRepetition(),
-        C4Quality(endings=False),
+        C4Quality(endings=False, max_curly_brackets=0.005),
         FineWebQuality(),
         PersonalData(),
     ]

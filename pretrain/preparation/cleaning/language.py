@@ -37,13 +37,15 @@ Tables and code leave fewer function words, but none of another language."""
 _WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
 """Letters of scripts that do not divide words: of a text that has others beside them, lingua sees the others."""
 
+CODE_OR_TABLE = "code or table"
+
 
 @dataclass(frozen=True)
 class LanguageFilter(NamedFilter):
     """Keeps documents in these languages (ISO 639-1, joined by +), judged by a sample of places all over them.
 
     `minimum`: confidence. `model`: a fastText model for language identification, such as lid.176.ftz, instead of
-    lingua. `characters`: the sample that either of the two sees.
+    lingua. `characters`: the sample that either of the two sees. `code` on: code and tables stay unjudged.
     """
 
     name: ClassVar[str] = "language"
@@ -51,6 +53,7 @@ class LanguageFilter(NamedFilter):
     minimum: float = 0.65
     characters: int = 200
     model: str | None = None
+    code: bool = False
 
     def __post_init__(self) -> None:
         if self.model is not None:
@@ -85,16 +88,19 @@ class LanguageFilter(NamedFilter):
 
         def judge(batch: TextBatch) -> Verdicts:
             certain = certain_languages(batch)
+            unjudged = is_code_or_table(batch) if self.code else [False] * len(batch)
             found = [
-                detect(self._sample(text)) if language is None else (language, 1.0)
-                for text, language in zip(batch.texts, certain, strict=True)
+                (CODE_OR_TABLE, 1.0) if skip else detect(self._sample(text)) if language is None else (language, 1.0)
+                for text, language, skip in zip(batch.texts, certain, unjudged, strict=True)
             ]
             verdicts = Verdicts(values={"language": [language for language, _ in found]})
             for number, (language, confidence) in enumerate(found):
-                if language not in wanted:
+                if language not in wanted and language != CODE_OR_TABLE:
                     verdicts.removed[number] = language
                 elif confidence < minimum:
                     verdicts.removed[number] = "uncertain"
+                    # lingua's last digits differ from one call to the next.
+                    verdicts.measured[number] = round(confidence, 4), minimum
             return verdicts
 
         certain_languages(TextBatch([b"compiled once, before workers are forked"], [None]))
@@ -177,6 +183,13 @@ def _words_table() -> tuple[np.ndarray, np.ndarray]:
     from pretrain.preparation.cleaning.compiled.function_words import word_table
 
     return word_table({language: of_language.split() for language, of_language in FUNCTION_WORDS.items()})
+
+
+def is_code_or_table(batch: TextBatch) -> list[bool]:
+    """Whether each text is code or a table, by its lines."""
+    from pretrain.preparation.cleaning.forms import CODE
+
+    return (batch.forms >= CODE).tolist()
 
 
 def certain_languages(batch: TextBatch) -> list[str | None]:

@@ -176,10 +176,10 @@ class CharactersFilter(NamedFilter):
     max_damaged: float | None = 0.001
 
     def open(self) -> Callable[[TextBatch], Verdicts]:
-        from pretrain.preparation.cleaning.compiled.chunks import word_tables
+        from pretrain.preparation.cleaning.compiled.characters import character_classes
         from pretrain.preparation.cleaning.compiled.text_statistics import character_statistics
 
-        classes = word_tables().classes
+        classes = character_classes()
 
         def judge(batch: TextBatch) -> Verdicts:
             counts = np.zeros((len(batch), 4), np.int64)

@@ -2,17 +2,27 @@
 
 Gopher: Rae et al. 2021, https://arxiv.org/abs/2112.11446, A.1.1; C4: Raffel et al. 2020,
 https://arxiv.org/abs/1910.10683, 2.2; FineWeb: Penedo et al. 2024, https://arxiv.org/abs/2406.17557, 3.6. Where the
-papers leave it open, as datatrove has it, which made FineWeb.
+papers leave it open, as datatrove has it, which made FineWeb, but that words are what stands between spaces.
+
+The rules were made for web pages. With `by_form`, the default, each rule judges only texts of the forms that it fits.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from pretrain.preparation.cleaning.stages import TextBatch, Verdicts
 
+if TYPE_CHECKING:
+    from pretrain.preparation.cleaning.forms import Lines
+
+BULLETS = (ord("-"), ord("•"))
+CITATION = re.compile(rb"\[(?:\d*|edit|citation needed)\]")
+ENDINGS = b".?!\"'"
+"""Of a line that stays under C4's rule of endings."""
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 
 
@@ -30,23 +40,41 @@ class NamedFilter:
         return {"name": self.name, **{name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}}
 
 
-def first_rules(rules: dict[str, np.ndarray]) -> dict[int, str]:
-    """{document: the first rule that it breaks} of {rule: (documents,) bool}, in the order of the rules."""
-    removed: dict[int, str] = {}
-    for rule, broken in reversed(rules.items()):
-        removed |= dict.fromkeys(np.flatnonzero(broken).tolist(), rule)
-    return removed
+class Rule(NamedTuple):
+    """One rule: what it measures of each document, and the limit, beyond which it removes the document."""
+
+    name: str
+    values: np.ndarray
+    """(documents,)"""
+    limit: float | None
+    """None: the rule is off."""
+    is_least: bool = False
+    """Whether smaller values are removed; else larger ones."""
+    fits: np.ndarray | None = None
+    """(documents,) bool: those that it is meant for; None for all."""
+
+    @property
+    def broken(self) -> np.ndarray:
+        """(documents,) bool"""
+        if self.limit is None:
+            return np.zeros(len(self.values), bool)
+        beyond = self.values < self.limit if self.is_least else self.values > self.limit
+        return beyond if self.fits is None else beyond & self.fits
 
 
-def _exceeds(part: np.ndarray, whole: np.ndarray, most: float | None) -> np.ndarray:
-    """Whether part / whole > most, as it is where nothing is a part of nothing: not."""
-    if most is None:
-        return np.zeros(len(part), bool)
-    return part / np.maximum(whole, 1) > most
+def verdicts_of(rules: Sequence[Rule]) -> Verdicts:
+    """Each document is removed by the first rule that it breaks."""
+    verdicts = Verdicts()
+    for rule in reversed(rules):
+        for number in np.flatnonzero(rule.broken).tolist():
+            verdicts.removed[number] = rule.name
+            verdicts.measured[number] = float(rule.values[number]), float(rule.limit)
+    return verdicts
 
 
-def _below(values: np.ndarray, least: float | None) -> np.ndarray:
-    return np.zeros(len(values), bool) if least is None else values < least
+def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """0 where nothing is a part of nothing."""
+    return part / np.maximum(whole, 1)
 
 
 @dataclass(frozen=True)
@@ -64,40 +92,43 @@ class GopherQuality(NamedFilter):
     min_alphabetic_words: float | None = 0.8
     min_stop_words: int | None = 2
     stop_words: tuple[str, ...] = STOP_WORDS
+    by_form: bool = True
 
     def open(self) -> Callable[[TextBatch], Verdicts]:
-        from pretrain.preparation.cleaning.compiled.chunks import hash_of_bytes, word_tables
-        from pretrain.preparation.cleaning.compiled.text_statistics import QUALITY, quality_statistics
+        from pretrain.preparation.cleaning.compiled import words
+        from pretrain.preparation.cleaning.compiled.text_blocks import joined_texts
+        from pretrain.preparation.cleaning.compiled.text_statistics import different_words
+        from pretrain.preparation.cleaning.compiled.words import divided_texts
+        from pretrain.preparation.cleaning.forms import CODE
 
-        classes = word_tables().classes
-        # A stop word has a letter.
-        words = [word.encode() for word in dict.fromkeys(self.stop_words) if any(map(str.isalpha, word))]
-        stop_words = np.array(list(map(hash_of_bytes, words)), np.uint64)
+        stop_words = divided_texts(*joined_texts([" ".join(self.stop_words).encode()])).hashes
 
         def judge(batch: TextBatch) -> Verdicts:
-            statistics = np.zeros((len(batch), len(QUALITY)), np.int64)
-            text, bounds, _, *of_words = batch.divided
-            quality_statistics(text, bounds, *of_words, classes, stop_words, self.min_stop_words or 0, statistics)
-            return Verdicts(removed=first_rules(self._broken(dict(zip(QUALITY, statistics.T, strict=True)))))
+            divided, lines = batch.divided, batch.lines
+            counted, characters, alphabetic = divided.totals.T
+            found = np.zeros(len(batch), np.int64)
+            if self.min_stop_words:
+                different_words(divided.hashes, divided.word_bounds, stop_words, self.min_stop_words, found)
+            bullets = np.isin(lines.column(words.FIRST_CODE), BULLETS)
+            prose = batch.forms < CODE if self.by_form else np.ones(len(batch), bool)
+            rules = [
+                Rule("few_words", counted, self.min_words, is_least=True),
+                Rule("many_words", counted, self.max_words),
+                Rule("short_words", _share(characters, counted), self.min_word_length, is_least=True),
+                Rule("long_words", _share(characters, counted), self.max_word_length),
+                Rule("hashes", _share(lines.totals(lines.column(words.HASHES)), counted), self.max_symbols),
+                Rule("ellipses", _share(lines.totals(lines.column(words.ELLIPSES)), counted), self.max_symbols),
+                Rule("bullet_lines", _share(lines.totals(bullets), lines.counts), self.max_bullet_lines),
+                Rule(
+                    "ellipsis_lines", _share(lines.totals(lines.ends_in_dots), lines.counts), self.max_ellipsis_lines
+                ),
+                Rule("few_alphabetic_words", _share(alphabetic, counted), self.min_alphabetic_words, is_least=True),
+                Rule("few_stop_words", found, self.min_stop_words, is_least=True),
+            ]
+            return verdicts_of([rule._replace(fits=prose) for rule in rules])
 
         judge(TextBatch([b"compiled once, before workers are forked"], [None]))
         return judge
-
-    def _broken(self, of: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Whether each rule is broken. of: (documents,) by measure."""
-        words, length = of["words"], of["counted_characters"] / np.maximum(of["counted_words"], 1)
-        return {
-            "few_words": _below(of["counted_words"], self.min_words),
-            "many_words": _exceeds(of["counted_words"], np.ones(1), self.max_words),
-            "short_words": _below(length, self.min_word_length),
-            "long_words": _exceeds(length, np.ones(1), self.max_word_length),
-            "hashes": _exceeds(of["hashes"], words, self.max_symbols),
-            "ellipses": _exceeds(of["ellipses"], words, self.max_symbols),
-            "bullet_lines": _exceeds(of["bullet_lines"], of["lines"], self.max_bullet_lines),
-            "ellipsis_lines": _exceeds(of["ellipsis_lines"], of["lines"], self.max_ellipsis_lines),
-            "few_alphabetic_words": _below(of["alphabetic_words"] / np.maximum(words, 1), self.min_alphabetic_words),
-            "few_stop_words": _below(of["stop_words"], self.min_stop_words),
-        }
 
 
 @dataclass(frozen=True)
@@ -119,20 +150,40 @@ class GopherRepetition(NamedFilter):
     duplicate_9_gram: float | None = 0.11
     duplicate_10_gram: float | None = 0.10
 
-    def open(self) -> Callable[[TextBatch], Verdicts]:
-        from pretrain.preparation.cleaning.compiled.chunks import word_tables
-        from pretrain.preparation.cleaning.compiled.text_statistics import REPETITION_RULES, Scratch, repetitions
+    by_form: bool = True
 
-        classes = word_tables().classes
-        given = (getattr(self, rule) for rule in REPETITION_RULES)
+    def open(self) -> Callable[[TextBatch], Verdicts]:
+        from pretrain.preparation.cleaning.compiled.text_statistics import GRAM_RULES, Scratch, repetitions
+        from pretrain.preparation.cleaning.forms import CODE, PARAGRAPHS, TABLE
+
+        given = (getattr(self, rule) for rule in GRAM_RULES)
         limits = np.array([np.inf if limit is None else limit for limit in given], np.float64)
         scratch = Scratch()
 
         def judge(batch: TextBatch) -> Verdicts:
-            divided, rules = batch.divided, np.zeros(len(batch), np.int64)
-            words = int((divided.word_bounds[:, 1] - divided.word_bounds[:, 0]).max())
-            repetitions(*divided[:5], classes, limits, scratch.tables(*batch.joined, words), rules)
-            return Verdicts(removed={n: REPETITION_RULES[rule] for n, rule in enumerate(rules.tolist()) if rule >= 0})
+            divided, lines, blocks = batch.divided, batch.lines, batch.lines.blocks
+            forms = batch.forms if self.by_form else np.zeros(len(batch), np.int64)
+            total, prose = lines.characters + lines.counts - 1, forms < CODE
+            (block_count, block_characters), (line_count, line_characters) = blocks.repeated, lines.repeated
+            verdicts = verdicts_of([
+                Rule("duplicate_paragraphs", _share(block_count, blocks.counts), self.duplicate_paragraphs,
+                     fits=forms == PARAGRAPHS),
+                Rule("duplicate_paragraph_characters", _share(block_characters, total),
+                     self.duplicate_paragraph_characters, fits=prose),
+                Rule("duplicate_lines", _share(line_count, lines.counts), self.duplicate_lines,
+                     fits=forms == PARAGRAPHS),
+                Rule("duplicate_line_characters", _share(line_characters, total), self.duplicate_line_characters,
+                     fits=(forms == PARAGRAPHS) | (forms == TABLE)),
+            ])  # fmt: skip
+            broken, values = np.full(len(batch), -1), np.zeros(len(batch))
+            skipped = forms == CODE
+            skipped[list(verdicts.removed)] = True
+            repetitions(divided.lengths, divided.hashes, divided.word_bounds, total, limits, skipped,
+                        scratch.tables(divided.word_bounds), broken, values)  # fmt: skip
+            for number in np.flatnonzero(broken >= 0).tolist():
+                verdicts.removed[number] = GRAM_RULES[broken[number]]
+                verdicts.measured[number] = float(values[number]), float(limits[broken[number]])
+            return verdicts
 
         judge(TextBatch([b"compiled once, before workers are forked"], [None]))
         return judge
@@ -149,35 +200,28 @@ class FineWebQuality(NamedFilter):
     max_duplicate_characters: float | None = 0.01
     max_newlines_per_word: float | None = 0.3
 
-    def open(self) -> Callable[[TextBatch], Verdicts]:
-        from pretrain.preparation.cleaning.compiled.chunks import word_tables
-        from pretrain.preparation.cleaning.compiled.text_statistics import LINE_MEASURES, Scratch, line_statistics
-        from pretrain.preparation.cleaning.compiled.words import divided_texts
+    by_form: bool = True
 
-        classes, scratch = word_tables().classes, Scratch()
+    def open(self) -> Callable[[TextBatch], Verdicts]:
+        from pretrain.preparation.cleaning.compiled import words
+        from pretrain.preparation.cleaning.forms import CODE, LINES, PARAGRAPHS
 
         def judge(batch: TextBatch) -> Verdicts:
-            statistics = np.zeros((len(batch), len(LINE_MEASURES)), np.int64)
-            tables = scratch.tables(*batch.joined)
-            line_statistics(*batch.joined, classes, self.short_line_characters, tables, statistics)
-            of = dict(zip(LINE_MEASURES, statistics.T, strict=True))
-            # A chunk between spaces is a word at least: few documents must be divided to know that they have enough.
-            words = of["chunks"].copy()
-            doubtful = np.flatnonzero(_exceeds(of["newlines"], words, self.max_newlines_per_word))
-            if len(doubtful):
-                text, bounds = batch.joined
-                bounds = divided_texts(text, bounds[doubtful]).word_bounds
-                words[doubtful] = bounds[:, 1] - bounds[:, 0]
-            rules = {
-                "empty": of["lines"] == 0,
-                "few_ending_lines": _below(of["ending_lines"] / np.maximum(of["lines"], 1), self.min_ending_lines),
-                "short_lines": _exceeds(of["short_lines"], of["lines"], self.max_short_lines),
-                "duplicate_characters": _exceeds(
-                    of["duplicate_characters"], of["characters"], self.max_duplicate_characters
-                ),
-                "many_lines": _exceeds(of["newlines"], words, self.max_newlines_per_word),
-            }
-            return Verdicts(removed=first_rules(rules))
+            lines, blocks = batch.lines, batch.lines.blocks
+            forms = batch.forms if self.by_form else np.zeros(len(batch), np.int64)
+            is_set, is_page, prose = forms == LINES, forms == PARAGRAPHS, forms < CODE
+            count = np.where(is_set, blocks.counts, lines.counts)
+            ending = np.where(is_set, blocks.totals(blocks.ends_sentence), lines.totals(lines.ends_sentence))
+            short = lines.totals(lines.column(words.CHARACTERS) <= self.short_line_characters)
+            newlines = _share(lines.counts - 1, lines.totals(lines.column(words.WORDS)))
+            return verdicts_of([
+                Rule("empty", lines.counts, 1, is_least=True),
+                Rule("few_ending_lines", _share(ending, count), self.min_ending_lines, is_least=True, fits=prose),
+                Rule("short_lines", _share(short, lines.counts), self.max_short_lines, fits=is_page),
+                Rule("duplicate_characters", _share(lines.repeated[1], lines.characters),
+                     self.max_duplicate_characters, fits=is_page),
+                Rule("many_lines", newlines, self.max_newlines_per_word, fits=is_page),
+            ])  # fmt: skip
 
         judge(TextBatch([b"compiled once, before workers are forked"], [None]))
         return judge
@@ -187,7 +231,8 @@ class FineWebQuality(NamedFilter):
 class C4Quality(NamedFilter):
     """C4's rules: lines without an end of a sentence, with few words, about policies; documents with few sentences.
 
-    `citations`, `endings`, `placeholders` (lorem ipsum), `javascript`, `curly_brackets` and `policies` are on or off.
+    `citations`, `endings`, `placeholders` (lorem ipsum), `javascript` and `policies` are on or off;
+    `max_curly_brackets` is a share of the words.
     """
 
     name: ClassVar[str] = "c4"
@@ -198,41 +243,70 @@ class C4Quality(NamedFilter):
     citations: bool = True
     placeholders: bool = True
     javascript: bool = True
-    curly_brackets: bool = True
+    max_curly_brackets: float | None = 0
     policies: bool = True
+    by_form: bool = True
 
     def open(self) -> Callable[[TextBatch], Verdicts]:
-        from pretrain.preparation.cleaning.compiled.c4 import DOCUMENT_RULES, LINE_RULES, clean_lines
-        from pretrain.preparation.cleaning.compiled.chunks import word_tables
-        from pretrain.preparation.cleaning.compiled.text_blocks import PADDING
-
-        largest = np.iinfo(np.int64).max
-        numbers = np.array(
-            [
-                self.min_sentences or 0,
-                self.min_words_per_line or 0,
-                largest if self.max_word_characters is None else self.max_word_characters,
-            ],
-            np.int64,
-        )
-        named = (self.endings, self.citations, self.placeholders, self.javascript, self.curly_brackets, self.policies)
-        switches = np.array(named)
-        tables = word_tables()
+        from pretrain.preparation.cleaning.compiled import words
+        from pretrain.preparation.cleaning.forms import CODE, PARAGRAPHS
 
         def judge(batch: TextBatch) -> Verdicts:
-            text, bounds = batch.joined
-            left, rules = np.empty(len(text) + len(batch), np.uint8), np.zeros(len(batch), np.int64)
-            longest = max(map(len, batch.texts)) + PADDING
-            scratch = np.empty((longest, 3), np.int32), np.empty(longest, np.uint64), np.empty(3, np.int64)
-            left_bounds, counts = np.zeros_like(bounds), np.zeros(len(LINE_RULES), np.int64)
-            clean_lines(text, bounds, tables, numbers, switches, left, left_bounds, scratch, rules, counts)
-            verdicts = Verdicts(removed={n: DOCUMENT_RULES[rule] for n, rule in enumerate(rules.tolist()) if rule})
-            for number, (start, end) in enumerate(left_bounds.tolist()):
-                if not rules[number] and (changed := left[start:end].tobytes()) != batch.texts[number]:
-                    verdicts.changed[number] = changed
-            for rule, count in zip(LINE_RULES, counts.tolist(), strict=True):
-                verdicts.counts[f"lines.{rule}"] += count
+            forms = batch.forms if self.by_form else np.zeros(len(batch), np.int64)
+            is_page, prose = forms == PARAGRAPHS, forms < CODE
+            cited: dict[int, bytes] = {}
+            if self.citations:
+                cited = {
+                    number: without
+                    for number in np.flatnonzero(prose).tolist()
+                    if b"[" in batch.texts[number]
+                    and (without := CITATION.sub(b"", batch.texts[number])) != batch.texts[number]
+                }
+            lines = batch.lines
+            if cited:
+                lines = lines.replaced(list(cited), TextBatch(list(cited.values()), []).lines)
+            dropped, lorem, brackets = self._lines(lines)
+            stays, before, counts = np.ones(len(lines.document), bool), {}, {}
+            for rule, goes in dropped.items():
+                before[rule] = stays.copy()
+                goes &= stays & is_page[lines.document]
+                stays &= ~goes
+                counts[f"lines.{rule}"] = int(np.count_nonzero(goes))
+            lorem, brackets = lines.totals(lorem * before["javascript"]), lines.totals(brackets * before["policy"])
+            sentences = lines.totals(lines.column(words.SENTENCES) * stays)
+            share = _share(brackets, lines.totals(lines.column(words.WORDS)))
+            verdicts = verdicts_of([
+                Rule("lorem_ipsum", lorem, 0 if self.placeholders else None, fits=prose),
+                Rule("curly_bracket", share, self.max_curly_brackets, fits=is_page),
+                Rule("few_sentences", sentences, self.min_sentences, is_least=True, fits=prose),
+            ])  # fmt: skip
+            verdicts.left = lines, stays
+            verdicts.counts.update({rule: count for rule, count in counts.items() if count})
+            for number in range(len(batch)):
+                if number not in verdicts.removed:
+                    text = cited.get(number, batch.texts[number])
+                    text = lines.joined(text, number, stays) if is_page[number] else text
+                    if text != batch.texts[number]:
+                        verdicts.changed[number] = text
             return verdicts
 
         judge(TextBatch([b"compiled once, before workers are forked"], [None]))
         return judge
+
+    def _lines(self, lines: "Lines") -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+        """({rule: lines that it drops}, how often "lorem ipsum" and curly brackets stand in each); all (lines,)."""
+        from pretrain.preparation.cleaning.compiled import words
+        from pretrain.preparation.cleaning.compiled.text_statistics import PHRASE_TABLE, PHRASES, count_phrases
+
+        found = np.zeros((len(lines.document), len(PHRASES)), np.int64)
+        count_phrases(lines.text, lines.column(words.START), lines.column(words.STOP), *PHRASE_TABLE, found)
+        javascript, policy, lorem, brackets = found.T
+        most = np.inf if self.max_word_characters is None else self.max_word_characters
+        dropped = {
+            "long_word": lines.column(words.LONGEST_WORD) > most,
+            "no_end": self.endings & (~np.isin(lines.last_bytes, list(ENDINGS)) | lines.ends_in_dots),
+            "few_words": lines.column(words.WORDS) < (self.min_words_per_line or 0),
+            "javascript": self.javascript & (javascript > 0),
+            "policy": self.policies & (policy > 0),
+        }
+        return dropped, lorem, brackets

@@ -17,7 +17,7 @@ from pretrain.data.document_index import read_index, tokens_of
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS
 from pretrain.data.shards import read_manifest
 from pretrain.files import as_json, write_durably
-from pretrain.preparation.cleaning.account import KEPT, recorded_account
+from pretrain.preparation.cleaning.account import KEPT, measured_text, recorded_account
 from pretrain.preparation.cleaning.decontamination import contamination_of
 from pretrain.preparation.cleaning.near_duplicate_search import NEAR_DUPLICATES_FILE
 from pretrain.units import bytes_text
@@ -211,6 +211,8 @@ def _samples_section(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 def _document(sample: Mapping[str, Any]) -> str:
     where = f"{sample['source']}, {sample['place']:,}; {bytes_text(sample['bytes'])}"
+    if measured := measured_text(sample):
+        where += f"; measured {measured}"
     return f"<p class='where'>{_escape(where)}</p><pre>{_escape(sample['text'])}</pre>"
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pretrain.preparation.cleaning.compiled.words import DividedTexts
+    from pretrain.preparation.cleaning.forms import Lines
 
 BATCH_BYTES = 1 << 20
 """What stages see at once: what they make of it stays in the processor's cache, at little work for Python."""
@@ -29,6 +30,8 @@ class TextBatch:
     urls: list[str | None]
     _joined: "tuple[np.ndarray, np.ndarray] | None" = None
     _divided: "DividedTexts | None" = None
+    _forms: "np.ndarray | None" = None
+    _lines: "Lines | None" = None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -44,20 +47,45 @@ class TextBatch:
 
     @property
     def divided(self) -> "DividedTexts":
-        """The documents' English words, divided once for all stages that count them."""
+        """The documents' words and lines, divided once for all stages that count them."""
         if self._divided is None:
             from pretrain.preparation.cleaning.compiled.words import divided_texts
 
             self._divided = divided_texts(*self.joined)
         return self._divided
 
-    def after(self, removed: Container[int], changed: Mapping[int, bytes]) -> "TextBatch":
-        """What stays when a stage has removed and changed documents by number."""
+    @property
+    def lines(self) -> "Lines":
+        """The lines that are not blank."""
+        if self._lines is None:
+            from pretrain.preparation.cleaning.forms import Lines
+
+            self._lines = Lines.of(self.divided)
+        return self._lines
+
+    @property
+    def forms(self) -> "np.ndarray":
+        """(documents,): the form of each text, as it was before any stage changed it."""
+        if self._forms is None:
+            from pretrain.preparation.cleaning.forms import forms_of
+
+            self._forms = forms_of(self.divided, self.lines)
+        return self._forms
+
+    def after(
+        self, removed: Container[int], changed: Mapping[int, bytes], left: "tuple[Lines, np.ndarray] | None" = None
+    ) -> "TextBatch":
+        """What stays when a stage has removed and changed documents by number. left: of Verdicts."""
         stay = [number for number in range(len(self)) if number not in removed]
-        joined = None if changed or self._joined is None else (self._joined[0], self._joined[1][stay])
-        divided = None if changed or self._divided is None else self._divided.taking(stay)
-        texts = [changed.get(number, self.texts[number]) for number in stay]
-        return TextBatch(texts, [self.urls[number] for number in stay], joined, divided)
+        after = TextBatch([changed.get(number, self.texts[number]) for number in stay], [self.urls[n] for n in stay])
+        if not changed:
+            after._joined = self._joined and (self._joined[0], self._joined[1][stay])
+            after._divided = self._divided and self._divided.taking(stay)
+        if self._forms is not None:
+            after._forms = self._forms[stay]
+        if left is not None:
+            after._lines = left[0].staying(left[1], stay)
+        return after
 
 
 @dataclass
@@ -66,8 +94,12 @@ class Verdicts:
 
     removed: dict[int, str] = field(default_factory=dict)
     """{document: the rule that removes it, without the stage's name; '' where the stage has one rule only}."""
+    measured: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """{document: the value that its rule measured, and the limit}, where the rule has one."""
     changed: dict[int, bytes] = field(default_factory=dict)
     """{document: its new text}; an empty one is removed by the rule `nothing_left`."""
+    left: "tuple[Lines, np.ndarray] | None" = None
+    """The lines of the texts and which of them stay, (lines,) bool, where a stage changes texts by nothing else."""
     counts: Counter[str] = field(default_factory=Counter)
     """Anything else to add up, under the stage's name, such as e-mail addresses replaced."""
     values: dict[str, Sequence[str]] = field(default_factory=dict)
@@ -160,11 +192,13 @@ class Cleaning:
                     removed[number] = f"{label}.nothing_left"
             by_rule: dict[str, list[int]] = {}
             for number, rule in removed.items():
-                by_rule.setdefault(rule, []).append(kept[number])
+                by_rule.setdefault(rule, []).append(number)
             for rule, numbers in by_rule.items():
-                account.add_documents(rule, *([values[n] for n in numbers] for values in (sources, places, texts)))
+                originals = [kept[number] for number in numbers]
+                of_rule = ([values[n] for n in originals] for values in (sources, places, texts))
+                account.add_documents(rule, *of_rule, [verdicts.measured.get(number) for number in numbers])
             if removed or verdicts.changed:
-                batch = batch.after(removed, verdicts.changed)
+                batch = batch.after(removed, verdicts.changed, verdicts.left)
                 kept = [original for number, original in enumerate(kept) if number not in removed]
         if kept:
             account.add_documents(KEPT, *([values[number] for number in kept] for values in (sources, places, texts)))

@@ -9,7 +9,13 @@ import pytest
 from pretrain.data.shards import verify_shards
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import InputError
-from pretrain.preparation.cleaning.account import KEPT, MOST_SOURCES_COUNTED, OTHER_SOURCES, CleaningAccount
+from pretrain.preparation.cleaning.account import (
+    KEPT,
+    MOST_SOURCES_COUNTED,
+    OTHER_SOURCES,
+    CleaningAccount,
+    measured_text,
+)
 from pretrain.preparation.cleaning.filters import read_cleaning
 from pretrain.preparation.documents.sources import find_sources
 from pretrain.preparation.plan import Files, PreparationOptions, PreparationRequest
@@ -104,6 +110,30 @@ def test_sources_beyond_the_limit_count_together():
     assert len(account.sources) == MOST_SOURCES_COUNTED + 1
     assert sum(n for n, _ in account.sources[OTHER_SOURCES].values()) == 5
     assert account.rules == {KEPT: [503, 2012], "rule": [502, 2008]}
+
+
+def test_a_file_that_is_removed_whole_names_the_rule_the_value_and_the_limit(tmp_path, run):
+    (tmp_path / "short.txt").write_text("Too short to be of use.")
+    (tmp_path / "numbers.txt").write_text("the of " + " ".join(map(str, range(1000, 1100))))
+    arguments = ("--input", tmp_path / "*.txt", "--filter", "gopher_quality", "--validation_fraction", 0)
+    arguments += ("--workers", 1, "--output")
+    with pytest.raises(InputError) as refused:
+        run(*arguments, tmp_path / "out")
+    message = str(refused.value)
+    assert "no document is left" in message and "2 removed by cleaning" in message
+    assert "short.txt: removed whole by gopher_quality.few_words (6, at least 50)" in message
+    assert "numbers.txt: removed whole by gopher_quality.few_alphabetic_words (0.0196, at least 0.8)" in message
+    (tmp_path / "good.txt").write_text(PROSE)
+    run(*arguments, tmp_path / "out2")
+    samples = json.loads((tmp_path / "out2/cleaning_samples.json").read_bytes())
+    (sample,) = samples["gopher_quality.few_words"].values()
+    assert (sample["value"], sample["limit"]) == (6, 50)
+
+
+def test_values_are_shown_with_digits_that_tell_them_from_the_limit():
+    assert measured_text({"value": 0.79999, "limit": 0.8}) == "0.79999, at least 0.8"
+    assert measured_text({"value": 202651, "limit": 100000}) == "202,651, at most 100,000"
+    assert measured_text({}) == ""
 
 
 WRITES = (

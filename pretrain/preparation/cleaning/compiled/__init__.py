@@ -4,8 +4,8 @@ These modules import numba, so they are imported where they are used.
 
     kept: machine code and tables on disk, for these sources only
     text_blocks: a text 64 bytes at a time, by the processor's vectors; characters and hashes of bytes
-    words, chunks, word_rules: the division into words
-    text_statistics, c4: what the published filters measure and change
+    characters, words: classes of characters; the division into words and lines
+    text_statistics: repeated runs of words, phrases, kinds of characters, features of a classifier
     function_words: those of each language in samples of texts
     piece_hashes: lines and paragraphs with their hashes
     smallest_hashes: of the shingles of documents

@@ -1,4 +1,4 @@
-"""A UTF-8 text 64 bytes at a time: which of them are of a kind, as the bits of an integer; and what is made of that.
+"""A UTF-8 text 64 bytes at a time: which of them are of a kind, as the bits of an integer; and hashes of bytes.
 
 One instruction compares 64 bytes where the processor has vectors of that size, so what most bytes have to do with
 costs next to nothing. Functions read up to PADDING bytes beyond the end that they are given.
@@ -13,7 +13,6 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from pretrain.preparation.cleaning.compiled.kept import cached_njit
-from pretrain.preparation.cleaning.compiled.word_rules import IS_SPACE
 
 compiled = functools.partial(cached_njit, nogil=True, error_model="numpy", _nrt=False)
 inlined = functools.partial(compiled, forceinline=True)
@@ -73,28 +72,6 @@ def lowest_bit(_, mask):
     return types.int64(types.uint64), generate
 
 
-@intrinsic
-def bits_in(_, mask):
-    """int64: how many bits are set."""
-
-    def generate(_, builder, __, arguments):
-        return builder.ctpop(arguments[0])
-
-    return types.int64(types.uint64), generate
-
-
-@inlined
-def spaces_at(text, position):
-    """Mask of the ASCII spaces; there are others."""
-    return mask_of(text, position, 0, 9, 13) | mask_of(text, position, 0, 28, 32)
-
-
-@inlined
-def letters_at(text, position):
-    """Mask of the ASCII letters."""
-    return mask_of(text, position, 32, 97, 122)
-
-
 @inlined
 def first_bits(count):
     """Mask of the first bits, all from 64 on."""
@@ -110,22 +87,6 @@ def find_byte(text, start, end, byte):
             return min(end, start + lowest_bit(found))
         start += BLOCK
     return end
-
-
-@compiled
-def count_bytes(text, start, end, first, last):
-    """Bytes from `first` to `last`."""
-    count = np.int64(0)
-    while start < end:
-        count += bits_in(mask_of(text, start, 0, first, last) & first_bits(end - start))
-        start += BLOCK
-    return count
-
-
-@compiled
-def characters_in(text, start, end):
-    """Characters between two positions."""
-    return end - start - count_bytes(text, start, end, 0x80, 0xBF)
 
 
 @inlined
@@ -168,52 +129,6 @@ def code_at(text, position):
         | (np.int64(text[position + 2]) & 0x3F) << 6
         | np.int64(text[position + 3]) & 0x3F
     ), 4
-
-
-@inlined
-def before(text, start, position):
-    """Where the character before a position begins; `start` - 1 where there is none."""
-    position -= 1
-    while position > start and text[position] & 0xC0 == 0x80:
-        position -= 1
-    return position
-
-
-@compiled
-def stripped(text, start, end, classes):
-    """The bounds without the spaces at both ends."""
-    while start < end:
-        code, size = code_at(text, start)
-        if not classes[code] & IS_SPACE:
-            break
-        start += size
-    while end > start:
-        last = before(text, start, end)
-        if not classes[code_at(text, last)[0]] & IS_SPACE:
-            break
-        end = last
-    return start, end
-
-
-@compiled
-def line_at(text, position, end):
-    """(end of the line that begins at a position, beginning of the next), by all of Unicode's line ends."""
-    start = position
-    while start < end:
-        found = mask_of(text, start, 0, 10, 13) | mask_of(text, start, 0, 28, 30)
-        found |= mask_of(text, start, 0, 0xC2, 0xC2) & mask_of(text, start + 1, 0, 0x85, 0x85)
-        other = mask_of(text, start, 0, 0xE2, 0xE2) & mask_of(text, start + 1, 0, 0x80, 0x80)
-        found |= other & mask_of(text, start + 2, 0, 0xA8, 0xA9)
-        if found:
-            stop = start + lowest_bit(found)
-            if stop >= end:
-                break
-            byte = text[stop]
-            if byte == 13 and stop + 1 < end and text[stop + 1] == 10:
-                return stop, stop + 2
-            return stop, stop + (1 if byte < 0x80 else 2 if byte == 0xC2 else 3)
-        start += BLOCK
-    return end, end
 
 
 def joined_texts(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:

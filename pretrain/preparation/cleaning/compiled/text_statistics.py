@@ -1,112 +1,85 @@
-"""What the published filters measure of documents, compiled: words, lines, and what is repeated."""
+"""What filters measure of documents, compiled: repeated runs of words, characters, features of a classifier."""
 
 import numpy as np
 
+from pretrain.preparation.cleaning.compiled.characters import ALPHABETIC, DIGIT, IS_SPACE
 from pretrain.preparation.cleaning.compiled.text_blocks import (
     BLOCK,
     HASH_FACTOR,
     HASH_START,
     ONE,
-    before,
-    bits_in,
-    characters_in,
     code_at,
     compiled,
-    count_bytes,
-    eight_bytes,
-    find_byte,
     first_bits,
-    hash_of,
-    line_at,
-    lowest_bit,
     mask_of,
     mixed,
-    spaces_at,
-    stripped,
 )
-from pretrain.preparation.cleaning.compiled.word_rules import ALPHABETIC, DIGIT, IS_SPACE, TERMINAL
 
-QUALITY = (
-    "words", "counted_words", "counted_characters", "alphabetic_words", "stop_words", "hashes", "ellipses", "lines",
-    "bullet_lines", "ellipsis_lines",
-)  # fmt: skip
-"""Columns of quality_statistics; `counted` words have a character that is no punctuation."""
-REPETITION_RULES = (
-    "duplicate_paragraphs", "duplicate_paragraph_characters", "duplicate_lines", "duplicate_line_characters",
-    "top_2_gram", "top_3_gram", "top_4_gram", *(f"duplicate_{n}_gram" for n in range(5, 11)),
-)  # fmt: skip
-LINE_MEASURES = ("lines", "ending_lines", "short_lines", "duplicate_characters", "characters", "newlines", "chunks")
-"""Columns of line_statistics."""
+GRAM_RULES = ("top_2_gram", "top_3_gram", "top_4_gram", *(f"duplicate_{n}_gram" for n in range(5, 11)))
 
 
-@compiled
-def quality_statistics(text, bounds, hashes, word_bounds, totals, classes, stop_words, enough, statistics):
-    """Fills `statistics`, (documents, len(QUALITY)) int64.
+PHRASES = {
+    "javascript": ("javascript",),
+    "policy": ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies"),
+    "lorem_ipsum": ("lorem ipsum",),
+    "curly_bracket": ("{",),
+}
+"""{what C4's rules ask for in a line: phrases}"""
+_RARE = "{jkvfp"
+"""Of each phrase one of these is looked for: as few as possible, in the order in which they are rare."""
 
-    stop_words: hashes, at most 64; no more than `enough` different ones are counted.
-    """
-    for document in range(len(bounds)):
-        start, end = bounds[document, 0], bounds[document, 1]
-        first, last = word_bounds[document, 0], word_bounds[document, 1]
-        found, different = np.uint64(0), np.int64(0)
-        while first < last and different < enough:
-            for index in range(len(stop_words)):
-                if hashes[first] == stop_words[index]:
-                    found |= ONE << np.uint64(index)
-                    different = bits_in(found)
-            first += 1
-        lines = bullets = ending = np.int64(0)
-        position = start
-        while position < end:
-            stop, following = line_at(text, position, end)
-            begin, stop = stripped(text, position, stop, classes)
-            lines += 1
-            bullets += begin < stop and (text[begin] == 45 or code_at(text, begin)[0] == 0x2022)
-            ending += _ends_with_ellipsis(text, begin, stop)
-            position = following
-        hashes_in_text, ellipses = _marks(text, start, end)
-        row = statistics[document]
-        row[0], row[4], row[5], row[6] = (
-            word_bounds[document, 1] - word_bounds[document, 0],
-            different,
-            hashes_in_text,
-            ellipses,
-        )
-        row[1], row[2], row[3] = totals[document, 0], totals[document, 1], totals[document, 2]
-        row[7], row[8], row[9] = lines, bullets, ending
+
+def _phrase_table() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(phrases; size of each, its kind and the place of its rare letter; first and end of those with a byte)."""
+    rare = {phrase: next(letter for letter in _RARE if letter in phrase) for of in PHRASES.values() for phrase in of}
+    phrases = sorted(rare, key=rare.get)
+    kinds = {phrase: kind for kind, several in enumerate(PHRASES.values()) for phrase in several}
+    facts = np.array([[len(phrase), kinds[phrase], phrase.index(rare[phrase])] for phrase in phrases])
+    table = np.array([list(phrase.encode().ljust(16)) for phrase in phrases], np.uint8)
+    bounds = np.zeros((256, 2), np.int64)
+    for letter in _RARE:
+        numbers = [number for number, phrase in enumerate(phrases) if rare[phrase] == letter]
+        bounds[[ord(letter), ord(letter.upper())]] = numbers[0], numbers[-1] + 1
+    return table, facts, bounds
+
+
+PHRASE_TABLE = _phrase_table()
 
 
 @compiled
-def _marks(text, start, end):
-    """(number signs, ellipses of one character or of three) in a document."""
-    signs = ellipses = np.int64(0)
-    free = position = start
-    while position < end:
-        signs += bits_in(mask_of(text, position, 0, 35, 35) & first_bits(end - position))
-        dots = mask_of(text, position, 0, 46, 46)
-        dots &= mask_of(text, position + 1, 0, 46, 46) & mask_of(text, position + 2, 0, 46, 46)
-        dots |= (
-            mask_of(text, position, 0, 0xE2, 0xE2)
-            & mask_of(text, position + 1, 0, 0x80, 0x80)
-            & mask_of(text, position + 2, 0, 0xA6, 0xA6)
-        )
-        while dots:
-            place = position + lowest_bit(dots)
-            if free <= place <= end - 3:
-                ellipses += 1
-                free = place + 3
-            dots &= dots - ONE
-        position += BLOCK
-    return signs, ellipses
+def count_phrases(text, starts, stops, phrases, facts, bounds, found):
+    """Adds how often each of PHRASES stands in each line, in any case, to `found`, (lines, len(PHRASES))."""
+    for line in range(len(starts)):
+        start, stop = np.int64(starts[line]), np.int64(stops[line])
+        for position in range(start, stop):
+            byte = text[np.uintp(position)]
+            for number in range(bounds[byte, 0], bounds[byte, 1]):
+                size, begin = facts[number, 0], position - facts[number, 2]
+                if begin < start or begin + size > stop:
+                    continue
+                index = 0
+                while index < size and _small(text[begin + index]) == phrases[number, index]:
+                    index += 1
+                found[line, facts[number, 1]] += index == size
 
 
 @compiled
-def _ends_with_ellipsis(text, begin, last):
-    if last - begin < 3:
-        return False
-    if text[last - 1] == 46:
-        return text[last - 2] == 46 and text[last - 3] == 46
-    return text[last - 3] == 0xE2 and text[last - 2] == 0x80 and text[last - 1] == 0xA6
+def _small(byte):
+    return byte | np.uint8(32) if 65 <= byte <= 90 else byte
+
+
+@compiled
+def different_words(hashes, word_bounds, sought, enough, found):
+    """Writes how many different ones of the sought words, at most 64, each document has, `enough` if it has more."""
+    for document in range(len(word_bounds)):
+        seen = np.uint64(0)
+        for word in range(word_bounds[document, 0], word_bounds[document, 1]):
+            for index in range(len(sought)):
+                if hashes[word] == sought[index] and not seen >> np.uint64(index) & ONE:
+                    seen |= ONE << np.uint64(index)
+                    found[document] += 1
+            if found[document] >= enough:
+                break
 
 
 @compiled
@@ -128,24 +101,16 @@ def _mask_for(count):
     return np.uint64(size - 1)
 
 
-@compiled
-def _most_lines(text, bounds):
-    most = np.int64(0)
-    for document in range(len(bounds)):
-        most = max(most, count_bytes(text, bounds[document, 0], bounds[document, 1], 10, 10))
-    return most + 1
-
-
 class Scratch:
     """Hash tables that one batch after another is counted in: new ones would have to be zeroed."""
 
     def __init__(self) -> None:
         self._tables: tuple[np.ndarray, ...] = (np.empty(0, np.uint64),)
 
-    def tables(self, text: np.ndarray, bounds: np.ndarray, most_words: int = 0) -> tuple[np.ndarray, ...]:
-        """(keys, stamps, counts, first positions, the last stamp) with room for all words or lines of a document."""
+    def tables(self, word_bounds: np.ndarray) -> tuple[np.ndarray, ...]:
+        """(keys, stamps, counts, first positions, the last stamp) with room for all words of a document."""
         size = 64
-        while size < 2 * max(most_words, _most_lines(text, bounds)):
+        while size < 2 * (word_bounds[:, 1] - word_bounds[:, 0]).max():
             size *= 2
         if size > len(self._tables[0]):
             integers = (np.zeros(length, np.int64) for length in (size, size, size, 1))
@@ -154,115 +119,35 @@ class Scratch:
 
 
 @compiled
-def repetitions(text, bounds, words, hashes, word_bounds, classes, limits, scratch, rules):
-    """Writes the first of REPETITION_RULES whose limit each document exceeds to `rules`, (documents,); -1 for none.
+def repetitions(lengths, hashes, word_bounds, characters, limits, skipped, scratch, broken, values):
+    """Writes the first of GRAM_RULES whose limit each document exceeds to `broken`, and the share to `values`.
 
-    limits: (13,) shares of the characters or elements, inf where a rule is off.
+    limits: (9,) shares of `characters`, (documents,), inf where a rule is off. skipped: (documents,) bool.
     """
-    stamp, smallest = scratch[4][0], np.inf
-    for limit in limits[7:]:
-        smallest = min(smallest, limit)
-    for document in range(len(bounds)):
-        start, end = bounds[document, 0], bounds[document, 1]
-        characters = characters_in(text, start, end)
-        first_word, words_end = word_bounds[document, 0], word_bounds[document, 1]
-        rule = -1
-        for first_rule in (0, 2):
-            begin, stop, least = start, end, 1
-            if first_rule == 0:
-                begin, stop = stripped(text, start, end, classes)
-                least = 2
-            stamp, elements, duplicates, repeated = _repeated_blocks(
-                text, begin, stop, least, False, classes, scratch, stamp
-            )
-            if duplicates / elements > limits[first_rule]:
-                rule = first_rule
-                break
-            if repeated / characters > limits[first_rule + 1]:
-                rule = first_rule + 1
-                break
-        if rule >= 0:
-            rules[document], scratch[4][0] = rule, stamp
+    stamp = scratch[4][0]
+    for document in range(len(word_bounds)):
+        if skipped[document] or not characters[document]:
             continue
-        most, covered = _most_grams(words, hashes, first_word, words_end, scratch)
-        for n in range(2, 5):
+        total, first, end = characters[document], word_bounds[document, 0], word_bounds[document, 1]
+        most, covered = _most_grams(lengths, hashes, first, end, scratch)
+        for rule in range(len(limits)):
+            n = rule + 2
             # An n-gram of three or four words is made of two pairs: no more than twice the most of any.
-            if most * min(n - 1, 2) <= limits[2 + n] * characters or rule >= 0:
+            bound = most * min(n - 1, 2) if n < 5 else covered
+            if bound <= limits[rule] * total or broken[document] >= 0:
                 continue
             stamp += 1
-            top = _top_characters(words, hashes, first_word, words_end, n, scratch, stamp)
-            if top / characters > limits[2 + n]:
-                rule = 2 + n
-        if rule < 0 and covered > smallest * characters:
-            for n in range(5, 11):
-                if covered <= limits[2 + n] * characters:  # also where the rule is off
-                    continue
-                stamp += 1
-                repeated = _duplicate_characters(words, hashes, first_word, words_end, n, scratch, stamp)
-                if repeated / characters > limits[2 + n]:
-                    rule = 2 + n
-                    break
-        rules[document], scratch[4][0] = rule, stamp
+            if n < 5:
+                repeated = _top_characters(lengths, hashes, first, end, n, scratch, stamp)
+            else:
+                repeated = _duplicate_characters(lengths, hashes, first, end, n, scratch, stamp)
+            if repeated / total > limits[rule]:
+                broken[document], values[document] = rule, repeated / total
+    scratch[4][0] = stamp
 
 
 @compiled
-def _outline(text, start, end):
-    """A hash of some of the bytes, by which most pieces differ."""
-    if end - start <= 32:
-        return hash_of(text, start, end)
-    value = hash_of(text, start, start + 16) ^ eight_bytes(text, (start + end) // 2)
-    return mixed(value * HASH_FACTOR ^ eight_bytes(text, end - 8) ^ np.uint64(end - start))
-
-
-@compiled
-def _repeated_blocks(text, start, end, least, without_blank, classes, scratch, stamp):
-    """(stamp, elements, duplicates, their characters) of what is divided by `least` newlines or more.
-
-    First by outlines: where all differ, nothing is repeated. without_blank: elements of spaces do not count.
-    """
-    keys, stamps, _, _, _ = scratch
-    mask = _mask_for(count_bytes(text, start, end, 10, 10) + 1)
-    elements = duplicates = repeated = np.int64(0)
-    for is_exact in (False, True):
-        stamp += 1
-        elements = duplicates = repeated = np.int64(0)
-        begin = position = start
-        while position <= end:
-            position = find_byte(text, position, end, 10)
-            newlines = 0
-            while position + newlines < end and text[position + newlines] == 10:
-                newlines += 1
-            if position == end or newlines >= least:
-                if not without_blank or not _is_blank(text, begin, position, classes):
-                    elements += 1
-                    value = hash_of(text, begin, position) if is_exact else _outline(text, begin, position)
-                    slot, seen = _find(keys, stamps, stamp, mask, value)
-                    if seen:
-                        duplicates += 1
-                        repeated += characters_in(text, begin, position)
-                    else:
-                        keys[slot], stamps[slot] = value, stamp
-                begin = position + newlines
-                if position == end:
-                    break
-            position += newlines
-        if not duplicates:
-            break
-    return stamp, elements, duplicates, repeated
-
-
-@compiled
-def _is_blank(text, start, end, classes):
-    while start < end:
-        code, size = code_at(text, start)
-        if not classes[code] & IS_SPACE:
-            return False
-        start += size
-    return True
-
-
-@compiled
-def _most_grams(words, hashes, start, end, scratch):
+def _most_grams(lengths, hashes, start, end, scratch):
     """Upper bounds, from tables that small that they stay in the core's cache: each entry stands for several n-grams.
 
     (characters of all occurrences of any pair of words, a space added; characters of words in any five that have
@@ -284,9 +169,9 @@ def _most_grams(words, hashes, start, end, scratch):
     # Unsigned places, and each word read once: a check for negative places would take as long as the rest.
     most = covered = np.int64(0)
     first, stop = np.uintp(start), np.uintp(end)
-    size, value = np.int64(words[first, 2]), hashes[first]
+    size, value = np.int64(lengths[first]), hashes[first]
     for place in range(first + np.uintp(1), stop):
-        following, pair = np.int64(words[place, 2]), value + (hashes[place] << ONE)
+        following, pair = np.int64(lengths[place]), value + (hashes[place] << ONE)
         value = hashes[place]
         entry = pair >> shift
         counts[entry] += size + following + 2
@@ -300,7 +185,7 @@ def _most_grams(words, hashes, start, end, scratch):
         bit, of_five = ONE << (five & np.uint64(63)), five >> np.uint64(6)
         if bits[of_five] & bit:
             for number in range(max(place, covered_until), place + np.uintp(5)):
-                covered += words[number, 2]
+                covered += lengths[number]
             covered_until = place + np.uintp(5)
         bits[of_five] |= bit
     return most, covered
@@ -316,7 +201,7 @@ def _gram(hashes, start, n):
 
 
 @compiled
-def _top_characters(words, hashes, start, end, n, scratch, stamp):
+def _top_characters(lengths, hashes, start, end, n, scratch, stamp):
     """Characters of the most frequent n-gram, the first of equals, times its count."""
     keys, stamps, counts, firsts, _ = scratch
     mask = _mask_for(end - start)
@@ -334,12 +219,12 @@ def _top_characters(words, hashes, start, end, n, scratch, stamp):
             best_count, best_first = count, first
     best = np.int64(n - 1)
     for index in range(best_first, best_first + n if best_count else 0):
-        best += words[index, 2]
+        best += lengths[index]
     return best * best_count
 
 
 @compiled
-def _duplicate_characters(words, hashes, start, end, n, scratch, stamp):
+def _duplicate_characters(lengths, hashes, start, end, n, scratch, stamp):
     """Characters of n-grams that have occurred before, none of which overlap."""
     keys, stamps, _, _, _ = scratch
     mask = _mask_for(end - start)
@@ -356,7 +241,7 @@ def _duplicate_characters(words, hashes, start, end, n, scratch, stamp):
         slot, seen = _find(keys, stamps, stamp, mask, key)
         if seen:
             for index in range(position, position + n):
-                repeated += words[index, 2]
+                repeated += lengths[index]
             position += n
             value, known = np.uint64(0), np.int64(0)
         else:
@@ -365,45 +250,6 @@ def _duplicate_characters(words, hashes, start, end, n, scratch, stamp):
             position += 1
             known -= 1
     return repeated
-
-
-@compiled
-def line_statistics(text, bounds, classes, short_line_characters, scratch, statistics):
-    """Fills `statistics`, (documents, len(LINE_MEASURES)) int64; lines that are blank do not count."""
-    stamp = scratch[4][0]
-    for document in range(len(bounds)):
-        start, end = bounds[document, 0], bounds[document, 1]
-        stamp, lines, _, repeated = _repeated_blocks(text, start, end, 1, True, classes, scratch, stamp)
-        ending = short = newlines = np.int64(0)
-        position = start
-        while position < end:
-            stop = find_byte(text, position, end, 10)
-            if not _is_blank(text, position, stop, classes):
-                ending += classes[code_at(text, before(text, position, stop))[0]] & TERMINAL != 0
-                size = stop - position
-                short += size <= short_line_characters or (
-                    size <= 4 * short_line_characters and characters_in(text, position, stop) <= short_line_characters
-                )
-            newlines += stop < end
-            position = stop + 1
-        row = statistics[document]
-        row[0], row[1], row[2], row[3], row[4], row[5], row[6] = (
-            lines, ending, short, repeated, characters_in(text, start, end) - newlines, newlines,
-            _chunks(text, start, end),
-        )  # fmt: skip
-        scratch[4][0] = stamp
-
-
-@compiled
-def _chunks(text, start, end):
-    """What ASCII spaces divide, in number."""
-    chunks, begins = np.int64(0), ONE
-    while start < end:
-        visible = ~spaces_at(text, start) & first_bits(end - start)
-        chunks += bits_in(visible & ~(visible << ONE | (ONE - begins)))
-        begins = ONE - (visible >> np.uint64(BLOCK - 1))
-        start += BLOCK
-    return chunks
 
 
 @compiled

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.preparation.cleaning.compiled import c4, item_index, kept
+from pretrain.preparation.cleaning.compiled import item_index, kept, words
 from pretrain.preparation.cleaning.compiled.kept import CACHE_FOLDER, UNUSED_SECONDS, open_folder, sources_digest
 
 
 def test_machine_code_is_kept_for_the_sources_of_all_modules(tmp_path):
     """numba compares the source of a function's own module: of another's it would go on with what it had inlined."""
     assert CACHE_FOLDER.name == sources_digest(Path(kept.__file__).parent)
-    for function in (c4.clean_lines, item_index._find):
+    for function in (words._divide, item_index._find):
         assert CACHE_FOLDER in Path(function.stats.cache_path).parents
     (tmp_path / "a.py").write_text("A = 1\n")
     (tmp_path / "b.py").write_text("B = 1\n")

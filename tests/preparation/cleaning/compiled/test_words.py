@@ -1,69 +1,97 @@
-"""English words, as spaCy divides them."""
+"""Words are what stands between spaces; lines with what rules ask of them."""
 
 import numpy as np
 import pytest
 
+from pretrain.preparation.cleaning.compiled import words
+from pretrain.preparation.cleaning.compiled.characters import LOWER, SENTENCE_END
 from pretrain.preparation.cleaning.compiled.text_blocks import joined_texts
 from pretrain.preparation.cleaning.compiled.words import divided_texts
 
 TEXTS = [
-    "Hello, (world): it's 5p.m. in the U.S.A., isn't it? He'd've said \"no\"... Mr. Smith can't, won't -- shan't!",
-    "well-known 3-4 A-1 x--y end.Next a.b.c and/or his/her 10km 5$ US$5 400°F. 12:30 e.g. this i.e. that etc.",
-    "See http://example.com/a-b?c=d, www.site.org:80/x or write to first.last@mail.example.com. (foo): :) 'em?\" end",
-    "[lang/rfcs#59](https://example.com/a/pull/59) git+ssh://a.example.org/x 1.http://b.org x]http://c.org é.a://d.org",
-    "naïve façade — “quoted” ‘single’ dog’s dogs’ l’été 漢字かな、テスト。 Ελληνικά русский; العربية، नमस्ते।",
-    "- bullet\n• item\n\t# code_like_name = x[1][2] {y} <tag> & #hash @me 50% +1 1+1 a*b 2^3 ~x~ C++ `quote` ''two''",
-    "cannot gonna gotta dont cant Im youre theyll id wed I'm I’ve let's lets ma'am o'clock 8) <3 xD 1st 3.14 1,000.5",
-    "A.B. Ph.D. J. R. R. Tolkien... Wait!!! What?! ...so *this* _that_ [r] |b| \x1f \u2003 \u00a0 non\u00adbreaking",
+    "Hello, (world): it's 5p.m. in the U.S.A., isn't it?  He'd've said \"no\"... \t Mr. Smith -- shan't!",
+    "naïve façade — “quoted” ‘single’ dog’s\u00a0l’été\u2003漢字かな、\u3000テスト。 Ελληνικά; العربية،\x1f नमस्ते।",
+    "\n\n a\r\nb\rc\x0bd\x0ce\x85f\u2028g\u2029h \n",
+    "",
+    "   ",
+    "𝒜𝒷 🙂 end",
 ]
 
 
-def words_of(text: str) -> list[str]:
-    divided = divided_texts(*joined_texts([text.encode()]))
-    return [divided.text[start:end].tobytes().decode() for start, end, _ in divided.words.tolist()]
-
-
-def test_words_are_divided_at_signs_but_not_within_abbreviations_and_addresses():
-    assert words_of("He can't, at 5p.m.; (see http://a.example.com/x-y) it's well-known... in the U.S.") == [
-        *["He", "ca", "n't", ",", "at", "5", "p.m.", ";", "(", "see", "http://a.example.com/x-y", ")"],
-        *["it", "'s", "well", "-", "known", "...", "in", "the", "U.S."],
-    ]
-
-
-@pytest.fixture(scope="module")
-def spacy_words():
-    spacy = pytest.importorskip("spacy", reason="requirements-dev.txt")
-    english = spacy.blank("en")
-    return lambda text: [stripped for word in english(text) if (stripped := word.text.strip())]
+def columns_of(text, *columns):
+    lines = divided_texts(*joined_texts([text.encode()])).lines
+    return lines[lines[:, words.WORDS] > 0][:, columns].T.tolist()
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_words_are_those_of_spacy(text, spacy_words):
-    assert words_of(text) == spacy_words(text)
+def test_words_and_lines_are_those_of_python(text):
+    divided = divided_texts(*joined_texts([b"before", text.encode(), b"after"]))
+    first, last = divided.word_bounds[1]
+    assert divided.lengths[first:last].tolist() == [len(word) for word in text.split()]
+    first, last = divided.line_bounds[1]
+    lines = divided.lines[first:last]
+    found = [divided.text[a:b].tobytes().decode() for a, b in lines[:, [words.START, words.STOP]].tolist()]
+    expected = [line.strip() for line in text.splitlines()]
+    assert [line for line in found if line] == [line for line in expected if line]
+    assert lines[:, words.CHARACTERS].tolist()[: len(expected)] == [len(line) for line in expected]
+    assert lines[:, words.WORDS].tolist()[: len(expected)] == [len(line.split()) for line in expected]
 
 
-def test_pieces_of_texts_put_together_at_random_are_divided_alike(spacy_words):
+def test_words_of_random_texts_are_those_of_python():
     rng = np.random.default_rng(3)
-    pieces = [*"'t.,-Ab9:)(/ é’s$+_@", "don", "...", "km", "U.S."]
-    texts = ["".join(rng.choice(pieces, 12)) for _ in range(1000)]
-    differing = [text for text in texts if words_of(text) != spacy_words(text)]
-    assert len(differing) < 20, differing[:5]
+    texts = ["".join(rng.choice([*"ab.Zé漢 \n\t\r\u2003,-"], 40)) for _ in range(300)]
+    divided = divided_texts(*joined_texts([text.encode() for text in texts]))
+    found = [divided.lengths[first:last].tolist() for first, last in divided.word_bounds]
+    assert found == [list(map(len, text.split())) for text in texts]
 
 
-def test_hashes_and_characters_are_of_the_words_and_documents_do_not_mix():
+def test_equal_words_have_equal_hashes_and_documents_do_not_mix():
     divided = divided_texts(*joined_texts([b"the caf\xc3\xa9, the", b"", b"the"]))
-    assert divided.word_bounds.tolist() == [[0, 4], [4, 4], [4, 5]]
-    assert divided.words[:, 2].tolist() == [3, 4, 1, 3, 3]
-    assert divided.hashes[0] == divided.hashes[3] == divided.hashes[4] != divided.hashes[1]
-    taken = divided.taking([2])
-    assert taken.word_bounds.tolist() == [[4, 5]]
+    assert divided.word_bounds.tolist() == [[0, 3], [3, 3], [3, 4]]
+    assert divided.hashes[0] == divided.hashes[2] == divided.hashes[3] != divided.hashes[1]
+    assert divided.taking([2]).word_bounds.tolist() == [[3, 4]]
 
 
-def test_a_text_of_signs_has_room():
-    assert len(words_of("(" * 50_000)) == 50_000
+def test_words_of_punctuation_alone_do_not_count():
+    divided = divided_texts(*joined_texts(["-- well , 1.5 “…” + § then".encode()]))
+    assert dict(zip(words.TOTALS, divided.totals[0].tolist(), strict=True)) == {
+        "words": 4, "word_characters": 4 + 3 + 1 + 4, "alphabetic_words": 2
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "totals"), [("“I", [1, 1, 1]), ("‘I", [2, 2, 1]), ("'dogs’", [1, 4, 1])])
-def test_signs_before_a_word_count_as_datatroves_list_of_punctuation_has_them(text, totals):
-    """Of an opening ‘ alone it says that it is none."""
-    assert divided_texts(*joined_texts([text.encode()])).totals.tolist() == [totals]
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("One. Two! Three?", 3),
+        ('"One." (Two?) three', 3),
+        ("no end", 1),
+        ("3.5 million... of them", 2),
+        ("これは本。面白い。また", 3),
+        ("これは本。」面白い。", 2),
+    ],
+)
+def test_sentences_end_before_spaces_and_with_wide_signs_anywhere(text, sentences):
+    assert columns_of(text, words.SENTENCES) == [[sentences]]
+
+
+def test_closing_quotes_and_brackets_do_not_hide_the_end_of_a_sentence():
+    (kinds,) = columns_of("“Yes.”\n(No!)\n*Well?*\nand so,\n12.", words.LAST_KIND)
+    assert [bool(kind & SENTENCE_END) for kind in kinds] == [True, True, True, False, True]
+    (kinds,) = columns_of("he\nHe\n“he", words.FIRST_KIND)
+    assert [bool(kind & LOWER) for kind in kinds] == [True, False, False]
+
+
+def test_signs_are_counted_by_line():
+    counted = (words.GAPS, words.TABS, words.PIPES, words.COMMAS, words.OPENING, words.CLOSED, words.SIGNS)
+    text = "a  b   c, d\n1\t2\t3\nx | y\nf(a[0]) = {b};"
+    assert list(map(list, zip(*columns_of(text, *counted), strict=True))) == [
+        [2, 0, 0, 1, 0, 0, 0], [0, 2, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 3, 3, 4]
+    ]  # fmt: skip
+    text = "# one ## ...\na.. ...... b… .\n.\n..."
+    assert columns_of(text, words.HASHES, words.ELLIPSES) == [[3, 0, 0, 0], [1, 3, 0, 1]]
+    assert columns_of("a1 b 2 c", words.NUMBERS) == [[2]]
+
+
+def test_a_text_of_single_letters_and_one_of_line_ends_have_room():
+    assert len(divided_texts(*joined_texts([b"a " * 50_000, b"b"])).lengths) == 50_001
+    assert len(divided_texts(*joined_texts([b"\n" * 50_000])).lines) == 50_001
