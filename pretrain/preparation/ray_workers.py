@@ -1,11 +1,20 @@
-"""Encoding on a Ray cluster whose machines see the same files."""
+"""Encoding and the search for near duplicates on a Ray cluster whose machines see the same files."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from pretrain.errors import InputError, one_line
+from pretrain.preparation.cleaning.near_duplicate_search import DuplicateSearch
 from pretrain.preparation.documents.sources import Part
-from pretrain.preparation.worker import EncodedPart, EncodingSettings, PartEncoder, results_in_order
+from pretrain.preparation.worker import (
+    PARTS_AHEAD_PER_WORKER,
+    EncodedPart,
+    EncodingSettings,
+    PartEncoder,
+    results_in_order,
+)
 
 
 def encode_parts_on_ray(
@@ -16,16 +25,45 @@ def encode_parts_on_ray(
     address: as for ray.init; None starts Ray on this machine for as long as the work takes. Raises InputError when Ray
     is not installed, cannot be reached, or loses an actor for good.
     """
-    ray = _started(address, workers)
-    try:
-        count = workers or int(ray.cluster_resources().get("CPU", 1))
+    with _cluster(address, workers) as (ray, count):
         shared = ray.put(settings)
         actor = ray.remote(PartEncoder).options(num_cpus=1, max_restarts=3, max_task_retries=3)
         actors = [actor.remote(shared) for _ in range(count)]
         jobs = (actor.encode.remote(part) for actor, part in zip(itertools.cycle(actors), parts, strict=False))
         yield from results_in_order(jobs, ray.get, count)
+
+
+@contextmanager
+def tasks_on_ray(
+    search: DuplicateSearch, workers: int | None, address: str | None
+) -> Iterator[Callable[[str, Sequence[int]], Iterator[None]]]:
+    """What performs tasks of a stage on the cluster, and yields after each."""
+    with _cluster(address, workers) as (ray, count):
+        shared = ray.put(search)
+        task_type = ray.remote(DuplicateSearch.perform).options(num_cpus=1, max_retries=3)
+
+        def perform(stage: str, tasks: Sequence[int]) -> Iterator[None]:
+            running: list[Any] = []
+            for task in tasks:
+                if len(running) >= count * PARTS_AHEAD_PER_WORKER:
+                    done, running = ray.wait(running)
+                    yield from ray.get(done)
+                running.append(task_type.remote(shared, stage, task))
+            while running:
+                done, running = ray.wait(running)
+                yield from ray.get(done)
+
+        yield perform
+
+
+@contextmanager
+def _cluster(address: str | None, workers: int | None) -> Iterator[tuple[Any, int]]:
+    """(ray, workers to start) of a cluster in use. Raises InputError as encode_parts_on_ray says."""
+    ray = _started(address, workers)
+    try:
+        yield ray, workers or int(ray.cluster_resources().get("CPU", 1))
     except ray.exceptions.RayTaskError as error:
-        # As if the part had been read on this machine.
+        # As if it had happened on this machine.
         raise error.cause if isinstance(error.cause, InputError | OSError) else error from None
     except ray.exceptions.RayError as error:
         raise InputError(
