@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +56,16 @@ def main() -> int:
     if arguments.report:
         return report(Path(arguments.report))
     request = read_request(arguments)
+    with ExitStack() as ending:
+        if request.on_ray:
+            from pretrain.preparation.ray_workers import stop_ray
+
+            ending.callback(stop_ray)
+        return carry_out(request)
+
+
+def carry_out(request: "PreparationRequest") -> int:
+    """Prepares, trains or tries out what is asked for."""
     if request.dry_run:
         return try_out(request)
     if request.destination:

@@ -41,7 +41,13 @@ from pretrain.preparation.deduplicate import seen_in_shards
 from pretrain.preparation.documents.sources import BEGINNING, Position
 from pretrain.preparation.duplicate_work import perform_missing
 from pretrain.preparation.encode import Encoder, ReferenceEncoder, make_encoder
-from pretrain.preparation.plan import PreparationRequest, refuse_differences, refuse_other_files, source_differences
+from pretrain.preparation.plan import (
+    Files,
+    PreparationRequest,
+    refuse_differences,
+    refuse_other_files,
+    source_differences,
+)
 from pretrain.preparation.shard_writer import ShardWriter, shard_files
 from pretrain.preparation.slices import merged_parts, require_slices, search_folder, slice_of
 from pretrain.preparation.worker import EncodedPart, EncodingSettings, encode_parts
@@ -399,12 +405,15 @@ class _Run:
             cleaning=None if counting else self.cleaning,
             counting=counting,
         )
-        parts = request.documents.parts(options.reading, start)
+        documents = request.documents
         if request.on_ray:
             from pretrain.preparation.ray_workers import encode_parts_on_ray
 
-            return encode_parts_on_ray(parts, settings, request.workers, request.ray_address)
-        return encode_parts(timed(parts, self.stages, "read"), settings, request.workers)
+            # Only this machine need have a dataset, so it reads that itself.
+            pieces = documents.pieces if isinstance(documents, Files) else documents.parts
+            return encode_parts_on_ray(pieces(options.reading, start), settings, request.workers, request.ray_address)
+        parts = timed(documents.parts(options.reading, start), self.stages, "read")
+        return encode_parts(parts, settings, request.workers)
 
     def _commit(self, writer: ShardWriter, tally: Tally, position: Position, complete: bool) -> None:
         began = time.perf_counter()

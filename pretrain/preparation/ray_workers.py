@@ -1,13 +1,16 @@
 """Encoding and the search for near duplicates on a Ray cluster whose machines see the same files."""
 
 import itertools
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from pretrain.errors import InputError, one_line
 from pretrain.preparation.cleaning.near_duplicate_search import DuplicateSearch
-from pretrain.preparation.documents.sources import Part
+from pretrain.preparation.documents.records import Reading
+from pretrain.preparation.documents.sources import LargeFile, Part
 from pretrain.preparation.worker import (
     PARTS_AHEAD_PER_WORKER,
     EncodedPart,
@@ -16,21 +19,46 @@ from pretrain.preparation.worker import (
     results_in_order,
 )
 
+WORKERS_PER_READER, PARTS_AHEAD_PER_READER = 4, 16
+"""Large files are read ahead by as many processes: one reads faster than so many workers encode."""
+
 
 def encode_parts_on_ray(
-    parts: Iterable[Part], settings: EncodingSettings, workers: int | None, address: str | None
+    pieces: Iterable[Part | LargeFile], settings: EncodingSettings, workers: int | None, address: str | None
 ) -> Iterator[EncodedPart]:
     """Encodes parts in order, with `workers` actors (None: one per core of the cluster).
 
-    address: as for ray.init; None starts Ray on this machine for as long as the work takes. Raises InputError when Ray
+    Large files are read by the cluster as well: what they hold never comes to this process.
+
+    address: as for ray.init; None starts Ray on this machine, until `stop_ray`. Raises InputError when Ray
     is not installed, cannot be reached, or loses an actor for good.
     """
     with _cluster(address, workers) as (ray, count):
         shared = ray.put(settings)
         actor = ray.remote(PartEncoder).options(num_cpus=1, max_restarts=3, max_task_retries=3)
         actors = [actor.remote(shared) for _ in range(count)]
+        parts = _parts_of_readers(ray, pieces, settings.reading, 1 + count // WORKERS_PER_READER)
         jobs = (actor.encode.remote(part) for actor, part in zip(itertools.cycle(actors), parts, strict=False))
         yield from results_in_order(jobs, ray.get, count)
+
+
+def _parts_of_readers(ray: Any, pieces: Iterable[Part | LargeFile], reading: Reading, readers: int) -> Iterator[Any]:
+    """The parts in order; of large files, references to them. So many files are read ahead."""
+    # They wait for files and for the workers, so they take no core from these.
+    read = ray.remote(LargeFile.parts).options(
+        num_cpus=0,
+        max_retries=3,
+        scheduling_strategy="SPREAD",
+        num_returns="streaming",
+        _generator_backpressure_num_objects=PARTS_AHEAD_PER_READER,
+    )
+    pieces, waiting = iter(pieces), deque()
+    while True:
+        for piece in itertools.islice(pieces, readers - len(waiting)):
+            waiting.append(read.remote(piece, reading) if isinstance(piece, LargeFile) else (piece,))
+        if not waiting:
+            return
+        yield from waiting.popleft()
 
 
 @contextmanager
@@ -69,7 +97,11 @@ def _cluster(address: str | None, workers: int | None) -> Iterator[tuple[Any, in
         raise InputError(
             f"--engine ray: an actor was lost ({type(error).__name__}); run the same command again: it continues"
         ) from None
-    finally:
+
+
+def stop_ray() -> None:
+    """Leaves the cluster, or ends the one that was started on this machine."""
+    if ray := sys.modules.get("ray"):
         ray.shutdown()
 
 
@@ -78,12 +110,15 @@ def _started(address: str | None, workers: int | None):
         import ray
     except ImportError:
         raise InputError("--engine ray: Ray is not installed; pip install 'ray>=2.40', or use --workers") from None
+    if ray.is_initialized():
+        return ray
     try:
         if address is None:
             ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="warning")
         else:
             ray.init(address=address, log_to_driver=False, logging_level="warning")
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except Exception as error:  # Ray raises plain Exception when a node takes long to start
+        ray.shutdown()
         given = address or "on this machine"
         raise InputError(
             f"--ray_address {given}: cannot be reached ({one_line(error)}); start it: ray start"
