@@ -1,9 +1,13 @@
 """Near copies are left out: those that are, by their exact similarity, and no others; the same whatever happens."""
 
+import collections
 import json
 import random
+import re
 import shutil
 import signal
+import textwrap
+from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
@@ -93,6 +97,72 @@ def test_near_copies_go_and_others_stay(tmp_path, run):
     assert not (tmp_path / "out/.unfinished").exists()
 
 
+DISGUISES = [
+    str.upper,
+    lambda text: text.replace(" ", "  "),
+    lambda text: text.replace(" ", "\u00a0"),
+    lambda text: textwrap.fill(text, 60),
+    lambda text: textwrap.fill(text, 72).replace("\n", "\r\n"),
+    lambda text: textwrap.indent(textwrap.fill(text, 66), "> "),
+    lambda text: re.sub(r"(\w{4})(\w{4})", "\\1\u00ad\\2", text).replace(" ", " \u200b"),
+    lambda text: re.sub(r"\b(\w{4})(\w{4})", "\\1-\n\\2", text).replace(" ", ", "),
+]
+"""Of copies: in another case, with other spaces, line ends and signs."""
+
+
+def excerpts():
+    """(documents of real prose as words, their copies as texts): copies of all similarities, each in a disguise."""
+    rng = random.Random(3)
+    prose = [word for topic in sorted(topics) for word in re.findall("[A-Za-z0-9]+", topics[topic])]
+    originals, copies, first = [], [], 0
+    while len(originals) < 700:
+        size = rng.choice([40, 60, 100, 160])
+        originals.append(prose[first : first + size])
+        first += size
+    for number, words_of in enumerate(originals[:600]):
+        copy = list(words_of)
+        # A word that changes is in five shingles; at the end, in one.
+        spread, at_end = divmod(number, 2)
+        changed = len(copy) // ((9 if at_end else 45) if number < 400 else (3 if at_end else 12))
+        for place in range(changed):
+            copy[-1 - place if at_end else (place * len(copy) + len(copy) // 2) // changed] = f"other{number}n{place}"
+        copies.append(DISGUISES[spread % len(DISGUISES)](" ".join(copy)))
+        originals.append(copy)
+    return originals, [" ".join(document) for document in originals[:700]] + copies
+
+
+def similar_pairs(documents):
+    """{(one, other): Jaccard similarity} of all pairs that share a shingle, by the definition."""
+    sets, holders, shared = [], {}, collections.Counter()
+    for number, document in enumerate(documents):
+        lowered = [word.lower() for word in document]
+        sets.append({tuple(lowered[n : n + 5]) for n in range(len(lowered) - 4)})
+        for shingle in sets[-1]:
+            shared.update((other, number) for other in holders.setdefault(shingle, []))
+            holders[shingle].append(number)
+    return {
+        (one, other): count / (len(sets[one]) + len(sets[other]) - count) for (one, other), count in shared.items()
+    }
+
+
+def test_real_prose_in_disguise_goes_by_its_similarity(tmp_path, run):
+    """Recall 0.95 of the pairs at 0.8 to 0.83; nothing goes but what connects at 0.8."""
+    documents, contents = excerpts()
+    write_jsonl(tmp_path / "a.jsonl", contents)
+    run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--near_duplicates", "0.8")
+    left = documents_in(tmp_path / "out")
+    similarity = similar_pairs(documents)
+    assert len(documents) == len(contents) == 1300
+    at_threshold = [pair for pair, value in similarity.items() if 0.8 <= value < 0.83]
+    found = [pair[1] + 1 not in left for pair in at_threshold]
+    assert len(found) >= 200 and np.mean(found) >= 0.95
+    roots = list(range(len(documents)))
+    for one, other in sorted(pair for pair, value in similarity.items() if value >= 0.8):
+        roots = [roots[one] if root == roots[other] else root for root in roots]
+    wrong = [number for number, root in enumerate(roots) if root == number and number + 1 not in left]
+    assert not wrong and sum(0 < value < 0.5 for value in similarity.values()) > 200
+
+
 def test_of_a_chain_the_first_stays(tmp_path, run):
     """a ~ b ~ c is one component, though a and c may be less alike; short and equal documents are copies, too."""
     rng = random.Random(1)
@@ -143,6 +213,24 @@ def test_workers_slices_and_small_memory_give_the_same_bytes(tmp_path, run, smal
     run(*arguments, "--output", tmp_path / "large")
     assert content_of(tmp_path / "large") == whole
     assert json.loads(whole["manifest.json"])["skipped"]["near_duplicate_documents"] > 20
+
+
+def test_slices_search_and_the_merge_unites(tmp_path, run, small_parts, monkeypatch):
+    """Each slice's command three times: documents, then pairs with equal keys, then their similarities."""
+    write_jsonl(tmp_path / "a.jsonl", documents_with_copies(120)[0])
+    arguments = ("--input", tmp_path / "a.jsonl", "--near_duplicates", "0.8", "--validation_fraction", 0.2)
+    run(*arguments, "--output", tmp_path / "whole")
+    told = [
+        run(*arguments, "--output", tmp_path / "merged", "--slice", f"{number}/3")
+        for _ in range(3)
+        for number in range(3)
+    ]
+    assert "run it again with --slice: 2 of 3 slices are not prepared" in told[0]
+    assert "tasks of other slices in the search for near duplicates are to be done" in told[3]
+    assert "again with --slice" not in told[-1]
+    monkeypatch.setattr(near_duplicate_search.DuplicateSearch, "perform", None)
+    run(*arguments, "--output", tmp_path / "merged", "--merge_slices", 3)
+    assert content_of(tmp_path / "merged") == content_of(tmp_path / "whole")
 
 
 MOMENTS = (
