@@ -207,6 +207,8 @@ def text_decoder(tokenizer: LoadedTokenizer) -> Callable[["np.ndarray"], bytes]:
 def _bytes_of_byte_level(token: str) -> bytes:
     """Byte-level tokenizers write bytes that are not printable in Latin-1 as characters from U+0100 on, in order."""
     hidden = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
+    if any(ord(letter) >= 256 + len(hidden) for letter in token):  # one that stands for itself
+        return token.encode()
     return bytes(hidden[ord(letter) - 256] if ord(letter) > 255 else ord(letter) for letter in token)
 
 

@@ -42,10 +42,15 @@ def encode_parts_on_ray(
         yield from results_in_order(jobs, ray.get, count)
 
 
+def _read(file: LargeFile, reading: Reading) -> Iterator[Part]:
+    for part in file.parts(reading):
+        _ = yield part  # Ray sends a value, which `yield from` would pass on to what takes none
+
+
 def _parts_of_readers(ray: Any, pieces: Iterable[Part | LargeFile], reading: Reading, readers: int) -> Iterator[Any]:
     """The parts in order; of large files, references to them. So many files are read ahead."""
     # They wait for files and for the workers, so they take no core from these.
-    read = ray.remote(LargeFile.parts).options(
+    read = ray.remote(_read).options(
         num_cpus=0,
         max_retries=3,
         scheduling_strategy="SPREAD",
@@ -58,7 +63,7 @@ def _parts_of_readers(ray: Any, pieces: Iterable[Part | LargeFile], reading: Rea
             waiting.append(read.remote(piece, reading) if isinstance(piece, LargeFile) else (piece,))
         if not waiting:
             return
-        yield from waiting.popleft()
+        yield from itertools.chain(waiting.popleft())  # which hides `close`: a reader has none
 
 
 @contextmanager

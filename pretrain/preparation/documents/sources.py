@@ -287,7 +287,7 @@ class LargeFile:
 
     def parts(self, reading: Reading) -> Iterator[Part]:
         """The parts in order."""
-        yield from _parts_of_large(self.source, self.number, reading, self.first, self.offset, self.taken)
+        return _parts_of_large(self.source, self.number, reading, self.first, self.offset, self.taken)
 
 
 def parts_of(
