@@ -1,7 +1,5 @@
 """Text is read back from ids as the tokenizer that made them would."""
 
-import json
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -59,5 +57,4 @@ def test_the_table_gives_what_the_tokenizer_decodes(make):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert decode(np.array(ids, np.uint16)).decode() == tokenizer.decode(ids, skip_special_tokens=False)
     if make is not word_pieces:
-        assert all(json.dumps(decode(np.array(tokenizer.encode(text).ids)).decode()) for text in TEXTS)
         assert decode(np.array(tokenizer.encode(TEXTS[0]).ids)).decode() == TEXTS[0]
