@@ -124,8 +124,8 @@ def _started(address: str | None, workers: int | None):
             ray.init(address=address, log_to_driver=False, logging_level="warning")
     except Exception as error:  # Ray raises plain Exception when a node takes long to start
         ray.shutdown()
-        given = address or "on this machine"
-        raise InputError(
-            f"--ray_address {given}: cannot be reached ({one_line(error)}); start it: ray start"
-        ) from None
+        failed = f"--ray_address {address}: cannot be reached ({one_line(error)}); start it: ray start"
+        if address is None:
+            failed = f"--engine ray: Ray does not start here ({one_line(error)}); run it again, or use --workers"
+        raise InputError(failed) from None
     return ray
