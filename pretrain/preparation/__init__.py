@@ -8,6 +8,7 @@ The same input gives the same bytes, whatever the workers and interruptions; pla
     validation_split: documents held out, or the tail of one
     encode, long_text: texts to ids
     worker, ray_workers: a worker's part of the input; workers on other machines
+    duplicate_work: who performs the tasks of the search for near duplicates
     collector, deduplicate, shard_writer: encoded parts to shards
     slices, upload: a preparation over several machines; outputs that are URLs
     inspect, dry_run: contents of a prepared folder; a report on a few documents before a long preparation
