@@ -11,7 +11,7 @@ from pretrain.preparation.cleaning.near_duplicate_search import STAGES, Duplicat
 from pretrain.preparation.plan import PreparationRequest
 from pretrain.preparation.worker import POOL_CONTEXT, start_pool
 
-LOOK_SECONDS = 0.5
+STOP_LOOK_SECONDS = 0.5
 """Between two looks at whether to stop."""
 
 
@@ -67,7 +67,7 @@ def _in_processes(
     try:
         waiting: set[Any] = {pool.submit(_perform, stage, task) for task in tasks}
         while waiting:
-            done, waiting = wait(waiting, LOOK_SECONDS, FIRST_COMPLETED)
+            done, waiting = wait(waiting, STOP_LOOK_SECONDS, FIRST_COMPLETED)
             stop_if_asked()
             yield from (job.result() for job in done)
     except BrokenProcessPool:

@@ -21,7 +21,7 @@ from pretrain.preparation.documents.sources import (
     Position,
     expected_bytes,
     parts_of,
-    pieces_of,
+    pieces_in,
     slice_range,
 )
 from pretrain.preparation.documents.urls import fingerprint, size_of
@@ -80,7 +80,7 @@ class Files:
 
     def pieces(self, reading: Reading, start: Position) -> Iterator[FilesPart | LargeFile]:
         """The same, where large files are divided into parts by the process that reads them."""
-        return pieces_of(self.sources, reading, start, self._taken)
+        return pieces_in(self.sources, reading, start, self._taken)
 
     @property
     def _taken(self) -> range | None:

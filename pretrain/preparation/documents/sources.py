@@ -293,15 +293,15 @@ class LargeFile:
 def parts_of(
     sources: Sequence[InputFile], reading: Reading, start: Position = BEGINNING, taken: range | None = None
 ) -> Iterator[Part]:
-    """The parts of all sources in order, from `start` on, as `pieces_of` gives them."""
-    for piece in pieces_of(sources, reading, start, taken):
+    """The parts of all sources in order, from `start` on, as `pieces_in` gives them."""
+    for piece in pieces_in(sources, reading, start, taken):
         if isinstance(piece, LargeFile):
             yield from piece.parts(reading)
         else:
             yield piece
 
 
-def pieces_of(
+def pieces_in(
     sources: Sequence[InputFile], reading: Reading, start: Position = BEGINNING, taken: range | None = None
 ) -> Iterator["FilesPart | LargeFile"]:
     """Parts of small files, and large files, in order, from `start` on. What a part holds depends on the files alone.

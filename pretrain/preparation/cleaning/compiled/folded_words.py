@@ -33,7 +33,7 @@ _PADDING = bytes(4)
 
 
 @kept_array
-def folding_table() -> np.ndarray:
+def word_letters() -> np.ndarray:
     """uint32: what each character counts as, then the foldings to several letters: their number and the letters."""
     table, foldings = np.zeros(TABLE_CHARACTERS, np.uint32), []
     for code in range(TABLE_CHARACTERS):
@@ -76,7 +76,7 @@ def folded_words(texts: Sequence[bytes], least_words: int) -> tuple[np.ndarray, 
     # A word and what divides it from the next have two bytes at least.
     words = np.empty(int(sizes.sum()) // 2 + 2 * len(sizes), np.uint32)
     ends = np.cumsum(sizes)
-    taken = _write_documents(content, ends, folding_table(), least_words, words)
+    taken = _write_documents(content, ends, word_letters(), least_words, words)
     return words[:taken], ends
 
 
