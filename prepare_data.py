@@ -21,7 +21,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,16 @@ def main() -> int:
     if arguments.report:
         return report(Path(arguments.report))
     request = read_request(arguments)
+    with ExitStack() as ending:
+        if request.on_ray:
+            from pretrain.preparation.ray_workers import stop_ray
+
+            ending.callback(stop_ray)
+        return carry_out(request)
+
+
+def carry_out(request: "PreparationRequest") -> int:
+    """Prepares, trains or tries out what is asked for."""
     if request.dry_run:
         return try_out(request)
     if request.destination:
@@ -126,17 +136,19 @@ def train(request: "PreparationRequest") -> int:
 
 def prepare_shards(request: "PreparationRequest") -> int:
     """Makes the folder of shards, or one slice of it."""
-    from pretrain.preparation.prepare import CountedError, StoppedError, prepare
+    from pretrain.preparation.prepare import CountedError, StoppedError, prepare, search_of_slice
     from pretrain.preparation.progress import DocumentProgress
     from pretrain.preparation.slices import slice_of
 
-    started = time.monotonic()
+    started, waiting, whole = time.monotonic(), "", request
     if request.slice:
         request = slice_of(request, *request.slice)
     output = request.output
     with closing(DocumentProgress(request.documents.total_bytes)) as progress:
         try:
             outcome = prepare(request, say=progress.say, report=progress.update)
+            if request.slice and request.options.near_duplicates:
+                waiting = search_of_slice(whole, say=progress.say)
         except CountedError as counted:
             print(f"{output}: its part is counted; {counted}. Next: once all have, run each slice's command again")
             return 0
@@ -148,6 +160,8 @@ def prepare_shards(request: "PreparationRequest") -> int:
     fraction = request.options.validation_fraction
     print_figures(outcome, request.options)
     print_next(outcome, str(output), is_slice=request.slice is not None, fraction=fraction)
+    if waiting:
+        print(f"  or, to search near duplicates on all machines, run it again with --slice: {waiting}")
     return 0
 
 

@@ -5,7 +5,8 @@
 - Verdicts: every document's verdict and text under each published filter, judged as a web page, and after
   personal data are replaced, against those of datatrove with words between spaces. Differences are shown with their
   reason where it is one of docs/data.md; the others are too many above two documents in 1,000 for a filter.
-- Near duplicates: --documents of the input and copies of them with all shares of their words changed, or a part moved;
+- Near duplicates: --documents of the input and copies of them with all shares of their words changed, or a part moved,
+  some in another case, with other spaces or wrapped lines;
   prepare_data.py --near_duplicates 0.8 must remove 0.95 of the copies whose exact Jaccard similarity is at least 0.8,
   and at most 0.02 of those below 0.5.
 - Decontamination: 200 items of the files, verbatim, in another case, with other punctuation or spaces, each planted in
@@ -23,6 +24,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +49,13 @@ PLANTED = 200
 SHARES = (0.0, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3)
 DOCUMENT_CHARACTERS = 20_000
 """Of those that copies are made of."""
+DISGUISES = (
+    str,
+    str.upper,
+    lambda text: text.replace(" ", "  "),
+    lambda text: text.replace(" ", "\u00a0"),
+    lambda text: textwrap.fill(text, 72).replace("\n", "\r\n> "),
+)
 SHOWN = 10
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"')]*\s+")
 STAGES = {
@@ -196,10 +205,13 @@ def ids_by_place(folder: Path) -> dict[int, np.ndarray]:
     return {int(order.record(number)["place"]): order.ids(number) for number in range(order.documents)}
 
 
-def exact_jaccard(one: np.ndarray, other: np.ndarray, shingle: int = 5) -> float:
-    """By the definition, of the sets of all runs of ids."""
-    sets = [{tuple(ids[n : n + shingle]) for n in range(max(1, len(ids) - shingle + 1))}
-            for ids in (one.tolist(), other.tolist())]  # fmt: skip
+def exact_jaccard(one: str, other: str, shingle: int = 5) -> float:
+    """By the definition, of the sets of all runs of words; of English, where folding is simple."""
+    sets = []
+    for text in (one, other):
+        text = re.sub(r"['\u2018\u2019]|(?<=\w)-(?=\w)", "", text.casefold())
+        words = re.findall(r"[^\W_]+", text)
+        sets.append({tuple(words[n : n + shingle]) for n in range(max(1, len(words) - shingle + 1))})
     return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
 
 
@@ -219,16 +231,14 @@ def bench_near_duplicates(texts: list[bytes], count: int, tokenizer: str, folder
     chosen = rng.sample(texts, min(count, len(texts)))
     documents = list(dict.fromkeys(content.decode()[:DOCUMENT_CHARACTERS] for content in chosen))
     copies = [edited(text, rng.choice(SHARES), rng) for text in documents]
-    every = documents + copies
-    prepare_in(folder, "everything", every, tokenizer)
+    every = documents + [DISGUISES[number % len(DISGUISES)](copy) for number, copy in enumerate(copies)]
     prepare_in(folder, "without", every, tokenizer, "--near_duplicates", str(THRESHOLD))
-    ids, left = ids_by_place(folder / "everything"), ids_by_place(folder / "without")
-    near, far = [], []
-    for one, other in ((n + 1, n + 1 + len(documents)) for n in range(len(documents))):
-        similarity = exact_jaccard(ids[one], ids[other])
-        (near if similarity >= THRESHOLD else far if similarity < FAR else []).append(other not in left)
+    left, near, far = ids_by_place(folder / "without"), [], []
+    for place, (one, other) in enumerate(zip(documents, copies, strict=True), 1 + len(documents)):
+        similarity = exact_jaccard(one, other)
+        (near if similarity >= THRESHOLD else far if similarity < FAR else []).append(place not in left)
     recall, wrong = np.mean(near), np.mean(far)
-    print(f"near duplicates: {len(documents):,} documents and as many copies, {len(ids) - len(left):,} went")
+    print(f"near duplicates: {len(documents):,} documents and as many copies, {len(every) - len(left):,} went")
     print(f"  of {len(near):,} copies of Jaccard {THRESHOLD} or more      {recall:.4f} went")
     print(f"  of {len(far):,} copies below {FAR}                {wrong:.4f} went")
     missed = [f"near duplicates: recall {recall:.4f}"] if recall < LEAST_RECALL else []

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ class InputOrder:
             dtype = id_dtype(manifest.dtype)
             for split in SPLITS:
                 shards = manifest.of_split(split)
-                self._shards[split] += [(manifest.folder / shard.file, shard, dtype) for shard in shards]
+                self._shards[split] += [(manifest.folder.absolute() / shard.file, shard, dtype) for shard in shards]
                 self.documents += sum(shard.documents for shard in shards)
         self._held = np.concatenate([*held, [NO_DOCUMENT]])
         """The numbers of the validation documents, and one that none has."""
@@ -38,6 +39,10 @@ class InputOrder:
             split: np.cumsum([shard.documents for _, shard, _ in shards], dtype=np.int64)
             for split, shards in self._shards.items()
         }
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process maps the files itself.
+        return self.__dict__ | {"_maps": {}}
 
     def _held_out(self, manifest: Manifest) -> np.ndarray:
         """The places of a folder's validation documents among all of its documents: both splits are in input order."""

@@ -9,6 +9,7 @@ The same input gives the same bytes, whatever the workers and interruptions; pla
     encode, long_text: texts to ids
     worker, ray_workers: a worker's part of the input; workers on other machines
     collector, deduplicate, shard_writer, text_files: encoded parts to shards; their documents as text
+    duplicate_work: who performs the tasks of the search for near duplicates
     slices, upload: a preparation over several machines; outputs that are URLs
     inspect, dry_run: contents of a prepared folder; a report on a few documents before a long preparation
     tokenizer_training: tokenizers from text

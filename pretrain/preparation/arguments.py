@@ -22,7 +22,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "repeated_paragraphs": {"metavar": "N", "help": "remove paragraphs that more than N documents have"},
         "near_duplicates": {"metavar": "JACCARD", "help": "leave out near copies of earlier documents, such as 0.8"},
         "near_duplicate_bands": {"metavar": "NxROWS", "help": "MinHash bands (for 0.8: 25x5)"},
-        "near_duplicate_shingle": {"default": "5", "metavar": "N", "help": "tokens per shingle (default: 5)"},
+        "near_duplicate_shingle": {"default": "5", "metavar": "N", "help": "words per shingle (default: 5)"},
         "filter": {"nargs": "+", "default": [], "metavar": "FILTER", "help": "clean: NAME(NUMBER=VALUE) or FILE.py:F"},
         "clean": {"action": "store_true", "help": "clean by FineWeb's set of filters, and without near copies"},
         "language": {"metavar": "CODES", "help": "keep documents in these languages, such as en,de"},

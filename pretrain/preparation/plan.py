@@ -14,11 +14,14 @@ from pretrain.preparation.cleaning.stages import Cleaning
 from pretrain.preparation.documents.records import Reading
 from pretrain.preparation.documents.sources import (
     BEGINNING,
+    FilesPart,
     InputFile,
+    LargeFile,
     Part,
     Position,
     expected_bytes,
     parts_of,
+    pieces_in,
     slice_range,
 )
 from pretrain.preparation.documents.urls import fingerprint, size_of
@@ -73,8 +76,15 @@ class Files:
 
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
         """The parts of all files, or of the slice."""
-        taken = None if self.slice is None else slice_range(*self.slice, sum(map(expected_bytes, self.sources)))
-        return parts_of(self.sources, reading, start, taken)
+        return parts_of(self.sources, reading, start, self._taken)
+
+    def pieces(self, reading: Reading, start: Position) -> Iterator[FilesPart | LargeFile]:
+        """The same, where large files are divided into parts by the process that reads them."""
+        return pieces_in(self.sources, reading, start, self._taken)
+
+    @property
+    def _taken(self) -> range | None:
+        return None if self.slice is None else slice_range(*self.slice, sum(map(expected_bytes, self.sources)))
 
     def sliced(self, number: int, count: int) -> "Files":
         """Slice `number` of `count`: the parts that begin in that share of the bytes."""

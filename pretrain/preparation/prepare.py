@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pretrain.data.input_order import InputOrder
 from pretrain.data.manifest import MANIFEST_FILE, SHARDS_FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, counts_in
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
@@ -28,6 +28,7 @@ from pretrain.preparation.cleaning.account import SAMPLES_FILE, recorded_account
 from pretrain.preparation.cleaning.lists import LengthFilter, UrlList, WordList
 from pretrain.preparation.cleaning.near_duplicate_search import (
     NEAR_DUPLICATES_FILE,
+    STAGES,
     DuplicateSearch,
     StageProgress,
     report_of,
@@ -38,10 +39,17 @@ from pretrain.preparation.cleaning.user_function import UserFunction
 from pretrain.preparation.collector import NEAR_DUPLICATE_COUNTS, SKIPPED_COUNTS, DisagreementError, Intake, Tally
 from pretrain.preparation.deduplicate import seen_in_shards
 from pretrain.preparation.documents.sources import BEGINNING, Position
+from pretrain.preparation.duplicate_work import perform_missing
 from pretrain.preparation.encode import Encoder, ReferenceEncoder, make_encoder
-from pretrain.preparation.plan import PreparationRequest, refuse_differences, refuse_other_files, source_differences
+from pretrain.preparation.plan import (
+    Files,
+    PreparationRequest,
+    refuse_differences,
+    refuse_other_files,
+    source_differences,
+)
 from pretrain.preparation.shard_writer import ShardWriter, shard_files
-from pretrain.preparation.slices import merged_parts, require_slices
+from pretrain.preparation.slices import merged_parts, require_slices, search_folder, slice_of
 from pretrain.preparation.text_files import TEXT_FOLDER
 from pretrain.preparation.worker import EncodedPart, EncodingSettings, encode_parts
 from pretrain.processes import folder_lock
@@ -242,15 +250,8 @@ class _Run:
         began = time.perf_counter()
         manifests = [read_manifest(folder) for folder in self.slices]
         with _stop_signals() as stopped:
-
-            def stop_if_asked() -> None:
-                if stopped:
-                    raise StoppedError(stopped[0])
-
-            order = InputOrder(manifests)
-            search = DuplicateSearch(
-                order, options.near_duplicates, state_folder / "near_duplicates", StageProgress(say, stop_if_asked)
-            )
+            work = search_folder(self.request) if self.request.merge_slices else state_folder / "near_duplicates"
+            search = DuplicateSearch(manifests, options.near_duplicates, work, self.request.tokenizer)
             tokens = sum(shard.tokens for manifest in manifests for shard in manifest.shards)
             needed = search.disk_bytes + tokens * manifests[0].bytes_per_id
             free = shutil.disk_usage(self.output).free + sum(path.stat().st_size for path in shard_files(self.output))
@@ -259,8 +260,9 @@ class _Run:
                     f"{self.output}: {free:,} bytes are free, and leaving out near duplicates needs {needed:,}; free "
                     "space, then run the same command again: it continues here"
                 )
-            duplicates = search.run()
-            report = report_of(search, duplicates, manifests, self.request.tokenizer)
+            perform_missing(search, list(STAGES), self.request, StageProgress(say, partial(_stop_if_asked, stopped)))
+            duplicates = search.duplicates()
+            report = report_of(search, duplicates, manifests)
             write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
         self.removed = duplicates["document"]
         self.stages["find near duplicates"] += time.perf_counter() - began
@@ -416,12 +418,15 @@ class _Run:
             write_text=options.write_text,
             counting=counting,
         )
-        parts = request.documents.parts(options.reading, start)
+        documents = request.documents
         if request.on_ray:
             from pretrain.preparation.ray_workers import encode_parts_on_ray
 
-            return encode_parts_on_ray(parts, settings, request.workers, request.ray_address)
-        return encode_parts(timed(parts, self.stages, "read"), settings, request.workers)
+            # Only this machine need have a dataset, so it reads that itself.
+            pieces = documents.pieces if isinstance(documents, Files) else documents.parts
+            return encode_parts_on_ray(pieces(options.reading, start), settings, request.workers, request.ray_address)
+        parts = timed(documents.parts(options.reading, start), self.stages, "read")
+        return encode_parts(parts, settings, request.workers)
 
     def _commit(self, writer: ShardWriter, tally: Tally, position: Position, complete: bool) -> None:
         began = time.perf_counter()
@@ -449,6 +454,33 @@ class _Run:
         write_durably(self.output / MANIFEST_FILE, as_json(manifest))
         shutil.rmtree(self.output / UNFINISHED_FOLDER, ignore_errors=True)
         return read_manifest(self.output)
+
+
+def search_of_slice(request: PreparationRequest, say: Callable[[str], None] = print) -> str:
+    """Performs a prepared slice's share of the search for near duplicates, as far as the others' work allows.
+
+    request: of the whole, with its slice. Returns what it waits for, in words; '' when the search is complete.
+    """
+    number, count = request.slice
+    folders = [slice_of(request, other, count).output for other in range(count)]
+    near, work = request.options.near_duplicates, search_folder(request)
+    with _stop_signals() as stopped:
+        progress = StageProgress(say, partial(_stop_if_asked, stopped))
+        own = DuplicateSearch([read_manifest(folders[number])], near, work, request.tokenizer)
+        perform_missing(own, ["keys"], request, progress)
+        if waiting := sum(not (folder / MANIFEST_FILE).is_file() for folder in folders):
+            return f"{waiting} of {count} slices are not prepared"
+        require_slices(replace(request, slice=None, merge_slices=count))
+        search = DuplicateSearch([read_manifest(folder) for folder in folders], near, work, request.tokenizer)
+        if search.missing("keys"):
+            return "other slices have not written their keys"
+        left = perform_missing(search, ["candidates", "pairs"], request, progress, (number, count))
+    return f"{left:,} tasks of other slices in the search for near duplicates are to be done" if left else ""
+
+
+def _stop_if_asked(stopped: list[int]) -> None:
+    if stopped:
+        raise StoppedError(stopped[0])
 
 
 @contextmanager

@@ -48,8 +48,18 @@ def slice_of(request: PreparationRequest, number: int, count: int) -> Preparatio
     # Which document is a copy is known only when all are together.
     label = f"part {number} of {count}"
     options = replace(request.options, slice=label, deduplicate=False, megatron=False)
-    output = request.output.with_name(request.output.name + ".slices") / f"{number}-of-{count}"
+    output = slices_folder(request) / f"{number}-of-{count}"
     return replace(request, documents=request.documents.sliced(number, count), options=options, output=output)
+
+
+def slices_folder(request: PreparationRequest) -> Path:
+    """The folder of all slices of the output."""
+    return request.output.with_name(request.output.name + ".slices")
+
+
+def search_folder(request: PreparationRequest) -> Path:
+    """What all slices see of the search for near duplicates."""
+    return slices_folder(request) / "near_duplicates"
 
 
 def require_slices(request: PreparationRequest) -> list[Path]:

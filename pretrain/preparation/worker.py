@@ -207,7 +207,7 @@ class PartEncoder:
         stages |= {"tokenise": tokenised - cleaned, "check": checked - tokenised}
         signatures = None
         if settings.near_duplicates is not None:
-            signatures = settings.near_duplicates.signatures(ids, np.cumsum(tokens))
+            signatures = settings.near_duplicates.signatures(*settings.near_duplicates.words(read.texts))
             stages["signatures"] = time.perf_counter() - checked
         return EncodedPart(
             ids=ids,
@@ -274,8 +274,7 @@ def encode_parts(parts: Iterable[Part], settings: EncodingSettings, workers: int
     if settings.counting is not None:
         settings.counting.distinct_hashes([b"compiled once"])
     if settings.near_duplicates is not None:
-        ids = np.zeros(2, dtype_for(settings.tokenizer.vocabulary_size))
-        settings.near_duplicates.signatures(ids, np.array([2]))
+        settings.near_duplicates.signatures(*settings.near_duplicates.words([b"compiled once"]))
     if settings.cleaning is not None:
         _ = settings.cleaning.opened
     # What is there stays: no collection needs to search it, nor to copy its pages into a worker's memory.
@@ -284,9 +283,7 @@ def encode_parts(parts: Iterable[Part], settings: EncodingSettings, workers: int
         encoder = PartEncoder(settings)
         yield from map(encoder.encode, parts)
         return
-    # Forked workers start in milliseconds; elsewhere than on Linux forking is not safe.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(settings, os.getpid()))
+    pool = start_pool(workers, _set_encoder, settings)
     jobs = (pool.submit(_encode_in_worker, part) for part in parts)
     try:
         yield from results_in_order(jobs, Future.result, workers)
@@ -310,14 +307,28 @@ def results_in_order(jobs: Iterator[Any], result: Callable[[Any], EncodedPart], 
         yield result(waiting.popleft())
 
 
-_encoder_of_worker: PartEncoder | None = None
+# Forked workers start in milliseconds; elsewhere than on Linux forking is not safe.
+POOL_CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 
 
-def _start_worker(settings: EncodingSettings, parent: int) -> None:
-    global _encoder_of_worker
+def start_pool(workers: int, prepare: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
+    """Processes that end with this one. prepare: called with the arguments in each of them first."""
+    initial = (os.getpid(), prepare, arguments)
+    return ProcessPoolExecutor(workers, POOL_CONTEXT, initializer=_start_worker, initargs=initial)
+
+
+def _start_worker(parent: int, prepare: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    prepare(*arguments)
+
+
+_encoder_of_worker: PartEncoder | None = None
+
+
+def _set_encoder(settings: EncodingSettings) -> None:
+    global _encoder_of_worker
     _encoder_of_worker = PartEncoder(settings)
 
 

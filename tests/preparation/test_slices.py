@@ -158,7 +158,11 @@ def test_ray_is_asked_for_by_name_when_it_is_not_there(tmp_path, run, monkeypatc
 
 def test_ray_gives_the_bytes_of_one_machine(tmp_path, run, small_parts):
     (tmp_path / "items.txt").write_text("\n".join(text for text in texts(30) if len(text) > 100))
-    arguments = (*write_inputs(tmp_path), "--decontaminate", tmp_path / "items.txt")
+    # Of several parts in the cluster's processes, too, which do not know of small ones; the long lines are left out.
+    lines = [document for text in texts(90) for document in (text, "long " * 24_000)]
+    for name in ("e.jsonl", "f.jsonl"):
+        write_jsonl(tmp_path / name, lines)
+    arguments = (*write_inputs(tmp_path), "--decontaminate", tmp_path / "items.txt", "--max_characters", 5000)
     arguments = (*arguments, "--near_duplicates", "0.8", "--repeated_lines", 50, "--write_text")
     run(*arguments, "--output", tmp_path / "whole")
     run(*arguments, "--output", tmp_path / "ray", "--engine", "ray", "--workers", 2)

@@ -1,48 +1,54 @@
 """The search for near duplicates in prepared folders: on disk, deterministic, continued after a kill.
 
-Three stages, each of which writes files that are complete or absent:
+Three stages of independent tasks, each of which writes a file that is complete or absent. Any process that sees the
+folders can perform a task, and who does changes no byte:
 
-    runs        for every band, the keys of RUN_DOCUMENTS documents, sorted: 8 bytes per document and band
-    pairs       band by band: documents with equal keys are compared, exactly; those that are near duplicates
-    duplicates  connected components of all pairs: of each, the first document in the order of the input stays
+    keys        of RUN_DOCUMENTS documents, sorted by the key of each band: 8 bytes per document and band
+    candidates  of a range of one band's keys: the pairs of documents that have the same key
+    pairs       of RUN_DOCUMENTS documents: which of their candidates are near duplicates, by the exact similarity
 
-In memory are 4 bytes per document (the components), 8 per validation document and about half a gigabyte.
+What remains for one process is to unite the pairs: of each connected component, the first document in the order of
+the input stays. It has 4 bytes per document in memory; a task has about 300 MB, and all 8 per validation document.
 """
 
-import shutil
+import hashlib
+import os
+import socket
 import time
-from array import array
 from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pretrain.data.input_order import InputOrder
-from pretrain.data.manifest import Manifest
-from pretrain.data.tokenizer import LoadedTokenizer, backend_of
+from pretrain.data.manifest import MANIFEST_FILE, Manifest
+from pretrain.data.tokenizer import LoadedTokenizer, text_decoder
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.preparation.cleaning.near_duplicates import NearDuplicates
 
 SIGNATURES_SUFFIX = ".signatures"
 """Of the files beside each shard with a signature per document."""
+KEYS_FOLDER = "near_duplicate_keys"
+"""In each prepared folder."""
+STAGES = {"keys": "runs", "candidates": "key ranges", "pairs": "runs"}
+"""What the tasks of each stage are."""
 DUPLICATE = np.dtype([("document", "<u4"), ("kept", "<u4")])
 """A document that goes, and the first of its component, which stays; both by their number in the input's order."""
 MOST_DOCUMENTS = 1 << 32
-RUN_DOCUMENTS = 1 << 21
-KEYS_AT_ONCE = 1 << 23
+RUN_DOCUMENTS = 1 << 19
+KEYS_AT_ONCE = 1 << 22
 MOST_PARTITIONS = 256
 PAIRS_AT_ONCE = 1 << 16
 SIGNATURE_MARGIN = 0.3
 """Documents whose signatures agree in so much less than the threshold are not read."""
-REJECTED_IN_MEMORY = 1 << 20
 NEAR_DUPLICATES_FILE = "near_duplicates.json"
 """Beside the manifest: how many components there are of each size, and examples."""
 EXAMPLES_SHOWN = 100
 EXCERPT_TOKENS = 200
 LINE_SECONDS = 10.0
-PAIRS_COMMIT_SECONDS = 30.0
 
 
 class StageProgress:
@@ -65,188 +71,206 @@ class StageProgress:
             self._last = now
 
 
-class DuplicateSearch:
-    """One search, in the folder `work`.
+def no_stop() -> None:
+    """Never asks to stop."""
 
-    Args:
-        order: the documents, with their signatures beside the shards.
-        progress: called often.
+
+class DuplicateSearch:
+    """One search over prepared folders, in the folder `work`. It can be pickled: other processes perform its tasks.
+
+    Candidates and pairs are kept by the hash of the manifests, so those of other folders are never taken for these.
     """
 
-    def __init__(self, order: InputOrder, settings: NearDuplicates, work: Path, progress: StageProgress):
-        self.order, self._settings, self._work, self._progress = order, settings, work, progress
-        self._rejected: set[int] = set()
-        if order.documents >= MOST_DOCUMENTS:
+    def __init__(
+        self, manifests: Sequence[Manifest], settings: NearDuplicates, work: Path, tokenizer: LoadedTokenizer
+    ):
+        self.order = InputOrder(manifests)
+        self._settings, self._tokenizer = settings, tokenizer
+        digest = hashlib.sha256(b"".join((manifest.folder / MANIFEST_FILE).read_bytes() for manifest in manifests))
+        self._work = work / digest.hexdigest()[:16]
+        if self.order.documents >= MOST_DOCUMENTS:
             raise InputError(
-                f"--near_duplicates: {order.documents:,} documents are more than {MOST_DOCUMENTS:,}; prepare them in "
-                "several folders"
+                f"--near_duplicates: {self.order.documents:,} documents are more than {MOST_DOCUMENTS:,}; prepare "
+                "them in several folders"
             )
         # As few as keep a partition in memory: a key's partition and 32 more of its 40 bits are compared.
-        wanted = max(1, -(-order.documents // KEYS_AT_ONCE))
+        wanted = max(1, -(-self.order.documents // KEYS_AT_ONCE))
         self._partitions = min(MOST_PARTITIONS, 1 << (wanted - 1).bit_length())
-        self._runs = -(-order.documents // RUN_DOCUMENTS)
+        self._runs: list[tuple[Path, int, int]] = []
+        """(file of the keys, first document, one after the last), which are all in one folder."""
+        firsts = [*self.order.first_of_folder, self.order.documents]
+        for manifest, begin, end in zip(manifests, firsts, firsts[1:], strict=False):
+            for number, first in enumerate(range(begin, end, RUN_DOCUMENTS)):
+                path = manifest.folder.absolute() / KEYS_FOLDER / f"{number:05d}"
+                self._runs.append((path, first, min(first + RUN_DOCUMENTS, end)))
 
     @property
     def disk_bytes(self) -> int:
-        """What the search still writes, at most."""
-        if self._duplicates_path.is_file():
-            return 0
-        left = sum(not self._run_path(run).is_file() for run in range(self._runs))
-        return min(left * RUN_DOCUMENTS, self.order.documents) * 8 * self._settings.bands
+        """What the keys still take."""
+        missing = [self._runs[number] for number in self.missing("keys")]
+        return sum(stop - first for _, first, stop in missing) * 8 * self._settings.bands
 
     @property
     def _duplicates_path(self) -> Path:
         return self._work / "duplicates"
 
-    def _run_path(self, run: int) -> Path:
-        return self._work / "runs" / f"{run:05d}"
+    def tasks(self, stage: str) -> int:
+        """How many tasks a stage has."""
+        return self._settings.bands * self._partitions if stage == "candidates" else len(self._runs)
 
-    def run(self) -> np.ndarray:
-        """The duplicates, by ascending number: records of type DUPLICATE, memory-mapped."""
+    def _path(self, stage: str, task: int) -> Path:
+        return self._runs[task][0] if stage == "keys" else self._work.absolute() / stage / f"{task:05d}"
+
+    def missing(self, stage: str) -> list[int]:
+        """The tasks of a stage that are to be performed."""
+        if self._duplicates_path.is_file():
+            return []
+        return [task for task in range(self.tasks(stage)) if not self._path(stage, task).is_file()]
+
+    def perform(self, stage: str, task: int, stop_if_asked: Callable[[], None] = no_stop) -> None:
+        """Writes the file of a task, whose stage before is complete. `stop_if_asked` raises to end the work."""
+        found = {"keys": self._keys, "candidates": self._candidates, "pairs": self._pairs}[stage](task, stop_if_asked)
+        path = self._path(stage, task)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Under a name of its own: two processes may perform a task at the same time.
+        own = path.with_name(f"{path.name}-{socket.gethostname()}-{os.getpid()}")
+        write_durably(own, found)
+        own.rename(path)
+
+    def duplicates(self) -> np.ndarray:
+        """The duplicates, by ascending number: records of type DUPLICATE. All tasks have been performed."""
         if not self._duplicates_path.is_file():
-            (self._work / "runs").mkdir(parents=True, exist_ok=True)
-            for run in range(self._runs):
-                if not self._run_path(run).is_file():
-                    self._write_run(run)
-                self._progress.update("keys", "runs", run + 1, self._runs)
-            write_durably(self._duplicates_path, self._components().tobytes())
-        shutil.rmtree(self._work / "runs", ignore_errors=True)
+            self._work.mkdir(parents=True, exist_ok=True)
+            write_durably(self._duplicates_path, self._united().tobytes())
         return np.fromfile(self._duplicates_path, DUPLICATE)
 
-    def _write_run(self, run: int) -> None:
-        """(bands, partitions + 1) int64 places, then (bands, documents) uint64 keys and documents, 32 bits of each."""
-        first = run * RUN_DOCUMENTS
-        stop = min(first + RUN_DOCUMENTS, self.order.documents)
-        numbers = np.arange(first, stop)
-        signatures = self.order.beside(numbers, SIGNATURES_SUFFIX, self._settings.signature_bytes)
-        cuts = np.arange(self._partitions + 1, dtype=np.uint64) << np.uint64(40 - self._partition_bits)
-        places = np.empty((self._settings.bands, self._partitions + 1), "<i8")
+    def _keys(self, run: int, stop_if_asked: Callable[[], None]) -> bytes:
+        """(bands, MOST_PARTITIONS + 1) int64 places, then (bands, documents) uint64: 40 bits of key, 24 of number."""
+        _, first, stop = self._runs[run]
+        signatures = self.order.beside(np.arange(first, stop), SIGNATURES_SUFFIX, self._settings.signature_bytes)
+        cuts = np.arange(MOST_PARTITIONS, dtype=np.uint64) << np.uint64(64 - (MOST_PARTITIONS.bit_length() - 1))
+        places = np.full((self._settings.bands, MOST_PARTITIONS + 1), stop - first, "<i8")
         entries = np.empty((self._settings.bands, stop - first), "<u8")
         for band in range(self._settings.bands):
             keys = self._settings.band_keys(signatures, band)
-            keys = (keys << np.uint64(24)) | np.arange(stop - first, dtype=np.uint64)
-            keys.sort()
-            places[band] = np.searchsorted(keys >> np.uint64(24), cuts)
-            documents = (keys & np.uint64((1 << 24) - 1)) + np.uint64(first)
-            entries[band] = ((keys >> np.uint64(24)) << np.uint64(32)) | documents
-            self._progress.stop_if_asked()
-        write_durably(self._run_path(run), places.tobytes() + entries.tobytes())
+            entries[band] = (keys << np.uint64(24)) | np.arange(stop - first, dtype=np.uint64)
+            entries[band].sort()
+            places[band, :-1] = np.searchsorted(entries[band], cuts)
+            stop_if_asked()
+        return b"".join([places.data, entries.data])
 
-    @property
-    def _partition_bits(self) -> int:
-        return self._partitions.bit_length() - 1
-
-    def _partition(self, band: int, partition: int) -> np.ndarray:
+    def _entries(self, band: int, partition: int) -> np.ndarray:
         """Sorted entries of all runs: keys in the upper, documents in the lower 32 bits."""
+        step = MOST_PARTITIONS // self._partitions
         pieces = []
-        for run in range(self._runs):
-            documents = min(RUN_DOCUMENTS, self.order.documents - run * RUN_DOCUMENTS)
-            places = np.memmap(self._run_path(run), "<i8", "r", shape=(self._settings.bands, self._partitions + 1))
-            begin, stop = places[band, partition : partition + 2].tolist()
-            offset = places.nbytes + 8 * (band * documents + begin)
-            pieces.append(np.fromfile(self._run_path(run), "<u8", stop - begin, offset=offset))
+        for path, first, stop in self._runs:
+            with path.open("rb") as file:
+                row = band * (MOST_PARTITIONS + 1) + partition * step
+                places = np.fromfile(file, "<i8", step + 1, offset=8 * row)
+                begin, end = int(places[0]), int(places[-1])
+                file.seek(8 * (self._settings.bands * (MOST_PARTITIONS + 1) + band * (stop - first) + begin))
+                piece = np.fromfile(file, "<u8", end - begin)
+            documents = (piece & np.uint64((1 << 24) - 1)) + np.uint64(first)
+            pieces.append(((piece >> np.uint64(24)) << np.uint64(32)) | documents)
         entries = np.concatenate([np.empty(0, "<u8"), *pieces])
         entries.sort(kind="stable")
         return entries
 
-    def _components(self) -> np.ndarray:
+    def _candidates(self, task: int, stop_if_asked: Callable[[], None]) -> bytes:
+        """Sorted uint64: the later document of each pair in the upper, the earlier in the lower 32 bits."""
+        stop_if_asked()
+        return _same_keys(self._entries(*divmod(task, self._partitions))).astype("<u8").tobytes()
+
+    def _pairs(self, run: int, stop_if_asked: Callable[[], None]) -> bytes:
+        """(pairs, 2) uint32: near duplicates that connect those of a run with each other and with earlier ones."""
+        _, *bounds = self._runs[run]
+        pieces = [np.empty(0, "<u8")]
+        for task in range(self.tasks("candidates")):
+            path = self._path("candidates", task)
+            if path.stat().st_size:
+                pairs = np.memmap(path, "<u8", mode="r")
+                begin, stop = np.searchsorted(pairs, np.array(bounds, np.uint64) << np.uint64(32))
+                pieces.append(pairs[begin:stop])
+        pairs = np.unique(np.concatenate(pieces))
+        pairs = np.stack([pairs & np.uint64(0xFFFFFFFF), pairs >> np.uint64(32)], axis=1).astype(np.int64)
+        documents, places = np.unique(pairs, return_inverse=True)
+        places, roots, found = places.reshape(-1, 2), list(range(len(documents))), []
+        for first in range(0, len(pairs), PAIRS_AT_ONCE):
+            block = slice(first, first + PAIRS_AT_ONCE)
+            alike = self._are_alike(pairs[block])
+            both = zip(pairs[block][alike].tolist(), places[block][alike].tolist(), strict=True)
+            for (one, other), (place, other_place) in both:
+                stop_if_asked()
+                root, other_root = _root(roots, place), _root(roots, other_place)
+                if root != other_root and self.similarity(one, other) >= self._settings.threshold:
+                    roots[max(root, other_root)] = min(root, other_root)
+                    found.append((one, other))
+        return np.array(found, "<u4").tobytes()
+
+    def _are_alike(self, pairs: np.ndarray) -> np.ndarray:
+        """(pairs,) whether the signatures agree in about the threshold."""
+        documents, inverse = np.unique(pairs, return_inverse=True)
+        signatures = self.order.beside(documents, SIGNATURES_SUFFIX, self._settings.signature_bytes)
+        inverse = inverse.reshape(-1, 2)
+        agreement = (signatures[inverse[:, 0]] == signatures[inverse[:, 1]]).mean(axis=1)
+        return agreement >= self._settings.threshold - SIGNATURE_MARGIN
+
+    def similarity(self, one: int, other: int) -> float:
+        """The Jaccard similarity of two documents."""
+        return self._settings.similarity(self._words(one), self._words(other))
+
+    @cached_property
+    def _words(self) -> Callable[[int], np.ndarray]:
+        # Two, for the pairs are sorted; a document may be large.
+        return lru_cache(2)(lambda number: self._settings.words([self.text(number)])[0])
+
+    @cached_property
+    def _decode(self) -> Callable[[np.ndarray], bytes]:
+        return text_decoder(self._tokenizer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_words", "_decode")}
+
+    def text(self, number: int, most_tokens: int | None = None) -> bytes:
+        """The text of a document, or its beginning, as its ids give it."""
+        return self._decode(self.order.ids(number)[:most_tokens])
+
+    def _united(self) -> np.ndarray:
+        from pretrain.preparation.cleaning.compiled.smallest_hashes import unite
+
         parents = np.arange(self.order.documents, dtype=np.uint32)
-        path, total, done = self._work / "pairs", self._settings.bands * self._partitions, 0
-        found = array("I")
-        if path.is_file():
-            written = np.fromfile(path, np.uint32)
-            done, found = int(written[0]), array("I", written[1:].tobytes())
-            for one, other in zip(found[::2], found[1::2], strict=True):
-                _join(parents, one, other)
-        committed = time.monotonic()
-        for part in range(done, total):
-            self._progress.update("pairs", "partitions", part, total)
-            pairs = _candidates(self._partition(*divmod(part, self._partitions)))
-            for pair in self._near_duplicates_among(pairs, parents):
-                found.extend(pair)
-            if time.monotonic() - committed > PAIRS_COMMIT_SECONDS:
-                write_durably(path, np.uint32(part + 1).tobytes() + found.tobytes())
-                committed = time.monotonic()
-        parents = _roots(parents, parents)
+        for run in range(len(self._runs)):
+            unite(parents, np.fromfile(self._path("pairs", run), "<u4").astype(np.uint32).reshape(-1, 2))
+        while not np.array_equal(above := parents[parents], parents):
+            parents = above
         documents = np.flatnonzero(parents != np.arange(len(parents), dtype=np.uint32))
         duplicates = np.empty(len(documents), DUPLICATE)
         duplicates["document"], duplicates["kept"] = documents, parents[documents]
         return duplicates
 
-    def _near_duplicates_among(self, pairs: np.ndarray, parents: np.ndarray) -> list[tuple[int, int]]:
-        """Joins the near duplicates among pairs, (pairs, 2); those that joined something."""
-        found = []
-        least = self._settings.threshold - SIGNATURE_MARGIN
-        for first in range(0, len(pairs), PAIRS_AT_ONCE):
-            block = pairs[first : first + PAIRS_AT_ONCE]
-            block = block[_roots(parents, block[:, 0]) != _roots(parents, block[:, 1])]
-            documents, inverse = np.unique(block, return_inverse=True)
-            signatures = self.order.beside(documents, SIGNATURES_SUFFIX, self._settings.signature_bytes)
-            inverse = inverse.reshape(-1, 2)
-            agreement = (signatures[inverse[:, 0]] == signatures[inverse[:, 1]]).mean(axis=1)
-            for one, other in block[agreement >= least].tolist():
-                self._progress.stop_if_asked()
-                if _root(parents, one) != _root(parents, other) and self._are_near_duplicates(one, other):
-                    _join(parents, one, other)
-                    found.append((one, other))
-        return found
 
-    def _are_near_duplicates(self, one: int, other: int) -> bool:
-        pair = one << 32 | other
-        if pair in self._rejected:
-            return False
-        if self.similarity(one, other) >= self._settings.threshold:
-            return True
-        if len(self._rejected) >= REJECTED_IN_MEMORY:
-            self._rejected.clear()
-        self._rejected.add(pair)
-        return False
-
-    def similarity(self, one: int, other: int) -> float:
-        """The Jaccard similarity of two documents."""
-        return self._settings.similarity(self.order.ids(one), self.order.ids(other))
+def _root(roots: list[int], place: int) -> int:
+    while roots[place] != place:
+        roots[place] = place = roots[roots[place]]
+    return place
 
 
-def _candidates(entries: np.ndarray) -> np.ndarray:
-    """(pairs, 2) of the documents with equal keys: each with the first of them and with the one before it."""
+def _same_keys(entries: np.ndarray) -> np.ndarray:
+    """The pairs of documents with equal keys: each with the first of them and with the one before it."""
     keys = entries >> np.uint64(32)
     repeats = np.flatnonzero(keys[1:] == keys[:-1]) + 1
     if not len(repeats):
-        return np.empty((0, 2), np.int64)
+        return np.empty(0, np.uint64)
     documents = entries & np.uint64(0xFFFFFFFF)
     is_first = np.ones(len(keys), bool)
     is_first[repeats] = False
     firsts = np.flatnonzero(is_first)
     first = documents[firsts[np.cumsum(is_first)[repeats] - 1]]
     earlier = np.concatenate([first, documents[repeats - 1]])
-    pairs = np.unique(earlier << np.uint64(32) | np.tile(documents[repeats], 2))
-    return np.stack([pairs >> np.uint64(32), pairs & np.uint64(0xFFFFFFFF)], axis=1).astype(np.int64)
+    return np.unique(np.tile(documents[repeats], 2) << np.uint64(32) | earlier)
 
 
-def _roots(parents: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """The first document of the component of each."""
-    roots = parents[documents]
-    while not np.array_equal(above := parents[roots], roots):
-        roots = above
-    return roots
-
-
-def _root(parents: np.ndarray, document: int) -> int:
-    while (parent := int(parents[document])) != document:
-        parents[document] = parents[parent]
-        document = parent
-    return document
-
-
-def _join(parents: np.ndarray, one: int, other: int) -> None:
-    one, other = _root(parents, one), _root(parents, other)
-    # The smallest number is the root: the first in the order of the input.
-    parents[max(one, other)] = min(one, other)
-
-
-def report_of(
-    search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequence[Manifest], tokenizer: LoadedTokenizer
-) -> dict[str, Any]:
+def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequence[Manifest]) -> dict[str, Any]:
     """Components by size, and at most EXAMPLES_SHOWN of the documents that go, beside those that stay instead.
 
     The examples are spread evenly over the input; their texts are decoded from the first EXCERPT_TOKENS ids.
@@ -258,11 +282,10 @@ def report_of(
         if len(kept)
         else []
     )
-    decoder = backend_of(tokenizer.json, tokenizer.name)
 
     def described(number: int) -> dict[str, Any]:
         record = search.order.record(number)
-        text = decoder.decode(search.order.ids(number)[:EXCERPT_TOKENS].tolist(), skip_special_tokens=False)
+        text = search.text(number, EXCERPT_TOKENS).decode(errors="replace")
         source = manifests[0].source_names[int(record["source"])]
         return {"source": source, "place": int(record["place"]), "bytes": int(record["text_bytes"]), "text": text}
 

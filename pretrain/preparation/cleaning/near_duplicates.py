@@ -1,15 +1,16 @@
 """Near duplicates: MinHash signatures of documents, and the exact similarity of two.
 
-A document is the set of its shingles, all runs of `shingle_tokens` ids in it; a shorter one is a single shingle. Two
-documents are near duplicates when the Jaccard similarity of their sets, what they share of all that either has, is at
-least the threshold.
+A document is the set of its shingles, all runs of `shingle_words` words in it, folded as compiled.folded_words does; a
+shorter one is a single shingle. Two documents are near duplicates when the Jaccard similarity of their sets, what they
+share of all that either has, is at least the threshold.
 
 A signature has a byte per bin: every shingle's hash falls into one bin, the smallest in each counts (one-permutation
 hashing, Li et al. 2012), and an empty bin takes the value of another one, drawn by its number (optimal densification,
-Shrivastava 2017). So two signatures agree in about the share of bins that is their documents' similarity, and each id
-is hashed once, not once per bin: 15 to 25 times faster than MinHash with 125 permutations.
+Shrivastava 2017). So two signatures agree in about the share of bins that is their documents' similarity, and each
+shingle is hashed once, not once per bin.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ COMPARED_AT_THRESHOLD = 0.999
 """The least share of pairs at the threshold that the bands chosen for it compare."""
 EMPTY = np.uint32(0xFFFFFFFF)
 LARGEST_TABLE = 1 << 24
-"""Entries, of 5 bytes: two documents of four million ids together; larger ones are compared by sorting."""
+"""Entries, of 5 bytes: two documents of four million words together; larger ones are compared by sorting."""
 DONORS = 8
 """Bins drawn for an empty one, before it takes the next that is not empty."""
 
@@ -37,10 +38,10 @@ class NearDuplicates:
     threshold: float = 0.8
     bands: int = 25
     rows: int = 5
-    shingle_tokens: int = 5
+    shingle_words: int = 5
 
     @classmethod
-    def parse(cls, threshold: str, bands: str | None, shingle_tokens: str) -> Self:
+    def parse(cls, threshold: str, bands: str | None, shingle_words: str) -> Self:
         """From the command line: '0.8', '25x5', '5'. Raises InputError with everything that is wrong.
 
         bands: None takes as many rows, which compare fewer pairs in vain, as still find those at the threshold.
@@ -57,9 +58,9 @@ class NearDuplicates:
             problems.append(
                 f"--near_duplicate_bands {bands}: must be BANDSxROWS, such as 25x5, at most {MOST_BINS} rows in all"
             )
-        shingle = int(shingle_tokens) if shingle_tokens.isdigit() else 0
+        shingle = int(shingle_words) if shingle_words.isdigit() else 0
         if not 1 <= shingle <= 64:
-            problems.append(f"--near_duplicate_shingle {shingle_tokens}: must be a number of tokens from 1 to 64")
+            problems.append(f"--near_duplicate_shingle {shingle_words}: must be a number of words from 1 to 64")
         problems.stop_if_any()
         if bands is not None:
             return cls(similarity, given[0], given[1], shingle)
@@ -79,47 +80,45 @@ class NearDuplicates:
         """The share of pairs of this similarity that are compared."""
         return 1 - (1 - similarity**self.rows) ** self.bands
 
-    def signatures(self, ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """(documents, signature_bytes) uint8 of documents end to end in `ids`, each closed by one more id."""
+    def words(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        """(words, ends): uint32 hashes of documents' words, end to end, and where those of each end."""
+        from pretrain.preparation.cleaning.compiled.folded_words import folded_words
+
+        return folded_words(texts, self.shingle_words)
+
+    def signatures(self, words: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """(documents, signature_bytes) uint8 of documents as `words` gives them."""
         from pretrain.preparation.cleaning.compiled.smallest_hashes import scratch_for, write_smallest
 
         bits = (self.signature_bytes - 1).bit_length()
         starts = np.concatenate([[0], ends])[:-1]
         smallest = np.full((len(ends), 1 << bits), EMPTY)
-        write_smallest(ids, ends, self.shingle_tokens, bits, scratch_for(self.shingle_tokens), smallest)
-        short = np.flatnonzero(ends - 1 - starts < self.shingle_tokens)
-        hashes = self._hashes_of_short(ids, starts[short], ends[short])
+        write_smallest(words, ends, self.shingle_words, bits, scratch_for(self.shingle_words), smallest)
+        short = np.flatnonzero(ends - starts < self.shingle_words)
+        hashes = self._hashes_of_short(words, starts[short], ends[short])
         smallest[short, hashes & np.uint32((1 << bits) - 1)] = hashes >> np.uint32(bits)
         _fill_empty_bins(smallest)
         return smallest[:, : self.signature_bytes].astype(np.uint8)
 
-    def _hashes_of_short(self, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    def _hashes_of_short(self, words: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """(documents,) uint32 hashes of documents that are shorter than a shingle."""
-        places = starts[:, None] + np.arange(self.shingle_tokens)
-        within = places < ends[:, None] - 1
-        padded = np.where(within, ids[np.minimum(places, len(ids) - 1)].astype(np.uint32), EMPTY)
+        places = starts[:, None] + np.arange(self.shingle_words)
+        within = places < ends[:, None]
+        padded = np.where(within, words[np.minimum(places, len(words) - 1)], EMPTY)
         return _combined(_mixed(padded).T)
 
     def similarity(self, one: np.ndarray, other: np.ndarray) -> float:
-        """The Jaccard similarity of two documents, given by their ids without the end id."""
+        """The Jaccard similarity of two documents, given by their words."""
+        if min(len(one), len(other)) < self.shingle_words:
+            return float(np.array_equal(one, other))
         size = 1 << (2 * (len(one) + len(other))).bit_length()
-        if min(len(one), len(other)) < self.shingle_tokens or size > LARGEST_TABLE:
-            return jaccard(self.shingles(one), self.shingles(other))
+        if size > LARGEST_TABLE:
+            return jaccard(*(np.unique(shingle_hashes(words, self.shingle_words)) for words in (one, other)))
         from pretrain.preparation.cleaning.compiled.smallest_hashes import scratch_for, shared_shingles
 
-        table, scratch = (np.empty(size, np.uint32), np.zeros(size, np.uint8)), scratch_for(self.shingle_tokens)
-        documents = np.asarray(one), np.asarray(other)
-        shared, either = shared_shingles(*documents, self.shingle_tokens, scratch, *table)
+        table, scratch = (np.empty(size, np.uint32), np.zeros(size, np.uint8)), scratch_for(self.shingle_words)
+        shared, either = shared_shingles(one, other, self.shingle_words, scratch, *table)
         return shared / either
-
-    def shingles(self, ids: np.ndarray) -> np.ndarray:
-        """The sorted distinct hashes of the shingles of one document, without its end id."""
-        if len(ids) < self.shingle_tokens:
-            closed = np.append(ids, 0)
-            return self._hashes_of_short(closed, np.array([0]), np.array([len(closed)]))
-        hashes = shingle_hashes(ids, self.shingle_tokens)
-        hashes.sort()
-        return hashes[np.append(True, hashes[1:] != hashes[:-1])]
 
     def band_keys(self, signatures: np.ndarray, band: int) -> np.ndarray:
         """(documents,) uint64 below 2^40: equal where two signatures agree in a band."""
@@ -139,18 +138,18 @@ def jaccard(one: np.ndarray, other: np.ndarray) -> float:
     return shared / (len(together) - shared)
 
 
-def shingle_hashes(ids: np.ndarray, shingle_tokens: int) -> np.ndarray:
-    """(ids - shingle_tokens + 1,) uint32 hashes of the runs of ids that begin at each place."""
-    mixed = _mixed(ids.astype(np.uint32))
-    count = max(0, len(ids) - shingle_tokens + 1)
-    return _combined([mixed[place : place + count] for place in range(shingle_tokens)])
+def shingle_hashes(words: np.ndarray, shingle_words: int) -> np.ndarray:
+    """(words - shingle_words + 1,) uint32 hashes of the runs of words that begin at each place."""
+    mixed = _mixed(words.copy())
+    count = max(0, len(words) - shingle_words + 1)
+    return _combined([mixed[place : place + count] for place in range(shingle_words)])
 
 
-def _mixed(ids: np.ndarray) -> np.ndarray:
-    """uint32 ids, changed in place so that neighbours differ in all bits."""
-    ids *= np.uint32(0x85EBCA6B)
-    ids ^= ids >> np.uint32(15)
-    return ids
+def _mixed(words: np.ndarray) -> np.ndarray:
+    """uint32 words, changed in place so that neighbours differ in all bits."""
+    words *= np.uint32(0x85EBCA6B)
+    words ^= words >> np.uint32(15)
+    return words
 
 
 def _combined(columns: list[np.ndarray] | np.ndarray) -> np.ndarray:

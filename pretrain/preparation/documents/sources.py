@@ -307,7 +307,7 @@ class FilesPart(Part):
 
 @dataclass(frozen=True)
 class LinesPart(Part):
-    """Lines of a large file in a line format, read and decompressed by the main process, parsed by the worker."""
+    """Lines of a large file in a line format, read and decompressed by one process, parsed by the worker."""
 
     source: InputFile
     first_line: int
@@ -333,7 +333,7 @@ class RowGroupPart(Part):
 
 @dataclass(frozen=True)
 class RecordsPart(Part):
-    """Records that the main process has read from a file that only one process can read."""
+    """Records that one process has read from a file that only one process can read."""
 
     source: InputFile
     found: tuple[Record, ...]
@@ -342,12 +342,41 @@ class RecordsPart(Part):
         return ((self.source, record) for record in self.found)
 
 
+@dataclass(frozen=True)
+class LargeFile:
+    """A file that is divided into parts, by whichever process reads it; those from number `first` on.
+
+    taken: None, or where a part must begin, in expected bytes over all sources; `offset`: those before the file.
+    """
+
+    source: InputFile
+    number: int
+    first: int
+    offset: int
+    taken: range | None
+
+    def parts(self, reading: Reading) -> Iterator[Part]:
+        """The parts in order."""
+        return _parts_of_large(self.source, self.number, reading, self.first, self.offset, self.taken)
+
+
 def parts_of(
     sources: Sequence[InputFile], reading: Reading, start: Position = BEGINNING, taken: range | None = None
 ) -> Iterator[Part]:
-    """The parts of all sources in order, from `start` on. What a part holds depends on the files alone.
+    """The parts of all sources in order, from `start` on, as `pieces_in` gives them."""
+    for piece in pieces_in(sources, reading, start, taken):
+        if isinstance(piece, LargeFile):
+            yield from piece.parts(reading)
+        else:
+            yield piece
 
-    taken: the expected bytes, counted over all sources, within which a part must begin; None: all.
+
+def pieces_in(
+    sources: Sequence[InputFile], reading: Reading, start: Position = BEGINNING, taken: range | None = None
+) -> Iterator["FilesPart | LargeFile"]:
+    """Parts of small files, and large files, in order, from `start` on. What a part holds depends on the files alone.
+
+    taken: the expected bytes, counted over all sources, within which a part must begin; None: all. Reads nothing.
     """
     number = start.source
     offset = sum(map(expected_bytes, sources[:number]))
@@ -365,7 +394,7 @@ def parts_of(
             # Files that end before the slice are not even opened.
             if taken is None or offset + expected_bytes(source) > taken.start:
                 first = start.part if number == start.source else 0
-                yield from _parts_of_large(source, number, reading, first, offset, taken)
+                yield LargeFile(source, number, first, offset, taken)
             number += 1
             offset += expected_bytes(source)
 

@@ -8,6 +8,7 @@ These modules import numba, so they are imported where they are used.
     text_statistics: repeated runs of words, phrases, kinds of characters, features of a classifier
     function_words: those of each language in samples of texts
     piece_hashes: lines and paragraphs with their hashes
+    folded_words: of documents that are compared, as hashes
     smallest_hashes: of the shingles of documents
     item_index: where the items of benchmarks stand in documents
 """
