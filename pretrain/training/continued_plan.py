@@ -417,6 +417,9 @@ def standing_in_words(run: RunPlan, state: RunState, changes: Changes, found: Pa
                 f"  warning: that is the floor, at which the {run.schedule.name} schedule has ended; another schedule "
                 "or warmup begins again at the peak, such as --optim.schedule constant"
             )
+    origin = run.batches.origin
+    if origin is not None and origin.step == step:
+        lines.append("  data: another mixture from here on; each source goes on where the run left it")
     lines += [f"  {path}: {changes.before[path]} until now, {now} from here on" for path, now in changes.now.items()]
     return "\n".join(lines)
 
