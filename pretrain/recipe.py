@@ -343,7 +343,7 @@ def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> lis
 
 
 SECTIONS_LEFT_OUT = {"batch.ramp"}
-"""Sections without which nothing of the kind is done: the defaults of their settings hold once one of them is given."""
+"""Sections that are null by default; the defaults of their settings hold once one of them is given."""
 
 
 def list_fields() -> list[tuple[str, Any, str]]:

@@ -252,7 +252,7 @@ def test_help_tells_a_default_that_holds_only_where_its_section_is_given(capsys)
         for name, field in RunConfig.model_fields.items()
         for section in sections_in(field.annotation)
         for key, inner in section.model_fields.items()
-        if inner.default is None and sections_in(inner.annotation)
+        if inner.default is None and "list" not in str(inner.annotation) and sections_in(inner.annotation)
     }
     assert left_out == SECTIONS_LEFT_OUT
     text, _ = help_of("--help", "batch", capsys=capsys)
