@@ -8,12 +8,15 @@ import pytest
 import torch
 
 import plan
+from pretrain.gpus import GIB
 from pretrain.memory import parts
 from pretrain.model.build import check_vocabulary
 from pretrain.model.model_config import load_model_config, load_recipe_model_config
-from pretrain.recipe import read_run_config
+from pretrain.planning.report import Plan, build_plan
+from pretrain.recipe import pair_up, read_run_config
 from pretrain.training.run_plan import derive
 from pretrain.training.validation import open_validation
+from pretrain.units import bytes_text
 from support.project import ROOT, run_script
 from support.quick_traces import quick_trace, use_quick_traces
 
@@ -129,13 +132,14 @@ def plan_as_user(command, folder, monkeypatch, capsys) -> str:
 
 
 def trace_for_one_strategy(strategy, monkeypatch) -> None:
-    """Traces the forward pass of this strategy; of the others, whose figures no comment shows, a formula is enough."""
-    trace, formula = parts.trace_activations, quick_trace
-    needs_autocast = strategy in WHOLE_WEIGHTS
+    """Traces the forward pass of this strategy; for the others, whose figures are not shown, a formula is enough."""
+    trace, whole = parts.trace_activations, []
 
     def traced(model_config, call):
+        whole[:] = whole or [model_config.to_json_string()]  # later ones may be slices of it, for tensor parallelism
         is_fp32 = call.weights == torch.float32 and not call.autocast
-        return (trace if is_fp32 or call.autocast == needs_autocast else formula)(model_config, call)
+        is_asked = is_fp32 or call.autocast == (strategy in WHOLE_WEIGHTS)
+        return (trace if is_asked and whole == [model_config.to_json_string()] else quick_trace)(model_config, call)
 
     monkeypatch.setattr(parts, "trace_activations", traced)
 
@@ -156,6 +160,61 @@ def test_the_plan_in_a_recipe_is_what_plan_py_prints(name, tmp_path, monkeypatch
         return
     trace_for_one_strategy(header["strategy"], monkeypatch)
     assert plan_as_user(command, tmp_path, monkeypatch, capsys) in text
+
+
+PLANS = {
+    "| `llama_125m`, 2.5B tokens | 1 |": "--config recipes/llama_125m.yaml",
+    "| `llama_1b`, 22B tokens | 8 |": "--config recipes/llama_1b.yaml",
+    "| `big_batch_adamw` with `llama_7b.json`, 135B tokens | 32 |": "--config recipes/big_batch_adamw.yaml --model "
+    "model_configs/llama_7b.json",
+    "| `big_batch_adamw` with `llama_13b.json`, 260B tokens | 64 |": "--config recipes/big_batch_adamw.yaml --model "
+    "model_configs/llama_13b.json",
+}
+"""{beginning of a row of the plans in docs/strategies.md: how plan.py is asked for it}"""
+PAGE = (ROOT / "docs/strategies.md").read_text()
+
+
+def plan_on_page(command, strategy, monkeypatch) -> Plan:
+    """The plan of `python plan.py COMMAND --gpu h100`, with the memory of this strategy traced."""
+    monkeypatch.chdir(ROOT)
+    trace_for_one_strategy(strategy, monkeypatch)
+    options, rest = plan.parse_arguments([*shlex.split(command), "--gpu", "h100"])
+    overrides = pair_up(rest)
+    hardware = plan.hardware_of(options, plan.gpu_of(options, {}), {})
+    return build_plan(read_run_config(options.config, overrides), options.config, overrides, hardware)
+
+
+def test_every_plan_of_the_page_is_known():
+    assert re.findall(r"^(\| `\w+`.*? tokens \| \d+ \|)", PAGE, re.MULTILINE) == list(PLANS)
+
+
+@pytest.mark.parametrize("begin", PLANS)
+def test_a_plan_on_the_page_is_what_plan_py_says(begin, monkeypatch):
+    (row,) = [line for line in PAGE.splitlines() if line.startswith(begin)]
+    gpus = begin.split()[-2]
+    found = plan_on_page(f"{PLANS[begin]} --gpus {gpus}", row.removeprefix(begin).split()[0].strip(","), monkeypatch)
+    chosen = found.recommended
+    changed = chosen.micro_batch != found.config.batch.sequences_per_micro_batch
+    strategy = chosen.name + f", {chosen.micro_batch} sequences" * changed + ", `reduce_once`" * chosen.reduces_once
+    assert row == (
+        f"{begin} {strategy} | {chosen.memory.total / GIB:.1f} | {found.hours:.1f} at {found.speed.mfu:.0%} | "
+        f"{found.gpu_hours:,.0f} | ${found.cost:,.0f} | {bytes_text(found.storage.total)} |"
+    )
+    tokens = float(re.search(r"([\d.]+)B tokens", begin)[1])
+    assert found.work.tokens == pytest.approx(tokens * 1e9, rel=0.01)
+
+
+def test_what_the_page_says_of_experts_is_what_plan_py_says(monkeypatch):
+    command = "--config recipes/llama_1b.yaml --model model_configs/olmoe_7b.json --gpus 8"
+    whole = plan_on_page(command, "ddp", monkeypatch)
+    ep = {each.name: each for each in whole.candidates}["ep"]
+    assert f"{ep.largest_micro_batch} sequences do not fit" in PAGE
+    need, usable = ep.memory.total / GIB, whole.hardware.usable_bytes / GIB
+    assert f"would take {need:.1f} GB of {usable:.1f}" in PAGE
+    smaller = plan_on_page(f"{command} --batch.sequences_per_micro_batch 4", "fsdp2", monkeypatch)
+    speed = {each.name: smaller.work.tokens_per_step / each.step_seconds for each in smaller.candidates}
+    assert f"{round(speed['fsdp2'], -3):,.0f} tokens/s from fsdp2" in PAGE
+    assert f"{round(speed['ep'], -3):,.0f} from ep" in PAGE.replace("\n", " ")
 
 
 def test_the_smollm_corpus_is_mixed_as_it_is():
