@@ -12,7 +12,7 @@ from pretrain.gpus import GIB
 from pretrain.memory import parts
 from pretrain.model.build import check_vocabulary
 from pretrain.model.model_config import load_model_config, load_recipe_model_config
-from pretrain.planning.report import Plan, build_plan
+from pretrain.planning import report
 from pretrain.recipe import pair_up, read_run_config
 from pretrain.training.run_plan import derive
 from pretrain.training.validation import open_validation
@@ -117,8 +117,8 @@ def test_the_readmes_shards_are_those_of_its_recipe():
 
 HEADER = re.compile(r"^# Plan, by plan\.py (?P<command>.*):\n(?P<work># .*)\n# (?P<strategy>\w+)", re.MULTILINE)
 """The comment that `plan.py --comment` prints, with its wrapped lines joined."""
-WHOLE_WEIGHTS = {"single", "ddp"}
-"""Strategies whose forward pass runs on fp32 weights under autocast; the others' weights are in bf16."""
+USES_AUTOCAST = {"single": True, "ddp": True, "fsdp2": False, "hsdp": False}
+"""Whether a strategy's forward pass runs on fp32 weights under autocast, or else on weights in bf16."""
 
 
 def plan_as_user(command, folder, monkeypatch, capsys) -> str:
@@ -131,17 +131,22 @@ def plan_as_user(command, folder, monkeypatch, capsys) -> str:
     return capsys.readouterr().out.strip()
 
 
-def trace_for_one_strategy(strategy, monkeypatch) -> None:
-    """Traces the forward pass of this strategy; for the others, whose figures are not shown, a formula is enough."""
-    trace, whole = parts.trace_activations, []
+def trace_only(strategies, monkeypatch) -> None:
+    """Traces the forward passes of these strategies; for the others, whose memory is not shown, a formula will do."""
+    consider, trace, considered = report.consider, parts.trace_activations, []
 
-    def traced(model_config, call):
-        whole[:] = whole or [model_config.to_json_string()]  # later ones may be slices of it, for tensor parallelism
-        is_fp32 = call.weights == torch.float32 and not call.autocast
-        is_asked = is_fp32 or call.autocast == (strategy in WHOLE_WEIGHTS)
-        return (trace if is_asked and whole == [model_config.to_json_string()] else quick_trace)(model_config, call)
+    def consider_now(name, *rest):
+        considered[:] = [name]
+        return consider(name, *rest)
 
-    monkeypatch.setattr(parts, "trace_activations", traced)
+    def trace_or_formula(model_config, call):
+        (name,) = considered
+        is_used = call.weights == torch.float32 and not call.autocast
+        is_used |= USES_AUTOCAST.get(name, call.autocast) == call.autocast
+        return (trace if name in strategies and is_used else quick_trace)(model_config, call)
+
+    monkeypatch.setattr(report, "consider", consider_now)
+    monkeypatch.setattr(parts, "trace_activations", trace_or_formula)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -158,7 +163,7 @@ def test_the_plan_in_a_recipe_is_what_plan_py_prints(name, tmp_path, monkeypatch
         assert printed.splitlines()[1] == header["work"]
         assert printed.rpartition("; ")[2] == f"{text.partition(' of disk')[0].rpartition('; ')[2]} of disk"
         return
-    trace_for_one_strategy(header["strategy"], monkeypatch)
+    trace_only([header["strategy"]], monkeypatch)
     assert plan_as_user(command, tmp_path, monkeypatch, capsys) in text
 
 
@@ -174,14 +179,14 @@ PLANS = {
 PAGE = (ROOT / "docs/strategies.md").read_text()
 
 
-def plan_on_page(command, strategy, monkeypatch) -> Plan:
-    """The plan of `python plan.py COMMAND --gpu h100`, with the memory of this strategy traced."""
+def plan_on_page(command, strategies, monkeypatch) -> report.Plan:
+    """The plan of `python plan.py COMMAND --gpu h100`, with the memory of these strategies traced."""
     monkeypatch.chdir(ROOT)
-    trace_for_one_strategy(strategy, monkeypatch)
+    trace_only(strategies, monkeypatch)
     options, rest = plan.parse_arguments([*shlex.split(command), "--gpu", "h100"])
     overrides = pair_up(rest)
     hardware = plan.hardware_of(options, plan.gpu_of(options, {}), {})
-    return build_plan(read_run_config(options.config, overrides), options.config, overrides, hardware)
+    return report.build_plan(read_run_config(options.config, overrides), options.config, overrides, hardware)
 
 
 def test_every_plan_of_the_page_is_known():
@@ -192,7 +197,7 @@ def test_every_plan_of_the_page_is_known():
 def test_a_plan_on_the_page_is_what_plan_py_says(begin, monkeypatch):
     (row,) = [line for line in PAGE.splitlines() if line.startswith(begin)]
     gpus = begin.split()[-2]
-    found = plan_on_page(f"{PLANS[begin]} --gpus {gpus}", row.removeprefix(begin).split()[0].strip(","), monkeypatch)
+    found = plan_on_page(f"{PLANS[begin]} --gpus {gpus}", [row.removeprefix(begin).split()[0].strip(",")], monkeypatch)
     chosen = found.recommended
     changed = chosen.micro_batch != found.config.batch.sequences_per_micro_batch
     strategy = chosen.name + f", {chosen.micro_batch} sequences" * changed + ", `reduce_once`" * chosen.reduces_once
@@ -206,12 +211,12 @@ def test_a_plan_on_the_page_is_what_plan_py_says(begin, monkeypatch):
 
 def test_what_the_page_says_of_experts_is_what_plan_py_says(monkeypatch):
     command = "--config recipes/llama_1b.yaml --model model_configs/olmoe_7b.json --gpus 8"
-    whole = plan_on_page(command, "ddp", monkeypatch)
+    whole = plan_on_page(command, ["ep"], monkeypatch)
     ep = {each.name: each for each in whole.candidates}["ep"]
     assert f"{ep.largest_micro_batch} sequences do not fit" in PAGE
     need, usable = ep.memory.total / GIB, whole.hardware.usable_bytes / GIB
     assert f"would take {need:.1f} GB of {usable:.1f}" in PAGE
-    smaller = plan_on_page(f"{command} --batch.sequences_per_micro_batch 4", "fsdp2", monkeypatch)
+    smaller = plan_on_page(f"{command} --batch.sequences_per_micro_batch 4", ["fsdp2", "ep"], monkeypatch)
     speed = {each.name: smaller.work.tokens_per_step / each.step_seconds for each in smaller.candidates}
     assert f"{round(speed['fsdp2'], -3):,.0f} tokens/s from fsdp2" in PAGE
     assert f"{round(speed['ep'], -3):,.0f} from ep" in PAGE.replace("\n", " ")
