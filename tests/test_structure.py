@@ -258,6 +258,35 @@ def test_paths_in_the_readme_exist():
             assert (ROOT / path).exists(), path
 
 
+COMPARED = {
+    "nanoGPT, nanochat": {"nanoGPT", "nanochat"},
+    "litgpt": {"litgpt"},
+    "torchtitan": {"torchtitan"},
+    "OLMo-core": {"OLMo-core"},
+    "NeMo AutoModel": {"NeMo AutoModel"},
+    "run_clm, Trainer": {"run_clm", "Trainer"},
+}
+"""{column of the README's comparison: names in docs/comparison.md}"""
+
+
+def test_every_cell_of_the_comparison_has_a_source():
+    """docs/comparison.md has a section for each row; an empty cell is one that it calls not found."""
+    rows = readme().partition("## What it has beside others")[2].partition("\n\n## ")[0].splitlines()
+    head, _, *rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows if row.startswith("|")]
+    assert head[2:] == list(COMPARED)
+    sections = re.split(r"^## ", (ROOT / "docs/comparison.md").read_text(), flags=re.MULTILINE)[1:]
+    sources = dict(section.split("\n", 1) for section in sections)
+    assert len(rows) >= 11
+    for name, *cells in rows:
+        (source,) = [text for title, text in sources.items() if name.lower().startswith(title.lower())]
+        entries = re.findall(r"^- (.*(?:\n  .*)*)", source, re.MULTILINE)
+        missing = " ".join(entry for entry in entries if "not found" in entry and not entry.startswith("**"))
+        for column, cell in zip(head[2:], cells[1:], strict=True):
+            found = any(f"**{project}" in source for project in COMPARED[column])
+            named = "Others" in missing or any(project in missing for project in COMPARED[column])
+            assert found or (named and cell in ("", "no")), f"{name}, {column}: {cell or 'empty'} has no source"
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_is_quick(script):
     """0.2 s at most, where an import of torch alone takes 1.5."""
