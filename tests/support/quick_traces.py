@@ -4,12 +4,10 @@ from pretrain.memory import parts
 from pretrain.memory.activations import Activations, Line
 
 
-def quick_trace(model_config, call) -> Activations:
-    """Stands for `trace_activations`."""
-    per_sequence = call.window.sequence_length * model_config.hidden_size * 2.0
-    kept = 2.0 if call.activation_checkpointing == "full" else 34.0
-    return Activations(*(Line(0.0, factor * per_sequence) for factor in (2.0, kept, 60.0, 2.0)))
-
-
 def use_quick_traces(monkeypatch) -> None:
-    monkeypatch.setattr(parts, "trace_activations", quick_trace)
+    def trace(model_config, call):
+        per_sequence = call.window.sequence_length * model_config.hidden_size * 2.0
+        kept = 2.0 if call.activation_checkpointing == "full" else 34.0
+        return Activations(*(Line(0.0, factor * per_sequence) for factor in (2.0, kept, 60.0, 2.0)))
+
+    monkeypatch.setattr(parts, "trace_activations", trace)
