@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-strategies test-faults parity bench gpu lint format clean
+.PHONY: install demo test test-strategies test-faults test-plans parity bench gpu lint format clean
 
 # Those that everything in requirements.txt has wheels for.
 SUPPORTED = import sys; (3, 11) <= sys.version_info[:2] <= (3, 14) or sys.exit("Groundwork runs on Python 3.11 to 3.14, and \
@@ -62,6 +62,10 @@ test-faults: .venv/requirements-dev
 		tests/parallel/test_launcher_files.py tests/training/test_resume.py tests/test_deepspeed_build.py \
 		tests/preparation/test_prepare.py tests/preparation/documents/test_sources.py tests/scripts/test_prepare_data.py \
 		tests/preparation/cleaning/test_near_duplicates.py
+
+# Every plan in the recipes and in docs/strategies.md, memory included: what plan.py prints now.
+test-plans: .venv/requirements-dev
+	PLANS=all $(BIN)/python -m pytest tests/scripts/test_recipes.py tests/scripts/test_plan.py
 
 # What a GPU is to prove, correctness and then speed, in the Python that is there: make gpu PYTHON=python. Installs
 # nothing and needs no network; interrupted, the same command goes on. Results and tables are in runs/gpu.

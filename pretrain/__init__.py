@@ -1,9 +1,9 @@
 """Groundwork: pretraining of base language models on the Hugging Face stack.
 
 The scripts at the root use it; nothing in it imports a script. A room imports only from those named before it
-(tests/test_structure.py holds the order): these files, model, optim, data, parallel, memory,
-preparation/documents, preparation, runs, runs/publishing, checkpoint, training, planning, evaluation, experiments. The
-files beside this one know no room and may be used by all:
+(tests/test_structure.py holds the order): these files, model, optim, data, memory, parallel, preparation, runs,
+checkpoint, training, planning, profiling, evaluation, experiments. The files next to this one import from no room, so
+all rooms may use them:
 
     config, recipe: every setting of a run; reading it from YAML and the command line
     foreign_flags: what other projects call our settings

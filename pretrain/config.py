@@ -213,6 +213,7 @@ class MuonSettings(Section):
     coefficients: Literal["jordan", "polar_express"] = "jordan"
     """Polynomials of the Newton-Schulz iterations; see docs/training.md."""
     iterations: Count = 5
+    """Newton-Schulz iterations of each update."""
     adamw_learning_rate: PositiveFloat | None = None
     """Peak learning rate of what AdamW updates: embeddings, head, norms, biases; null: the one of the matrices."""
     blocks: dict[str, Count | list[Count]] = {}
@@ -228,7 +229,9 @@ class Optim(Section):
     base_learning_rate: PositiveFloat | None = None
     """Peak learning rate for a global batch of one sequence; scaled by the square root of the global batch."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW: decay rates of the running means of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
+    """AdamW: added to the denominator of an update."""
     weight_decay: NonNegativeFloat | Literal["auto"] = 0.1
     """Applied to matrices only: never to embeddings, norms or biases. auto: by parameters, tokens, batch and rate."""
     max_grad_norm: PositiveFloat | None = 1.0
@@ -319,7 +322,10 @@ class Loss(Section):
 
 class Cadence(Section):
     every_steps: Count | None = None
+    """At multiples of this many steps. Without it and every_tokens: validation and checkpoints at the end of the run
+    only, no samples, no benchmarks."""
     every_tokens: Count | None = None
+    """The same in training tokens, instead of every_steps."""
 
     @model_validator(mode="after")
     def at_most_one_cadence(self):
@@ -341,6 +347,7 @@ class Samples(Cadence):
     prompts: Annotated[list[str], Field(min_length=1)] = [""]
     """Prompts for the model to continue; an empty prompt starts a new document."""
     max_new_tokens: Count = 64
+    """Tokens of each sample at most."""
     temperature: PositiveFloat | None = 0.8
     """Sampling temperature; null: greedy decoding."""
     top_k: Count | None = None

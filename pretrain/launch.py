@@ -3,9 +3,9 @@
     python -m pretrain.launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config RECIPE
     python -m pretrain.launch --supervise --config_file ...     # and start it again after every crash
 
-Takes what `accelerate launch` takes. That one ends on Ctrl-C with a traceback, with one process even before the run
-has saved, returns 1 whatever the processes return, and restarts them as often as --max_restarts allows, even if they
-have ended on purpose.
+--supervise comes first; all other options are those of `accelerate launch`. That one ends on Ctrl-C with a traceback,
+with one process even before the run has saved, returns 1 whatever the processes return, and restarts them as often as
+--max_restarts allows, even if they have ended on purpose.
 """
 
 import logging
@@ -175,6 +175,8 @@ def hear_signals(*, alone_ends: bool) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        print(__doc__, flush=True)
     supervised = sys.argv[1:2] == ["--supervise"]
     hear_signals(alone_ends=not supervised)
     if supervised:

@@ -159,6 +159,8 @@ def help_text(usage: str, asked: list[str]) -> str:
     for path, field in fields_of_config():
         section = path.partition(".")[0] if "." in path else "run"
         default = "required" if field.is_required() else json.dumps(as_plain(field.default), ensure_ascii=False)
+        if (parent := path.rpartition(".")[0]) in SECTIONS_LEFT_OUT:
+            default = f"null; {default} once {parent} is given"
         choices = f" {{{','.join(found)}}}" if (found := choices_in(field.annotation)) else ""
         text = f"  --{path}{choices}  [{default}]"
         by_section.setdefault(section, []).append(text)
@@ -300,6 +302,8 @@ def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
     if problem["type"] == "missing":
         return f"{source}: is missing"
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "model_type":
+        message = f"is a section; give its settings one by one, as in --{where}.NAME VALUE (train.py --help {where})"
     if problem["type"] == "literal_error":
         message += did_you_mean(str(problem["input"]), re.findall(r"'([^']+)'", message)).replace("; allowed", "; one")
     given = "" if problem["type"] == "value_error" else f" (got {brief.repr(problem['input'])})"
@@ -336,6 +340,10 @@ def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> lis
         else:
             rows.append((path, field))
     return rows
+
+
+SECTIONS_LEFT_OUT = {"batch.ramp"}
+"""Sections that are null by default; the defaults of their settings hold once one of them is given."""
 
 
 def list_fields() -> list[tuple[str, Any, str]]:

@@ -76,7 +76,7 @@ def test_the_page_has_every_flag_and_gives_the_programs_answer():
 
 def test_the_page_names_settings_and_files_that_exist():
     sections = {path.partition(".")[0] for path in SETTINGS}
-    for path in re.findall(r"--([a-z_]+\.[a-z_]+)", PAGE):
+    for path in re.findall(r"--([a-z_]+(?:\.[a-z_]+)+)", PAGE):
         assert path in SETTINGS or path.startswith(("model.", "data.train")), path
     for words in re.findall(r"train\.py (--config.*)", PAGE):
         flags = {flag.partition(".")[0] for flag in re.findall(r"--([\w.]+)", words)}

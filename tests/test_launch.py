@@ -72,6 +72,11 @@ def test_sigusr1_saves_and_ends_whatever_may_be_restarted(to, recipe, tmp_path):
     assert len(events(run, "start")) == 1 == said.count("Loading ..."), said
 
 
+def test_help_names_its_own_option_too():
+    shown = run_script("-m", "pretrain.launch", "--help")
+    assert "--supervise" in shown.stdout.partition("usage:")[0] and "--num_processes" in shown.stdout
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 def test_a_signal_before_the_first_process_ends_the_launcher(number, code):
     """While it imports, or waits for other machines: torchrun takes signals over with its first process."""

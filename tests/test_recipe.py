@@ -7,8 +7,17 @@ import sys
 import pytest
 import yaml
 
+from pretrain.config import RunConfig
 from pretrain.errors import InputError
-from pretrain.recipe import as_yaml, explain, list_fields, read_command_line, read_run_config
+from pretrain.recipe import (
+    SECTIONS_LEFT_OUT,
+    as_yaml,
+    explain,
+    list_fields,
+    read_command_line,
+    read_run_config,
+    sections_in,
+)
 
 RECIPE = """
 model: model_configs/llama_30m.json
@@ -231,6 +240,23 @@ def test_help_has_headings_choices_and_every_option(capsys):
     assert "--optim.learning_rate  [null]" in text, "a number is allowed too"
     for flag in ("--check", "--verbose", "--smoke", "--text", *(f"--{path}" for path, _, _ in list_fields())):
         assert flag in text, flag
+
+
+def test_every_setting_is_described():
+    assert [path for path, _, text in list_fields() if not text.strip()] == []
+
+
+def test_help_tells_a_default_that_holds_only_where_its_section_is_given(capsys):
+    left_out = {
+        f"{name}.{key}"
+        for name, field in RunConfig.model_fields.items()
+        for section in sections_in(field.annotation)
+        for key, inner in section.model_fields.items()
+        if inner.default is None and "list" not in str(inner.annotation) and sections_in(inner.annotation)
+    }
+    assert left_out == SECTIONS_LEFT_OUT
+    text, _ = help_of("--help", "batch", capsys=capsys)
+    assert "--batch.ramp.from  [null; 0.25 once batch.ramp is given]" in text
 
 
 def test_help_of_one_section(capsys):

@@ -1,18 +1,24 @@
 """Every shipped recipe can run: with stand-in shards for its data it passes the check, and the plan in it holds."""
 
 import itertools
+import os
 import re
 import shlex
 
 import pytest
+import torch
 
+import plan
+from pretrain.gpus import GIB
+from pretrain.memory import parts
+from pretrain.memory.activations import Activations, Line
 from pretrain.model.build import check_vocabulary
 from pretrain.model.model_config import load_model_config, load_recipe_model_config
-from pretrain.planning.candidates import work_of_run
-from pretrain.recipe import read_run_config
-from pretrain.training.metrics import count_text
+from pretrain.planning import report
+from pretrain.recipe import pair_up, read_run_config
 from pretrain.training.run_plan import derive
 from pretrain.training.validation import open_validation
+from pretrain.units import bytes_text
 from support.project import ROOT, run_script
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -110,21 +116,120 @@ def test_the_readmes_shards_are_those_of_its_recipe():
     assert prepared[str(source.shards)] == ("tokenizers/fineweb_edu", 32_000)
 
 
+HEADER = re.compile(r"^# Plan, by plan\.py (?P<command>.*):\n(?P<work># .*)\n# (?P<strategy>\w+)", re.MULTILINE)
+"""The comment that `plan.py --comment` prints, with its wrapped lines joined."""
+ALL = os.environ.get("PLANS") == "all"
+TRACED = {"llama_125m", "long_context_demo", "moe_5m"}
+"""Recipes whose memory is planned in every run of the tests, and not with PLANS=all alone: a trace takes seconds."""
+USES_AUTOCAST = {"single": True, "ddp": True, "fsdp2": False, "hsdp": False}
+"""Whether a strategy's forward pass runs on fp32 weights under autocast, or else on weights in bf16."""
+
+
+def plan_as_user(command, folder, monkeypatch, capsys) -> str:
+    """What `python plan.py COMMAND --comment` prints, where no data is prepared."""
+    for name in ("recipes", "model_configs"):
+        (folder / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.argv", ["plan.py", *shlex.split(command), "--comment"])
+    plan.main()
+    return capsys.readouterr().out.strip()
+
+
+def trace_only(strategies, monkeypatch) -> None:
+    """Traces the forward passes of these strategies; the memory of the others is not shown, and counts as nothing."""
+    consider, trace, considered = report.consider, parts.trace_activations, []
+
+    def consider_now(name, *rest):
+        considered[:] = [name]
+        return consider(name, *rest)
+
+    def trace_or_formula(model_config, call):
+        (name,) = considered
+        is_used = call.weights == torch.float32 and not call.autocast
+        is_used |= USES_AUTOCAST.get(name, call.autocast) == call.autocast
+        return trace(model_config, call) if name in strategies and is_used else Activations(*[Line(0.0, 0.0)] * 4)
+
+    monkeypatch.setattr(report, "consider", consider_now)
+    monkeypatch.setattr(parts, "trace_activations", trace_or_formula)
+
+
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_plan_in_a_recipe_is_that_of_the_recipe(name, monkeypatch):
-    """Parameters, tokens and steps of the comment; `python plan.py ... --comment` writes it anew."""
+def test_the_plan_in_a_recipe_is_what_plan_py_prints(name, tmp_path, monkeypatch, capsys):
+    """`python plan.py ... --comment` writes it again. What --calibrate measured depends on the machine."""
+    text = (ROOT / f"recipes/{name}.yaml").read_text()
+    header = HEADER.search(text.replace("\n#   ", " "))
+    assert header, "no plan: python plan.py --config recipes/NAME.yaml --gpus N --gpu KIND --comment"
+    command = header["command"]
+    assert f"--config recipes/{name}.yaml" in command
+    if "--calibrate" in command:
+        trace_only([], monkeypatch)
+        printed = plan_as_user(command.replace("--calibrate", "--gpu h100"), tmp_path, monkeypatch, capsys)
+        assert printed.splitlines()[1] == header["work"]
+        assert printed.rpartition("; ")[2] == f"{text.partition(' of disk')[0].rpartition('; ')[2]} of disk"
+        return
+    is_traced = name in TRACED or ALL
+    trace_only([header["strategy"]] * is_traced, monkeypatch)
+    printed, shown = plan_as_user(command, tmp_path, monkeypatch, capsys), text
+    if not is_traced:
+        printed, shown = (re.sub(r"[\d.]+ GB per GPU, ", "", each) for each in (printed, text))
+    assert printed in shown
+
+
+PLANS = {
+    "| `llama_125m`, 2.5B tokens | 1 |": "--config recipes/llama_125m.yaml",
+    "| `llama_1b`, 22B tokens | 8 |": "--config recipes/llama_1b.yaml",
+    "| `big_batch_adamw` with `llama_7b.json`, 135B tokens | 32 |": "--config recipes/big_batch_adamw.yaml --model "
+    "model_configs/llama_7b.json",
+    "| `big_batch_adamw` with `llama_13b.json`, 260B tokens | 64 |": "--config recipes/big_batch_adamw.yaml --model "
+    "model_configs/llama_13b.json",
+}
+"""{beginning of a row of the plans in docs/strategies.md: how plan.py is asked for it}"""
+SHORT_PLANS = list(PLANS) if ALL else list(PLANS)[:1]
+PAGE = (ROOT / "docs/strategies.md").read_text()
+
+
+def plan_on_page(command, strategies, monkeypatch) -> report.Plan:
+    """The plan of `python plan.py COMMAND --gpu h100`, with the memory of these strategies traced."""
     monkeypatch.chdir(ROOT)
-    text = (ROOT / f"recipes/{name}.yaml").read_text().replace("\n#   ", " ")
-    pattern = r"^# Plan, by (plan\.py .*):\n# (\S+) parameters, (\S+) tokens, ([\d,]+) steps"
-    found = re.search(pattern, text, re.MULTILINE)
-    assert found, "no plan: python plan.py --config recipes/NAME.yaml --gpus N --gpu KIND --comment"
-    words = found[1].split()
-    assert words[words.index("--config") + 1] == f"recipes/{name}.yaml"
-    overrides = [("model", words[words.index("--model") + 1]), ("init", "scratch")] if "--model" in words else []
-    config = read_run_config(f"recipes/{name}.yaml", overrides)
-    work = work_of_run(config, load_recipe_model_config(config.model, vocabulary_size=None))
-    expected = (count_text(work.sizes.total), count_text(work.tokens), f"{work.steps:,}")
-    assert found.groups()[1:] == expected
+    trace_only(strategies, monkeypatch)
+    options, rest = plan.parse_arguments([*shlex.split(command), "--gpu", "h100"])
+    overrides = pair_up(rest)
+    hardware = plan.hardware_of(options, plan.gpu_of(options, {}), {})
+    return report.build_plan(read_run_config(options.config, overrides), options.config, overrides, hardware)
+
+
+def test_every_plan_of_the_page_is_known():
+    assert re.findall(r"^(\| `\w+`.*? tokens \| \d+ \|)", PAGE, re.MULTILINE) == list(PLANS)
+
+
+@pytest.mark.parametrize("begin", SHORT_PLANS)
+def test_a_plan_on_the_page_is_what_plan_py_says(begin, monkeypatch):
+    (row,) = [line for line in PAGE.splitlines() if line.startswith(begin)]
+    gpus = begin.split()[-2]
+    found = plan_on_page(f"{PLANS[begin]} --gpus {gpus}", [row.removeprefix(begin).split()[0].strip(",")], monkeypatch)
+    chosen = found.recommended
+    changed = chosen.micro_batch != found.config.batch.sequences_per_micro_batch
+    strategy = chosen.name + f", {chosen.micro_batch} sequences" * changed + ", `reduce_once`" * chosen.reduces_once
+    assert row == (
+        f"{begin} {strategy} | {chosen.memory.total / GIB:.1f} | {found.hours:.1f} at {found.speed.mfu:.0%} | "
+        f"{found.gpu_hours:,.0f} | ${found.cost:,.0f} | {bytes_text(found.storage.total)} |"
+    )
+    tokens = float(re.search(r"([\d.]+)B tokens", begin)[1])
+    assert found.work.tokens == pytest.approx(tokens * 1e9, rel=0.01)
+
+
+@pytest.mark.skipif(not ALL, reason="two models of 7B are planned: PLANS=all")
+def test_what_the_page_says_of_experts_is_what_plan_py_says(monkeypatch):
+    command = "--config recipes/llama_1b.yaml --model model_configs/olmoe_7b.json --gpus 8"
+    whole = plan_on_page(command, ["ep"], monkeypatch)
+    ep = {each.name: each for each in whole.candidates}["ep"]
+    assert f"{ep.largest_micro_batch} sequences do not fit" in PAGE
+    need, usable = ep.memory.total / GIB, whole.hardware.usable_bytes / GIB
+    assert f"would take {need:.1f} GB of {usable:.1f}" in PAGE
+    smaller = plan_on_page(f"{command} --batch.sequences_per_micro_batch 4", ["fsdp2", "ep"], monkeypatch)
+    speed = {each.name: smaller.work.tokens_per_step / each.step_seconds for each in smaller.candidates}
+    assert f"{round(speed['fsdp2'], -3):,.0f} tokens/s from fsdp2" in PAGE
+    assert f"{round(speed['ep'], -3):,.0f} from ep" in PAGE.replace("\n", " ")
 
 
 def test_the_smollm_corpus_is_mixed_as_it_is():
