@@ -184,7 +184,9 @@ def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_i
         return made("tensorboard", logging_dir=run)
     if name == "trackio":
         return made(resume="allow", **words)
-    return made(dir=str(run), resume="allow", settings={"quiet": True}, **words)
+    # Without a list of all curves on the console at the end; the log has their numbers.
+    brief = {"max_end_of_run_history_metrics": 0, "max_end_of_run_summary_metrics": 0}
+    return made(dir=str(run), resume="allow", settings=brief, **words)
 
 
 def flatten_for_trackers(values: Any) -> dict[str, Any]:
