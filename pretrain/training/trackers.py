@@ -93,7 +93,7 @@ class Trackers:
         self._warn, self._running = warn, {}
         if not is_late:
             self._warn_of_settings_without_effect(config)
-        for name in config.trackers:
+        for name in dict.fromkeys(config.trackers):
             self._start(name, run, config.tracking)
             if name in self._running and not is_late:
                 settings = flatten_for_trackers({**config.model_dump(mode="json"), "run": facts or {}})
@@ -172,9 +172,11 @@ def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_i
         from comet_ml import ExperimentConfig
 
         of_config = {word: words.pop(word) for word in ("name", "tags") if word in words}
-        return made(experiment_config=ExperimentConfig(auto_metric_logging=False, **of_config), **words)
+        quiet = {"auto_metric_logging": False, "display_summary_level": 0}
+        return made(experiment_config=ExperimentConfig(**quiet, **of_config), **words)
     if name == "dvclive":
-        return made(dir=str(run / "dvclive"), resume=True, **words)
+        folder = run / "dvclive"
+        return made(dir=str(folder), dvcyaml=str(folder / "dvc.yaml"), resume=True, **words)
     if name == "mlflow":
         group = {"group": words.pop("group")} if "group" in words else {}
         return made(**{**words, "tags": {**dict.fromkeys(tracking.tags, ""), **group}})
