@@ -1,4 +1,4 @@
-"""runs.py parity: what it makes of curves and of refusals; the runs themselves are those of test_strategies.py."""
+"""runs.py parity: what it makes of curves, of refusals and of three real runs; all strategies: test_strategies.py."""
 
 import json
 import math
@@ -237,8 +237,6 @@ def test_ddp_and_fsdp2_on_two_processes_are_compared_with_one(recipe, tmp_path, 
         assert list(curve.loss) == list(curve.grad_norm) == [1, 2, 3]
     records = [read_json(tmp_path / "out" / name / "strategy.json") for name in names]
     assert [(one["strategy"], one["ranks"]) for one in records] == [("single", 1), ("ddp", 2), ("fsdp2", 2)]
-    shards = {name: len(list((tmp_path / "out" / name).glob("checkpoints/step-*/*rank*"))) for name in names}
-    assert shards["fsdp2"] > shards["ddp"], "of the sharded model each process saves its part"
     capsys.readouterr()
     other = Curve({step: loss + 1e-4 for step, loss in curves["ddp"].loss.items()}, curves["ddp"].grad_norm)
     outcomes = {"single": StrategyOutcome(curves["single"]), "ddp": StrategyOutcome(other)}
