@@ -270,7 +270,7 @@ class Metrics:
             self._log_line(self._in_words(event, values, None))
             self._print(self._in_words(event, values, width_of(stream)), stream, color)
         if event in TRACKED and self._trackers is not None:
-            self._trackers.log(numbers_of(event, values), step=values["step"])
+            self._trackers.log(numbers_for_trackers(event, values), step=values["step"])
 
     def energy(self) -> dict[str, float]:
         """{'joules': since the last call}; empty on other ranks, and where nothing is known."""
@@ -343,7 +343,7 @@ class Metrics:
         return fitting(((least, part.format(**{**extra, **values})) for least, part in SHOWN[event]), width)
 
 
-def numbers_of(event: str, values: dict[str, Any]) -> dict[str, float]:
+def numbers_for_trackers(event: str, values: dict[str, Any]) -> dict[str, float]:
     """{'validation/loss/SOURCE': 2.5}: an event's numbers by the names they have in trackers."""
     source = f"/{values['source']}" if "source" in values else ""
     return {

@@ -24,7 +24,7 @@ PROJECT_VARIABLES = {
     "wandb": "WANDB_PROJECT",
 }
 """Environment variables that name the project where the recipe does not, before WANDB_PROJECT."""
-WORDS: dict[str, dict[str, str]] = {
+SETTING_NAMES: dict[str, dict[str, str]] = {
     "aim": {"project": "experiment", "name": "run_name", "id": "run_hash"},
     "clearml": {"project": "project_name", "name": "task_name", "tags": "tags", "id": "reuse_last_task_id"},
     "comet_ml": {"project": "run_name", "entity": "workspace", "name": "name", "tags": "tags", "id": "experiment_key"},
@@ -59,7 +59,7 @@ def tracker_problems(names: list[str]) -> list[str]:
     return problems + [
         f"trackers: {name} is not installed: pip install {name}, or leave it out"
         for name in names
-        if name in WORDS and importlib.util.find_spec(name) is None
+        if name in SETTING_NAMES and importlib.util.find_spec(name) is None
     ]
 
 
@@ -104,7 +104,7 @@ class Trackers:
 
     def _warn_of_settings_without_effect(self, config: RunConfig) -> None:
         given = {setting for setting, value in config.tracking if value}
-        taken = {setting for name in config.trackers for setting in WORDS.get(name, {"project": ""})}
+        taken = {setting for name in config.trackers for setting in SETTING_NAMES.get(name, {"project": ""})}
         if config.trackers and given - taken:
             settings = ", ".join(f"tracking.{setting}" for setting in sorted(given - taken))
             self._warn(f"{settings}: {' and '.join(config.trackers)} cannot show it")
@@ -158,10 +158,11 @@ def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_i
         known_id: of the run to continue; None: a new one.
     """
     made = _classes()[name]
-    if name not in WORDS:  # registered with accelerate, and called as accelerate calls them
+    if name not in SETTING_NAMES:  # registered with accelerate, and called as accelerate calls them
         return made(project, run) if made.requires_logging_directory else made(project)
-    meant = {**tracking.model_dump(), "project": project, "name": tracking.name or run.name, "id": known_id}
-    words = {word: meant[setting] for setting, word in WORDS[name].items() if meant[setting]}
+    meant = {"project": project, "entity": tracking.entity, "name": tracking.name or run.name}
+    meant |= {"tags": tracking.tags, "group": tracking.group, "id": known_id}
+    words = {word: meant[setting] for setting, word in SETTING_NAMES[name].items() if meant[setting]}
     if name == "aim":
         return made(logging_dir=".", **words)
     if name == "clearml":

@@ -11,7 +11,14 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from pretrain.errors import InputError
 from pretrain.recipe import read_run_config
 from pretrain.training.metrics import Metrics
-from pretrain.training.trackers import IDS, WORDS, Trackers, flatten_for_trackers, make_tracker, tracker_problems
+from pretrain.training.trackers import (
+    IDS,
+    SETTING_NAMES,
+    Trackers,
+    flatten_for_trackers,
+    make_tracker,
+    tracker_problems,
+)
 from support.project import ROOT
 
 TRACKING = {"project": "p", "entity": "team", "name": "n", "tags": "[a, b]", "group": "g"}
@@ -59,12 +66,12 @@ def own(monkeypatch):
 
 
 def test_all_that_accelerate_has_are_known_and_others_are_refused(own, monkeypatch):
-    assert set(WORDS) == set(LOGGER_TYPE_TO_CLASS) - {"own"} and set(IDS) <= set(WORDS)
+    assert set(SETTING_NAMES) == set(LOGGER_TYPE_TO_CLASS) - {"own"} and set(IDS) <= set(SETTING_NAMES)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("mlflow", "comet_ml") else name)
     assert tracker_problems(["wandb", "tensorboard", "own"]) == tracker_problems([]) == []
     assert tracker_problems(["mlflow", "tensorbord", "comet_ml", "nothing_like_it"]) == [
         "trackers: tensorbord is unknown; did you mean tensorboard?",
-        f"trackers: nothing_like_it is unknown; allowed: {', '.join(sorted([*WORDS, 'own']))}",
+        f"trackers: nothing_like_it is unknown; allowed: {', '.join(sorted([*SETTING_NAMES, 'own']))}",
         "trackers: mlflow is not installed: pip install mlflow, or leave it out",
         "trackers: comet_ml is not installed: pip install comet_ml, or leave it out",
     ]
