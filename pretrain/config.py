@@ -468,6 +468,22 @@ class Hub(Section):
     """Create the repository as private."""
 
 
+class Tracking(Section):
+    """Where trackers file the run, and under which name; see docs/runs.md for what each of them takes."""
+
+    project: str | None = None
+    """Project, or experiment; null: the environment's WANDB_PROJECT (of other trackers their own variable first), else
+    groundwork."""
+    entity: str | None = None
+    """Team, user or workspace that the project belongs to; null: the account's own."""
+    name: str | None = None
+    """Name of the run; null: that of its folder."""
+    tags: Names = []
+    """Tags of the run."""
+    group: str | None = None
+    """Name under which runs are grouped."""
+
+
 class ModelSource(BaseModel):
     """A model's configuration, and what the recipe changes of it.
 
@@ -554,10 +570,24 @@ class RunConfig(Section):
     export: Export = Export()
     publish: Publish = Publish()
     hub: Hub = Hub()
-    trackers: list[Literal["wandb", "tensorboard", "trackio"]] = []
-    """Where to send metrics in addition to metrics.jsonl and the console."""
-    group: str | None = None
-    """Name under which trackers group runs."""
+    trackers: Names = []
+    """Where to send metrics in addition to metrics.jsonl and the console, by accelerate's names: wandb, tensorboard,
+    trackio, mlflow, comet_ml, swanlab, clearml, aim, dvclive."""
+    tracking: Tracking = Tracking()
+
+    @model_validator(mode="before")
+    @classmethod
+    def group_was_beside_trackers(cls, values: Any) -> Any:
+        """Reads recipes and runs from before `tracking`."""
+        if not isinstance(values, dict) or "group" not in values:
+            return values
+        group, tracking = values["group"], values.get("tracking") or {}
+        rest = {key: value for key, value in values.items() if key != "group"}
+        if group is None or not isinstance(tracking, dict):
+            return rest
+        if tracking.get("group", group) != group:
+            raise ValueError("group is tracking.group now, and both are given: leave out group")
+        return {**rest, "tracking": {**tracking, "group": group}}
 
     def with_batch(self, **settings: Any) -> "RunConfig":
         """The same run with these settings of its batch."""

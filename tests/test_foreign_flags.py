@@ -10,7 +10,7 @@ from pretrain.recipe import list_fields, read_command_line
 from support.project import ROOT
 
 SETTINGS = [path for path, _, _ in list_fields()]
-OWN_FLAGS = {"config", "text", "group"}
+OWN_FLAGS = {"config", "text"}
 
 
 @pytest.mark.parametrize(

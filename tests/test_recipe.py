@@ -236,7 +236,7 @@ def test_nothing_asked_is_answered_in_a_few_lines(capsys):
 def test_help_has_headings_choices_and_every_option(capsys):
     text, code = help_of("--help", capsys=capsys)
     assert code == 0 and "the usage" in text and "\noptim:\n" in text
-    assert "--precision {auto,fp32,bf16,fp16,fp8}" in text and "--trackers {wandb,tensorboard,trackio}" in text
+    assert "--precision {auto,fp32,bf16,fp16,fp8}" in text and "--tracking.project" in text
     assert "--optim.learning_rate  [null]" in text, "a number is allowed too"
     for flag in ("--check", "--verbose", "--smoke", "--text", *(f"--{path}" for path, _, _ in list_fields())):
         assert flag in text, flag

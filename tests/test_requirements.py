@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from pretrain.experiments.sweep_plan import OPTUNA
 from support.project import ROOT
 
 FILES = {path.name: path.read_text() for path in ROOT.glob("requirements*.txt")}
@@ -59,6 +60,12 @@ def test_every_requirement_has_a_wheel_for_each_python(index, version):
     for package in json.loads(found.stdout)["install"]:
         allowed[package["metadata"]["name"]] = package["metadata"].get("requires_python", "")
     assert not [name for name, pythons in allowed.items() if f"{version}.0" not in SpecifierSet(pythons)]
+
+
+def test_what_tests_of_options_need_is_installed_with_the_other_tools():
+    """Else they would skip."""
+    assert {"optuna", "fasttext-predict", "datatrove", "gguf", "model-signing"} <= packages("requirements-dev.txt")
+    assert OPTUNA in FILES["requirements-dev.txt"]
 
 
 def is_pure(requirement: Requirement) -> bool:

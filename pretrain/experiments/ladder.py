@@ -31,7 +31,7 @@ SAME_DIRECTION = 0.98
 AFTER_WARMUP = 0.2
 """Share of a run of constant rate from which on its losses are those of a run that ends there."""
 IRRELEVANT = ("seed", "output", "group", "branch_from", "model", "budget", "samples", "evaluation", "checkpoint",
-              "logging", "cadence", "export", "publish", "hub", "trackers", "guard", "validation.every",
+              "logging", "cadence", "export", "publish", "hub", "trackers", "tracking", "guard", "validation.every",
               "batch.sequences_per_micro_batch", "compile", "attention", "activation_checkpointing")  # fmt: skip
 """Settings in which runs of one size and budget may differ without being other experiments."""
 COUNTS = ("matrix", "total")

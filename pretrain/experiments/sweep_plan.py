@@ -215,7 +215,10 @@ def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: P
         "output": output,
         "seed": seed,
         "hub": Hub(),
-        "group": config.group or request.output.name,
+        # Each run has the name of its own folder.
+        "tracking": config.tracking.model_copy(
+            update={"group": config.tracking.group or request.output.name, "name": None}
+        ),
     }
     if not any(path.startswith("checkpoint") for path, _ in request.changes):
         kept = {"keep_last": 1, "keep_best": 0, "milestones_every": None, "mirror": None}

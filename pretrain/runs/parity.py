@@ -14,6 +14,7 @@ from pretrain.errors import EXIT_BAD_INPUT, InputError, did_you_mean
 from pretrain.files import ROOT
 from pretrain.recipe import read_run_config
 from pretrain.runs.history import read_metrics
+from pretrain.runs.run_folder import read_json
 from pretrain.units import table
 
 REFERENCE = "single"
@@ -177,9 +178,24 @@ def train_under(name: str, processes: int, recipe: Path, output: Path, overrides
     log = output.with_suffix(".log")
     with open(log, "w", encoding="utf-8") as file:
         status = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
+    if status == 0 and (mistake := mistaken_launch(output, name, processes)):
+        with open(log, "a", encoding="utf-8") as file:
+            file.write(mistake + "\n")
+        print(mistake, file=sys.stderr, flush=True)
+        return StrategyOutcome(None)
     if status == 0:
         return StrategyOutcome(read_curve(output))
     return StrategyOutcome(None, tuple(refusals(log.read_text(encoding="utf-8", errors="replace"), status)))
+
+
+def mistaken_launch(run: Path, name: str, processes: int) -> str | None:
+    """What a finished run was trained under, if that is not what was asked for: its losses would prove nothing."""
+    record = read_json(run / "strategy.json")
+    trained = (record.get("strategy"), record.get("ranks"))
+    # One process under ddp is called single.
+    if trained == (name, processes) or processes == 1:
+        return None
+    return f"{run}: trained under {trained[0]} on {trained[1]} processes, not under {name} on {processes}"
 
 
 def refusals(log: str, status: int) -> list[str]:

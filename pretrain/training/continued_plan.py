@@ -425,7 +425,7 @@ def standing_in_words(run: RunPlan, state: RunState, changes: Changes, found: Pa
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class FoundCheckpoint:
     """A checkpoint without its tensors."""
 
     folder: Path
@@ -449,7 +449,7 @@ def stand(
     config: RunConfig,
     plan: RunPlan,
     asked: CommandLine,
-    found: Checkpoint,
+    found: FoundCheckpoint,
     *,
     rollbacks: list[dict[str, Any]],
     begins_branch: bool,
@@ -491,7 +491,7 @@ def next_start_in_words(config: RunConfig, plan: RunPlan, asked: CommandLine) ->
         folders = [trunk_checkpoint(config.branch_from)]
     if not folders or not (contents := read_state(folders[-1])):
         return ""
-    found = Checkpoint(folders[-1], contents)
+    found = FoundCheckpoint(folders[-1], contents)
     how = {
         "rollbacks": recorded_rollbacks(config.output),
         "begins_branch": begins_branch,
@@ -502,7 +502,7 @@ def next_start_in_words(config: RunConfig, plan: RunPlan, asked: CommandLine) ->
         stable = [folder for folder in folders if step_of(folder) <= standing.stable_until]
         if not stable:
             raise no_stable_checkpoint(contents["plan"])
-        found = Checkpoint(stable[-1], read_state(stable[-1]))
+        found = FoundCheckpoint(stable[-1], read_state(stable[-1]))
         standing = stand(config, plan, asked, found, **how)
     state = standing.state
     run = standing.plan.leaving_out(state.left_out).annealing(state.anneal_from, state.anneal_steps)

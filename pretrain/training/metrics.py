@@ -39,15 +39,16 @@ from pretrain.terminal import (
 from pretrain.training.trackers import Trackers
 from pretrain.units import bytes_text, count_text, duration_text
 
-ALWAYS, WIDE, WIDER = 0, 100, 120
+ALWAYS, WIDE, WIDER, WIDEST = 0, 100, 120, 140
 """Columns that a terminal needs to show a part of a line; in a file all parts are written."""
 
 Parts = tuple[tuple[int, str], ...]
 SHOWN: dict[str, Parts] = {
     "train": (
-        (ALWAYS, "step {step:,}/{total_steps:,}"), (ALWAYS, "loss {loss:.4f}"), (WIDE, "lr {learning_rate:.2e}"),
-        (WIDER, "norm {grad_norm:.3f}"), (ALWAYS, "{tokens_per_second:,.0f} tok/s"), (WIDE, "{mfu_text}"),
-        (WIDER, "{tokens_text}"), (ALWAYS, "{time_left} left"),
+        (ALWAYS, "step {step:,}/{total_steps:,}"), (ALWAYS, "loss {loss:.4f}"), (WIDER, "perplexity {perplexity:.5g}"),
+        (WIDE, "lr {learning_rate:.2e}"), (WIDER, "norm {grad_norm:.3f}"),
+        (ALWAYS, "{tokens_per_second:,.0f} tok/s"), (WIDE, "{mfu_text}"), (WIDEST, "{tokens_text}"),
+        (ALWAYS, "{time_left} left"),
     ),
     "validation": (
         (ALWAYS, "step {step:,} · validation {source} · loss {loss:.4f}"), (ALWAYS, "{average_text}"),
@@ -79,6 +80,8 @@ SHOWN: dict[str, Parts] = {
 }  # fmt: skip
 """Events as printed on the console and in train.log; all others go to metrics.jsonl only."""
 
+TRACKED = ("train", "validation")
+"""Events whose numbers go to the trackers: those that make curves."""
 COLORS_OF = dict.fromkeys(("skip", "spike", "divergence", "explosion", "rollback", "warning"), "yellow")
 STEPS_OF_SPEED, STEPS_OF_TREND, COLUMNS_OF_TREND = 32, 96, 8
 """The last steps that the live line's speed, and its trend of the loss, are taken from."""
@@ -206,13 +209,15 @@ class Metrics:
             self._lines, self._log = LineFile(run / METRICS_FILE), LineFile(run / "train.log")
             self._live, self._shown, self._drawn = False, "", 0.0
 
-    def begin(self, config: RunConfig, *, total_steps: int, meter: EnergyMeter | None = None) -> None:
-        """Called before training: starts the live line, and the trackers with the whole config."""
+    def begin(
+        self, config: RunConfig, *, total_steps: int, meter: EnergyMeter | None = None, facts: dict | None = None
+    ) -> None:
+        """Starts the live line and, with the whole config and these facts of the run, the trackers."""
         self.began, self._meter = True, meter
         if not self.is_main:
             return
         self.total_steps, self._live = total_steps, is_terminal(sys.stderr)
-        self._trackers = Trackers(config.output, config, lambda text: self.write("warning", message=text))
+        self._trackers = Trackers(config.output, config, lambda text: self.write("warning", message=text), facts)
 
     @property
     def is_live(self) -> bool:
@@ -264,13 +269,8 @@ class Metrics:
             stream = sys.stderr if is_error else sys.stdout
             self._log_line(self._in_words(event, values, None))
             self._print(self._in_words(event, values, width_of(stream)), stream, color)
-        numbers = {
-            f"{event}/{name}" + (f"/{values['source']}" if "source" in values else ""): value
-            for name, value in values.items()
-            if isinstance(value, int | float) and name != "step"
-        }
-        if "step" in values and numbers and self._trackers is not None:
-            self._trackers.log(numbers, step=values["step"])
+        if event in TRACKED and self._trackers is not None:
+            self._trackers.log(numbers_for_trackers(event, values), step=values["step"])
 
     def energy(self) -> dict[str, float]:
         """{'joules': since the last call}; empty on other ranks, and where nothing is known."""
@@ -341,6 +341,16 @@ class Metrics:
         if event == "end":
             extra["duration"] = duration_text(values["seconds"])
         return fitting(((least, part.format(**{**extra, **values})) for least, part in SHOWN[event]), width)
+
+
+def numbers_for_trackers(event: str, values: dict[str, Any]) -> dict[str, float]:
+    """{'validation/loss/SOURCE': 2.5}: an event's numbers by the names they have in trackers."""
+    source = f"/{values['source']}" if "source" in values else ""
+    return {
+        f"{event}/{name}{source}": value
+        for name, value in values.items()
+        if isinstance(value, int | float) and name != "step"
+    }
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -19,7 +19,7 @@ from pretrain.runs.run_folder import checkpoint_name, step_of
 from pretrain.training.attempt import refuse_crash_loop
 from pretrain.training.background_jobs import publish_beside, publish_cut_short
 from pretrain.training.continued_plan import (
-    Checkpoint,
+    FoundCheckpoint,
     Standing,
     no_stable_checkpoint,
     rollback_entry,
@@ -110,7 +110,7 @@ class Continuation:
             self.config,
             self.recipe_plan,
             self.asked,
-            Checkpoint(self.found, self.saved.contents),
+            FoundCheckpoint(self.found, self.saved.contents),
             rollbacks=recorded,
             begins_branch=self.is_new,
             is_finished=is_finished,

@@ -50,7 +50,9 @@ def announce(continuation: Continuation, peak: tuple[float | None, str]) -> str:
     if strategy.ranks.is_main and missing:
         write_record(config, run, strategy, missing)
     meter = EnergyMeter(strategy.device, strategy.ranks.count) if strategy.ranks.is_main else None
-    metrics.begin(config, total_steps=run.total_steps, meter=meter)
+    sizes = {"parameters": run.parameters, "active_parameters": run.active_parameters}
+    sizes |= {"flops_per_token": run.stages[0].flops_per_token, "ranks": strategy.ranks.count}
+    metrics.begin(config, total_steps=run.total_steps, meter=meter, facts={**sizes, "total_steps": run.total_steps})
     peak_flops, peak_source = peak
     built = {
         "strategy": f"{strategy.name}, {counted(strategy.ranks.count, 'process')} on {strategy.device.type}",
@@ -65,9 +67,8 @@ def announce(continuation: Continuation, peak: tuple[float | None, str]) -> str:
     for caution in cautions(config, run, continuation.overridden, strategy.device) if strategy.ranks.is_main else ():
         metrics.write("warning", step=state.step, message=caution)
     start_id = uuid.uuid4().hex
-    facts = {"start_id": start_id, "parameters": run.parameters, "ranks": strategy.ranks.count}
+    facts = {"start_id": start_id, **sizes}
     facts |= dataclasses.asdict(run.schedule) | dataclasses.asdict(run.ramp)
-    facts |= {"active_parameters": run.active_parameters, "flops_per_token": run.stages[0].flops_per_token}
     facts |= {"stage_starts": run.batches.stage_starts} if len(run.stages) > 1 else {}
     if run.batches.origin is not None:  # other data than config.yaml's, from here on
         facts |= {"origin": dataclasses.asdict(run.batches.origin), "data": config.data.model_dump(mode="json")}

@@ -17,8 +17,9 @@ from pretrain.errors import InputError
 from pretrain.experiments import sweep as sweeps
 from pretrain.experiments.small_runs import RunOutcome, SmallRun, device_slots
 from pretrain.experiments.sweep import Grid, pick_settings
-from pretrain.experiments.sweep_plan import SweepPoint, SweepRequest, read_axes, request_problems
+from pretrain.experiments.sweep_plan import SweepPoint, SweepRequest, config_of_run, read_axes, request_problems
 from pretrain.experiments.sweep_report import PointResult, RunResult, verdict_of_sweep
+from pretrain.recipe import read_run_config
 from support.project import events, run_script, start_script
 
 
@@ -154,6 +155,15 @@ def test_a_search_learns_from_what_it_has_tried_and_repeats_itself(tmp_path):
     distances = [result.mean_loss - 3 for result in tried]
     assert statistics.fmean(distances[10:]) < statistics.fmean(distances[:10]) and min(distances) < 0.2
     assert len({json.dumps(result.settings) for result in tried}) == 20
+
+
+def test_trackers_show_the_runs_of_a_sweep_as_a_group_each_by_its_folder(recipe, tmp_path):
+    config = read_run_config(recipe, [("tracking.name", "mine"), ("tracking.project", "p")])
+    asked = request("optim.learning_rate=1e-3,1e-2", output=tmp_path / "rates")
+    tracking = config_of_run(config, asked, 1, tmp_path / "rates/runs/a").tracking
+    assert (tracking.project, tracking.group, tracking.name) == ("p", "rates", None)
+    config = read_run_config(recipe, [("tracking.group", "g")])
+    assert config_of_run(config, asked, 1, tmp_path / "x").tracking.group == "g"
 
 
 def wait_for(condition, seconds=120):

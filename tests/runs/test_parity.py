@@ -1,8 +1,9 @@
-"""runs.py parity: what it makes of curves and of refusals; the runs themselves are those of test_strategies.py."""
+"""runs.py parity: what it makes of curves, of refusals and of three real runs; all strategies: test_strategies.py."""
 
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from pretrain.runs.parity import (
     run_overrides,
     strategy_names,
 )
+from pretrain.runs.run_folder import read_json
 from support.project import ROOT, run_script
 
 REFERENCE = Curve({1: 6.0, 2: 5.0}, {1: 2.0, 2: 1.0})
@@ -223,15 +225,31 @@ def test_the_list_of_optimizers_that_compute_in_bf16_is_right(name, monkeypatch)
     assert torch.equal(*updated) == (not OPTIMIZERS[name].updates_in_bf16)
 
 
-def test_runs_of_a_recipe_are_compared_with_each_other(recipe, tmp_path, capsys):
-    """Two real runs under two strategies, one process each: the same curve is found, and no other."""
-    options = {"steps": 3, "strategies": ["ddp"], "processes": 1, "precision": "fp32"}
-    assert parity.measure_parity(recipe, tmp_path / "out", **options) == 0
-    found = json.loads((tmp_path / "out/parity.json").read_text())["ddp"]
-    assert found["same"] and found["loss"] < 1e-5
-    curves = [read_curve(tmp_path / "out" / name) for name in ("single", "ddp")]
-    assert [list(curve.loss) for curve in curves] == [list(curve.grad_norm) for curve in curves] == 2 * [[1, 2, 3]]
+def test_ddp_and_fsdp2_on_two_processes_are_compared_with_one(recipe, tmp_path, capsys):
+    """Three real runs: the same curves are found, no other, and each strategy trained that was named."""
+    options = {"steps": 3, "strategies": ["ddp", "fsdp2"], "processes": 2, "precision": "fp32"}
+    assert parity.measure_parity(recipe, tmp_path / "out", **options) == 0, capsys.readouterr()
+    found = json.loads((tmp_path / "out/parity.json").read_text())
+    assert list(found) == ["ddp", "fsdp2"] and all(one["same"] and one["loss"] < 1e-5 for one in found.values())
+    names = ("single", "ddp", "fsdp2")
+    curves = {name: read_curve(tmp_path / "out" / name) for name in names}
+    for curve in curves.values():
+        assert list(curve.loss) == list(curve.grad_norm) == [1, 2, 3]
+    records = [read_json(tmp_path / "out" / name / "strategy.json") for name in names]
+    assert [(one["strategy"], one["ranks"]) for one in records] == [("single", 1), ("ddp", 2), ("fsdp2", 2)]
     capsys.readouterr()
-    other = Curve({step: loss + 1e-4 for step, loss in curves[1].loss.items()}, curves[1].grad_norm)
-    outcomes = {"single": StrategyOutcome(curves[0]), "ddp": StrategyOutcome(other)}
+    other = Curve({step: loss + 1e-4 for step, loss in curves["ddp"].loss.items()}, curves["ddp"].grad_norm)
+    outcomes = {"single": StrategyOutcome(curves["single"]), "ddp": StrategyOutcome(other)}
     assert report_parity(outcomes, parity.TOLERANCES["fp32"], tmp_path) == 1
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp2", 1), ("single", 1)])
+def test_a_strategy_that_was_launched_as_another_has_failed(strategy, ranks, tmp_path, monkeypatch, capsys):
+    """Its losses are those of `single`, and would prove nothing."""
+    run = tmp_path / "fsdp2"
+    run.mkdir()
+    (run / "strategy.json").write_text(json.dumps({"strategy": strategy, "ranks": ranks}))
+    monkeypatch.setattr(parity.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
+    assert parity.train_under("fsdp2", 2, tmp_path / "recipe.yaml", run, []) == StrategyOutcome(None)
+    said = f"{run}: trained under {strategy} on {ranks} processes, not under fsdp2 on 2\n"
+    assert capsys.readouterr().err == (tmp_path / "fsdp2.log").read_text() == said

@@ -272,28 +272,38 @@ def records_of(content: bytes) -> list[bytes]:
     return records
 
 
-def logged_by_wandb(folder) -> dict[str, dict[int, float]]:
-    """{name: {step: number}} of an offline run."""
+def logged_by_wandb(folder):
+    """(the run as wandb knows it, {name: {step: number}}) of an offline run."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     (path,) = folder.glob("offline-run-*/*.wandb")
-    found = {}
-    for history in (Record.FromString(record).history for record in records_of(path.read_bytes())):
-        for item in history.item:
+    found, runs = {}, []
+    for record in map(Record.FromString, records_of(path.read_bytes())):
+        runs += [record.run] if record.HasField("run") else []
+        for item in record.history.item:
             name = item.key or "/".join(item.nested_key)
-            found.setdefault(name, {})[history.step.num] = json.loads(item.value_json)
-    return found
+            found.setdefault(name, {})[record.history.step.num] = json.loads(item.value_json)
+    return runs[0], found
 
 
 def test_trackers_get_the_same_numbers(recipe, tmp_path):
-    train(recipe, "--trackers", "[tensorboard, wandb]", WANDB_MODE="offline")
+    tracking = ["--tracking.entity", "team", "--tracking.tags", "a,b", "--tracking.group", "g"]
+    trained = train(
+        recipe, "--trackers", "tensorboard,wandb", *tracking, WANDB_MODE="offline", WANDB_PROJECT="of_the_shell"
+    )
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = tmp_path / "run"
     board = EventAccumulator(str(run / "tensorboard"))
     board.Reload()
     on_board = {name: {event.step: event.value for event in board.Scalars(name)} for name in board.Tags()["scalars"]}
-    in_wandb = logged_by_wandb(run / "wandb")
+    known, in_wandb = logged_by_wandb(run / "wandb")
+    assert (known.project, known.entity, known.display_name) == ("of_the_shell", "team", "run")
+    assert (list(known.tags), known.run_group) == (["a", "b"], "g")
+    assert known.run_id == json.loads((run / ".trackers.json").read_text())["wandb"]["id"]
+    curves = {name for name in in_wandb if not name.startswith("_")}
+    assert {name.partition("/")[0] for name in curves} == {"train", "validation"}, "and no charts of one point"
+    assert "joules" not in trained.stdout + trained.stderr, "wandb lists no curves on the console"
     lines = {name: events(run, name) for name in ("train", "validation")}
     for event, number in [("train", n) for n in NUMBERS] + [("validation", n) for n in ("loss", "perplexity")]:
         name = f"train/{number}" if event == "train" else f"validation/{number}/source"

@@ -21,7 +21,7 @@ import yaml
 from pretrain.checkpoint.run_state import RunState
 from pretrain.recipe import read_command_line
 from pretrain.training import run_plan
-from pretrain.training.continued_plan import Checkpoint, rollback_entry, stand, standing_to_save
+from pretrain.training.continued_plan import FoundCheckpoint, rollback_entry, stand, standing_to_save
 from support.numbered_shards import write_shards
 from support.tiny_models import TINY_LLAMA
 
@@ -210,7 +210,7 @@ class History:
                 self.asked.config,
                 self.plan,
                 self.asked,
-                Checkpoint(Path("nowhere"), json.loads(json.dumps(contents))),
+                FoundCheckpoint(Path("nowhere"), json.loads(json.dumps(contents))),
                 rollbacks=self.rollbacks,
                 begins_branch=begins_branch,
                 is_finished=False,

@@ -1,17 +1,12 @@
 """What is said of a run: speeds that are differences of times, lines that any JSON reader takes, words."""
 
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
-from accelerate import PartialState
 
-from pretrain.recipe import read_run_config
 from pretrain.training.metrics import LiveFigures, Metrics, Throughput, finite
-from pretrain.training.trackers import Trackers, flatten_for_trackers, tracker_problems
 from pretrain.units import count_text, duration_text
-from support.project import ROOT
 from support.terminals import watched
 
 
@@ -44,38 +39,6 @@ def test_lines_are_json_whatever_the_numbers():
 def test_words():
     assert [count_text(n) for n in (999, 1_234_567, 10**10, 2.5e12)] == ["999", "1.23M", "10B", "2.5T"]
     assert [duration_text(s) for s in (5, 65, 3725, 90_000)] == ["5 s", "1 min 05 s", "1 h 02 min", "1 d 01 h"]
-    assert flatten_for_trackers({"a": {"b": 1}, "c": [2, {"d": None}]}) == {"a.b": 1, "c.0": 2, "c.1.d": "null"}
-
-
-def test_a_tracker_that_is_not_installed_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(
-        "pretrain.training.trackers.TRACKER_PACKAGES", {"wandb": "wandb", "trackio": "no_such_package"}
-    )
-    assert tracker_problems(["wandb"]) == []
-    assert tracker_problems(["wandb", "trackio"]) == [
-        "trackers: trackio is not installed: pip install no_such_package, or leave it out"
-    ]
-
-
-def test_trackio_gets_the_settings_and_the_numbers(tmp_path, monkeypatch):
-    """As its own functions take them; accelerate calls them."""
-    told, sent = {}, []
-    run = SimpleNamespace(log=lambda values, step: sent.append((step, values)), finish=lambda: sent.append("finished"))
-    package = SimpleNamespace(init=lambda **settings: told.update(settings) or run, config=ConfigOfTrackio())
-    monkeypatch.setitem(sys.modules, "trackio", package)
-    PartialState(cpu=True)  # accelerate's trackers ask which process this is
-    config = read_run_config(ROOT / "recipes/demo.yaml", [("trackers", "[trackio]"), ("group", "mine")])
-    trackers = Trackers(tmp_path / "run_7", config, warn=pytest.fail)
-    trackers.log({"train/loss": 2.5, "train/perplexity": 12.2}, step=3)
-    trackers.finish()
-    assert told == {"project": "groundwork", "name": "run_7", "group": "mine", "resume": "allow"}
-    assert package.config["optim.name"] == config.optim.name and package.config["trackers.0"] == "trackio"
-    assert sent == [(3, {"train/loss": 2.5, "train/perplexity": 12.2}), "finished"]
-
-
-class ConfigOfTrackio(dict):
-    def update(self, values, allow_val_change):
-        super().update(values)
 
 
 @pytest.mark.parametrize("known", ["told", "from the attempt before", "nothing"])
@@ -91,11 +54,12 @@ def test_the_end_always_says_where_the_run_stands(tmp_path, known):
 
 
 TRAIN = {
-    "step": 500, "loss": 2.813, "learning_rate": 1.5e-3, "grad_norm": 0.502, "tokens_per_second": 8224.0, "mfu": 0.396,
-    "tokens": 1_020_000, "step_seconds": 0.25,
+    "step": 500, "loss": 2.813, "perplexity": 16.66, "learning_rate": 1.5e-3, "grad_norm": 0.502,
+    "tokens_per_second": 8224.0, "mfu": 0.396, "tokens": 1_020_000, "step_seconds": 0.25,
 }  # fmt: skip
 FULL = (
-    "step 500/586 · loss 2.8130 · lr 1.50e-03 · norm 0.502 · 8,224 tok/s · MFU 39.6% · 1.02M tokens · 22 s left"
+    "step 500/586 · loss 2.8130 · perplexity 16.66 · lr 1.50e-03 · norm 0.502 · 8,224 tok/s · MFU 39.6% · 1.02M tokens"
+    " · 22 s left"
 )  # fmt: skip
 ESSENTIAL = "step 500/586 · loss 2.8130 · 8,224 tok/s · 22 s left"
 

@@ -1,0 +1,215 @@
+"""Trackers by accelerate's names: their settings, where they continue, and what they do when they fail."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+
+from pretrain.errors import InputError
+from pretrain.recipe import read_run_config
+from pretrain.training.metrics import Metrics
+from pretrain.training.trackers import (
+    IDS,
+    SETTING_NAMES,
+    Trackers,
+    flatten_for_trackers,
+    make_tracker,
+    tracker_problems,
+)
+from support.project import ROOT
+
+TRACKING = {"project": "p", "entity": "team", "name": "n", "tags": "[a, b]", "group": "g"}
+
+
+def config_of(trackers, **tracking):
+    changes = [("trackers", trackers), *((f"tracking.{name}", value) for name, value in tracking.items())]
+    return read_run_config(ROOT / "recipes/demo.yaml", changes)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for variable in ("WANDB_PROJECT", "COMET_PROJECT_NAME", "MLFLOW_EXPERIMENT_NAME", "CLEARML_PROJECT"):
+        monkeypatch.delenv(variable, raising=False)
+    PartialState(cpu=True)  # accelerate's trackers ask which process this is
+
+
+class Own(GeneralTracker):
+    """A tracker that is registered with accelerate, as a user's own would be."""
+
+    name, requires_logging_directory = "own", False
+    tracker = None
+
+    def __init__(self, project):
+        super().__init__()
+        self.project, self.sent, self.settings = project, [], {}
+        Own.made = self
+
+    def store_init_configuration(self, values):
+        self.settings = values
+
+    def log(self, values, step):
+        if step == 13:
+            raise OSError("no route to host")
+        self.sent.append((step, values))
+
+    def finish(self):
+        self.sent.append("finished")
+
+
+@pytest.fixture
+def own(monkeypatch):
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "own", Own)
+    return Own
+
+
+def test_all_that_accelerate_has_are_known_and_others_are_refused(own, monkeypatch):
+    assert set(SETTING_NAMES) == set(LOGGER_TYPE_TO_CLASS) - {"own"} and set(IDS) <= set(SETTING_NAMES)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("mlflow", "comet_ml") else name)
+    assert tracker_problems(["wandb", "tensorboard", "own"]) == tracker_problems([]) == []
+    assert tracker_problems(["mlflow", "tensorbord", "comet_ml", "nothing_like_it"]) == [
+        "trackers: tensorbord is unknown; did you mean tensorboard?",
+        f"trackers: nothing_like_it is unknown; allowed: {', '.join(sorted([*SETTING_NAMES, 'own']))}",
+        "trackers: mlflow is not installed: pip install mlflow, or leave it out",
+        "trackers: comet_ml is not installed: pip install comet_ml, or leave it out",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("wandb", {"run_name": "p", "entity": "team", "name": "n", "tags": ["a", "b"], "group": "g", "id": "7"}),
+        ("swanlab", {"run_name": "p", "workspace": "team", "name": "n", "tags": ["a", "b"], "group": "g", "id": "7"}),
+        ("trackio", {"run_name": "p", "name": "n", "group": "g", "resume": "allow"}),
+        ("mlflow", {"experiment_name": "p", "run_name": "n", "tags": {"a": "", "b": "", "group": "g"}, "run_id": "7"}),
+        ("comet_ml", {"run_name": "p", "workspace": "team", "experiment_key": "7"}),
+        ("clearml", {"project_name": "p", "task_name": "n", "tags": ["a", "b"], "reuse_last_task_id": "7",
+                     "continue_last_task": 0}),
+        ("aim", {"run_name": "n", "experiment": "p", "run_hash": "7"}),
+        ("dvclive", {"exp_name": "n", "resume": True}),
+    ],
+)  # fmt: skip
+def test_each_is_told_the_settings_in_its_own_words(name, expected, tmp_path, monkeypatch):
+    told = {}
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, lambda **settings: told.update(settings))
+    monkeypatch.setitem(sys.modules, "comet_ml", SimpleNamespace(ExperimentConfig=dict))
+    make_tracker(name, tmp_path, config_of(name, **TRACKING).tracking, "p", "7")
+    assert expected.items() <= told.items()
+    if name == "comet_ml":
+        assert told["experiment_config"].items() >= {"name": "n", "tags": ["a", "b"]}.items()
+
+
+@pytest.mark.parametrize(
+    ("tracking", "variables", "project"),
+    [
+        ({}, {}, "groundwork"),
+        ({}, {"WANDB_PROJECT": "mine"}, "mine"),
+        ({"project": "other"}, {"WANDB_PROJECT": "mine"}, "other"),
+    ],
+)
+def test_the_project_is_the_recipes_else_the_environments(tracking, variables, project, own, tmp_path, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    Trackers(tmp_path, config_of("own", **tracking), warn=pytest.fail)
+    assert own.made.project == project
+    monkeypatch.setenv("WANDB_PROJECT", "of another shell")
+    Trackers(tmp_path, config_of("own"), warn=pytest.fail, is_late=True)
+    assert own.made.project == project, "evaluate.py and a restart find the run where it began"
+
+
+def test_trackio_gets_the_settings_and_the_numbers(tmp_path, monkeypatch):
+    """As its own functions take them; accelerate calls them."""
+    told, sent = {}, []
+    run = SimpleNamespace(log=lambda values, step: sent.append((step, values)), finish=lambda: sent.append("finished"))
+    package = SimpleNamespace(init=lambda **settings: told.update(settings) or run, config=ConfigOfTrackio())
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    config = config_of("trackio", group="mine")
+    (tmp_path / "run_7").mkdir()
+    trackers = Trackers(tmp_path / "run_7", config, warn=pytest.fail)
+    trackers.log({"train/loss": 2.5, "train/perplexity": 12.2}, step=3)
+    trackers.finish()
+    assert told == {"project": "groundwork", "name": "run_7", "group": "mine", "resume": "allow"}
+    assert package.config["optim.name"] == config.optim.name and package.config["trackers.0"] == "trackio"
+    assert sent == [(3, {"train/loss": 2.5, "train/perplexity": 12.2}), "finished"]
+
+
+class ConfigOfTrackio(dict):
+    def update(self, values, allow_val_change):
+        super().update(values)
+
+
+def test_a_restart_continues_the_run_and_another_project_is_a_new_one(tmp_path, monkeypatch):
+    """MLflow makes the id itself, and lets no setting change: that costs a warning, and the curve goes on."""
+    told, warnings = [], []
+
+    class Experiment(Own):
+        def __init__(self, **settings):
+            told.append(settings)
+            self.active_run = SimpleNamespace(info=SimpleNamespace(run_id=f"id of {settings['experiment_name']}"))
+            self.sent = []
+
+        def store_init_configuration(self, values):
+            if "run_id" in told[-1]:
+                raise ValueError("Changing param values is not allowed")
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", Experiment)
+    for project in ("a", "a", "b"):
+        trackers = Trackers(tmp_path, config_of("mlflow", project=project), warnings.append)
+        trackers.log({"train/loss": 1.0}, step=1)
+    assert [settings.get("run_id") for settings in told] == [None, "id of a", None]
+    assert warnings == [
+        "the tracker mlflow did not take the settings: ValueError: Changing param values is not allowed"
+    ]
+    assert list(trackers._running) == ["mlflow"]
+    assert json.loads((tmp_path / ".trackers.json").read_text()) == {"mlflow": {"project": "b", "id": "id of b"}}
+
+
+def test_a_tracker_that_fails_is_switched_off_with_a_warning(own, tmp_path, monkeypatch):
+    warnings = []
+    trackers = Trackers(tmp_path, config_of("own"), warnings.append)
+    for step in (12, 13, 14):
+        trackers.log({"train/loss": 1.0}, step=step)
+    trackers.finish()
+    assert own.made.sent == [(12, {"train/loss": 1.0})]
+    assert warnings == ["the tracker own failed and is switched off: OSError: no route to host"]
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "own", lambda project: own.nothing)
+    Trackers(tmp_path, config_of("own"), warnings.append).finish()
+    assert len(warnings) == 2 and "AttributeError" in warnings[1], "also if it cannot even be made"
+
+
+def test_settings_that_no_tracker_shows_are_said(own, tmp_path):
+    warnings = []
+    config = config_of("own,tensorboard", project="p", entity="team", tags="a")
+    Trackers(tmp_path, config, warnings.append).finish()
+    assert warnings == ["tracking.entity, tracking.tags: own and tensorboard cannot show it"]
+
+
+def test_trackers_get_curves_and_the_sizes_of_the_run_with_its_settings(own, tmp_path):
+    """Facts of starts, checkpoints and ends would be charts of one point each."""
+    metrics = Metrics(tmp_path, is_main=True)
+    config = config_of("own", tags="a,b").model_copy(update={"output": tmp_path})
+    metrics.begin(config, total_steps=5, facts={"parameters": 7})
+    metrics.write("start", step=0, parameters=7)
+    metrics.write("validation", step=3, source="s", loss=2.0, perplexity=7.4, bits_per_byte=1.0)
+    metrics.write("checkpoint", step=3, path="p", bytes=1, seconds=1.0, stall_seconds=0.1)
+    metrics.write("rollback", step=3, to_step=2, reason="r", change="c")
+    metrics.end(0, "done", step=3, tokens=5)
+    validation = {"validation/loss/s": 2.0, "validation/perplexity/s": 7.4, "validation/bits_per_byte/s": 1.0}
+    assert own.made.sent == [(3, validation), "finished"]
+    assert own.made.settings["run.parameters"] == 7 and own.made.settings["tracking.tags.1"] == "b"
+
+
+def test_settings_are_flat_and_have_no_holes():
+    assert flatten_for_trackers({"a": {"b": 1}, "c": [2, {"d": None}]}) == {"a.b": 1, "c.0": 2, "c.1.d": "null"}
+
+
+def test_group_is_read_where_it_was_before():
+    """Runs and recipes from before `tracking` have it beside `trackers`."""
+    recipe = ROOT / "recipes/demo.yaml"
+    assert read_run_config(recipe, [("group", "g")]).tracking.group == "g"
+    assert read_run_config(recipe, [("group", "null")]).tracking.group is None
+    assert read_run_config(recipe, [("group", "g"), ("tracking.tags", "a")]).tracking.tags == ["a"]
+    with pytest.raises(InputError, match=r"group is tracking\.group now, and both are given"):
+        read_run_config(recipe, [("group", "g"), ("tracking.group", "h")])
