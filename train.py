@@ -30,7 +30,7 @@ from pretrain.data.batches import key_of
 from pretrain.hardware import peak_flops, seed_dropout
 from pretrain.parallel.registry import make_strategy, micro_batches_launched, share_shards, strategy_class
 from pretrain.parallel.strategy import Strategy
-from pretrain.planning.judgement import judgement
+from pretrain.planning.judgement import judgement, warnings_in_words
 from pretrain.planning.smoke import smoke_test
 from pretrain.profiling.step_profile import StepProfile, refuse_profile
 from pretrain.training.attempt import attempt
@@ -150,8 +150,9 @@ def check(asked: CommandLine) -> None:
     print(banner(config, run, {}))
     if standing:
         print(standing)
-    print(*judgement(config, run, asked.overridden, validation, sys.argv[1:]), sep="\n")
-    print("No problems found.")
+    lines = judgement(config, run, asked.overridden, validation, sys.argv[1:])
+    print(*lines, sep="\n")
+    print(f"{warnings_in_words(lines)}: this run can start.")
 
 
 def start(asked: CommandLine) -> None:

@@ -22,7 +22,7 @@ from pretrain.planning.candidates import storage_of, work_of_run
 from pretrain.planning.step_time import default_mfu
 from pretrain.training.cautions import cautions
 from pretrain.training.run_plan import RunPlan, sequences_of
-from pretrain.units import bytes_text, count_text, duration_text
+from pretrain.units import bytes_text, count_text, counted, duration_text
 
 USEFUL_EPOCHS = 4
 """Beyond which repeated tokens are worth less and less than new ones (arXiv 2305.16264)."""
@@ -31,6 +31,7 @@ GOOD_STEPS = 500
 """Steps that the advice for too few of them aims at."""
 MOST_OF_VOCABULARY = 0.5
 """Share of the parameters in the embedding and the head above which a warning appears."""
+WARNING = "warning: "
 CHECK_FLAGS = ("--check", "--verbose")
 
 
@@ -57,8 +58,14 @@ def judgement(
         small_disk(config, run),
     )
     warnings = [*cautions(config, run, overridden, device), *filter(None, found)]
-    lines = [f"warning: {warning}" for warning in warnings]
+    lines = [f"{WARNING}{warning}" for warning in warnings]
     return [*lines, time_here(run, device), f"start it with: {launch_command(config, words)}"]
+
+
+def warnings_in_words(lines: Sequence[str]) -> str:
+    """'No problems found', or 'No mistakes, 2 warnings above', of the lines that `judgement` returns."""
+    count = sum(line.startswith(WARNING) for line in lines)
+    return f"No mistakes, {counted(count, 'warning')} above" if count else "No problems found"
 
 
 def repeated_data(run: RunPlan) -> str | None:
