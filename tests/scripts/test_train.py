@@ -363,7 +363,7 @@ def test_check_finds_what_the_strategy_refuses_with_all_else(recipe, monkeypatch
     monkeypatch.setattr(registry, "launcher_problems", lambda config, precision, name: [])
     overrides = [("optim.name", "adafactor"), ("optim.stochastic_rounding", "true"), ("batch.tokens_per_step", "300")]
     with pytest.raises(InputError) as caught:
-        check(SimpleNamespace(config=read_run_config(recipe, overrides)))
+        check(SimpleNamespace(config=read_run_config(recipe, overrides), recipe=recipe))
     assert [problem.partition(":")[0] for problem in caught.value.problems] == [
         "optim.stochastic_rounding",
         "batch.tokens_per_step",
