@@ -242,7 +242,7 @@ def axis_text(value: float, _position: int | None = None) -> str:
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{value / size:.4g}{unit}"
-    return f"{value:.3g}"
+    return f"{value:.4g}"
 
 
 def _line_handle(colour: str, label: str, dash: str = "-", **mark: Any) -> Any:

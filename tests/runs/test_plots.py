@@ -105,7 +105,15 @@ def test_the_smooth_line_neither_lags_nor_invents():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (1500, "1.5k"), (2e9, "2B"), (3.2e18, "3.2e18"), (0.00175, "0.00175"), (2e-6, "2e-6")],
+    [
+        (0, "0"),
+        (1500, "1.5k"),
+        (2e9, "2B"),
+        (3.2e18, "3.2e18"),
+        (0.00175, "0.00175"),
+        (2e-6, "2e-6"),
+        (6.125, "6.125"),
+    ],
 )
 def test_numbers_on_axes_are_short(value, text):
     assert axis_text(value) == text
