@@ -69,7 +69,7 @@ def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]
     model, precision = plan_without_data(config)
     vocabulary = "; ".join(assumed_vocabulary(config, model.model_config)).removeprefix("vocabulary: ")
     rows = rows_of_model(config, model, precision, vocabulary or f"{model.model_config.vocab_size:,} ids, as stated")
-    memory = memory_problem(config, model, precision, torch.device(device_type()))
+    memory = memory_shortage(config, model, precision, torch.device(device_type()))
     return [
         in_rows(rows),
         *([f"{WARNING}{memory}"] if memory else []),
@@ -141,10 +141,10 @@ def few_steps(config: RunConfig, run: RunPlan) -> str | None:
 
 
 def small_memory(config: RunConfig, run: RunPlan, device: torch.device) -> str | None:
-    return memory_problem(config, run, run.precision, device)
+    return memory_shortage(config, run, run.precision, device)
 
 
-def memory_problem(config: RunConfig, run: ModelPlan, precision: str, device: torch.device) -> str | None:
+def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: torch.device) -> str | None:
     """Warns that a step will not fit into the memory here, with what would; of several stages the largest counts."""
     name, strategy = requested_strategy()
     planned = PlannedRun(config, run.model_config, precision, device.type)
