@@ -33,7 +33,7 @@ GOOD_STEPS = 500
 """Steps that the advice for too few of them aims at."""
 MOST_OF_VOCABULARY = 0.5
 """Share of the parameters in the embedding and the head above which a warning appears."""
-WARNING = "warning: "
+WARNING_PREFIX = "warning: "
 CHECK_FLAGS = ("--check", "--verbose")
 
 
@@ -60,7 +60,7 @@ def judgement(
         small_disk(config, run),
     )
     warnings = [*cautions(config, run, overridden, device), *filter(None, found)]
-    lines = [f"{WARNING}{warning}" for warning in warnings]
+    lines = [f"{WARNING_PREFIX}{warning}" for warning in warnings]
     return [*lines, time_here(run, device), f"start it with: {launch_command(config, words)}"]
 
 
@@ -72,7 +72,7 @@ def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]
     memory = memory_shortage(config, model, precision, torch.device(device_type()))
     return [
         in_rows(rows),
-        *([f"{WARNING}{memory}"] if memory else []),
+        *([f"{WARNING_PREFIX}{memory}"] if memory else []),
         f"start it, once the data is there, with: {launch_command(config, words)}",
         "Everything but the data has been checked.",
     ]
@@ -80,7 +80,7 @@ def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]
 
 def warnings_in_words(lines: Sequence[str]) -> str:
     """'No problems found', or 'No mistakes, 2 warnings above', of the lines that `judgement` returns."""
-    count = sum(line.startswith(WARNING) for line in lines)
+    count = sum(line.startswith(WARNING_PREFIX) for line in lines)
     return f"No mistakes, {counted(count, 'warning')} above" if count else "No problems found"
 
 
