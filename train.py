@@ -13,7 +13,7 @@ Run the same command to resume; a finished run is reported as already complete.
 import sys
 
 from pretrain.errors import EXIT_DONE, Problems, or_exit, run_script
-from pretrain.recipe import CommandLine, explain, read_command_line
+from pretrain.recipe import CommandLine, explain, preparations, read_command_line
 from pretrain.terminal import begin
 
 if __name__ == "__main__":  # before torch is imported: --help and a mistyped setting answer at once
@@ -27,10 +27,11 @@ import torch
 from pretrain.checkpoint.run_state import Request
 from pretrain.config import RunConfig
 from pretrain.data.batches import key_of
+from pretrain.data.shards import PREPARED_BY
 from pretrain.hardware import peak_flops, seed_dropout
 from pretrain.parallel.registry import make_strategy, micro_batches_launched, share_shards, strategy_class
 from pretrain.parallel.strategy import Strategy
-from pretrain.planning.judgement import judgement
+from pretrain.planning.judgement import judgement, judgement_without_data, warnings_in_words
 from pretrain.planning.smoke import smoke_test
 from pretrain.profiling.step_profile import StepProfile, refuse_profile
 from pretrain.training.attempt import attempt
@@ -43,7 +44,7 @@ from pretrain.training.resume import Continuation
 from pretrain.training.run_plan import Cadences, derive, settled
 from pretrain.training.run_records import announce, banner
 from pretrain.training.supervisor import Supervisor
-from pretrain.training.validation import open_validation
+from pretrain.training.validation import data_problems, open_validation
 
 
 def main(asked: CommandLine, config: RunConfig, strategy: Strategy, steps: int | None, metrics: Metrics) -> int:
@@ -138,23 +139,28 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, steps: int |
 
 def check(asked: CommandLine) -> None:
     """Checks everything that can be checked before the start."""
+    PREPARED_BY.update(preparations(asked.recipe))
     share_shards(asked.config.data)
     problems, config = Problems(), settled(asked.config)
     problems.attempt(strategy_class, config)
     run = problems.attempt(derive, config, ranks=micro_batches_launched())
     standing = problems.attempt(next_start_in_words, config, run, asked) if run else None
     validation = problems.attempt(open_validation, config.data)
+    if problems and set(problems) <= set(data_problems(config.data)):
+        print(*judgement_without_data(config, sys.argv[1:]), sep="\n", flush=True)
     problems.stop_if_any()
     if asked.verbose:
         print(explain(asked))
     print(banner(config, run, {}))
     if standing:
         print(standing)
-    print(*judgement(config, run, asked.overridden, validation, sys.argv[1:]), sep="\n")
-    print("No problems found.")
+    lines = judgement(config, run, asked.overridden, validation, sys.argv[1:])
+    print(*lines, sep="\n")
+    print(f"{warnings_in_words(lines)}: this run can start.")
 
 
 def start(asked: CommandLine) -> None:
+    PREPARED_BY.update(preparations(asked.recipe))
     share_shards(asked.config.data)
     settled_config = settled(asked.config)
     strategy = make_strategy(settled_config)

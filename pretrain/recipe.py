@@ -4,6 +4,7 @@ A misspelt key, a wrong type or a rule that two settings break together is repor
 what was given and what is allowed, all problems at once.
 """
 
+import itertools
 import json
 import re
 import reprlib
@@ -85,6 +86,22 @@ class CommandLine:
     """Find out why the run is slow, from so many of its steps."""
     recipe: Path
     """The file."""
+
+
+def preparations(recipe: Path) -> dict[str, str]:
+    """{folder: the command that prepares its shards}, by the comment at the head of a recipe.
+
+    A command that trains the tokenizer of another stands before that, joined by &&.
+    """
+    lines = itertools.takewhile(lambda line: line.startswith("#"), recipe.read_text().splitlines())
+    head = "\n".join(line.removeprefix("#").strip() for line in lines)
+    commands = {f"data/{name}": f"make {name}" for name in re.findall(r"`make (\w+)` prepares", head)}
+    for line in re.sub(r"\s*\\\n\s*", " ", head).splitlines():
+        options = dict(re.findall(r"--(\w+) (\S+)", line))
+        if line.startswith("python prepare_data.py ") and "output" in options:
+            before = commands.get(options.get("tokenizer"))
+            commands[options["output"]] = f"{before} && {line}" if before else line
+    return commands
 
 
 HANGING = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}

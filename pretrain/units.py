@@ -1,5 +1,6 @@
 """Counts, durations and energies as people write them. Imports nothing heavy, so that runs.py starts fast."""
 
+import math
 import re
 from typing import Any
 
@@ -24,6 +25,12 @@ def count_text(count: float) -> str:
     """1234567 -> '1.23M'"""
     unit = next((unit for unit in reversed(UNITS) if count >= UNITS[unit]), None)
     return f"{count / UNITS[unit]:.3g}{unit}" if unit else f"{count:.0f}"
+
+
+def count_upwards(count: float) -> str:
+    """46423100000 -> '46.5B': three digits that stand for at least as many."""
+    step = 10 ** (len(str(math.ceil(count))) - 3)
+    return count_text(math.ceil(count / step) * step)
 
 
 def counted(count: int, noun: str) -> str:

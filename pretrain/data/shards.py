@@ -44,6 +44,10 @@ FOUND: dict[tuple[str, str | None], FoundShards] = {}
 """By folder and tokenizer of the recipe; empty where each process reads for itself."""
 
 
+PREPARED_BY: dict[str, str] = {}
+"""{folder: the command that prepares it}, where the recipe's own comment has one."""
+
+
 def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
     """Reads and checks folder/manifest.json; makes one for files from other tools (data/foreign_shards.py).
 
@@ -61,10 +65,9 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
         if foreign_files(folder):
             return foreign_manifest(folder, tokenizer)
     if not folder.is_dir():
-        raise InputError(
-            f"{folder}: no such folder of prepared shards; prepare it with "
-            f"python prepare_data.py --input 'FILES' --tokenizer TOKENIZER --output {folder}"
-        )
+        usual = f"python prepare_data.py --input 'FILES' --tokenizer TOKENIZER --output {folder}"
+        command = PREPARED_BY.get(str(folder), usual)
+        raise InputError(f"{folder}: no such folder of prepared shards; prepare it with {command}")
     path = folder / MANIFEST_FILE
     if not path.is_file():
         raise InputError(

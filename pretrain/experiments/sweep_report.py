@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ SWEEP_RESULTS, SWEEP_PICTURE, BEST_RECIPE = "results.json", "results.png", "best
 RATIO_FOR_LOG = 4.0
 """Values further apart than this are drawn on a logarithmic axis."""
 MOST_LINES = 8
+LINE_UNDER_PANEL, LINE_IN_LEGEND, SHORTEST_LINE = 64, 48, 7
+"""Characters of a panel's width, of a line in its legend, and of the shortest line of a label under it."""
+MOST_LINES_OF_LABEL = 5
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,8 @@ def report_sweep(request: SweepRequest, results: Sequence[PointResult]) -> int:
     draw_sweep(request, results, request.output / SWEEP_PICTURE)
     write_durably(request.output / BEST_RECIPE, best_recipe(request, finished[0]))
     print(f"\n{verdict_of_sweep(finished)}")
+    for line in at_the_edge(request, results):
+        print(line)
     if failed := [result for result in results if result.state == "failed"]:
         print(f"{len(failed)} of {len(results)} settings failed; the same command tries them again.")
     for name in (SWEEP_RESULTS, SWEEP_PICTURE, BEST_RECIPE):
@@ -128,6 +134,27 @@ def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
     sure = "" if gap > half else ", which shows no difference"
     over = f"90 % interval {gap - half:.4f} to {gap + half:.4f} by {len(differences)} seeds"
     return f"{text}, {gap:.4f} below the next ({over}){sure}."
+
+
+def at_the_edge(request: SweepRequest, results: Sequence[PointResult]) -> list[str]:
+    """Says of each numeric setting whose best value is the smallest or the largest tried that the best may lie beyond.
+
+    results: the best first. A value that diverged bounds the best as well.
+    """
+    lines = []
+    for axis in request.axes:
+        best = results[0].settings[axis.path]
+        tried = {result.settings[axis.path] for result in results}
+        is_ordered = axis.path != "seed" and all(is_number_text(text) for text in tried)
+        if not is_ordered or len(tried) < 2:
+            continue
+        values = sorted(tried, key=lambda text: float(parse_yaml(text)))
+        if best in (values[0], values[-1]) and parse_yaml(best) != 0:  # most settings go no lower than 0
+            side, beyond = ("smallest", "lower") if best == values[0] else ("largest", "higher")
+            lines.append(
+                f"{axis.path}: {best} is the {side} value tried, so the best may be {beyond}; try some {beyond} ones"
+            )
+    return lines
 
 
 def t_of(count: int) -> float:
@@ -200,6 +227,14 @@ def draw_sweep(request: SweepRequest, results: Sequence[PointResult], path: Path
     unfinished.replace(path)
 
 
+def fitting_label(text: str, width: int) -> str:
+    """The text in lines of so many characters, without its middle where it takes more than MOST_LINES_OF_LABEL."""
+    most = width * MOST_LINES_OF_LABEL
+    if len(text) > most:
+        text = f"{text[: most // 2 - 2]}...{text[-(most // 2 - 2) :]}"
+    return "\n".join(textwrap.wrap(text, width)) or text
+
+
 def draw_axis(panel: Any, path: str, finished: Sequence[PointResult], is_best: PointResult) -> None:
     """One setting's panel."""
     texts = list(dict.fromkeys(result.settings[path] for result in finished))
@@ -213,7 +248,8 @@ def draw_axis(panel: Any, path: str, finished: Sequence[PointResult], is_best: P
     else:
         place = {text: float(number) for number, text in enumerate(texts)}
     if len(texts) <= 10:
-        panel.set_xticks(list(place.values()), list(place), rotation=0 if max(map(len, texts)) < 8 else 20)
+        width = max(SHORTEST_LINE, LINE_UNDER_PANEL // len(texts))
+        panel.set_xticks(list(place.values()), [fitting_label(text, width) for text in place])
     lines: dict[tuple, list[PointResult]] = {}
     for result in finished:
         others = tuple((other, value) for other, value in result.settings.items() if other != path)
@@ -226,7 +262,7 @@ def draw_axis(panel: Any, path: str, finished: Sequence[PointResult], is_best: P
         y = [statistics.fmean(result.losses) for result in points]
         spreads = [result.spread or 0.0 for result in points]
         named = ", ".join(f"{other.rpartition('.')[2]} {value}" for other, value in others)
-        label = named if not single and number < MOST_LINES else None
+        label = fitting_label(named, LINE_IN_LEGEND) if not single and number < MOST_LINES else None
         panel.errorbar(
             x, y, yerr=spreads, color=colour, marker="o", markersize=4, capsize=3, linewidth=1.5, label=label
         )

@@ -36,7 +36,7 @@ from pretrain.planning.report import TABLE_WIDTH
 from pretrain.planning.sizing import MOST_EPOCHS
 from pretrain.planning.step_time import Hardware
 from pretrain.terminal import width_of
-from pretrain.units import count_text, duration_text
+from pretrain.units import count_text, count_upwards, duration_text
 
 SAVES, SECONDS_BETWEEN_SAVES = 10, 1800
 """Checkpoints and validations of a run, more where it is so long that half an hour is lost otherwise."""
@@ -396,9 +396,9 @@ def alternatives_table(found: Answer) -> Table:
 def preparation_command(found: Answer) -> str:
     """Of text that is enough for one epoch and for validation."""
     tokenizer = found.place.tokenizer or "TOKENIZER"
-    tokens = math.ceil(1.02 * found.chosen.tokens / 1e6)
+    tokens = count_upwards(1.02 * found.chosen.tokens)
     return (
-        f"python prepare_data.py --input 'mine/*.jsonl' --tokenizer {tokenizer} --max_tokens {tokens}M "
+        f"python prepare_data.py --input 'mine/*.jsonl' --tokenizer {tokenizer} --max_tokens {tokens} "
         f"--validation_fraction 0.01 --output {found.place.shards}"
     )
 

@@ -25,6 +25,8 @@ from pretrain.parallel.registry import STRATEGIES
 from pretrain.planning.step_time import Hardware, RunWork, Speed
 from pretrain.training.run_plan import ramp_of, sequences_of, too_long
 
+AS_FAST = 0.03
+"""Difference in time below which a plan takes two strategies for equally fast."""
 SIMPLEST_FIRST = {name: place for place, name in enumerate(STRATEGIES)}
 
 
@@ -219,13 +221,31 @@ def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
 
 
 def recommend(candidates: list[Candidate]) -> Candidate | None:
-    """The fastest that fits, and of those within 3 % of it the simplest; None if none fits."""
+    """The simplest of the fastest, those that take the recipe's micro-batch first; None if none fits."""
+    return min(
+        fastest_of(candidates),
+        key=lambda candidate: (not candidate.fits, SIMPLEST_FIRST[candidate.name]),
+        default=None,
+    )
+
+
+def fastest_of(candidates: list[Candidate]) -> list[Candidate]:
+    """The fastest that fits, and those that the estimate cannot tell from it."""
     able = [candidate for candidate in candidates if candidate.runs]
-    if not able:
-        return None
-    fastest = min(candidate.step_seconds for candidate in able)
-    near = [candidate for candidate in able if candidate.step_seconds <= 1.03 * fastest]
-    return min(near, key=lambda candidate: (not candidate.fits, SIMPLEST_FIRST[candidate.name]))
+    least = min((candidate.step_seconds for candidate in able), default=math.inf)
+    return [candidate for candidate in able if candidate.step_seconds <= (1 + AS_FAST) * least]
+
+
+def reason_of(chosen: Candidate, candidates: list[Candidate]) -> str:
+    """Why `recommend` chose this one, in a sentence."""
+    same = [candidate for candidate in fastest_of(candidates) if candidate is not chosen]
+    if not same:
+        others = sum(candidate.runs for candidate in candidates) - 1
+        return f"{chosen.name} is the fastest that fits." if others else f"Nothing but {chosen.name} fits."
+    is_simplest = all(SIMPLEST_FIRST[chosen.name] < SIMPLEST_FIRST[candidate.name] for candidate in same)
+    which = "is the simplest" if is_simplest else "is the simplest that takes the recipe's micro-batch"
+    names = ", ".join(candidate.name for candidate in same)
+    return f"{chosen.name} {which} of the fastest: the estimate cannot tell {names} from it (within {AS_FAST:.0%})."
 
 
 def command_of(

@@ -11,6 +11,7 @@ import torch
 
 from pretrain.config import RunConfig
 from pretrain.data.shards import ShardReader
+from pretrain.data.vocabulary import assumed_vocabulary
 from pretrain.errors import InputError, one_line
 from pretrain.hardware import memory_bytes, peak_flops
 from pretrain.memory.parts import PlannedRun, sizes_of
@@ -21,8 +22,9 @@ from pretrain.parallel.strategy import device_type
 from pretrain.planning.candidates import storage_of, work_of_run
 from pretrain.planning.step_time import default_mfu
 from pretrain.training.cautions import cautions
-from pretrain.training.run_plan import RunPlan, sequences_of
-from pretrain.units import bytes_text, count_text, duration_text
+from pretrain.training.run_plan import ModelPlan, RunPlan, plan_without_data, sequences_of
+from pretrain.training.run_records import in_rows, rows_of_model
+from pretrain.units import bytes_text, count_text, counted, duration_text
 
 USEFUL_EPOCHS = 4
 """Beyond which repeated tokens are worth less and less than new ones (arXiv 2305.16264)."""
@@ -31,6 +33,7 @@ GOOD_STEPS = 500
 """Steps that the advice for too few of them aims at."""
 MOST_OF_VOCABULARY = 0.5
 """Share of the parameters in the embedding and the head above which a warning appears."""
+WARNING_PREFIX = "warning: "
 CHECK_FLAGS = ("--check", "--verbose")
 
 
@@ -57,8 +60,28 @@ def judgement(
         small_disk(config, run),
     )
     warnings = [*cautions(config, run, overridden, device), *filter(None, found)]
-    lines = [f"warning: {warning}" for warning in warnings]
+    lines = [f"{WARNING_PREFIX}{warning}" for warning in warnings]
     return [*lines, time_here(run, device), f"start it with: {launch_command(config, words)}"]
+
+
+def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]:
+    """The lines of a check of a recipe that lacks its data alone: everything else has been found right."""
+    model, precision = plan_without_data(config)
+    vocabulary = "; ".join(assumed_vocabulary(config, model.model_config)).removeprefix("vocabulary: ")
+    rows = rows_of_model(config, model, precision, vocabulary or f"{model.model_config.vocab_size:,} ids, as stated")
+    memory = memory_shortage(config, model, precision, torch.device(device_type()))
+    return [
+        in_rows(rows),
+        *([f"{WARNING_PREFIX}{memory}"] if memory else []),
+        f"start it, once the data is there, with: {launch_command(config, words)}",
+        "Everything but the data has been checked.",
+    ]
+
+
+def warnings_in_words(lines: Sequence[str]) -> str:
+    """'No problems found', or 'No mistakes, 2 warnings above', of the lines that `judgement` returns."""
+    count = sum(line.startswith(WARNING_PREFIX) for line in lines)
+    return f"No mistakes, {counted(count, 'warning')} above" if count else "No problems found"
 
 
 def repeated_data(run: RunPlan) -> str | None:
@@ -118,9 +141,13 @@ def few_steps(config: RunConfig, run: RunPlan) -> str | None:
 
 
 def small_memory(config: RunConfig, run: RunPlan, device: torch.device) -> str | None:
+    return memory_shortage(config, run, run.precision, device)
+
+
+def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: torch.device) -> str | None:
     """Warns that a step will not fit into the memory here, with what would; of several stages the largest counts."""
     name, strategy = requested_strategy()
-    planned = PlannedRun(config, run.model_config, run.precision, device.type)
+    planned = PlannedRun(config, run.model_config, precision, device.type)
     layout, have = strategy.launched_layout(name), memory_bytes(device)
     if fits_by_far(config, run, have):
         return None
@@ -140,7 +167,7 @@ def small_memory(config: RunConfig, run: RunPlan, device: torch.device) -> str |
     )
 
 
-def fits_by_far(config: RunConfig, run: RunPlan, have: int) -> bool:
+def fits_by_far(config: RunConfig, run: ModelPlan, have: int) -> bool:
     """Whether several times what is usual fits into so many bytes, undivided: tracing a step takes seconds.
 
     Usual are, in fp32, 34 values of the hidden width per token and layer (arXiv 2205.05198), and scores of all pairs

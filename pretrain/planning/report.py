@@ -28,6 +28,7 @@ from pretrain.planning.candidates import (
     command_of,
     consider,
     planned_precision,
+    reason_of,
     recommend,
     sources_of,
     storage_of,
@@ -305,6 +306,7 @@ def plan_verdict(plan: Plan) -> list[str]:
         f"Recommended: {chosen.name}{change}: "
         f"{duration_text(plan.hours * 3600)}, {plan.gpu_hours:,.1f} {plan.hardware.unit}-hours{cost}; validation "
         "and checkpoints not included.",
+        reason_of(chosen, plan.candidates),
         f"  {plan.command}",
     ]
 

@@ -22,6 +22,8 @@ MOST_SCORE_PANELS = 15
 MARK_HEIGHT = 0.035
 """Of a run's line of event marks, as a share of the panel."""
 SMOOTHED_SHARE = 0.04
+FEW = 12
+"""Values of a curve up to which each is a dot, and the first ones count as much as the rest."""
 SHARE_LEFT_OUT_OF_RANGE = 0.02
 """Share of a run that does not decide the range of the loss."""
 
@@ -113,7 +115,8 @@ def _draw_measure(
         x, y = _points(run.train, position, measure)
         colour = COLOURS[number % len(COLOURS)]
         smooth_here = smooth and len(y) >= 20
-        axis.plot(x, y, color=colour, linewidth=0.8 if smooth_here else 1.6, alpha=0.35 if smooth_here else 1.0)
+        look = {"linewidth": 0.8, "alpha": 0.35} if smooth_here else {"linewidth": 1.6}
+        axis.plot(x, y, color=colour, marker="o" if len(y) <= FEW else None, markersize=3, **look)
         if smooth_here:
             x, y = _points(run.train | run.train_means, position, measure)
             axis.plot(x, smoothed(y), color=colour, linewidth=1.8)
@@ -158,6 +161,8 @@ def _draw_marks(axis: Any, runs: list[RunCurves], position: str) -> None:
 
 def _leave_out_beginning(axis: Any, curves: list[tuple[list[float], list[float]]], *, marks: bool) -> None:
     """The axis fits what comes after the first 2 %: the fall from the initial loss would flatten all the rest."""
+    if all(len(x) <= FEW for x, _ in curves):
+        return
     end = max((x[-1] for x, _ in curves if x), default=0)
     later = [value for x, y in curves for at, value in zip(x, y, strict=True) if at >= SHARE_LEFT_OUT_OF_RANGE * end]
     if later:
@@ -237,7 +242,7 @@ def axis_text(value: float, _position: int | None = None) -> str:
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{value / size:.4g}{unit}"
-    return f"{value:.3g}"
+    return f"{value:.4g}"
 
 
 def _line_handle(colour: str, label: str, dash: str = "-", **mark: Any) -> Any:

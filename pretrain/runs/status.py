@@ -151,9 +151,15 @@ def _validation_loss(events: list[Event]) -> float | None:
 
 
 def _seconds_left(events: list[Event], step: int | None, total_steps: int | None) -> float | None:
-    """By the pace of the last lines of this process, validations and checkpoints included."""
-    since = max((n for n, e in enumerate(events) if e["event"] in ("start", "rollback")), default=0)
-    steps = [e for e in events[since:] if e["event"] == "train" and is_number(e.get("time"))][-500:]
+    """By the pace of the last lines of this process, validations and checkpoints included.
+
+    The first line comes after the step that compiles, and so does that of a stage, once it has two.
+    """
+    for kinds in (("start", "rollback", "stage"), ("start", "rollback")):
+        since = max((n for n, e in enumerate(events) if e["event"] in kinds), default=0)
+        steps = [e for e in events[since:] if e["event"] == "train" and is_number(e.get("time"))][-500:]
+        if len(steps) > 1:
+            break
     if step is None or not total_steps or len(steps) < 2 or steps[-1]["step"] <= steps[0]["step"]:
         return None
     seconds_per_step = (steps[-1]["time"] - steps[0]["time"]) / (steps[-1]["step"] - steps[0]["step"])

@@ -97,6 +97,7 @@ class Housekeeping:
         facts |= {"sequences_per_micro_batch": self.stage.sequences_per_micro_batch}
         self.metrics.write("stage", step=self.state.step, flops_per_token=self.stage.flops_per_token, **facts)
         if self.config.compile != "none":
+            self.throughput.expect_compiling()
             self.metrics.expect("First step of the stage, which compiles the model anew")
 
     def log(self, report: StepReport, learning_rate: float) -> None:
@@ -109,6 +110,7 @@ class Housekeeping:
         figures |= self.throughput.read(tokens, flops, self.peak_flops, self.strategy.ranks.count)
         figures |= self.built.experts.figures() | {"peak_memory_bytes": peak_memory_bytes(self.strategy.device)}
         figures |= self.metrics.energy()
+        self.metrics.pace = self.throughput.pace
         self.metrics.write("train", step=self.state.step, tokens=self.state.tokens, **figures)
         slow = self.speed_guard.judge(figures["tokens_per_second"])
         idle = self.speed_guard.judge_mfu(figures["mfu"]) if self.strategy.device.type == "cuda" else None

@@ -48,7 +48,7 @@ SHOWN: dict[str, Parts] = {
         (ALWAYS, "step {step:,}/{total_steps:,}"), (ALWAYS, "loss {loss:.4f}"), (WIDER, "perplexity {perplexity:.5g}"),
         (WIDE, "lr {learning_rate:.2e}"), (WIDER, "norm {grad_norm:.3f}"),
         (ALWAYS, "{tokens_per_second:,.0f} tok/s"), (WIDE, "{mfu_text}"), (WIDEST, "{tokens_text}"),
-        (ALWAYS, "{time_left} left"),
+        (ALWAYS, "{left_text}"),
     ),
     "validation": (
         (ALWAYS, "step {step:,} · validation {source} · loss {loss:.4f}"), (ALWAYS, "{average_text}"),
@@ -93,12 +93,21 @@ class Throughput:
 
     def __init__(self):
         self._ends: deque[float] = deque(maxlen=STEPS_OF_SPEED)
+        self.pace: float | None = None
+        """Seconds per step to expect, from steps that compiled nothing; None before there are any."""
         self._begin()
+        self._compiles = True
 
     def _begin(self) -> None:
         self._start = time.perf_counter()
         self._paused = self._data = 0.0
         self._steps = 0
+        self._compiles = False
+
+    def expect_compiling(self) -> None:
+        """The next step compiles: no pace follows from how long it takes."""
+        self._ends.clear()
+        self._compiles = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -117,6 +126,7 @@ class Throughput:
     def step_done(self) -> None:
         self._steps += 1
         self._ends.append(time.perf_counter())
+        self.pace = self.recent_step_seconds or self.pace
 
     @property
     def recent_step_seconds(self) -> float | None:
@@ -128,6 +138,8 @@ class Throughput:
         """Figures since the last reading, of `tokens` and `flops` over all ranks; starts the next interval."""
         seconds = max(time.perf_counter() - self._start - self._paused, 1e-9)
         steps = max(self._steps, 1)
+        if not self._compiles:  # a pause after every step leaves no other pace
+            self.pace = self.recent_step_seconds or seconds / steps
         figures = {
             "tokens_per_second": tokens / seconds,
             "mfu": flops / seconds / (peak_flops * ranks) if peak_flops else None,
@@ -204,6 +216,8 @@ class Metrics:
         """began: the run has started training; the same on all ranks."""
         self._started, self._trackers, self._meter = time.perf_counter(), None, None
         self._stand: dict[str, int] | None = None
+        self.pace: float | None = None
+        """Seconds per step to expect; None: not known yet."""
         if is_main:
             run.mkdir(parents=True, exist_ok=True)
             self._lines, self._log = LineFile(run / METRICS_FILE), LineFile(run / "train.log")
@@ -325,7 +339,8 @@ class Metrics:
     def _in_words(self, event: str, values: dict[str, Any], width: int | None) -> str:
         extra: dict[str, Any] = {"total_steps": self.total_steps}
         if event == "train":
-            extra["time_left"] = duration_text((self.total_steps - values["step"]) * values["step_seconds"])
+            left = self.total_steps - values["step"]
+            extra["left_text"] = f"{duration_text(left * self.pace)} left" if self.pace is not None else ""
             extra["mfu_text"] = f"MFU {values['mfu']:.1%}" if values.get("mfu") else ""
             extra["tokens_text"] = f"{count_text(values['tokens'])} tokens"
         if event == "validation":

@@ -273,7 +273,8 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         problems.attempt(find_weights, config.model.config)
         if config.model.changes and model_config is not None:
             problems += problems.attempt(unfitting_weights, config.model, model_config) or []
-    readers = problems.attempt(open_training, data)
+    of_data = Problems()
+    readers = of_data.attempt(open_training, data)
     device = problems.attempt(device_type)
     precision = problems.attempt(resolve_precision, config.precision) if device else None
     problems.attempt(
@@ -297,13 +298,19 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         problems += problems.attempt(optimizer_problems, config.optim, model_config, device or "cpu") or []
         problems += problems.attempt(loss_problems, config.loss, model_config) or []
         problems += checkpointing_problems(config.activation_checkpointing, model_config)
-    problems.stop_if_any()
-    model = plan_model(config, model_config, losses_of_routers)
+    if problems:
+        raise InputError(*problems, *of_data)
+    say_stage("Testing the architecture")
+    model = of_data.attempt(plan_model, config, model_config, losses_of_routers)  # judged without the data, too
+    if model is None:
+        raise InputError(*of_data)
 
     ramp = problems.attempt(ramp_of, config, sequences_per_step, model.active_parameters)
+    if ramp is not None:
+        schedule = problems.attempt(schedule_of, config, ramp.total_steps)
+        problems += averaging_problems(config, ramp.total_steps)
+    problems += of_data
     problems.stop_if_any()
-    schedule = problems.attempt(schedule_of, config, ramp.total_steps)
-    problems += averaging_problems(config, ramp.total_steps)
     batches = problems.attempt(Batches, data, seed=config.seed, ramp=ramp)
     problems.stop_if_any()
     return RunPlan(
@@ -359,7 +366,6 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
     Args:
         model_config: of `config.model`.
     """
-    say_stage("Testing the architecture")
     found = probe(
         model_config,
         attention=config.attention,
@@ -376,6 +382,13 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
         from_hidden_states=found.from_hidden_states,
         attention_passed_over=found.passed_over,
     )
+
+
+def plan_without_data(config: RunConfig) -> tuple[ModelPlan, str]:
+    """(model, precision) of a recipe that `derive` refuses for its data alone."""
+    model_config = planned_model_config(config)
+    model = plan_model(config, model_config, router_losses(config.loss, model_config))
+    return model, resolve_precision(config.precision)
 
 
 def place_problems(config: RunConfig) -> Problems:

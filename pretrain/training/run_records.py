@@ -28,7 +28,7 @@ from pretrain.runs.publishing.card_facts import DATA_FILE, hub_datasets_of, prep
 from pretrain.runs.run_folder import read_json
 from pretrain.training.cautions import cautions
 from pretrain.training.resume import Continuation
-from pretrain.training.run_plan import RunPlan
+from pretrain.training.run_plan import ModelPlan, RunPlan
 from pretrain.units import count_text, counted
 
 RECORD_FILES = ("config.yaml", "model.json", DATA_FILE, "strategy.json", "environment.json")
@@ -176,31 +176,15 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
 
 def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
     """The numbers of the run in effect, one per line. `built` adds what only the built objects know."""
-    device = torch.device(device_type())
     ramp, length, micro = plan.ramp, config.data.sequence_length, config.batch.sequences_per_micro_batch
     full_micro_steps = ramp.sequences_per_level[-1] // (micro * plan.ranks)
     levels = " -> ".join(f"{level * length:,}" for level in ramp.sequences_per_level)
-    is_fallback = config.precision == "auto" and plan.precision == "fp32"
-    reason = f" (auto: {missing_bf16(device.type)})" if is_fallback else ""
-    weights = "bf16, rounded stochastically" if config.optim.stochastic_rounding else "fp32"
     is_sparse = plan.active_parameters < plan.parameters
-    active = f"{plan.active_parameters:,} active of " if is_sparse else ""
     per_parameter = f"{plan.total_tokens / plan.active_parameters:.1f} per {'active ' if is_sparse else ''}parameter"
-    attention = plan.attention + (", within documents" if config.data.document_mask else "")
     readers, epochs = plan.batches.readers, plan.batches.epochs_at(plan.total_steps)
-    kernels = {}
-    if device.type == "cuda":
-        here = {"dtype": DTYPES[plan.precision], "window": config.data.window}
-        not_used = kernels_not_used(config.attention, plan.attention, config.compile, **here)
-        kernels = {"kernels": kernels_used(plan.attention, config.compile, **here)}
-        kernels |= {"not used": "; ".join(not_used)} if not_used else {}
+    vocabulary = vocabulary_text(plan.model_config.vocab_size, plan.batches.vocabulary_size)
     rows = {
-        "device": device_in_words(device),
-        "model": f"{config.model} ({plan.model_config.model_type}), {active}{plan.parameters:,} parameters",
-        "vocabulary": vocabulary_text(plan.model_config.vocab_size, plan.batches.vocabulary_size),
-        "precision": f"{plan.precision}{reason}, weights and optimizer in {weights}",
-        "attention": "; not ".join([attention, *plan.attention_passed_over]),
-        **kernels,
+        **rows_of_model(config, plan, plan.precision, vocabulary),
         "data": " + ".join(f"{folder} ({count_text(reader.tokens)} tokens)" for folder, reader in readers.items()),
         "epochs in total": ", ".join(f"{folder} {count:.2f}" for folder, count in epochs.items()),
         "tokens per step": f"{levels} = {counted(micro, 'sequence')} x {length:,} tokens x "
@@ -214,5 +198,35 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
         **plan.router_losses.in_words(),
         **built,
     }
+    return in_rows(rows)
+
+
+def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabulary: str) -> dict[str, str]:
+    """The rows of the banner that do not depend on the data."""
+    device = torch.device(device_type())
+    is_fallback = config.precision == "auto" and precision == "fp32"
+    reason = f" (auto: {missing_bf16(device.type)})" if is_fallback else ""
+    weights = "bf16, rounded stochastically" if config.optim.stochastic_rounding else "fp32"
+    is_sparse = model.active_parameters < model.parameters
+    active = f"{model.active_parameters:,} active of " if is_sparse else ""
+    attention = model.attention + (", within documents" if config.data.document_mask else "")
+    kernels = {}
+    if device.type == "cuda":
+        here = {"dtype": DTYPES[precision], "window": config.data.window}
+        not_used = kernels_not_used(config.attention, model.attention, config.compile, **here)
+        kernels = {"kernels": kernels_used(model.attention, config.compile, **here)}
+        kernels |= {"not used": "; ".join(not_used)} if not_used else {}
+    return {
+        "device": device_in_words(device),
+        "model": f"{config.model} ({model.model_config.model_type}), {active}{model.parameters:,} parameters",
+        "vocabulary": vocabulary,
+        "precision": f"{precision}{reason}, weights and optimizer in {weights}",
+        "attention": "; not ".join([attention, *model.attention_passed_over]),
+        **kernels,
+    }
+
+
+def in_rows(rows: dict[str, str]) -> str:
+    """One line each, the values below each other."""
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config import Data, WindowSpec
+from pretrain.data.batches import open_training
 from pretrain.data.shards import ShardReader, open_shards, read_manifest
 from pretrain.data.windows import read_windows, windows_of
 from pretrain.errors import Problems
@@ -47,6 +48,14 @@ def open_validation(data: Data) -> dict[str, ShardReader]:
         readers[source_name(folder, readers)] = reader
     problems.stop_if_any()
     return readers
+
+
+def data_problems(data: Data) -> Problems:
+    """What is wrong with the shards of a run, and with nothing else."""
+    problems = Problems()
+    problems.attempt(open_training, data)
+    problems.attempt(open_validation, data)
+    return problems
 
 
 def source_name(folder: Path, taken: dict) -> str:

@@ -18,7 +18,14 @@ from pretrain.experiments import sweep as sweeps
 from pretrain.experiments.small_runs import RunOutcome, SmallRun, device_slots
 from pretrain.experiments.sweep import Grid, pick_settings
 from pretrain.experiments.sweep_plan import SweepPoint, SweepRequest, config_of_run, read_axes, request_problems
-from pretrain.experiments.sweep_report import PointResult, RunResult, verdict_of_sweep
+from pretrain.experiments.sweep_report import (
+    PointResult,
+    RunResult,
+    at_the_edge,
+    draw_sweep,
+    fitting_label,
+    verdict_of_sweep,
+)
 from pretrain.recipe import read_run_config
 from support.project import events, run_script, start_script
 
@@ -138,6 +145,38 @@ def test_the_best_is_as_sure_as_its_seeds(second, said, tmp_path):
     assert said in text.replace("Best", "best") and ("interval" in text) == bool(second)
 
 
+def finished_point(folder, loss, **settings):
+    outcome = RunOutcome("finished", 8, 0, {8: loss}, 0.0)
+    return PointResult(settings, 9, [RunResult(SmallRun("r", folder, 8, 1.0), outcome, None)])
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        ({"1e-4": 3.0, "3e-4": 3.1, "1e-3": 3.2}, "rate: 1e-4 is the smallest value tried, so the best may be lower"),
+        ({"1e-3": 3.0, "3e-4": 3.1, "1e-4": 3.2}, "rate: 1e-3 is the largest value tried, so the best may be higher"),
+        ({"3e-4": 3.0, "1e-3": math.inf, "1e-4": 3.2}, None),
+        ({"0": 3.0, "0.1": 3.1}, None),
+        ({"cosine": 3.0, "wsd": 3.1}, None),
+        ({"1e-4": 3.0}, None),
+    ],
+    ids=["smallest", "largest", "a larger one diverged", "none at all", "no numbers", "one value"],
+)
+def test_a_best_value_at_the_end_of_what_was_tried_is_said(rates, said, tmp_path):
+    results = [finished_point(tmp_path, loss, rate=rate) for rate, loss in rates.items()]
+    lines = at_the_edge(request(f"rate={','.join(rates)}", output=tmp_path), results)
+    assert [line[: len(said or "")] for line in lines] == ([said] if said else [])
+
+
+def test_long_values_stay_within_the_picture(tmp_path, recwarn):
+    values = [f"[{{shards: data/{name * 30}, weight: 1}}]" for name in "abcd"]
+    asked = request(f"data.train={','.join(values)}", output=tmp_path)
+    results = [finished_point(tmp_path, 3.0 + n, **settings) for n, settings in enumerate(asked.grid)]
+    draw_sweep(asked, results, tmp_path / "results.png")
+    assert not [warning for warning in recwarn if "constrained_layout" in str(warning.message)]
+    assert fitting_label("short", 7) == "short" and max(map(len, fitting_label(values[0], 7).split("\n"))) == 7
+
+
 def test_a_search_learns_from_what_it_has_tried_and_repeats_itself(tmp_path):
     pytest.importorskip("optuna")
     asked = request("optim.learning_rate=1e-4..1e-1", "optim.name=adamw,muon", search=20, output=tmp_path)
@@ -203,7 +242,7 @@ def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path):
         recipe_of_best["optim"]["learning_rate"] == float(best) and recipe_of_best["output"] == f"{tmp_path}/run_best"
     )
     assert recipe_of_best["validation"]["sequences"] == 4 and recipe_of_best["checkpoint"]["keep_last"] == 2
-    assert "No problems found" in run_script("train.py", "--config", output / "best.yaml", "--check").stdout
+    assert "this run can start" in run_script("train.py", "--config", output / "best.yaml", "--check").stdout
 
     # The same command finds all done; another is refused, and leaves it.
     plan = json.loads((output / "plan.json").read_text())

@@ -13,8 +13,12 @@ import pytest
 from pretrain.errors import InputError
 from pretrain.processes import folder_lock
 from pretrain.runs.control import COMMANDS, Control
+from pretrain.runs.curves import curves_of
+from pretrain.runs.history import read_history
 from pretrain.runs.live_log import LiveRuns
 from pretrain.runs.live_page import LiveData, PageServer, write_live_page
+from pretrain.runs.plots import write_page
+from pretrain.runs.status import read_status
 from support.run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -180,6 +184,16 @@ def test_the_file_needs_no_server(tmp_path):
     assert not re.search(r'(src|href)="?http', text) and text.count("</script>") == 2
     page = seen_in_browser(path.as_uri(), tmp_path)
     assert 'class="curve" data-run="live"' in page and "29 of 100" in page and "<button" not in page
+
+
+def test_a_single_logged_step_is_seen(tmp_path):
+    run = write_run(tmp_path / "runs/short", [start_line(), validation_line(0, 6.2), train_line(10), end_line(10)])
+    write_live_page(LiveData(LiveRuns(tmp_path / "runs")), tmp_path / "watch.html", None)
+    write_page([curves_of("short", read_history(run), read_status(run))], tmp_path / "plot.html")
+    for name in ("watch.html", "plot.html"):
+        page = seen_in_browser((tmp_path / name).as_uri(), tmp_path)
+        panels = re.findall(r'class="panel.*?</svg>', page, re.DOTALL)
+        assert len(panels) >= 6 and all("<circle" in panel for panel in panels), name
 
 
 def test_the_port_may_be_taken(served):

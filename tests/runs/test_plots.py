@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+from matplotlib.figure import Figure
 
 from pretrain.runs.curves import MEASURES, POSITIONS, Places, curves_of, differing_settings, thin
 from pretrain.runs.history import read_history
@@ -104,7 +105,15 @@ def test_the_smooth_line_neither_lags_nor_invents():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (1500, "1.5k"), (2e9, "2B"), (3.2e18, "3.2e18"), (0.00175, "0.00175"), (2e-6, "2e-6")],
+    [
+        (0, "0"),
+        (1500, "1.5k"),
+        (2e9, "2B"),
+        (3.2e18, "3.2e18"),
+        (0.00175, "0.00175"),
+        (2e-6, "2e-6"),
+        (6.125, "6.125"),
+    ],
 )
 def test_numbers_on_axes_are_short(value, text):
     assert axis_text(value) == text
@@ -165,6 +174,20 @@ def test_the_picture_has_a_panel_for_everything(tmp_path):
     assert len(picture_panels([busy, plain[0]])) == 8  # a single number is no picture
     alone = [title for title, _, _ in picture_panels([busy])]
     assert len(alone) == 6 and alone[-1] == "Training loss by hours of running"  # two rows, no curve drawn twice
+
+
+def test_a_single_logged_step_is_seen_and_every_loss_of_a_short_run(tmp_path):
+    """Steps 10 and 20 of 20: each alone would be a line without length, and the first be left out of the range."""
+    lines = [start_line(), validation_line(0, 6.2), train_line(10, loss=9.0), end_line(10)]
+    one = curves(write_run(tmp_path / "one", lines))
+    two = curves(write_run(tmp_path / "two", [*lines, train_line(2000, loss=3.0)]))
+    for run in (one, two):
+        for title, position, draw in picture_panels([run]):
+            axis = Figure().subplots()
+            draw(axis, position)
+            assert axis.lines and all(line.get_marker() == "o" for line in axis.lines), title
+            low, high = axis.get_ylim()
+            assert all(low <= y <= high for line in axis.lines for y in line.get_ydata()), title
 
 
 def test_settings_that_differ_are_found_whichever_run_has_them(tmp_path):

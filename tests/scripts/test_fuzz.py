@@ -122,7 +122,7 @@ def test_mistakes_in_a_process_of_its_own(material, words, named):
 def test_the_judgement_sees_what_is_wrong():
     case = Case("train.py", [], ["learning_rate"])
     assert Result(2, "recipe.yaml: optim.learning_rate: must be above 0", 1.0).problem(case) is None
-    assert Result(0, "No problems found.", 1.0).problem(case) is None
+    assert Result(0, "No problems found: this run can start.", 1.0).problem(case) is None
     assert (
         Result(2, "usage: x --learning_rate\nx: error: wrong", 1.0).problem(case) == "names none of ['learning_rate']"
     )

@@ -18,9 +18,12 @@ from pretrain.gpus import GIB, GPUS, find_gpu, gpu_called
 from pretrain.memory.parts import PlannedRun, sizes_of
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.planning.candidates import (
+    Candidate,
     command_of,
     largest_that_fits,
     micro_batches,
+    reason_of,
+    recommend,
     reduced_once,
     storage_of,
     work_of_run,
@@ -166,6 +169,20 @@ def test_a_batch_that_does_not_divide_is_reported(recipe):
     plan = plan_of(recipe, ("batch.sequences_per_micro_batch", "3"))
     assert "is not a multiple of 3 sequences per micro-batch x 64 tokens x 8 processes" in "\n".join(remarks(plan))
     assert f"--batch.sequences_per_micro_batch {plan.recommended.micro_batch}" in plan.command
+
+
+def test_the_choice_among_equals_has_a_reason():
+    def able(name, seconds, *, fits=True):
+        return Candidate(name, [], None, fits, 8, 8, seconds)
+
+    ddp, zero1, slow = able("ddp", 1.0), able("zero1", 0.99), able("pp", 1.5)
+    assert reason_of(ddp, [ddp, zero1, slow]) == (
+        "ddp is the simplest of the fastest: the estimate cannot tell zero1 from it (within 3%)."
+    )
+    assert recommend([zero1, large := able("ddp", 1.0, fits=False)]) is zero1
+    assert reason_of(zero1, [zero1, large]).startswith("zero1 is the simplest that takes the recipe's micro-batch of")
+    assert reason_of(zero1, [zero1, slow]) == "zero1 is the fastest that fits."
+    assert reason_of(slow, [slow, Candidate("ddp", ["no"])]) == "Nothing but pp fits."
 
 
 def test_one_gpu_runs_single(recipe):

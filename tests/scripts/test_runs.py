@@ -24,7 +24,15 @@ from pretrain.runs.comparison import (
     setting_differences,
 )
 from pretrain.runs.history import read_history
-from pretrain.runs.status import is_training, list_text, read_status, sparkline, state_text, status_text
+from pretrain.runs.status import (
+    _seconds_left,
+    is_training,
+    list_text,
+    read_status,
+    sparkline,
+    state_text,
+    status_text,
+)
 from pretrain.runs.step_documents import documents_text, open_step, read_sequence
 from support.project import run_script
 from support.run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
@@ -123,6 +131,17 @@ def test_a_run_that_has_just_begun_has_no_numbers_yet(tmp_path):
     assert (status.step, status.loss, status.validation_loss, status.tokens) == (0, None, None, None)
     assert "0.0% · step 0 of 100" in status_text(status)
     assert " - " in list_text([status], within=tmp_path)
+
+
+def test_the_time_left_leaves_out_what_compiles():
+    def line(step, time):
+        return train_line(step, time=time)
+
+    stage = {"event": "stage", "step": 20, "stage": 2}
+    begun = [start_line(time=0), line(10, 600), line(20, 610)]
+    assert _seconds_left(begun, 20, 100) == 80, "the first 600 s compiled"
+    assert _seconds_left([*begun, stage, line(30, 1210)], 30, 100) == pytest.approx(70 * 610 / 20)
+    assert _seconds_left([*begun, stage, line(30, 1210), line(40, 1230)], 40, 100) == 60 * 2
 
 
 def test_the_status_page_says_what_one_wants_to_know(tmp_path):

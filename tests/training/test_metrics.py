@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from pretrain.training.metrics import LiveFigures, Metrics, Throughput, finite
-from pretrain.units import count_text, duration_text
+from pretrain.units import count_text, count_upwards, duration_text
 from support.terminals import watched
 
 
@@ -38,6 +38,7 @@ def test_lines_are_json_whatever_the_numbers():
 
 def test_words():
     assert [count_text(n) for n in (999, 1_234_567, 10**10, 2.5e12)] == ["999", "1.23M", "10B", "2.5T"]
+    assert [count_upwards(n) for n in (7, 46_423_100_000, 999_900_001)] == ["7", "46.5B", "1B"]
     assert [duration_text(s) for s in (5, 65, 3725, 90_000)] == ["5 s", "1 min 05 s", "1 h 02 min", "1 d 01 h"]
 
 
@@ -68,6 +69,7 @@ ESSENTIAL = "step 500/586 · loss 2.8130 · 8,224 tok/s · 22 s left"
 def metrics(tmp_path):
     metrics = Metrics(tmp_path, is_main=True)
     metrics.change_total(586)
+    metrics.pace = TRAIN["step_seconds"]
     return metrics
 
 
@@ -152,4 +154,29 @@ def test_the_live_speed_leaves_out_pauses_and_the_first_step(monkeypatch):
     assert throughput.recent_step_seconds == 2.0
     with throughput.paused():
         now[0] += 100
-    assert throughput.recent_step_seconds is None
+    assert throughput.recent_step_seconds is None and throughput.pace == 2.0
+    throughput.expect_compiling()  # a new stage
+    now[0] += 50
+    throughput.step_done()
+    throughput.read(1, 1.0, None, 1)
+    assert throughput.pace == 2.0
+
+
+@pytest.mark.parametrize("pauses", [False, True])
+def test_the_time_left_leaves_out_the_step_that_compiles(metrics, capsys, monkeypatch, pauses):
+    """Whether the steps are logged one by one or together, and paused between or not."""
+    now = [0.0]
+    monkeypatch.setattr("pretrain.training.metrics.time.perf_counter", lambda: now[0])
+    throughput = Throughput()
+    said = []
+    for step, seconds in enumerate((60.0, 2.0, 2.0), start=1):
+        now[0] += seconds
+        throughput.step_done()
+        figures = throughput.read(100, 1.0, None, 1)
+        metrics.pace = throughput.pace
+        metrics.write("train", **TRAIN | figures | {"step": step})
+        said.append(capsys.readouterr().out.strip().rpartition(" · ")[2])
+        if pauses:
+            with throughput.paused():
+                now[0] += 30
+    assert "left" not in said[0] and said[1:] == ["19 min 28 s left", "19 min 26 s left"]
