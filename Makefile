@@ -34,7 +34,7 @@ demo: .venv/requirements
 	@echo
 	@echo 'The model is in runs/demo/final: a Hugging Face folder that from_pretrained and pipeline load.'
 	@echo 'Talk to it:           .venv/bin/python evaluate.py --model runs/demo --interactive'
-	@echo "Next, your own text:  .venv/bin/python train.py --text 'mine/*.txt' --minutes 10"
+	@echo "Next, your own text:  .venv/bin/python train.py --text mine --minutes 10"
 	@echo 'The loop itself:      train.py        The run as it went:  runs/demo/train.log, runs/demo/metrics.jsonl'
 
 # What only GPUs need, beside the environment: accelerate imports torchao in every process that sees it.

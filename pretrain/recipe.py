@@ -108,7 +108,8 @@ HANGING = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
 FLAGS = ("check", "verbose", "smoke")
 TAKEN = {
     "--config RECIPE": "the recipe; --config may be left out",
-    "--text PATTERN": "train on text files of your own, without a recipe",
+    "--text FOLDER": "train on text of your own (folder, pattern, files), without a recipe",
+    "--exclude PATTERN": "with --text: files to leave out",
     "--minutes N": "with --text: how long to train",
     "--check": "find every mistake, and start nothing",
     "--check --verbose": "also every setting, with its value and where it comes from",
@@ -121,7 +122,7 @@ TAKEN = {
 FIRST_COMMANDS = """\
 Trains a language model as a recipe says; the same command resumes a run.
 
-  python train.py --text 'mine/*.txt'                   your own text files
+  python train.py --text mine                           your own text files
   python train.py --config recipes/demo.yaml            a recipe; see recipes/
   python train.py --config recipes/demo.yaml --check    finds every mistake
 

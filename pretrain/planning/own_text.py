@@ -34,10 +34,9 @@ from pretrain.units import bytes_text
 
 # Modules that import torch or numpy are imported where they are used: a mistyped command is answered at once.
 if TYPE_CHECKING:
-    from pretrain.preparation.documents.sources import InputFile
+    from pretrain.planning.text_files import TextFiles
 
 SMALLEST_TEXT_BYTES = 20_000
-BEGINNING_BYTES = 1 << 16
 LARGEST_FILE_BYTES = 250_000_000
 """A larger plain-text file is divided into paragraphs: a document may have 256 MiB."""
 VALIDATION_FRACTIONS = ((2e5, 0.1), (1e7, 0.05), (1e8, 0.02), (math.inf, 0.01))
@@ -54,8 +53,9 @@ class OwnText:
     patterns: tuple[str, ...]
     minutes: float
     output: Path
-    rest: tuple[str, ...]
+    rest: tuple[str, ...] = ()
     """Arguments that train.py takes with any recipe."""
+    exclude: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -64,7 +64,8 @@ class OwnText:
     @property
     def command(self) -> str:
         """By which the recipe is recognised; settings of train.py may differ from time to time."""
-        words = ["--text", *self.patterns, "--minutes", f"{self.minutes:g}", "--output", str(self.output)]
+        words = ["--text", *self.patterns, *(["--exclude", *self.exclude] if self.exclude else [])]
+        words += ["--minutes", f"{self.minutes:g}", "--output", str(self.output)]
         return f"python train.py {shlex.join(words)}"
 
     @property
@@ -104,26 +105,32 @@ def with_own_text(arguments: list[str]) -> list[str]:
             )
         return started
     if asked.recipe.exists():
-        refuse_other_text(asked, find_text(asked.patterns))
+        files = find_text(asked)
+        refuse_other_text(asked, files)
+        if files.left_out:
+            print(files.left_out)
         print(f"{asked.recipe}: was made by this command; continuing with it", flush=True)
         return started
     problems = Problems()
-    sources = problems.attempt(find_text, asked.patterns)
+    files = problems.attempt(find_text, asked)
     problems.attempt(refuse_files_in_the_way, asked)
     # Settings are checked on another recipe: the one that they are for is minutes away.
     problems.attempt(read_command_line, ["--config", str(ROOT / "recipes" / "demo.yaml"), *asked.rest], "")
     problems.stop_if_any()
-    make_recipe(asked, sources)
+    make_recipe(asked, files)
     return started
 
 
 def read_own_text(arguments: Sequence[str]) -> OwnText:
-    """`--text FILES... [--minutes M] [--output FOLDER]` among other arguments; a shell may have expanded the files.
+    """Reads `--text FILES... [--exclude FILES...] [--minutes M] [--output FOLDER]` among other arguments.
+
+    A shell may have expanded the files.
 
     Raises InputError.
     """
     parser = Options(add_help=False, allow_abbrev=False)
     parser.add_argument("--text", nargs="+", required=True)
+    parser.add_argument("--exclude", nargs="+", default=[])
     parser.add_argument("--minutes", type=minutes_from, default=10.0)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--config")
@@ -135,7 +142,7 @@ def read_own_text(arguments: Sequence[str]) -> OwnText:
         raise InputError(
             f"--output {output}: its last part names recipe, shards and model; give one such as runs/mine"
         )
-    return OwnText(tuple(given.text), given.minutes, output, tuple(rest))
+    return OwnText(tuple(given.text), given.minutes, output, tuple(rest), tuple(given.exclude))
 
 
 class Options(argparse.ArgumentParser):
@@ -166,48 +173,23 @@ def run_name_of(pattern: str) -> str:
     return re.sub(r"\W+", "_", last).strip("_") or "own_text"
 
 
-def find_text(patterns: Sequence[str]) -> list["InputFile"]:
-    """The files. Raises InputError for none, for those that are not text, and for too little altogether."""
-    from pretrain.preparation.documents.sources import expected_bytes, find_sources
+def find_text(asked: OwnText) -> "TextFiles":
+    """The files. Raises InputError for none, for named ones that are not text, and for too little altogether."""
+    from pretrain.planning.text_files import find_text_files
+    from pretrain.preparation.documents.sources import expected_bytes
 
     try:
-        sources = find_sources(patterns)
+        files = find_text_files(asked.patterns, asked.exclude)
     except InputError as error:
-        raise InputError(*(as_asked_here(problem) for problem in error.problems)) from None
-    problems = Problems(problem for source in sources if (problem := not_text(source)))
-    total = sum(map(expected_bytes, sources))
+        raise InputError(*(problem.replace("--input", "--text") for problem in error.problems)) from None
+    total = sum(map(expected_bytes, files.sources))
     if total < SMALLEST_TEXT_BYTES:
-        problems.append(
-            f"--text {' '.join(patterns)}: {total:,} bytes in {files_text(len(sources))} are too few to learn from; "
-            f"give at least {SMALLEST_TEXT_BYTES:,}, better a million"
+        left_out = f" ({files.left_out})" if files.left_out else ""
+        raise InputError(
+            f"--text {' '.join(asked.patterns)}: {total:,} bytes in {files_text(len(files.sources))} are too few to "
+            f"learn from; give at least {SMALLEST_TEXT_BYTES:,}, better a million{left_out}"
         )
-    problems.stop_if_any()
-    return sources
-
-
-def as_asked_here(problem: str) -> str:
-    """A problem of prepare_data.py's options in the words of this command."""
-    words = {"--input ": "--text ", "--input:": "--text:", "**/*.jsonl": "**/*.txt", "--exclude it": "leave it out"}
-    for theirs, ours in {**words, "or give --input_format": "or rename it to end with .txt"}.items():
-        problem = problem.replace(theirs, ours)
-    return problem
-
-
-def not_text(source: "InputFile") -> str | None:
-    """The problem, if a file of plain text begins with bytes that are none."""
-    if source.format != "txt":
-        return None
-    with source.open() as stream:
-        beginning = next(stream.blocks(), b"")[:BEGINNING_BYTES]
-    try:
-        beginning.decode()
-    except UnicodeDecodeError as error:
-        if error.end < len(beginning) or len(beginning) < BEGINNING_BYTES:  # else a character that goes on
-            return (
-                f"{source.path}: is not text in UTF-8 (byte 0x{beginning[error.start]:02x} at {error.start + 1:,}); "
-                f"leave it out, or convert it, such as: iconv -f latin1 -t utf-8 {source.path} > converted.txt"
-            )
-    return f"{source.path}: is not text (it has NUL bytes); leave it out" if b"\0" in beginning else None
+    return files
 
 
 def files_text(count: int) -> str:
@@ -233,7 +215,7 @@ def refuse_another_command(asked: OwnText) -> None:
 
 def another_output(asked: OwnText) -> Path:
     """A name at which nothing is in the way."""
-    numbers = (OwnText((), 0, asked.output.with_name(f"{asked.name}_{n}"), ()) for n in range(2, 1000))
+    numbers = (OwnText((), 0, asked.output.with_name(f"{asked.name}_{n}")) for n in range(2, 1000))
     return next(other.output for other in numbers if not any(path.exists() for path in in_the_way(other)))
 
 
@@ -260,14 +242,14 @@ def refuse_files_in_the_way(asked: OwnText) -> None:
         raise InputError(*problems)
 
 
-def refuse_other_text(asked: OwnText, sources: list["InputFile"]) -> None:
+def refuse_other_text(asked: OwnText, files: "TextFiles") -> None:
     """Raises InputError where the files have changed since they were prepared."""
     from pretrain.data.manifest import MANIFEST_FILE
     from pretrain.preparation.plan import Files, source_differences
     from pretrain.runs.run_folder import read_json
 
     before = (read_json(asked.shards / MANIFEST_FILE) or {}).get("sources", [])
-    changes = source_differences(before, Files(sources).description())
+    changes = source_differences(before, Files(files.sources).description())
     if changes:
         more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
         raise InputError(
@@ -277,13 +259,16 @@ def refuse_other_text(asked: OwnText, sources: list["InputFile"]) -> None:
         )
 
 
-def make_recipe(asked: OwnText, sources: list["InputFile"]) -> None:
+def make_recipe(asked: OwnText, files: "TextFiles") -> None:
     """Chooses, prepares and writes; says what and why."""
     from pretrain.preparation.documents.sources import expected_bytes
 
-    text_bytes = sum(map(expected_bytes, sources))
+    text_bytes = sum(map(expected_bytes, files.sources))
     fraction = next(share for limit, share in VALIDATION_FRACTIONS if text_bytes < limit)
-    row("text", f"{files_text(len(sources))}, {bytes_text(text_bytes)}; {fraction:.0%} is held out for validation")
+    amount = f"{files_text(len(files.sources))}, {bytes_text(text_bytes)}"
+    row("text", f"{amount}; {fraction:.0%} is held out for validation")
+    if files.left_out:
+        row("", files.left_out)
     row("machine", "measuring ...")
     # These import torch.
     from pretrain.planning.sized_recipe import Machine, Prepared, SizedRecipe
@@ -292,7 +277,7 @@ def make_recipe(asked: OwnText, sources: list["InputFile"]) -> None:
     row("", machine.in_words())
     vocabulary = trained_vocabulary(asked.tokenizer) or vocabulary_for(text_bytes, machine.flops(OF_THE_DEMO))
     row("vocabulary", f"{vocabulary:,} ids, by the size of the text and of the model that the time allows")
-    commands = preparation_commands(asked, sources, vocabulary, fraction)
+    commands = preparation_commands(asked, files, vocabulary, fraction)
     for command in commands:
         run_to_its_end(command)
     prepared = Prepared.read(asked.shards)
@@ -310,7 +295,7 @@ def make_recipe(asked: OwnText, sources: list["InputFile"]) -> None:
     print("\nThe same by hand, then its curves, and the model at work:")
     train, plot = ["train.py", "--config", str(asked.recipe)], ["runs.py", "plot", str(asked.output)]
     for command in (*commands, train, plot, ["evaluate.py", "--model", str(asked.output), "--interactive"]):
-        print(f"  {shlex.join(['python', *command])}")
+        print(f"  {command_text(command)}")
     print(flush=True)
 
 
@@ -326,17 +311,20 @@ def trained_vocabulary(tokenizer: Path) -> int | None:
     return (read_json(tokenizer / RECORD_FILE) or {}).get("vocabulary_size")
 
 
-def preparation_commands(
-    asked: OwnText, sources: list["InputFile"], vocabulary: int, fraction: float
-) -> list[list[str]]:
+def preparation_commands(asked: OwnText, files: "TextFiles", vocabulary: int, fraction: float) -> list[list[str]]:
     """Arguments of python that train the tokenizer and prepare the shards."""
-    same = ["prepare_data.py", "--input", *asked.patterns, "--validation_fraction", f"{fraction:g}"]
-    if any(source.format == "txt" and source.bytes > LARGEST_FILE_BYTES for source in sources):
+    same = ["prepare_data.py", *files.arguments, "--validation_fraction", f"{fraction:g}"]
+    if any(source.format == "txt" and source.bytes > LARGEST_FILE_BYTES for source in files.sources):
         same += ["--documents", "paragraph"]
     return [
         [*same, "--train_tokenizer", str(vocabulary), "--output", str(asked.tokenizer)],
         [*same, "--tokenizer", str(asked.tokenizer), "--output", str(asked.shards)],
     ]
+
+
+def command_text(command: list[str]) -> str:
+    """A command of python for a terminal, which does not take file names that are not UTF-8."""
+    return os.fsencode(shlex.join(["python", *command])).decode(errors="backslashreplace")
 
 
 def run_to_its_end(command: list[str]) -> None:
@@ -346,7 +334,7 @@ def run_to_its_end(command: list[str]) -> None:
     """
     received: list[int] = []
     before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOPS}
-    print(f"\n$ {shlex.join(['python', *command])}", flush=True)
+    print(f"\n$ {command_text(command)}", flush=True)
     with subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]]) as process:
         while process.poll() is None:
             if signal.SIGTERM in received:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -149,7 +150,7 @@ def test_interrupted_anywhere_the_same_command_continues(tmp_path, text):
     asked = read_own_text(command)
     os.chdir(tmp_path)
     try:
-        tokenizer, _ = preparation_commands(asked, find_text(asked.patterns), vocabulary=600, fraction=0.1)
+        tokenizer, _ = preparation_commands(asked, find_text(asked), vocabulary=600, fraction=0.1)
     finally:
         os.chdir(ROOT)
     run_script(ROOT / tokenizer[0], *tokenizer[1:], cwd=tmp_path)
@@ -194,7 +195,8 @@ def test_text_that_cannot_be_trained_on_is_refused_with_figures(tmp_path):
     told = refused(tmp_path, "latin.txt", "image.txt")
     assert "latin.txt: is not text in UTF-8 (byte 0xe9 at 4)" in told and "iconv" in told
     assert "image.txt: is not text (it has NUL bytes)" in told, "all problems at once"
-    assert "unknown format .log" in refused(tmp_path, "book.log") and "rename" in refused(tmp_path, "book.log")
+    told = refused(tmp_path, "book.log")
+    assert "unknown format .log" in told and "rename" in told
     assert "must be a number of minutes above 0 (got 'ten')" in refused(tmp_path, "small.txt", "--minutes", "ten")
     assert "--output a b: its last part names recipe, shards and model" in refused(
         tmp_path, "small.txt", "--output", "a b"
@@ -203,6 +205,30 @@ def test_text_that_cannot_be_trained_on_is_refused_with_figures(tmp_path):
     assert "too few" in told and "did you mean learning_rate?" in told and "--seed" in told, "all problems at once"
     assert "--config recipes/demo.yaml names one" in refused(tmp_path, "a.txt", "--config", "recipes/demo.yaml")
     assert [path.suffix for path in tmp_path.iterdir() if path.is_dir()] == [], "nothing was written"
+
+
+def test_a_folder_is_taken_and_the_same_command_finds_it_unchanged(tmp_path, text):
+    """The commands that prepare it by hand read the same files."""
+    mine = tmp_path / "mine"
+    (mine / "in here").mkdir(parents=True)
+    (mine / "in here" / "A.TXT").write_text(text)
+    (mine / "b.md").write_text(text[::-1])
+    (mine / "c.pdf").write_bytes(b"%PDF-1.4 \xe2")
+    (mine / "draft.txt").write_text("not this\n" * 4000)
+    (mine / "it's.txt").write_bytes(b"caf\xe9 " * 99)
+    command = ("--text", "mine", "--exclude", "mine/draft*", "--minutes", MINUTES, "--check")
+    result = run_script(ROOT / "train.py", *command, cwd=tmp_path)
+    assert "\ntext        2 files, " in f"\n{result.stdout}"
+    assert "2 of 4 files left out: " in result.stdout and "1 .pdf (unknown format)" in result.stdout
+    assert shlex.quote("mine/it's.txt") + " (not text in UTF-8)" in result.stdout
+    sources = json.loads((tmp_path / "data/mine/manifest.json").read_text())["sources"]
+    assert [source["path"] for source in sources] == ["b.md", "in here/A.TXT"]
+    again = run_script(ROOT / "train.py", *command, cwd=tmp_path).stdout
+    assert "was made by this command" in again and "2 of 4 files left out" in again
+    (mine / "new.rst").write_text(text)
+    told = refused(tmp_path, "mine", "--exclude", "mine/draft*", "--minutes", MINUTES)
+    assert "source new.rst is new" in told
+    assert "was made by another command" in refused(tmp_path, "mine", "--minutes", MINUTES)
 
 
 def test_several_processes_take_only_what_is_prepared(trained, monkeypatch):
@@ -219,7 +245,7 @@ def test_several_processes_take_only_what_is_prepared(trained, monkeypatch):
     ("pattern", "name"),
     [
         ("mine/*.txt", "mine"), ("books/alice.txt", "alice"), ("my novel.txt.gz", "my_novel"),
-        ("~/texts/**/*.md", "texts"), ("s3://bucket/poems/*.txt", "poems"),
+        ("~/texts/**/*.md", "texts"), ("s3://bucket/poems/*.txt", "poems"), ("mine/", "mine"),
     ],
 )  # fmt: skip
 def test_the_name_is_that_of_the_text(pattern, name):

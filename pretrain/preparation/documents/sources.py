@@ -113,6 +113,11 @@ def _format_of(suffix: str) -> str | None:
     return next((name for name, found in FORMATS.items() if suffix in found.suffixes), None)
 
 
+def format_by_name(path: str) -> str | None:
+    """A file's format by its suffix in any case; None for an unknown one."""
+    return _format_of(_inner_suffix(path)[0])
+
+
 def _inner_suffix(path: str) -> tuple[str, str | None]:
     """(suffix without that of the compression, compression) of a file's name."""
     stem, suffix = os.path.splitext(shown(path).lower())
@@ -134,7 +139,7 @@ def find_sources(
         problems.append(f"--input_format {format_name}: no such format{did_you_mean(format_name, FORMATS)}")
     paths: set[str] = set()
     for pattern in patterns:
-        found = _find(pattern)
+        found = files_matching(pattern)
         if not found:
             folder = f"is a folder; name its files, such as '{pattern}/**/*.jsonl'" if os.path.isdir(pattern) else ""
             is_other = not is_url(pattern) and os.path.exists(pattern)
@@ -158,7 +163,8 @@ def find_sources(
     return sources
 
 
-def _find(pattern: str) -> list[str]:
+def files_matching(pattern: str) -> list[str]:
+    """The files that a path, a pattern or a URL stands for. Raises InputError for a URL that cannot be listed."""
     if is_url(pattern):
         return find_urls(pattern)
     drive, steps = os.path.splitdrive(os.path.expanduser(pattern))

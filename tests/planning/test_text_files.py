@@ -1,0 +1,135 @@
+"""Which files train.py --text takes of folders, patterns and names, and what it says of the rest."""
+
+import gzip
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pretrain.errors import InputError
+from pretrain.planning.text_files import MOST_EXCLUDED, find_text_files
+from pretrain.preparation.documents.sources import find_sources
+
+TEXT = "A line of text, na\u00efve and plain.\n" * 40
+LATIN = TEXT.encode("latin1")
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A folder as people have it."""
+    files = {
+        "a.txt": TEXT.encode(), "B.TXT": TEXT.encode(), "c.md": TEXT.encode(), "sub dir/d[1].txt": TEXT.encode(),
+        "e.txt.GZ": gzip.compress(TEXT.encode()), "old/it's.txt": LATIN, "late.txt": TEXT.encode() * 200 + LATIN,
+        "cut.txt": TEXT.encode() + b"\xc3", "windows.txt": TEXT.encode("utf-16"), "paper.txt": b"%PDF-1.4\n\xe2\xe3",
+        "image.txt": b"\xff\x01\x02" * 99, "nul.txt": b"a\0b", "f.pdf": b"%PDF-1.4\n\xe2", "g.PDF": b"%PDF-1.4\n\xe2",
+        "Makefile": b"all:\n", "data.json": b'{"a": 1}', ".hidden.txt": LATIN, "damaged.txt.gz": b"no gzip",
+    }  # fmt: skip
+    for name, content in files.items():
+        path = tmp_path / "mine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "mine"
+
+
+def names(files):
+    return [source.name for source in files.sources]
+
+
+def refusal(*given, exclude=()):
+    with pytest.raises(InputError) as caught:
+        find_text_files(given, exclude)
+    return caught.value.problems
+
+
+TAKEN = ["B.TXT", "a.txt", "c.md", "e.txt.GZ", "sub dir/d[1].txt"]
+
+
+@pytest.mark.parametrize("word", ["mine", "mine/", "./mine", "mine/**/*", "mine/**", "mine/**/*.*"])
+def test_a_folder_is_searched_for_text_in_any_case(mine, word):
+    files = find_text_files([word])
+    assert names(files) == TAKEN
+    assert files.left_out.startswith("12 of 17 files left out: ")
+    for said in ("2 .pdf", "1 without a suffix", "1 .json (data beside text", "damaged.txt.gz (damaged gz data"):
+        assert said in files.left_out
+    assert "\n" not in files.left_out and len(files.left_out) < 700
+    by_prepare_data = find_sources(files.inputs, files.exclude)
+    assert by_prepare_data == files.sources, "the commands shown read the same"
+
+
+def test_the_command_shown_converts_a_file_into_the_folder(mine):
+    for name in ("a.txt", "late.txt", "cut.txt", "windows.txt", "paper.txt", "image.txt"):
+        (mine / name).unlink()
+    before = find_text_files(["mine"])
+    command = before.left_out.partition("cp1252: ")[2]
+    assert shlex.quote("mine/old/it's.txt") in command
+    subprocess.run(command, shell=True, check=True)
+    after = find_text_files(["mine"])
+    assert set(names(after)) - set(names(before)) == {"old/it's.utf8.txt"}
+    assert (mine / "old/it's.utf8.txt").read_text() == TEXT
+
+
+def test_a_file_that_is_named_is_text_or_refused(mine):
+    place = 200 * len(TEXT.encode()) + LATIN.index(b"\xef") + 1
+    assert f"late.txt: is not text in UTF-8 (byte 0xef at {place:,})" in refusal("mine/late.txt")[0]
+    assert "it ends with byte 0xc3" in refusal("mine/cut.txt")[0]
+    assert "iconv -f utf-16 -t utf-8 mine/windows.txt > mine/windows.utf8.txt" in refusal("mine/windows.txt")[0]
+    for binary in ("mine/paper.txt", "mine/image.txt", "mine/nul.txt"):
+        assert "is not text (" in refusal(binary)[0] and "iconv" not in refusal(binary)[0]
+    assert "unknown format .pdf; if it is text, rename it" in refusal("mine/f.pdf")[0]
+    assert len(refusal("mine/f.pdf", "mine/nul.txt", "mine/a.txt")) == 2, "all problems at once"
+    (one,) = refusal("mine/a.txt", "mine/f.pdf", "mine/g.PDF", "mine/nul.txt", "mine/late.txt")
+    assert "4 of 5 files no text: 2 .pdf (unknown format)" in one and "name the folder" in one
+    assert names(find_text_files(["mine/sub dir/d[1].txt"])) == ["d[1].txt"], "not a pattern"
+
+
+def test_a_pattern_takes_its_suffix_in_any_case_and_says_what_text_is_beside_it(mine):
+    files = find_text_files(["mine/*.txt"], ["mine/[!aBc]*"])
+    assert names(files) == ["B.TXT", "a.txt"]
+    assert "1 .md (not named)" in files.left_out
+    assert names(find_text_files(["mine/*.txt", "mine/*.md"], ["mine/[!aBc]*"])) == ["B.TXT", "a.txt", "c.md"]
+
+
+def test_data_is_taken_where_there_is_no_text_or_where_it_is_named(mine):
+    assert names(find_text_files(["mine/*.json", "mine/a.txt"])) == ["a.txt", "data.json"]
+    for path in mine.rglob("*"):
+        if path.is_file() and path.suffix != ".json":
+            path.unlink()
+    assert names(find_text_files(["mine"])) == ["data.json"]
+
+
+def test_what_is_excluded_is_not_counted_and_must_exist(mine):
+    files = find_text_files(["mine"], ["mine/old/", "mine/*.pdf", "mine/sub dir"])
+    assert "sub dir/d[1].txt" not in names(files) and files.left_out.startswith("10 of 14 files left out")
+    assert refusal("mine", exclude=["*.nix", "mine/old"]) == ["--exclude '*.nix': matches none of the files"]
+    assert refusal("mine/sub dir", exclude=["*.txt"]) == [
+        "--exclude '*.txt': leaves none of the files of --text mine/sub dir"
+    ]
+
+
+def test_what_holds_no_text_is_refused(mine):
+    (mine / "empty").mkdir()
+    assert refusal("mine/empty", "mine/*.pdf", "none") == [
+        "--text mine/empty: is a folder without files",
+        "--text none: no such file; quote patterns, ** looks into folders",
+        "--text mine/*.pdf: has no text that can be read: 1 of 1 files left out: 1 .pdf (unknown format)",
+    ]
+    (problem,) = refusal(".")
+    assert "holds the folders that this command writes" in problem
+    assert refusal("..")[0].startswith("--text ..: holds")
+
+
+def test_file_names_that_are_not_utf8(mine):
+    path = os.fsencode(mine) + b"/caf\xe9.txt"
+    Path(os.fsdecode(path)).write_bytes(LATIN)
+    files = find_text_files(["mine"])
+    assert names(files) == TAKEN
+    files.left_out.encode()
+
+
+def test_more_files_than_a_command_line_holds_are_refused(mine, monkeypatch):
+    monkeypatch.setattr("pretrain.planning.text_files.MOST_EXCLUDED", 3)
+    assert "files left out" in refusal("mine")[0] and "--exclude their folders" in refusal("mine")[0]
+    assert MOST_EXCLUDED < 10_000
