@@ -100,7 +100,7 @@ OURS = {
     "push_to_hub": "--hub.repository OWNER/NAME",
     "hub_model_id": "--hub.repository OWNER/NAME",
     "run_name": "--output, whose last part names the run",
-    "project": "not a setting here; --group NAME keeps runs together in a tracker",
+    "project": "--tracking.project, with --trackers '[trackio]'",
     "data_seed": "--seed",
     "streaming": "prepare_data.py --streaming",
     "max_train_samples": "prepare_data.py --max_documents",

@@ -101,8 +101,9 @@ def lend_inputs(clone, commands: str, text_files) -> None:
     for name in set(re.findall(r"'(\w+)/\*\.jsonl'", commands)):
         (clone / name).mkdir(parents=True, exist_ok=True)
         (clone / name / "0.jsonl").write_bytes(lines * (1 + 60 // len(paragraphs)))
-    for name, ending in set(re.findall(r"--(?:input|text) '?(\w+)/[*/]+\.([\w.]+)", commands)):
-        (clone / name / "deeper").mkdir(parents=True)
+    endings = set(re.findall(r"--(?:input|text) '?(\w+)/[*/]+\.([\w.]+)", commands))
+    for name, ending in endings | {(name, "txt") for name in re.findall(r"--text (\w+) ", commands)}:
+        (clone / name / "deeper").mkdir(parents=True, exist_ok=True)
         for number, text in enumerate(texts):
             content = as_parquet([text, PROSE]) if ending == "parquet" else zstandard.compress(lines)
             content = text.encode() if ending == "txt" else content
