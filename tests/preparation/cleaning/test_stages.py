@@ -140,7 +140,8 @@ WRITES = (
     "/.unfinished/counts/.00000", "/counts/.state.json", "/.unfinished/.repeated", "/documents/train-00000.bin",
     "/documents/.unfinished/.progress.json", "/documents/.cleaning_samples.json", "/documents/.manifest.json",
     "/near_duplicate_keys/", "/candidates/", "/pairs/", "/.duplicates", "broken/.near_duplicates.json",
-    "broken/train-00000.bin", "broken/.unfinished/.progress.json", "broken/.cleaning_samples.json", "broken/.manifest.json",
+    "broken/train-00000.bin", "broken/.unfinished/.progress.json", "broken/.cleaning_samples.json",
+    "broken/.manifest.json",
 )  # fmt: skip
 """What a whole cleaning writes, in this order: the count of lines, all documents, near duplicates, those that stay."""
 
