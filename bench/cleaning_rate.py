@@ -132,9 +132,14 @@ def write_documents(file: str, megabytes: float, folder: Path) -> dict[str, Any]
         )
         contents = [text.encode() for text in texts]
         stay = cleaning.clean(contents, [None] * len(texts), [""] * len(texts), range(len(texts))).kept
-        for number, place in zip(range(time, PLANTED, times), rng.sample(stay, len(stay)), strict=False):
-            head, _, tail = texts[place].partition(" ")
-            texts[place] = f"{head} {items[number]} {tail}"
+        places = iter(rng.sample(stay, len(stay)))
+        for number in range(time, PLANTED, times):
+            for place in places:
+                head, _, tail = texts[place].partition(" ")
+                planted = f"{head} {items[number]} {tail}"
+                if cleaning.clean([planted.encode()], [None], [""], range(1)).kept:  # with the item as well
+                    texts[place] = planted
+                    break
         copied = rng.sample(texts, int(NEAR_COPIES * len(texts)))
         texts += [with_changed_words(text, CHANGED_WORDS, rng) for text in copied]
         rng.shuffle(texts)
