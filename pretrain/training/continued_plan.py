@@ -51,7 +51,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def is_named(path: str, overridden: frozenset[str]) -> bool:
-    """Whether the command line gives the setting, a part of it or its section."""
+    """Tells if the command line gives the setting, a part of it or its section."""
     return any(name == path or name.startswith(f"{path}.") or path.startswith(f"{name}.") for name in overridden)
 
 
@@ -80,7 +80,7 @@ class Changes:
         return self._touch(SHAPE)
 
     def touched(self, path: str) -> bool:
-        """Whether the setting has changed or, for a branch, was given on the command line with the same value."""
+        """Tells if the setting has changed or, for a branch, was given on the command line with the same value."""
         return path in self.now or (self.begins_branch and path in self.named)
 
     def _touch(self, paths: tuple[str, ...]) -> bool:
@@ -234,7 +234,7 @@ def continued(
 
 
 def data_changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Whether two identities (see `run_plan.identity_of`) differ in what is read."""
+    """Tells if two identities (see `run_plan.identity_of`) differ in the data that is read."""
     return any(now.get(path) != before.get(path) for path in DATA)
 
 
@@ -360,7 +360,7 @@ def continued_state(config: RunConfig, contents: Mapping[str, Any], changes: Cha
 
 
 def decay_problems(plan: RunPlan, contents: Mapping[str, Any], changes: Changes, trunk: str | None) -> list[str]:
-    """Why a run can't go on as asked from within its final decay.
+    """Lists why a run can't go on as asked from within its final decay.
 
     Args:
         plan: as it goes on from the checkpoint (see `continued`).
