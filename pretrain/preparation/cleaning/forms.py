@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from pretrain.preparation.cleaning.compiled import characters, words
-from pretrain.preparation.cleaning.compiled.text_blocks import HASH_FACTOR
+from pretrain.preparation.cleaning.compiled.text_statistics import mark_repeated
 
 if TYPE_CHECKING:
     from pretrain.preparation.cleaning.compiled.words import DividedTexts
@@ -36,14 +36,26 @@ class Lines:
     A line is text between line ends, without the spaces around it. A stage that drops lines passes on the others.
     """
 
-    def __init__(self, text: np.ndarray, table: np.ndarray, hashes: np.ndarray, places: np.ndarray, count: int):
-        """places: (2, lines) numbers of block and document, the latter ascending; count: of the documents."""
+    def __init__(
+        self,
+        text: np.ndarray,
+        table: np.ndarray,
+        hashes: np.ndarray,
+        places: np.ndarray,
+        count: int,
+        rows: np.ndarray | None = None,
+    ):
+        """Places: (2, lines), numbers of block and document, the latter ascending; count: of the documents.
+
+        table: (len(words.COLUMNS), lines), or more lines of which `rows`, (lines,), are these.
+        """
         self.text = text
         """(bytes,) uint8, where the lines stand."""
         self.hashes = hashes
         """(lines,) uint64: of the words in each."""
         self._block, self.document = places
-        self._table = table
+        self._table, self._rows = table, rows
+        self._columns: dict[int, np.ndarray] = {}
         self.bounds = np.searchsorted(self.document, np.stack([np.arange(count), np.arange(1, count + 1)], axis=1))
         """(documents, 2): first line and end of each."""
         self.counts = self.bounds[:, 1] - self.bounds[:, 0]
@@ -51,24 +63,18 @@ class Lines:
 
     @classmethod
     def of(cls, divided: "DividedTexts") -> Self:
-        """The lines of the documents of a divided text, which may hold other documents, too."""
-        bounds = divided.line_bounds
-        sizes = bounds[:, 1] - bounds[:, 0]
-        document = np.repeat(np.arange(len(bounds)), sizes)
-        line = np.arange(len(document)) + np.repeat(bounds[:, 0] - np.append(0, np.cumsum(sizes)[:-1]), sizes)
-        visible = divided.lines[line, words.WORDS] > 0
-        block = np.cumsum(~visible | (line == bounds[document, 0]))
-        places, line = np.stack([block, document])[:, visible], line[visible]
-        return cls(divided.text, divided.lines[line].T, divided.line_hashes[line], places, len(bounds))
+        """The lines of the documents of a divided text."""
+        return cls(divided.text, divided.lines, divided.line_hashes, divided.places, len(divided.bounds))
 
     def staying(self, stays: np.ndarray, documents: Sequence[int]) -> "Lines":
         """Those of the lines that stay, (lines,) bool, in some of the documents, which are numbered anew."""
         number = np.full(len(self.counts), -1)
         number[documents] = np.arange(len(documents))
         document = number[self.document]
-        kept = stays & (document >= 0)
+        kept = np.flatnonzero(stays & (document >= 0))
         places = np.stack([self._block[kept], document[kept]])
-        return Lines(self.text, self._table[:, kept], self.hashes[kept], places, len(documents))
+        rows = kept if self._rows is None else self._rows[kept]
+        return Lines(self.text, self._table, self.hashes[kept], places, len(documents), rows)
 
     def replaced(self, documents: Sequence[int], others: "Lines") -> "Lines":
         """The lines with others in the place of those of some documents, in ascending order."""
@@ -78,14 +84,20 @@ class Lines:
         document = np.append(self.document[stays], np.array(documents)[others.document])
         block = np.append(self._block[stays], others._block + self._block.max(initial=0))
         order = np.argsort(document, kind="stable")
-        table = np.concatenate([self._table[:, stays], moved], axis=1)[:, order]
+        rows = np.arange(self._table.shape[1]) if self._rows is None else self._rows
+        rows = np.append(rows[stays], np.arange(moved.shape[1]) + self._table.shape[1])[order]
+        table = np.concatenate([self._table, moved], axis=1)
         hashes = np.append(self.hashes[stays], others.hashes)[order]
         places = np.stack([block, document])[:, order]
-        return Lines(np.append(self.text, others.text), table, hashes, places, len(self.counts))
+        return Lines(np.append(self.text, others.text), table, hashes, places, len(self.counts), rows)
 
     def column(self, number: int) -> np.ndarray:
         """(lines,) int32: one of words.COLUMNS."""
-        return self._table[number]
+        if self._rows is None:
+            return self._table[number]
+        if number not in self._columns:
+            self._columns[number] = self._table[number].take(self._rows)
+        return self._columns[number]
 
     def totals(self, values: np.ndarray) -> np.ndarray:
         """(documents,): the sum of a value per line, (lines,), over each document."""
@@ -113,15 +125,16 @@ class Lines:
         ends = np.stack([self.text[self.column(words.STOP) - place] for place in (3, 2, 1)])
         return np.any([(ends == np.frombuffer(dots, np.uint8)[:, None]).all(axis=0) for dots in DOTS], axis=0)
 
-    def joined(self, before: bytes, document: int, stays: np.ndarray) -> bytes:
-        """The lines of a document that stay, (lines,) bool, one after another. before: the document."""
-        first, last = self.bounds[document]
-        begins, ends = self._table[[words.START, words.STOP], first:last][:, stays[first:last]]
-        size = int((ends - begins).sum()) + len(begins) - 1
-        if len(before) == size and before.count(b"\n") == len(begins) - 1:
-            return before
-        text = self.text.data
-        return b"\n".join([text[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)])
+    def joined(self, stays: np.ndarray) -> list[bytes]:
+        """The lines that stay, (lines,) bool, of each document, with line ends between them."""
+        kept = np.flatnonzero(stays)
+        starts, stops = self.column(words.START)[kept], self.column(words.STOP)[kept]
+        first = np.searchsorted(self.document[kept], np.arange(len(self.counts) + 1))
+        ends = np.append(0, np.cumsum(stops - starts + 1))[first]
+        joined = np.empty(ends[-1], np.uint8)
+        words.join_lines(self.text, starts, stops, joined)
+        view = joined.data
+        return [bytes(view[begin : max(begin, end - 1)]) for begin, end in zip(ends, ends[1:], strict=False)]
 
     @cached_property
     def repeated(self) -> tuple[np.ndarray, np.ndarray]:
@@ -172,9 +185,9 @@ def _totals(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 
 def _is_repeated(hashes: np.ndarray, document: np.ndarray) -> np.ndarray:
     """Whether the same hash stands in the same document before; all (lines,)."""
-    repeated = np.ones(len(hashes), bool)
-    _, first = np.unique(hashes + document.astype(np.uint64) * HASH_FACTOR, return_index=True)
-    repeated[first] = False
+    repeated = np.empty(len(hashes), bool)
+    size = 1 << (2 * len(hashes)).bit_length()
+    mark_repeated(hashes, document, np.empty(size, np.uint64), np.zeros(size, np.int64), repeated)
     return repeated
 
 

@@ -249,6 +249,7 @@ class C4Quality(NamedFilter):
 
     def open(self) -> Callable[[TextBatch], Verdicts]:
         from pretrain.preparation.cleaning.compiled import words
+        from pretrain.preparation.cleaning.compiled.text_statistics import mark_brackets
         from pretrain.preparation.cleaning.forms import CODE, PARAGRAPHS
 
         def judge(batch: TextBatch) -> Verdicts:
@@ -256,12 +257,12 @@ class C4Quality(NamedFilter):
             is_page, prose = forms == PARAGRAPHS, forms < CODE
             cited: dict[int, bytes] = {}
             if self.citations:
-                cited = {
-                    number: without
-                    for number in np.flatnonzero(prose).tolist()
-                    if b"[" in batch.texts[number]
-                    and (without := CITATION.sub(b"", batch.texts[number])) != batch.texts[number]
-                }
+                marks = np.zeros(len(batch), bool)
+                mark_brackets(*batch.joined, marks)
+                for number in np.flatnonzero(prose & marks).tolist():
+                    without = CITATION.sub(b"", batch.texts[number])
+                    if without != batch.texts[number]:
+                        cited[number] = without
             lines = batch.lines
             if cited:
                 lines = lines.replaced(list(cited), TextBatch(list(cited.values()), []).lines)
@@ -282,12 +283,11 @@ class C4Quality(NamedFilter):
             ])  # fmt: skip
             verdicts.left = lines, stays
             verdicts.counts.update({rule: count for rule, count in counts.items() if count})
-            for number in range(len(batch)):
-                if number not in verdicts.removed:
-                    text = cited.get(number, batch.texts[number])
-                    text = lines.joined(text, number, stays) if is_page[number] else text
-                    if text != batch.texts[number]:
-                        verdicts.changed[number] = text
+            joined = lines.joined(stays)
+            for number, before in enumerate(batch.texts):
+                text = joined[number] if is_page[number] else cited.get(number, before)
+                if number not in verdicts.removed and text != before:
+                    verdicts.changed[number] = text
             return verdicts
 
         judge(TextBatch([b"compiled once, before workers are forked"], [None]))

@@ -11,6 +11,8 @@ from pretrain.preparation.cleaning.compiled.text_blocks import (
     code_at,
     compiled,
     first_bits,
+    inlined,
+    lowest_bit,
     mask_of,
     mixed,
 )
@@ -25,42 +27,55 @@ PHRASES = {
     "curly_bracket": ("{",),
 }
 """{what C4's rules ask for in a line: phrases}"""
-_RARE = "{jkvfp"
-"""Of each phrase one of these is looked for: as few as possible, in the order in which they are rare."""
+_RARE = ("{", "ja", "ki", "cy", "ps", "ms")
+"""Letters that are rare in English prose. Each phrase has one of these, which is looked for, 64 bytes at a time."""
 
 
 def _phrase_table() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(phrases; size of each, its kind and the place of its rare letter; first and end of those with a byte)."""
-    rare = {phrase: next(letter for letter in _RARE if letter in phrase) for of in PHRASES.values() for phrase in of}
-    phrases = sorted(rare, key=rare.get)
+    """Returns the phrases, (phrases, 16) uint8, their facts and what _places_of_rare looks for.
+
+    facts: (phrases, 3), size of each, its kind and the place of its rare letters. The last array: (len(_RARE), 3)
+    uint8, a letter and the smallest and largest byte after it.
+    """
     kinds = {phrase: kind for kind, several in enumerate(PHRASES.values()) for phrase in several}
-    facts = np.array([[len(phrase), kinds[phrase], phrase.index(rare[phrase])] for phrase in phrases])
-    table = np.array([list(phrase.encode().ljust(16)) for phrase in phrases], np.uint8)
-    bounds = np.zeros((256, 2), np.int64)
-    for letter in _RARE:
-        numbers = [number for number, phrase in enumerate(phrases) if rare[phrase] == letter]
-        bounds[[ord(letter), ord(letter.upper())]] = numbers[0], numbers[-1] + 1
-    return table, facts, bounds
+    places = (next(phrase.index(letters) for letters in _RARE if letters in phrase) for phrase in kinds)
+    facts = np.array([[len(phrase), kinds[phrase], place] for phrase, place in zip(kinds, places, strict=True)])
+    table = np.array([list(phrase.encode().ljust(16)) for phrase in kinds], np.uint8)
+    rare = [[ord(letters[0]), *([ord(letters[1])] * 2 if len(letters) > 1 else (0, 255))] for letters in _RARE]
+    return table, facts, np.array(rare, np.uint8)
 
 
 PHRASE_TABLE = _phrase_table()
 
 
+@inlined
+def _places_of_rare(text, position, rare):
+    """Mask of the next 64 bytes: set where rare letters begin, in any case. Some other signs look the same."""
+    found = np.uint64(0)
+    for number in range(len(rare)):
+        letter, low, high = rare[number, 0], rare[number, 1], rare[number, 2]
+        found |= mask_of(text, position, 32, letter, letter) & mask_of(text, position + 1, 32, low, high)
+    return found
+
+
 @compiled
-def count_phrases(text, starts, stops, phrases, facts, bounds, found):
+def count_phrases(text, starts, stops, phrases, facts, rare, found):
     """Adds how often each of PHRASES stands in each line, in any case, to `found`, (lines, len(PHRASES))."""
     for line in range(len(starts)):
         start, stop = np.int64(starts[line]), np.int64(stops[line])
-        for position in range(start, stop):
-            byte = text[np.uintp(position)]
-            for number in range(bounds[byte, 0], bounds[byte, 1]):
-                size, begin = facts[number, 0], position - facts[number, 2]
-                if begin < start or begin + size > stop:
-                    continue
-                index = 0
-                while index < size and _small(text[begin + index]) == phrases[number, index]:
-                    index += 1
-                found[line, facts[number, 1]] += index == size
+        for first in range(start, stop, BLOCK):
+            places = _places_of_rare(text, first, rare) & first_bits(stop - first)
+            while places:
+                position = first + lowest_bit(places)
+                places &= places - ONE
+                for number in range(len(phrases)):
+                    size, begin = facts[number, 0], position - facts[number, 2]
+                    if begin < start or begin + size > stop:
+                        continue
+                    index = 0
+                    while index < size and _small(text[begin + index]) == phrases[number, index]:
+                        index += 1
+                    found[line, facts[number, 1]] += index == size
 
 
 @compiled
@@ -91,6 +106,20 @@ def _find(keys, stamps, stamp, mask, value):
             return slot, True
         slot = (slot + np.uint64(1)) & mask
     return slot, False
+
+
+@compiled
+def mark_repeated(hashes, document, keys, stamps, repeated):
+    """Marks the lines, (lines,), of which the same document has the same hash before.
+
+    keys, stamps: a hash table of twice as many entries, a power of two, with zeros for stamps.
+    """
+    mask = np.uint64(len(keys) - 1)
+    for line in range(len(hashes)):
+        stamp = document[line] + 1
+        slot, seen = _find(keys, stamps, stamp, mask, hashes[line])
+        repeated[line] = seen
+        keys[slot], stamps[slot] = hashes[line], stamp
 
 
 @compiled
@@ -284,6 +313,20 @@ def mark_addresses(text, bounds, marks):
             numbers |= mask_of(text, position, 0, 46, 46) & mask_of(text, position + 1, 0, 48, 57) & within
             position += BLOCK
         marks[document, 0], marks[document, 1] = signs != 0, numbers != 0
+
+
+@compiled
+def mark_brackets(text, bounds, marks):
+    """Marks documents, (documents,) bool, with an opening bracket before what a citation begins with."""
+    for document in range(len(bounds)):
+        position, end = bounds[document, 0], bounds[document, 1]
+        signs = np.uint64(0)
+        while position < end:
+            following = mask_of(text, position + 1, 0, 48, 57) | mask_of(text, position + 1, 0, 93, 93)
+            following |= mask_of(text, position + 1, 0, 99, 99) | mask_of(text, position + 1, 0, 101, 101)
+            signs |= mask_of(text, position, 0, 91, 91) & following & first_bits(end - position)
+            position += BLOCK
+        marks[document] = signs != 0
 
 
 @compiled

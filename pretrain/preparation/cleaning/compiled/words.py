@@ -23,6 +23,8 @@ from pretrain.preparation.cleaning.compiled.text_blocks import (
     compiled,
     hash_of,
     inlined,
+    lowest_bit,
+    mask_of,
     mixed,
 )
 
@@ -80,20 +82,25 @@ def _count_sign(text, begin, position, code, row):
 
 
 @compiled
-def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines, line_hashes, line_bounds):
-    """Fills the arrays of DividedTexts; returns the number of words and of lines."""
-    word = line = np.int64(0)
+def _divide(text, bounds, classes, row, lengths, hashes, word_bounds, totals, table, line_hashes, places, line_bounds):
+    """Fills the arrays of DividedTexts; returns the number of words and of lines. row: (COLUMNS,) of one line."""
+    word = line = block = np.int64(0)
     for document in range(len(bounds)):
         word_bounds[document, 0], line_bounds[document, 0] = word, line
         position, end = bounds[document, 0], bounds[document, 1]
         counted = counted_characters = alphabetic = np.int64(0)
+        block += 1
         while True:
             # One line.
-            row, row_hash = lines[line], HASH_START
+            row_hash = HASH_START
             row[:] = 0
             words = sentences = longest = stop = spaces = characters = np.int64(0)
             last_code, last_kind, is_ended, size = np.int64(0), np.int64(0), False, np.int64(1)
             while position < end:
+                if text[np.uintp(position)] == 32:
+                    spaces += 1
+                    position += 1
+                    continue
                 code, size, kind = _character(text, position, classes)
                 if kind & IS_SPACE:
                     if kind & LINE_END and not (code == 13 and position + 1 < end and text[position + 1] == 10):
@@ -114,15 +121,17 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines, 
                 while position < end:
                     # Wide signs end sentences without a space.
                     is_wide_end = last_kind & SENTENCE_END and last_code >= _WIDE and length > 0
-                    first = position
-                    while position < end and 97 <= text[np.uintp(position)] <= 122:
-                        position += 1
-                    if position > first:  # most words are of small letters
-                        length, kinds = length + position - first, kinds | SMALL_LETTER
+                    # Most words are small letters; counted at once, since a loop over them is mispredicted in each.
+                    letters = min(lowest_bit(~mask_of(text, position, 0, 97, 122)), end - position)
+                    if letters:
+                        position += letters
+                        length, kinds = length + letters, kinds | SMALL_LETTER
                         sentences += is_wide_end
                         last_kind, last_code, is_wide_end = np.int64(SMALL_LETTER), np.int64(97), False
                         if position >= end:
                             break
+                    if text[np.uintp(position)] == 32:
+                        break
                     code, size, kind = _character(text, position, classes)
                     if kind & IS_SPACE:
                         break
@@ -133,9 +142,9 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines, 
                         sentences += is_wide_end
                         last_kind, last_code = kind, code
                     position += size
-                hashes[word] = hash_of(text, begin, position)
-                lengths[word] = length
-                row_hash = (row_hash ^ hashes[word]) * HASH_FACTOR
+                value = hash_of(text, begin, position)
+                hashes[word], lengths[word] = value, length
+                row_hash = (row_hash ^ value) * HASH_FACTOR
                 word, words, stop = word + 1, words + 1, position
                 characters, longest = characters + length, max(longest, length)
                 is_ended = last_kind & SENTENCE_END != 0
@@ -144,10 +153,15 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines, 
                     counted += 1
                     counted_characters += length
                     alphabetic += kinds & ALPHABETIC != 0
-            row[STOP], row[CHARACTERS], row[WORDS], row[LONGEST_WORD] = stop, characters, words, longest
-            row[SENTENCES], row[LAST_KIND], row[LAST_CODE] = sentences + (words > 0), last_kind, last_code
-            line_hashes[line] = mixed(row_hash)
-            line += 1
+            if words == 0:
+                block += 1
+            else:
+                row[STOP], row[CHARACTERS], row[WORDS], row[LONGEST_WORD] = stop, characters, words, longest
+                row[SENTENCES], row[LAST_KIND], row[LAST_CODE] = sentences + 1, last_kind, last_code
+                for column in range(len(row)):
+                    table[column, line] = row[column]
+                line_hashes[line], places[0, line], places[1, line] = mixed(row_hash), block, document
+                line += 1
             if position >= end:
                 break
             position += size
@@ -163,6 +177,18 @@ def _most_lines(text):
     for byte in text:
         count += 10 <= byte <= 13 or 28 <= byte <= 30 or byte == 0x85 or byte == 0xA8 or byte == 0xA9
     return count
+
+
+@compiled
+def join_lines(text, starts, stops, joined):
+    """Writes lines one after another, each with a line end behind it."""
+    position = np.int64(0)
+    for line in range(len(starts)):
+        for place in range(starts[line], stops[line]):
+            joined[np.uintp(position)] = text[np.uintp(place)]
+            position += 1
+        joined[position] = 10
+        position += 1
 
 
 class DividedTexts(NamedTuple):
@@ -181,40 +207,40 @@ class DividedTexts(NamedTuple):
     totals: np.ndarray
     """(documents, len(TOTALS)) int64, of the words that are not punctuation alone."""
     lines: np.ndarray
-    """(lines, len(COLUMNS)) int32"""
+    """(len(COLUMNS), lines) int32, of the lines that are not blank."""
     line_hashes: np.ndarray
     """(lines,) uint64, of the words: spaces do not count."""
+    places: np.ndarray
+    """(2, lines) int64: number of the block, which blank lines divide, and of the document."""
     line_bounds: np.ndarray
-    """(documents, 2) int64: first line and end of each, one at least."""
+    """(documents, 2) int64: first line and end of each."""
 
-    def taking(self, numbers: list[int]) -> "DividedTexts":
-        """The same of some documents only."""
+    def words_of(self, numbers: list[int]) -> "DividedTexts":
+        """Takes some of the documents; the lines stay those of all, since Lines selects among them itself."""
         return self._replace(
-            bounds=self.bounds[numbers],
-            word_bounds=self.word_bounds[numbers],
-            totals=self.totals[numbers],
-            line_bounds=self.line_bounds[numbers],
+            bounds=self.bounds[numbers], word_bounds=self.word_bounds[numbers], totals=self.totals[numbers]
         )
 
 
 def divided_texts(text: np.ndarray, bounds: np.ndarray) -> DividedTexts:
-    """The words and lines of documents of less than 2 GiB together, as joined_texts gives them."""
+    """Divides documents of less than 2 GiB together, as joined_texts gives them, into words and lines."""
     most_words, most_lines = len(text) // 2 + len(bounds), _most_lines(text) + len(bounds)
     lengths, hashes = np.empty(most_words, np.int32), np.empty(most_words, np.uint64)
-    lines, line_hashes = np.empty((most_lines, len(COLUMNS)), np.int32), np.empty(most_lines, np.uint64)
+    lines, row = np.empty((len(COLUMNS), most_lines), np.int32), np.empty(len(COLUMNS), np.int32)
+    line_hashes, places = np.empty(most_lines, np.uint64), np.empty((2, most_lines), np.int64)
     word_bounds, line_bounds = np.zeros_like(bounds), np.zeros_like(bounds)
     totals = np.zeros((len(bounds), len(TOTALS)), np.int64)
-    words, count = _divide(
-        text, bounds, character_classes(), lengths, hashes, word_bounds, totals, lines, line_hashes, line_bounds
-    )
+    of_words, of_lines = (lengths, hashes, word_bounds, totals), (lines, line_hashes, places, line_bounds)
+    words, count = _divide(text, bounds, character_classes(), row, *of_words, *of_lines)
     return DividedTexts(
-        text,
-        bounds,
-        lengths[:words],
-        hashes[:words],
-        word_bounds,
-        totals,
-        lines[:count],
-        line_hashes[:count],
-        line_bounds,
+        text=text,
+        bounds=bounds,
+        lengths=lengths[:words],
+        hashes=hashes[:words],
+        word_bounds=word_bounds,
+        totals=totals,
+        lines=lines[:, :count],
+        line_hashes=line_hashes[:count],
+        places=places[:, :count],
+        line_bounds=line_bounds,
     )

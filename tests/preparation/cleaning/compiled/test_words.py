@@ -7,6 +7,7 @@ from pretrain.preparation.cleaning.compiled import words
 from pretrain.preparation.cleaning.compiled.characters import LOWER, SENTENCE_END
 from pretrain.preparation.cleaning.compiled.text_blocks import joined_texts
 from pretrain.preparation.cleaning.compiled.words import divided_texts
+from pretrain.preparation.cleaning.forms import Lines
 
 TEXTS = [
     "Hello, (world): it's 5p.m. in the U.S.A., isn't it?  He'd've said \"no\"... \t Mr. Smith -- shan't!",
@@ -19,8 +20,7 @@ TEXTS = [
 
 
 def columns_of(text, *columns):
-    lines = divided_texts(*joined_texts([text.encode()])).lines
-    return lines[lines[:, words.WORDS] > 0][:, columns].T.tolist()
+    return divided_texts(*joined_texts([text.encode()])).lines[list(columns)].tolist()
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
@@ -29,12 +29,27 @@ def test_words_and_lines_are_those_of_python(text):
     first, last = divided.word_bounds[1]
     assert divided.lengths[first:last].tolist() == [len(word) for word in text.split()]
     first, last = divided.line_bounds[1]
-    lines = divided.lines[first:last]
-    found = [divided.text[a:b].tobytes().decode() for a, b in lines[:, [words.START, words.STOP]].tolist()]
-    expected = [line.strip() for line in text.splitlines()]
-    assert [line for line in found if line] == [line for line in expected if line]
-    assert lines[:, words.CHARACTERS].tolist()[: len(expected)] == [len(line) for line in expected]
-    assert lines[:, words.WORDS].tolist()[: len(expected)] == [len(line.split()) for line in expected]
+    lines = divided.lines[:, first:last]
+    found = [divided.text[a:b].tobytes().decode() for a, b in lines[[words.START, words.STOP]].T.tolist()]
+    assert found == [line.strip() for line in text.splitlines() if line.strip()]
+    assert lines[words.CHARACTERS].tolist() == [len(line) for line in found]
+    assert lines[words.WORDS].tolist() == [len(line.split()) for line in found]
+    assert divided.places[1, first:last].tolist() == [1] * len(found)
+
+
+def test_blank_lines_and_documents_divide_blocks():
+    divided = divided_texts(*joined_texts([b"\na\nb\n\n \nc\n", b"d\r\ne\r\n\r\nf"]))
+    blocks, documents = divided.places.tolist()
+    assert documents == [0, 0, 0, 1, 1, 1]
+    assert [blocks.index(block) for block in blocks] == [0, 0, 2, 3, 3, 5]
+
+
+def test_lines_are_joined_by_one_line_end():
+    lines = Lines.of(divided_texts(*joined_texts(["  é a \n\n b\x0bc".encode(), b"", b"d\n", b"e\nf"])))
+    stays = np.array([True, False, True, True, False, False])
+    assert lines.joined(stays) == ["é a\nc".encode(), b"", b"d", b""]
+    rest = lines.staying(stays, [0, 2, 3])
+    assert rest.joined(np.array([False, True, True])) == [b"c", b"d", b""]
 
 
 def test_words_of_random_texts_are_those_of_python():
@@ -49,7 +64,7 @@ def test_equal_words_have_equal_hashes_and_documents_do_not_mix():
     divided = divided_texts(*joined_texts([b"the caf\xc3\xa9, the", b"", b"the"]))
     assert divided.word_bounds.tolist() == [[0, 3], [3, 3], [3, 4]]
     assert divided.hashes[0] == divided.hashes[2] == divided.hashes[3] != divided.hashes[1]
-    assert divided.taking([2]).word_bounds.tolist() == [[3, 4]]
+    assert divided.words_of([2]).word_bounds.tolist() == [[3, 4]]
 
 
 def test_words_of_punctuation_alone_do_not_count():
@@ -94,4 +109,4 @@ def test_signs_are_counted_by_line():
 
 def test_a_text_of_single_letters_and_one_of_line_ends_have_room():
     assert len(divided_texts(*joined_texts([b"a " * 50_000, b"b"])).lengths) == 50_001
-    assert len(divided_texts(*joined_texts([b"\n" * 50_000])).lines) == 50_001
+    assert divided_texts(*joined_texts([b"a\n" * 50_000])).lines.shape[1] == 50_000
