@@ -302,9 +302,10 @@ class C4Quality(NamedFilter):
         count_phrases(lines.text, lines.column(words.START), lines.column(words.STOP), *PHRASE_TABLE, found)
         javascript, policy, lorem, brackets = found.T
         most = np.inf if self.max_word_characters is None else self.max_word_characters
+        none = np.zeros(len(lines.document), bool)
         dropped = {
             "long_word": lines.column(words.LONGEST_WORD) > most,
-            "no_end": self.endings & (~np.isin(lines.last_bytes, list(ENDINGS)) | lines.ends_in_dots),
+            "no_end": ~np.isin(lines.last_bytes, list(ENDINGS)) | lines.ends_in_dots if self.endings else none.copy(),
             "few_words": lines.column(words.WORDS) < (self.min_words_per_line or 0),
             "javascript": self.javascript & (javascript > 0),
             "policy": self.policies & (policy > 0),
