@@ -6,6 +6,7 @@ that end anywhere in a sentence; code and tables have no sentences.
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -66,12 +67,12 @@ class Lines:
         """The lines of the documents of a divided text."""
         return cls(divided.text, divided.lines, divided.line_hashes, divided.places, len(divided.bounds))
 
-    def staying(self, stays: np.ndarray, documents: Sequence[int]) -> "Lines":
-        """Those of the lines that stay, (lines,) bool, in some of the documents, which are numbered anew."""
+    def staying(self, stays: np.ndarray | None, documents: Sequence[int]) -> "Lines":
+        """Takes the lines that stay, (lines,) bool or None for all, of some documents, which are numbered anew."""
         number = np.full(len(self.counts), -1)
         number[documents] = np.arange(len(documents))
         document = number[self.document]
-        kept = np.flatnonzero(stays & (document >= 0))
+        kept = np.flatnonzero(document >= 0 if stays is None else stays & (document >= 0))
         places = np.stack([self._block[kept], document[kept]])
         rows = kept if self._rows is None else self._rows[kept]
         return Lines(self.text, self._table, self.hashes[kept], places, len(documents), rows)
@@ -134,7 +135,7 @@ class Lines:
         joined = np.empty(ends[-1], np.uint8)
         words.join_lines(self.text, starts, stops, joined)
         view = joined.data
-        return [bytes(view[begin : max(begin, end - 1)]) for begin, end in zip(ends, ends[1:], strict=False)]
+        return [bytes(view[begin : max(begin, end - 1)]) for begin, end in pairwise(ends)]
 
     @cached_property
     def repeated(self) -> tuple[np.ndarray, np.ndarray]:

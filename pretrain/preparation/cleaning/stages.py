@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pretrain.preparation.cleaning.account import KEPT, CleaningAccount, Found
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
+
     from pretrain.preparation.cleaning.compiled.words import DividedTexts
     from pretrain.preparation.cleaning.forms import Lines
 
@@ -28,16 +28,16 @@ class TextBatch:
 
     texts: list[bytes]
     urls: list[str | None]
-    _joined: tuple[np.ndarray, np.ndarray] | None = None
+    _joined: "tuple[np.ndarray, np.ndarray] | None" = None
     _divided: "DividedTexts | None" = None
-    _forms: np.ndarray | None = None
+    _forms: "np.ndarray | None" = None
     _lines: "Lines | None" = None
 
     def __len__(self) -> int:
         return len(self.texts)
 
     @property
-    def joined(self) -> tuple[np.ndarray, np.ndarray]:
+    def joined(self) -> "tuple[np.ndarray, np.ndarray]":
         """(text, bounds) as of text_blocks.joined_texts, once for all stages."""
         if self._joined is None:
             from pretrain.preparation.cleaning.compiled.text_blocks import joined_texts
@@ -64,7 +64,7 @@ class TextBatch:
         return self._lines
 
     @property
-    def forms(self) -> np.ndarray:
+    def forms(self) -> "np.ndarray":
         """(documents,): the form of each text, as it was before any stage changed it."""
         if self._forms is None:
             from pretrain.preparation.cleaning.forms import forms_of
@@ -81,8 +81,7 @@ class TextBatch:
         if not changed:
             after._joined = self._joined and (self._joined[0], self._joined[1][stay])
             if self._divided is not None:
-                after._divided = self._divided.words_of(stay)
-                after._lines = self.lines.staying(np.ones(len(self.lines.hashes), bool), stay)
+                after._divided, after._lines = self._divided.words_of(stay), self.lines.staying(None, stay)
         if self._forms is not None:
             after._forms = self._forms[stay]
         if left is not None:
