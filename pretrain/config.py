@@ -169,6 +169,9 @@ class Budget(Section):
     """Total training tokens."""
     steps: Count | None = None
     """Total optimizer steps."""
+    minutes: PositiveFloat | None = None
+    """Wall-clock minutes, over all starts of the run: its final decay begins early enough to end within them. The run
+    is over sooner if its tokens or steps are; null: no limit."""
 
     @model_validator(mode="after")
     def one_budget(self):

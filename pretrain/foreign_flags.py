@@ -128,7 +128,7 @@ OURS = {
     "train.max_seq_length": "--data.sequence_length",
     "train.lr_warmup_steps": "--optim.warmup_steps",
     "train.lr_warmup_fraction": "--optim.warmup_steps",
-    "train.max_time": "--minutes, with --text",
+    "train.max_time": "--budget.minutes",
     "train.max_norm": "--optim.max_grad_norm",
     "train.min_lr": "--optim.final_ratio, relative to the peak",
     "train.log_interval": "--logging.every_steps",

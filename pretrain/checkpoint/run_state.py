@@ -59,6 +59,8 @@ class RunState:
     """Where a final decay that was asked for begins, in place of the schedule's own."""
     anneal_steps: int | None = None
     """Length of that decay."""
+    seconds: float = 0.0
+    """Wall-clock time of all starts, where `budget.minutes` limits it."""
     lineage: list[dict[str, Any]] = field(default_factory=list)
     """Checkpoints of other runs that this one began with, oldest first: run, step, tokens."""
 

@@ -61,7 +61,7 @@ def judgement(
     )
     warnings = [*cautions(config, run, overridden, device), *filter(None, found)]
     lines = [f"{WARNING_PREFIX}{warning}" for warning in warnings]
-    return [*lines, time_here(run, device), f"start it with: {launch_command(config, words)}"]
+    return [*lines, time_here(config, run, device), f"start it with: {launch_command(config, words)}"]
 
 
 def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]:
@@ -201,8 +201,10 @@ def _bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*/**/*.safetensors") if path.is_file())
 
 
-def time_here(run: RunPlan, device: torch.device) -> str:
-    """An estimate, and what it rests on."""
+def time_here(config: RunConfig, run: RunPlan, device: torch.device) -> str:
+    """Estimates the run's time, or says what limits it."""
+    if config.budget.minutes is not None:
+        return f"time on this machine: {config.budget.minutes:g} min at most, as budget.minutes says"
     peak, source = peak_flops(device, run.precision)
     if peak is None:
         return f"time on this machine: unknown ({source}); plan.py --calibrate measures it"

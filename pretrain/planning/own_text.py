@@ -12,9 +12,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -29,11 +30,13 @@ from pretrain.errors import (
 )
 from pretrain.files import ROOT, write_durably
 from pretrain.planning.sizing import OF_THE_DEMO, choose_sizing, padded, vocabulary_for
+from pretrain.planning.timed_steps import tokens_per_second
 from pretrain.recipe import read_command_line
 from pretrain.units import bytes_text
 
 # Modules that import torch or numpy are imported where they are used: a mistyped command is answered at once.
 if TYPE_CHECKING:
+    from pretrain.planning.sized_recipe import Machine, Prepared, SizedRecipe
     from pretrain.planning.text_files import TextFiles
 
 SMALLEST_TEXT_BYTES = 20_000
@@ -44,6 +47,8 @@ VALIDATION_FRACTIONS = ((2e5, 0.1), (1e7, 0.05), (1e8, 0.02), (math.inf, 0.01))
 MADE_BY = "# Made by: "
 STOPS = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_PREEMPTED}
 CHILD_LOOK_SECONDS = 0.2
+MOST_TIMINGS, SHARE_FOR_TIMING, MOST_SECONDS_OF_TIMING = 3, 0.01, 10.0
+"""Of real steps, before a model is chosen: each beside the start of a process."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +276,7 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
         row("", files.left_out)
     row("machine", "measuring ...")
     # These import torch.
-    from pretrain.planning.sized_recipe import Machine, Prepared, SizedRecipe
+    from pretrain.planning.sized_recipe import Machine, Prepared
 
     machine = Machine.measured(asked.minutes)
     row("", machine.in_words())
@@ -281,11 +286,12 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
     for command in commands:
         run_to_its_end(command)
     prepared = Prepared.read(asked.shards)
-    sizing = choose_sizing(
-        machine.flops, prepared.training_tokens, padded(prepared.vocabulary), machine.most_parameters
-    )
-    recipe = SizedRecipe(asked.output, asked.model, asked.shards, machine, prepared, sizing)
-    for path, text in ((asked.model, sizing.shape.json_text), (asked.recipe, recipe.text(MADE_BY + asked.command))):
+    print()
+    recipe = timed_recipe(asked, machine, prepared)
+    for path, text in (
+        (asked.model, recipe.sizing.shape.json_text),
+        (asked.recipe, recipe.text(MADE_BY + asked.command)),
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, text)
     print()
@@ -297,6 +303,32 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
     for command in (*commands, train, plot, ["evaluate.py", "--model", str(asked.output), "--interactive"]):
         print(f"  {command_text(command)}")
     print(flush=True)
+
+
+def timed_recipe(asked: OwnText, machine: "Machine", prepared: "Prepared") -> "SizedRecipe":
+    """Chooses a model, times its steps, and chooses again by their speed, until it is the one that was timed."""
+    from pretrain.planning.sized_recipe import SizedRecipe
+
+    timed = []
+    while True:
+        vocabulary = padded(prepared.vocabulary)
+        sizing = choose_sizing(machine.flops, prepared.training_tokens, vocabulary, machine.most_parameters)
+        recipe = SizedRecipe(asked.output, asked.model, asked.shards, machine, prepared, sizing)
+        if sizing.shape in timed or len(timed) == MOST_TIMINGS:
+            return recipe
+        row("" if timed else "timing", f"steps of {recipe.in_words()} ...")
+        machine = machine.timed(sizing.shape, speed_of(recipe))
+        timed.append(sizing.shape)
+
+
+def speed_of(recipe: "SizedRecipe") -> float:
+    """Tokens per second of a recipe's steps on this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        model, path = Path(folder, "model.json"), Path(folder, "recipe.yaml")
+        model.write_text(recipe.sizing.shape.json_text)
+        path.write_text(replace(recipe, model=model).text("# To be timed."))
+        seconds = SHARE_FOR_TIMING * 60 * recipe.machine.minutes
+        return tokens_per_second(path, min(seconds, MOST_SECONDS_OF_TIMING))
 
 
 def row(name: str, value: str) -> None:

@@ -1,7 +1,7 @@
 """The recipe and the model JSON of a text of one's own, for the machine as measured: shape, tokens, batch, rate."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from pretrain.hardware import DTYPES, measured_matrix_flops, memory_bytes, peak_
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.planning.families import Shape
-from pretrain.planning.sizing import MOST_EPOCHS, Sizing
+from pretrain.planning.sizing import MOST_EPOCHS, TIME_USED, Sizing
 from pretrain.planning.step_time import mfu_of_small
 from pretrain.units import count_text, duration_text
 
@@ -39,6 +39,8 @@ class Machine:
     peak_flops: float
     memory_bytes: int
     minutes: float
+    speed: float = 1.0
+    """Measured speed of steps, relative to the assumed one."""
 
     @classmethod
     def measured(cls, minutes: float) -> "Machine":
@@ -68,9 +70,14 @@ class Machine:
     def most_parameters(self) -> float:
         return MEMORY_SHARE * self.memory_bytes / BYTES_PER_PARAMETER
 
+    def timed(self, shape: Shape, tokens_per_second: float) -> "Machine":
+        """The same machine, with the speed that a model of that shape was measured to train at."""
+        assumed = mfu_of_small(shape.parameters, self.device_type, self.precision) * self.peak_flops
+        return replace(self, speed=shape.flops_per_token * tokens_per_second / assumed)
+
     def mfu(self, shape: Shape) -> float:
-        """Assumed."""
-        return mfu_of_small(shape.parameters, self.device_type, self.precision)
+        """The MFU that small models of this size reach, by the speed of the one that was timed."""
+        return self.speed * mfu_of_small(shape.parameters, self.device_type, self.precision)
 
     def flops(self, shape: Shape) -> float:
         """Of all steps, of a model of that shape."""
@@ -141,24 +148,32 @@ class SizedRecipe:
         """Whether it fills a window."""
         return self.prepared.validation_tokens > self.sizing.shape.sequence_length
 
+    def in_words(self) -> str:
+        """The model."""
+        shape = self.sizing.shape
+        return f"{shape.layers} layers x {shape.width}, {count_text(shape.parameters)} parameters"
+
     def reasons(self) -> dict[str, str]:
         """{what was chosen: what, and why}."""
         sizing, shape, prepared = self.sizing, self.sizing.shape, self.prepared
-        flops = f"{sizing.flops:.1e} FLOPs at {self.machine.mfu(shape):.0%} of the peak"
+        mfu = self.machine.mfu(shape)
+        rate = mfu * self.machine.peak_flops / shape.flops_per_token
+        flops = f"{count_text(rate)} a second as timed, {mfu:.0%} of the peak"
         unique, most = count_text(sizing.unique_tokens), f"{MOST_EPOCHS:.0f}"
         rows = {
-            "model": f"{shape.layers} layers x {shape.width}, {count_text(shape.parameters)} parameters: the best use "
-            "of the time for so much text",
-            "tokens": f"{count_text(sizing.tokens)}, {sizing.epochs:.3g} epochs of {unique}: {flops}",
-            "steps": f"{sizing.steps:,} of {sizing.tokens_per_step:,} tokens in windows of "
+            "model": f"{self.in_words()}: the best use of the time for so much text",
+            "tokens": f"about {count_text(sizing.tokens)}, {sizing.epochs:.3g} epochs of {unique}: {flops}",
+            "steps": f"about {sizing.steps:,} of {sizing.tokens_per_step:,} tokens in windows of "
             f"{shape.sequence_length:,}; Muon at {self.learning_rate:g}",
         }
-        seconds = sizing.flops / self.machine.peak_flops / self.machine.mfu(shape)
-        if seconds < 0.9 * self.machine.seconds:
+        seconds = sizing.tokens / rate
+        if seconds < TIME_USED * self.machine.seconds:
             rows["time"] = (
                 f"about {duration_text(seconds)}, not all that was given: beyond {most} epochs a text is "
                 "learned by heart; more text is worth more"
             )
+        else:
+            rows["time"] = f"{self.machine.minutes:g} min: the learning rate decays when they are nearly over"
         if not self.has_validation:
             rows["warning"] = (
                 f"no validation: {prepared.validation_tokens:,} tokens are held out, fewer than one window; "
@@ -185,18 +200,18 @@ data:
   train: [{{shards: {json.dumps(str(self.shards))}}}]
   sequence_length: {shape.sequence_length}
   document_mask: true
-budget: {{steps: {sizing.steps}}}
+budget: {{steps: {sizing.most_steps}, minutes: {machine.minutes:g}}}  # whichever is over first
 batch: {{tokens_per_step: {sizing.tokens_per_step}, sequences_per_micro_batch: {self.sequences_per_micro_batch}}}
 optim:
   name: muon
   learning_rate: {self.learning_rate:g}
-  schedule: cosine
+  schedule: wsd                     # its decay can begin when the time is nearly out
   warmup_steps: {warmup}
   weight_decay: 0.1
   max_grad_norm: 1.0
 compile: {"regional" if compiled else "none"}
 validation: {{every_steps: {self.quarter}, sequences: {self.validation_sequences}}}
-checkpoint: {{every_steps: {self.quarter}, keep_last: 2, keep_best: 1}}
+checkpoint: {{every_steps: {self.quarter}, keep_last: 4, keep_best: 1}}
 samples:                            # how the held-out text begins, continued
   every_steps: {self.quarter}
   prompts: [{json.dumps(self.prepared.prompt)}]

@@ -26,9 +26,9 @@ from pretrain.recipe import CommandLine
 from pretrain.runs.addresses import trunk_checkpoint
 from pretrain.runs.run_folder import checkpoint_folders, read_config, read_state, setting, step_of
 from pretrain.training.run_plan import RunPlan, identity_problems, schedule_of, target_sequences
-from pretrain.units import counted
+from pretrain.units import counted, duration_text
 
-BUDGET = ("budget.tokens_per_parameter", "budget.tokens", "budget.steps")
+BUDGET = ("budget.tokens_per_parameter", "budget.tokens", "budget.steps", "budget.minutes")
 CLOCK = ("optim.schedule", "optim.warmup_steps")
 """Settings whose change begins a schedule at the checkpoint."""
 SHAPE = (
@@ -349,7 +349,7 @@ def continued_state(config: RunConfig, contents: Mapping[str, Any], changes: Cha
     state = RunState(**contents["state"])
     if trunk is not None:
         origin = {"run": trunk, "step": state.step, "tokens": state.tokens}
-        state = replace(state, lineage=[*state.lineage, origin], validation_loss=None)
+        state = replace(state, lineage=[*state.lineage, origin], validation_loss=None, seconds=0.0)
     is_annealing = state.anneal_from is not None
     if is_annealing and (changes.clock or changes.budget):
         state = replace(state, anneal_from=None, anneal_steps=None)
@@ -380,6 +380,19 @@ def decay_problems(plan: RunPlan, contents: Mapping[str, Any], changes: Changes,
             f"{planned['total_steps']:,}; leave the budget as it was, or raise it beyond that step"
         ]
     return []
+
+
+def time_problems(config: RunConfig, plan: RunPlan, state: RunState) -> list[str]:
+    """Tells that a run with steps to come has no time for them left."""
+    minutes = config.budget.minutes
+    if minutes is None or state.seconds < 60 * minutes or state.anneal_from is not None:
+        return []
+    if state.step >= min(plan.schedule.decays_from, plan.total_steps):
+        return []
+    return [
+        f"budget.minutes: {minutes:g}, and the run has taken {state.seconds / 60:.1f} up to step {state.step:,}; give "
+        "it more, or null"
+    ]
 
 
 def no_stable_checkpoint(planned: Mapping[str, Any]) -> InputError:
@@ -417,6 +430,8 @@ def standing_in_words(run: RunPlan, state: RunState, changes: Changes, found: Pa
                 f"  warning: that is the floor, at which the {run.schedule.name} schedule has ended; another schedule "
                 "or warmup begins again at the peak, such as --optim.schedule constant"
             )
+    if state.seconds:
+        lines.append(f"  {duration_text(state.seconds)} of budget.minutes are over")
     origin = run.batches.origin
     if origin is not None and origin.step == step:
         lines.append("  data: another mixture from here on; each source goes on where the run left it")
@@ -474,7 +489,8 @@ def stand(
     changes = changes_since(contents, asked.config, plan, asked.overridden, trunk)
     state = continued_state(config, contents, changes, trunk).after_rollbacks(rollbacks)
     whole = continued(config, plan, contents, state, changes, is_finished=is_finished)
-    if problems := decay_problems(whole, contents, changes, config.branch_from):
+    problems = decay_problems(whole, contents, changes, config.branch_from)
+    if problems := [*problems, *time_problems(config, whole, state)]:
         raise InputError(*problems)
     state = without_ranges_ahead(state, whole, identity)
     return Standing(whole, state, changes, rewind_step(whole, contents, changes))

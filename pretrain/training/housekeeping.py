@@ -110,7 +110,7 @@ class Housekeeping:
         figures |= self.throughput.read(tokens, flops, self.peak_flops, self.strategy.ranks.count)
         figures |= self.built.experts.figures() | {"peak_memory_bytes": peak_memory_bytes(self.strategy.device)}
         figures |= self.metrics.energy()
-        self.metrics.pace = self.throughput.pace
+        self.metrics.pace, self.metrics.seconds_left = self.throughput.pace, self.supervisor.time.left
         self.metrics.write("train", step=self.state.step, tokens=self.state.tokens, **figures)
         slow = self.speed_guard.judge(figures["tokens_per_second"])
         idle = self.speed_guard.judge_mfu(figures["mfu"]) if self.strategy.device.type == "cuda" else None
@@ -129,7 +129,7 @@ class Housekeeping:
     def _show_live(self, reports: list[StepReport]) -> None:
         """From what the host knows anyway: on a GPU the loss is that of the step before."""
         live, step, total_steps = self._live, self.state.step, self.metrics.total_steps
-        live.step, live.total_steps = step, total_steps
+        live.step, live.total_steps, live.seconds_left = step, total_steps, self.supervisor.time.left
         live.losses.extend(report.loss for report in reports)
         tokens, self._tokens_before = self.state.tokens - self._tokens_before, self.state.tokens
         if (seconds := self.throughput.recent_step_seconds) and tokens > 0:  # else those before the pause stay
@@ -205,6 +205,8 @@ class Housekeeping:
         with self.pausing("saving"):
             self.supervisor.compare_copies()  # before the save: a checkpoint must not keep copies that differ
             self.state.expert_counts = self.built.experts.counts()
+            if self.supervisor.time.is_limited:
+                self.state.seconds = self.supervisor.time.seconds
             self.continuation.save(self.supervisor.guard.state(), self.describe, beat)
             if wait or required:
                 self.continuation.finish_saving(beat, required)

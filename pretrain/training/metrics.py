@@ -71,7 +71,7 @@ SHOWN: dict[str, Parts] = {
     "divergence": ((ALWAYS, "step {step:,} · DIVERGENCE: {message}"),),
     "explosion": ((ALWAYS, "step {step:,} · GRADIENT: {message}"),),
     "rollback": ((ALWAYS, "rolling back to step {to_step:,}: {reason}; {change}"),),
-    "control": ((ALWAYS, "step {step:,} · {command}, requested by runs.py"),),
+    "control": ((ALWAYS, "step {step:,} · {command}, requested by {by}"),),
     "profile": ((ALWAYS, "step {step:,} · profile in {path}: {verdict}"),),
     "warning": ((ALWAYS, "warning: {message}"),),
     "end": (
@@ -160,6 +160,8 @@ class LiveFigures:
     step_seconds: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
+    seconds_left: float = math.inf
+    """Of budget.minutes."""
     next_save: int | None = None
     """The step after which the next checkpoint is due."""
 
@@ -174,7 +176,8 @@ class LiveFigures:
         if seconds is not None and self.tokens_per_second is not None:
             parts.append((ALWAYS, f"{self.tokens_per_second:,.0f} tok/s"))
             parts.append((90, f"MFU {self.mfu:.1%}" if self.mfu else ""))
-            parts.append((ALWAYS, f"{duration_text((self.total_steps - self.step) * seconds)} left"))
+            left = min((self.total_steps - self.step) * seconds, self.seconds_left)
+            parts.append((ALWAYS, f"{duration_text(left)} left"))
             if self.next_save is not None:
                 parts.append((WIDE + 20, f"checkpoint in {duration_text((self.next_save - self.step) * seconds)}"))
         return fitting(parts, width)
@@ -214,10 +217,13 @@ class Metrics:
         self.is_main, self._run, self.total_steps = is_main, run, 0
         self.began, self._ended = False, False
         """began: the run has started training; the same on all ranks."""
-        self._started, self._trackers, self._meter = time.perf_counter(), None, None
+        self.started = time.perf_counter()
+        self._trackers = self._meter = None
         self._stand: dict[str, int] | None = None
         self.pace: float | None = None
         """Seconds per step to expect; None: not known yet."""
+        self.seconds_left = math.inf
+        """Of budget.minutes."""
         if is_main:
             run.mkdir(parents=True, exist_ok=True)
             self._lines, self._log = LineFile(run / METRICS_FILE), LineFile(run / "train.log")
@@ -328,7 +334,7 @@ class Metrics:
         if not self.is_main or self._ended:
             return
         self._ended = True
-        seconds = time.perf_counter() - self._started
+        seconds = time.perf_counter() - self.started
         self._live = False  # the end is the last line
         self.write("end", reason=reason, code=code, **{**self._where(), **values}, seconds=seconds, **self.energy())
         if self._trackers is not None:
@@ -340,7 +346,8 @@ class Metrics:
         extra: dict[str, Any] = {"total_steps": self.total_steps}
         if event == "train":
             left = self.total_steps - values["step"]
-            extra["left_text"] = f"{duration_text(left * self.pace)} left" if self.pace is not None else ""
+            seconds = min(left * self.pace, self.seconds_left) if self.pace is not None else None
+            extra["left_text"] = f"{duration_text(seconds)} left" if seconds is not None else ""
             extra["mfu_text"] = f"MFU {values['mfu']:.1%}" if values.get("mfu") else ""
             extra["tokens_text"] = f"{count_text(values['tokens'])} tokens"
         if event == "validation":

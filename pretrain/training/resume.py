@@ -228,9 +228,18 @@ class Continuation:
     def anneal(self) -> RunPlan:
         """Starts the final decay now; returns the changed plan."""
         if self.state.anneal_from is None:
-            left = self.run.total_steps - self.state.step
-            self._anneal(min(left, self.config.optim.decay_fraction * self.state.step))
+            self._anneal(self.steps_of_decay)
         return self.run
+
+    @property
+    def steps_of_decay(self) -> float:
+        """Steps that a final decay takes if it begins now."""
+        return min(self.run.total_steps - self.state.step, self.config.optim.decay_fraction * self.state.step)
+
+    @property
+    def decays(self) -> bool:
+        """Whether the final decay has begun: the schedule's own, or one that was asked for."""
+        return self.state.anneal_from is not None or self.state.step >= self.run.schedule.decays_from
 
     def _anneal(self, steps: float) -> None:
         self.state.anneal_from, self.state.anneal_steps = self.state.step, max(1, round(steps))

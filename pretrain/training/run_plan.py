@@ -259,6 +259,7 @@ class Cadences:
         due["pauses"] = step == self.pauses_at and not is_last
         due["logs"] |= is_last or due["pauses"]
         due["measures"] |= is_last or due["pauses"]
+        due["samples"] |= is_last and self.samples is not None
         due["saves"] |= (is_last and self.saves_at_end) or due["evaluates"]  # what is evaluated is a checkpoint
         return Due(**due, is_last=is_last)
 

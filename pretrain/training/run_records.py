@@ -181,6 +181,7 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
     levels = " -> ".join(f"{level * length:,}" for level in ramp.sequences_per_level)
     is_sparse = plan.active_parameters < plan.parameters
     per_parameter = f"{plan.total_tokens / plan.active_parameters:.1f} per {'active ' if is_sparse else ''}parameter"
+    limit = f"; at most {config.budget.minutes:g} min" if config.budget.minutes is not None else ""
     readers, epochs = plan.batches.readers, plan.batches.epochs_at(plan.total_steps)
     vocabulary = vocabulary_text(plan.model_config.vocab_size, plan.batches.vocabulary_size)
     rows = {
@@ -189,7 +190,7 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
         "epochs in total": ", ".join(f"{folder} {count:.2f}" for folder, count in epochs.items()),
         "tokens per step": f"{levels} = {counted(micro, 'sequence')} x {length:,} tokens x "
         f"{counted(plan.ranks, 'process')} x {full_micro_steps} micro-steps",
-        "budget": f"{plan.total_steps:,} steps, {plan.total_tokens:,} tokens, {per_parameter}",
+        "budget": f"{plan.total_steps:,} steps, {plan.total_tokens:,} tokens, {per_parameter}{limit}",
         **stages_in_words(plan),
         "learning rate": f"{plan.peak_learning_rate:.3g} at the peak, {plan.schedule.name}, "
         f"{plan.schedule.warmup_steps:,} warmup steps",

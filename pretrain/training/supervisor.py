@@ -17,6 +17,7 @@ from pretrain.training.guard import Finding, StepGuard
 from pretrain.training.resume import Continuation
 from pretrain.training.run_plan import RunPlan
 from pretrain.training.step_reports import Consensus, Request, StepReport
+from pretrain.training.time_budget import TimeBudget
 from pretrain.training.watchdog import Watch
 
 ENDS = {
@@ -76,6 +77,7 @@ class Supervisor:
         self.guard = self._new_guard()
         self.control = Control(self.config.output, start_id, warn=self._warn)
         here = socket.gethostname(), pid_namespace()
+        self.time = TimeBudget(self.config.budget.minutes, continuation.state.seconds, self.metrics.started)
         processes = strategy.ranks.gather((here, os.getpid()))
         self.watch = Watch(
             self.config.output,
@@ -100,6 +102,7 @@ class Supervisor:
         settle: wait for this step's own figures.
         """
         self.watch.beat(step)
+        self.time.step_taken()
         outcome = StepOutcome(self.consensus.exchange(step, *figures, self._asked()))
         if settle:
             outcome.reports += self.consensus.settle()
@@ -109,8 +112,14 @@ class Supervisor:
 
     def _asked(self) -> Request:
         """This rank's request: a command once, a signal for as long as the process lives."""
-        command = self.control.poll() if self.strategy.ranks.is_main else None
-        return max(self.watch.request, Request[command.upper()] if command else Request.NONE)
+        if not self.strategy.ranks.is_main:
+            return self.watch.request
+        command = self.control.poll()
+        asked = Request[command.upper()] if command else Request.NONE
+        if self.time.is_limited and not self.continuation.decays:
+            late = self.time.asks_for_decay(self.continuation.steps_of_decay)
+            asked = max(asked, Request.ANNEAL if late else Request.NONE)
+        return max(self.watch.request, asked)
 
     def listen(self) -> None:
         """Checks for requests during long work between steps; all ranks together."""
@@ -161,7 +170,9 @@ class Supervisor:
         if done and self.request in COMMANDED:
             step, total_steps = self.continuation.state.step, self.continuation.run.total_steps
             if self.refusal is None:
-                self.metrics.write("control", step=step, command=self.request.name.lower(), total_steps=total_steps)
+                by = "runs.py" if self.control.asked else "budget.minutes"
+                command = self.request.name.lower()
+                self.metrics.write("control", step=step, command=command, by=by, total_steps=total_steps)
             self.control.acknowledge(step, self.refusal)
         self.request, self.refusal = Request.NONE, None
 

@@ -127,14 +127,14 @@ def test_an_architecture_whose_memory_cannot_be_traced_is_said(read, monkeypatch
 
 def test_the_time_rests_on_the_measured_peak(read, monkeypatch):
     monkeypatch.setattr(judgement_module, "peak_flops", lambda device, precision: (1e9, "measured"))
-    _, run = read()
+    config, run = read()
     seconds = run.flops_per_token * run.total_tokens / (0.4 * 1e9)
-    line = judgement_module.time_here(run, torch.device("cpu"))
+    line = judgement_module.time_here(config, run, torch.device("cpu"))
     assert line.startswith(
         f"time on this machine: about {round(seconds)} s for 3.07k tokens in one process, at an MFU of 40%"
     )
     monkeypatch.setattr(judgement_module, "peak_flops", lambda device, precision: (None, "no peak is known for X"))
-    assert "unknown (no peak is known for X)" in judgement_module.time_here(run, torch.device("cpu"))
+    assert "unknown (no peak is known for X)" in judgement_module.time_here(config, run, torch.device("cpu"))
 
 
 def test_the_command_is_the_one_that_was_checked_without_the_check(read, monkeypatch):

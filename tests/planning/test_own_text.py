@@ -92,7 +92,8 @@ def test_the_recipe_is_commented_and_reads_back(trained, monkeypatch):
     assert lines[0] == f"{MADE_BY}python train.py --text novel.txt --minutes {MINUTES} --output runs/novel"
     assert sum(line.startswith("#") for line in lines) >= 6
     config = read_run_config("recipes/novel.yaml")
-    assert config.budget.steps % config.validation.every_steps == 0 == config.budget.steps % config.samples.every_steps
+    assert config.budget.minutes == float(MINUTES)
+    assert config.validation.every_steps == config.samples.every_steps <= config.budget.steps / 4
     validated = 5 * config.validation.sequences * config.data.sequence_length
     assert (
         config.validation.sequences == 4 or validated / 3 <= 0.05 * config.budget.steps * config.batch.tokens_per_step

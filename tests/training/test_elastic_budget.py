@@ -7,7 +7,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from support.project import events, losses, run_script
+from support.project import events, launch, losses, run_script
 from support.tiny_models import TINY_LLAMA
 
 
@@ -199,3 +199,43 @@ def test_a_budget_that_the_run_has_passed_is_refused(trunk_at_a_constant_rate, t
     shutil.rmtree(tmp_path / "run/final")
     refused = train(recipe, "--output", tmp_path / "run", "--budget.steps", "10", check=False)
     assert refused.returncode == 2 and "it ends after step 10, and the run is at step 12" in refused.stderr
+
+
+@pytest.fixture
+def timed(recipe):
+    """The recipe with more steps than its minutes allow."""
+    return change(
+        recipe, optim={"schedule": "wsd"}, budget={"steps": 100_000, "minutes": 0.1}, checkpoint={"keep_last": 99}
+    )
+
+
+def test_minutes_end_a_run_with_its_decay_and_more_minutes_extend_it(timed, tmp_path):
+    train(timed)
+    run, by_clock = tmp_path / "run", events(tmp_path / "run", "control")
+    assert [(event["command"], event["by"]) for event in by_clock] == [("anneal", "budget.minutes")]
+    begin, end = by_clock[0]["step"], events(run, "end")[-1]["step"]
+    assert begin < end == by_clock[0]["total_steps"] <= 1 + 1.2 * begin
+    assert (run / "final/model.safetensors").exists() and rates(run)[end] < 0.5 * max(rates(run).values())
+    assert "already complete" in train(timed).stdout
+    train(timed, "--budget.minutes", "0.15")
+    assert events(run, "resume")[-1]["step"] <= begin, "from before the decay"
+    assert events(run, "end")[-1]["step"] > begin and len(events(run, "control")) == 2
+
+
+def test_minutes_count_over_all_starts(timed, tmp_path):
+    train(timed, "--checkpoint.pause_at", "4", check=False)
+    state = json.loads((tmp_path / "run/checkpoints/step-00000004/trainer_state.json").read_text())["state"]
+    assert 0 < state["seconds"] < 60
+    refused = train(timed, "--budget.minutes", "0.0001", check=False)
+    assert refused.returncode == 2 and "give it more, or null" in refused.stderr
+    assert "up to step 4" in refused.stderr and "Traceback" not in refused.stderr
+    told = train(timed, "--check").stdout
+    assert "of budget.minutes are over" in told and "0.1 min at most, as budget.minutes says" in told
+    train(timed, "--budget.minutes", "null", "--budget.steps", "12")
+    assert events(tmp_path / "run", "end")[-1]["step"] == 12 and not events(tmp_path / "run", "control")
+
+
+def test_two_ranks_begin_their_decay_at_the_same_step(timed, tmp_path):
+    launch("ddp", 2, "train.py", "--config", timed)
+    (control,), (end,) = events(tmp_path / "run", "control"), events(tmp_path / "run", "end")
+    assert control["step"] < end["step"] == control["total_steps"] and end["code"] == 0

@@ -1,0 +1,51 @@
+"""Times real steps of a recipe in a process of its own: `python -m pretrain.planning.timed_steps RECIPE SECONDS`.
+
+Prints one line of JSON: {"tokens_per_second"}. A process of its own, since a strategy can be made once in a process.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from pretrain.errors import InputError, run_script
+from pretrain.files import ROOT
+
+FEWEST_STEPS = 3
+
+
+def tokens_per_second(recipe: Path, seconds: float) -> float:
+    """Runs this module for about so many seconds of steps, beside its start. Raises InputError where it fails."""
+    command = [sys.executable, "-m", __name__, str(recipe), str(seconds)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, check=False)
+    if done.returncode:
+        raise InputError(f"the steps that were to be timed ended with exit status {done.returncode}; see above")
+    return float(json.loads(done.stdout.splitlines()[-1])["tokens_per_second"])
+
+
+def main(recipe: str, seconds: float) -> None:
+    """Steps for at least `seconds` and FEWEST_STEPS, after those that compile and create the optimizer's state."""
+    from pretrain.parallel.registry import make_strategy
+    from pretrain.planning.calibration import FIRST_STEPS, Steps
+    from pretrain.recipe import read_run_config
+    from pretrain.training.run_plan import settled
+
+    config = settled(read_run_config(recipe))
+    steps = Steps(config, make_strategy(config))
+    window = config.batch.sequences_per_micro_batch * config.data.sequence_length
+    micro_steps = max(1, config.batch.tokens_per_step // window)
+    for number in range(FIRST_STEPS):
+        steps.step(number, micro_steps)
+    began, count = time.perf_counter(), 0
+    while count < FEWEST_STEPS or time.perf_counter() - began < seconds:
+        steps.step(FIRST_STEPS + count, micro_steps)
+        count += 1
+    rate = count * micro_steps * window / (time.perf_counter() - began)
+    print(json.dumps({"tokens_per_second": rate}), flush=True)
+
+
+if __name__ == "__main__":
+    run_script(lambda: main(sys.argv[1], float(sys.argv[2])))

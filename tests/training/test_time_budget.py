@@ -1,0 +1,63 @@
+"""budget.minutes: the decay begins when the time is nearly out, and not before."""
+
+import pytest
+
+from pretrain.training import time_budget
+from pretrain.training.time_budget import TimeBudget
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr(time_budget.time, "perf_counter", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def end_of(budget, clock, seconds_of, decay=0.2, most=100_000):
+    """(step at which the decay begins, seconds at its end) of a run whose step s takes seconds_of(s)."""
+    for step in range(1, most):
+        clock.now += seconds_of(step)
+        budget.step_taken()
+        if budget.asks_for_decay(decay * step):
+            end = sum(seconds_of(s) for s in range(step + 1, step + 1 + round(decay * step)))
+            return step, budget.seconds + end
+    return None, None
+
+
+@pytest.mark.parametrize(
+    "seconds_of",
+    [
+        lambda step: 0.1,
+        lambda step: 30.0 if step == 1 else 0.1,  # the first compiles
+        lambda step: 0.1 + 3.0 * (step % 400 == 0),  # validation and checkpoints in between
+        lambda step: 0.1 if step < 300 else 0.2,  # another process since
+    ],
+)
+def test_a_run_ends_within_its_minutes(clock, seconds_of):
+    budget = TimeBudget(3.0, spent=0.0, began=clock.now)
+    _, seconds = end_of(budget, clock, seconds_of)
+    # What the end itself takes comes on top.
+    assert 0.88 * 180 <= seconds <= 1.02 * 180
+
+
+def test_time_of_earlier_starts_counts(clock):
+    budget = TimeBudget(3.0, spent=120.0, began=clock.now)
+    step, seconds = end_of(budget, clock, lambda step: 0.1)
+    assert seconds <= 180 and step < 600
+    assert TimeBudget(3.0, spent=170.0, began=clock.now).left == pytest.approx(10)
+
+
+def test_it_asks_once_and_never_without_a_limit(clock):
+    budget = TimeBudget(0.01, spent=9.0, began=clock.now)
+    budget.step_taken()
+    assert not budget.asks_for_decay(1), "the first step tells no pace"
+    budget.step_taken()
+    assert budget.asks_for_decay(1)
+    assert not budget.asks_for_decay(1)
+    unlimited = TimeBudget(None, spent=0.0, began=clock.now)
+    assert end_of(unlimited, clock, lambda step: 1e6, most=50) == (None, None)
+    assert unlimited.left == float("inf")
