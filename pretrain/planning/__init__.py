@@ -6,7 +6,7 @@ Predictions come from memory and step_time; calibration compares them with a few
     candidates, report: which strategies fit, ranked; the report
     step_time: time and cost
     calibration: a few real steps
-    own_text, text_files, sized_recipe: train.py --text; what it reads; what it writes
+    own_text, text_files, timed_steps, sized_recipe: train.py --text; what it reads, times and writes
     sizing, families: what size to train; its shape
     smoke: a hundred steps, pass or fail per stage
     width_check: whether a learning rate holds at other widths

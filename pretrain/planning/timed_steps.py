@@ -13,7 +13,7 @@ from pathlib import Path
 from pretrain.errors import InputError, run_script
 from pretrain.files import ROOT
 
-FEWEST_STEPS = 3
+FEWEST_TIMED_STEPS = 3
 
 
 def tokens_per_second(recipe: Path, seconds: float) -> float:
@@ -26,8 +26,8 @@ def tokens_per_second(recipe: Path, seconds: float) -> float:
     return float(json.loads(done.stdout.splitlines()[-1])["tokens_per_second"])
 
 
-def main(recipe: str, seconds: float) -> None:
-    """Steps for at least `seconds` and FEWEST_STEPS, after those that compile and create the optimizer's state."""
+def time_steps(recipe: str, seconds: float) -> None:
+    """Takes steps for `seconds`, at least FEWEST_TIMED_STEPS, after those that compile and make the optimizer's state."""
     from pretrain.parallel.registry import make_strategy
     from pretrain.planning.calibration import FIRST_STEPS, Steps
     from pretrain.recipe import read_run_config
@@ -40,7 +40,7 @@ def main(recipe: str, seconds: float) -> None:
     for number in range(FIRST_STEPS):
         steps.step(number, micro_steps)
     began, count = time.perf_counter(), 0
-    while count < FEWEST_STEPS or time.perf_counter() - began < seconds:
+    while count < FEWEST_TIMED_STEPS or time.perf_counter() - began < seconds:
         steps.step(FIRST_STEPS + count, micro_steps)
         count += 1
     rate = count * micro_steps * window / (time.perf_counter() - began)
@@ -48,4 +48,4 @@ def main(recipe: str, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    run_script(lambda: main(sys.argv[1], float(sys.argv[2])))
+    run_script(lambda: time_steps(sys.argv[1], float(sys.argv[2])))

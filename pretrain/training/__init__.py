@@ -14,7 +14,7 @@ The loop stays in train.py; nothing here calls back into it. All ranks take ever
     metrics, trackers, run_records: logging
     attempt, resume: one launch; resuming and rollback
     continued_plan: what a run does from a checkpoint on, whatever has changed in its recipe
-    supervisor: requests, guard and agreement between steps
+    supervisor, time_budget: requests, guard, agreement; the clock
     step_reports: what all ranks know of a step
     guard: NaN, spikes, divergence
     watchdog: signals, heartbeats, hangs
