@@ -27,7 +27,7 @@ def tokens_per_second(recipe: Path, seconds: float) -> float:
 
 
 def time_steps(recipe: str, seconds: float) -> None:
-    """Takes steps for `seconds`, at least FEWEST_TIMED_STEPS, after those that compile and make the optimizer's state."""
+    """Steps for `seconds`, at least FEWEST_TIMED_STEPS, after those that compile and make the optimizer's state."""
     from pretrain.parallel.registry import make_strategy
     from pretrain.planning.calibration import FIRST_STEPS, Steps
     from pretrain.recipe import read_run_config
