@@ -178,7 +178,8 @@ def print_next(outcome: "PreparationOutcome", output: str, is_slice: bool, fract
 
 def print_figures(outcome: "PreparationOutcome", options: "PreparationOptions") -> None:
     """What was made."""
-    from pretrain.preparation.cleaning.decontamination import contamination_of, contamination_text
+    from pretrain.data.data_record import contamination_of
+    from pretrain.preparation.cleaning.decontamination import contamination_text
     from pretrain.preparation.prepare import MOST_NAMED
 
     tally, manifest = outcome.tally, outcome.manifest

@@ -109,8 +109,9 @@ def add_recipe(arguments: argparse.Namespace) -> list[str]:
 def publish_all(arguments: argparse.Namespace, models: list["Model"]) -> None:
     """Stages and uploads one model after the other. Raises PublishError."""
     from pretrain.processes import is_held, wait_until_free
+    from pretrain.runs.hub import STAGING, evaluation_log
     from pretrain.runs.publishing.hub_upload import open_repository
-    from pretrain.runs.publishing.publish import STAGING, evaluation_log, writing_to
+    from pretrain.runs.publishing.publish import writing_to
     from pretrain.runs.run_folder import checkpoint_name
 
     staging, url = arguments.output or arguments.run / STAGING, ""
@@ -131,8 +132,9 @@ def publish_all(arguments: argparse.Namespace, models: list["Model"]) -> None:
 def publish_one(arguments: argparse.Namespace, model: "Model", staging: Path, url: str) -> None:
     """Stages one model and, unless this is a dry run, makes its revision hold that. Raises PublishError."""
     from pretrain.processes import folder_lock
+    from pretrain.runs.hub import waiting_mark
     from pretrain.runs.publishing.card import Publication
-    from pretrain.runs.publishing.hub_upload import upload, waiting_mark
+    from pretrain.runs.publishing.hub_upload import upload
     from pretrain.runs.publishing.publish import stage, writing_to
 
     license, languages = arguments.license, tuple(arguments.language)
@@ -188,7 +190,7 @@ def insist(arguments: argparse.Namespace, act: Callable[[], str]) -> str:
 
 def find_all(arguments: argparse.Namespace, problems: list[str]) -> list["Model"]:
     """The models to publish. Raises InputError with the problems given and all that can be found without the Hub."""
-    from pretrain.runs.publishing.hub_upload import login_problems, offer_problems
+    from pretrain.runs.hub import login_problems, offer_problems
     from pretrain.runs.publishing.publish import find_publishable
     from pretrain.runs.publishing.signature import load_signer
 

@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import EXIT_INTERRUPTED, InputError, run_script
+from pretrain.runs.commands import send, wait_for_answer, wait_for_profile, withdraw
 from pretrain.runs.comparison import comparison_text, names_of, summary_text, write_csv
-from pretrain.runs.control import COMMANDS, send, wait_for_answer, wait_for_profile, withdraw
+from pretrain.runs.control import COMMANDS
 from pretrain.runs.history import find_runs, read_history, require_run, require_runs
 from pretrain.runs.run_folder import METRICS_FILE
 from pretrain.runs.status import list_text, read_status, status_text

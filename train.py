@@ -17,9 +17,12 @@ from pretrain.recipe import CommandLine, explain, preparations, read_command_lin
 from pretrain.terminal import begin
 
 if __name__ == "__main__":  # before torch is imported: --help and a mistyped setting answer at once
-    from pretrain.planning.own_text import with_own_text
+    words = sys.argv[1:]
+    if any(word.split("=")[0] == "--text" for word in words):
+        from pretrain.planning.own_text import with_own_text
 
-    command_line: CommandLine = or_exit(lambda: read_command_line(with_own_text(sys.argv[1:]), __doc__))
+        words = or_exit(lambda: with_own_text(sys.argv[1:]))
+    command_line: CommandLine = or_exit(lambda: read_command_line(words, __doc__))
     begin()
 
 import torch
@@ -31,9 +34,6 @@ from pretrain.data.shards import PREPARED_BY
 from pretrain.hardware import peak_flops, seed_dropout
 from pretrain.parallel.registry import make_strategy, micro_batches_launched, share_shards, strategy_class
 from pretrain.parallel.strategy import Strategy
-from pretrain.planning.judgement import judgement, judgement_without_data, warnings_in_words
-from pretrain.planning.smoke import smoke_test
-from pretrain.profiling.step_profile import StepProfile, refuse_profile
 from pretrain.training.attempt import attempt
 from pretrain.training.build import build_training
 from pretrain.training.continued_plan import next_start_in_words
@@ -57,7 +57,10 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, steps: int |
         message = f"{config.output} is already complete: {state.step:,} steps, model in {config.output}/final."
         strategy.ranks.print(message)
         return EXIT_DONE
-    refuse_profile(asked.profile, state.step, run.total_steps)
+    if asked.profile is not None:
+        from pretrain.profiling.step_profile import refuse_profile
+
+        refuse_profile(asked.profile, state.step, run.total_steps)
 
     # Model and optimizer: from the checkpoint, from a pretrained model, or initialised by the seed.
     built = build_training(
@@ -82,7 +85,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, steps: int |
     if state.validation_loss is None and (begins or has_ended):
         housekeeping.measure()
 
-    profile = StepProfile(housekeeping, read_ahead, asked.profile)
+    profile, first_step = None, state.step
     model.train()
     while state.step < run.total_steps:
         # The step: the same function of the step's number in every run of this recipe.
@@ -131,14 +134,26 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, steps: int |
             supervisor.compare_copies()
         if supervisor.ends or due.pauses:
             return housekeeping.end_early()
-        profile.after_step()
+        if profile is None and (asked.profile is not None or supervisor.request == Request.PROFILE):
+            profile = open_profile(housekeeping, read_ahead, asked.profile, first_step)
+        if profile is not None:
+            profile.after_step()
         supervisor.answer()
 
     return housekeeping.finish()
 
 
+def open_profile(housekeeping: Housekeeping, read_ahead: ReadAhead, steps: int | None, first_step: int):
+    """Returns what takes profiles between steps, as --profile or `runs.py profile` asks for."""
+    from pretrain.profiling.step_profile import StepProfile
+
+    return StepProfile(housekeeping, read_ahead, steps, first_step)
+
+
 def check(asked: CommandLine) -> None:
     """Checks everything that can be checked before the start."""
+    from pretrain.planning.judgement import judgement, judgement_without_data, warnings_in_words
+
     PREPARED_BY.update(preparations(asked.recipe))
     share_shards(asked.config.data)
     problems, config = Problems(), settled(asked.config)
@@ -168,7 +183,11 @@ def start(asked: CommandLine) -> None:
     def train(config: RunConfig, steps: int | None = None) -> int:
         return attempt(config, strategy, lambda metrics: main(asked, config, strategy, steps, metrics))
 
-    strategy.ranks.exit(smoke_test(settled_config, strategy, train) if asked.smoke else train(settled_config))
+    if asked.smoke:
+        from pretrain.planning.smoke import smoke_test
+
+        strategy.ranks.exit(smoke_test(settled_config, strategy, train))
+    strategy.ranks.exit(train(settled_config))
 
 
 if __name__ == "__main__":

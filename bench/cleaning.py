@@ -270,7 +270,7 @@ def stands_in(item: str, documents: list[str]) -> bool:
 
 def bench_decontamination(texts: list[bytes], count: int, items: list[str], tokenizer: str, folder: Path) -> list[str]:
     """Prints which planted items were found, and what else. What was missed."""
-    from pretrain.preparation.cleaning.account import numbers_in
+    from pretrain.data.data_record import numbers_in
     from pretrain.preparation.cleaning.benchmarks import read_benchmarks
 
     rng = random.Random(1)

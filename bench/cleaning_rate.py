@@ -191,7 +191,7 @@ def times_alone(rounds: dict[str, Any], repeat: int) -> float:
 
 def bench_cleaning(file: str, tokenizer: str, megabytes: float, repeat: int, folder: Path) -> list[str]:
     """Prints what the whole cleaning costs, as it is measured. The bars that were missed."""
-    from pretrain.preparation.cleaning.account import numbers_in
+    from pretrain.data.data_record import numbers_in
 
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "measured.json"

@@ -12,7 +12,7 @@ all rooms may use them:
     errors: input errors and exit statuses
     launch: accelerate launch, for people at a terminal and for schedulers
     terminal: stages, the live line, colours and widths
-    files: files and folders that are whole or absent
+    files, urls: files and folders that are whole or absent; files behind addresses
     processes: locks, and which processes live
     deepspeed_build: where DeepSpeed compiles its operators
     units: counts, bytes, durations and energies in words

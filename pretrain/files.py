@@ -74,6 +74,7 @@ def as_json(fields: Any) -> bytes:
 
 SEAL_FILE = "MANIFEST.json"
 PROVENANCE_FILE, SIGNATURE_FILE = "provenance.json", "model.sig"
+CARD_FILE, PICTURE_FILE = "README.md", "loss.png"
 """What publish.py adds to a folder, sealed or not: both cover the seal, and so cannot be in it."""
 FORMAT = {"format": "groundwork-checkpoint", "version": 1}
 REMOVED = ".removing-"

@@ -293,7 +293,7 @@ def test_help_is_quick(script):
     shown = run_script("-X", "importtime", script, "--help", fresh=True)
     assert "--" in shown.stdout
     imported = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines()}
-    assert "argparse" in imported and not imported & {"torch", "numpy", "transformers", "accelerate"}
+    assert "pretrain.errors" in imported and not imported & {"torch", "numpy", "transformers", "accelerate"}
 
 
 @pytest.mark.parametrize("path", [*MODULES, *(ROOT / name for name in SCRIPTS)], ids=lambda path: path.stem)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +12,15 @@ from transformers import PreTrainedModel
 
 from pretrain.checkpoint.checkpoints import SaveError
 from pretrain.checkpoint.tensor_files import write_group
-from pretrain.files import commit
+from pretrain.files import CARD_FILE, commit
 from pretrain.hardware import DTYPES
 from pretrain.model.build import save_model_metadata
 from pretrain.model.published_names import PublishedNames
+from pretrain.parallel.launcher import environment_alone, python_path
 from pretrain.parallel.strategy import Strategy
-from pretrain.runs.publishing.card import CARD_FILE, write_card
+
+CARD_SECONDS = 300.0
+"""After which a model goes without its card."""
 
 
 def describe_model(model: PreTrainedModel, tokenizer: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -65,10 +70,17 @@ def export_final(
 
 def describe_training(run: Path, folder: Path) -> str | None:
     """Writes the model card into the folder; returns what went wrong, if anything: no card is worth losing a model."""
+    command = [sys.executable, "-m", "pretrain.runs.publishing.card", str(run.absolute()), str(folder.absolute())]
+    # The recipe's paths are relative to this folder, which stays the process's.
+    environment = environment_alone() | {"PYTHONPATH": python_path()}
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     try:
-        write_card(run, folder)
-    except Exception as error:  # whatever the card's sources hold, the model beside it must be kept
-        text = f"the model card could not be written ({type(error).__name__}: {error})"
-        (folder / CARD_FILE).write_text(f"# {run.resolve().name}\n\n{text}\n", encoding="utf-8")
-        return text
-    return None
+        done = subprocess.run(command, env=environment, timeout=CARD_SECONDS, check=False, **quiet)
+        problem = (done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1] if done.returncode else None
+    except (OSError, subprocess.SubprocessError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem is None:
+        return None
+    text = f"the model card could not be written ({problem})"
+    (folder / CARD_FILE).write_text(f"# {run.resolve().name}\n\n{text}\n", encoding="utf-8")
+    return text

@@ -20,12 +20,11 @@ from pretrain.checkpoint.average_folder import require_average
 from pretrain.checkpoint.checkpoints import require_space
 from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, write_group
 from pretrain.errors import InputError, Problems
-from pretrain.files import PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, commit
+from pretrain.files import CARD_FILE, PICTURE_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, commit
 from pretrain.model.model_config import config_differences, load_model_config
 from pretrain.model.published_names import JoinedTensors, PublishedNames
 from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.runs.addresses import ModelAddress, find_models
-from pretrain.runs.publishing.card import CARD_FILE, PICTURE_FILE
 from pretrain.runs.run_folder import checkpoint_folders, output_problem
 
 MERGE_FILE = "merge.json"

@@ -5,6 +5,7 @@ run that continues. The on-disk format is manifest and shards (docs/data.md).
 
     manifest, shards: prepared folders
     foreign_shards, megatron, hdf5: the formats of others
+    data_record: what a run keeps of their manifests
     document_index: which documents are in a shard
     input_order: the documents of folders in the order of their input
     tokenizer: tokenizers, read from wherever they are

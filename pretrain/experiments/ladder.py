@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretrain.data.data_record import DATA_FILE
 from pretrain.errors import InputError, Problems
 from pretrain.experiments.scaling_law import ScalingLaw, fit_scaling_law
 from pretrain.recipe import read_run_config
 from pretrain.runs.comparison import flatten_settings
 from pretrain.runs.history import History, find_runs, is_number, read_history
-from pretrain.runs.publishing.card_facts import DATA_FILE
 from pretrain.runs.run_folder import METRICS_FILE, read_config, read_json, setting
 from pretrain.units import count_text, parse_count
 

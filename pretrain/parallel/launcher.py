@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from pretrain.config import RunConfig
+from pretrain.files import ROOT
 from pretrain.parallel.launcher_files import command_problems, conflict, deepspeed_problems
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
@@ -22,6 +23,11 @@ OF_SEVERAL_PROCESSES += ("ACCELERATE_", "FSDP_")
 def environment_alone() -> dict[str, str]:
     """The environment for a process that this one starts and that does not take part in the training."""
     return {name: value for name, value in os.environ.items() if not name.startswith(OF_SEVERAL_PROCESSES)}
+
+
+def python_path() -> str:
+    """PYTHONPATH for a process that runs a module of this package, wherever it starts."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def environment_flag(name: str) -> bool:

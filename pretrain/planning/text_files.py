@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pretrain.errors import InputError, Problems
 from pretrain.preparation.documents.byte_stream import DamagedFileError
 from pretrain.preparation.documents.sources import FORMATS, InputFile, files_matching, find_sources, format_by_name
-from pretrain.preparation.documents.urls import is_url, shown
+from pretrain.urls import is_url, shown
 
 CONTROL_CHARACTERS = bytes(set(range(32)) - set(b"\b\t\n\f\r\x1a\x1b"))
 """Those that no text has, whatever its encoding."""

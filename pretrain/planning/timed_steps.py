@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from pretrain.errors import InputError, run_script
-from pretrain.files import ROOT
+from pretrain.parallel.launcher import python_path
 
 FEWEST_TIMED_STEPS = 3
 
@@ -19,8 +19,7 @@ FEWEST_TIMED_STEPS = 3
 def tokens_per_second(recipe: Path, seconds: float) -> float:
     """Runs this module for about so many seconds of steps, beside its start. Raises InputError where it fails."""
     command = [sys.executable, "-m", __name__, str(recipe), str(seconds)]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, check=False)
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": python_path()}, stdout=subprocess.PIPE, check=False)
     if done.returncode:
         raise InputError(f"the steps that were to be timed ended with exit status {done.returncode}; see above")
     return float(json.loads(done.stdout.splitlines()[-1])["tokens_per_second"])

@@ -24,9 +24,9 @@ from pretrain.preparation.documents.sources import (
     pieces_in,
     slice_range,
 )
-from pretrain.preparation.documents.urls import fingerprint, size_of
 from pretrain.preparation.upload import Destination
 from pretrain.preparation.validation_split import ValidationSplit, split_with_tail
+from pretrain.urls import fingerprint, size_of
 
 SHOWN_DIFFERENCES = 8
 

@@ -16,13 +16,13 @@ from pretrain.preparation.documents.formats import DOCUMENT_UNITS
 from pretrain.preparation.documents.hub_dataset import open_dataset
 from pretrain.preparation.documents.records import Reading, template_problem
 from pretrain.preparation.documents.sources import find_sources
-from pretrain.preparation.documents.urls import is_url
 from pretrain.preparation.encode import ENGINES
 from pretrain.preparation.plan import Documents, Files, PreparationOptions, PreparationRequest
 from pretrain.preparation.slices import parse_slice, slice_problems
 from pretrain.preparation.tokenizer_training import RECORD_FILE
 from pretrain.preparation.upload import Destination, destination_of
 from pretrain.units import parse_count
+from pretrain.urls import is_url
 
 CLEAN_NEAR_DUPLICATES = "0.8"
 """The similarity from which --clean leaves out near copies."""

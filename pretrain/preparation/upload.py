@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import InputError, one_line
 from pretrain.files import as_json, sha256_of, write_durably
-from pretrain.preparation.documents.urls import file_system, shown
+from pretrain.urls import file_system, shown
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

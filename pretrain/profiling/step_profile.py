@@ -43,14 +43,15 @@ class StepProfile:
 
     Args:
         steps: asked for by --profile, and checked by `refuse_profile`; None: only when runs.py asks.
+        first_step: at which this process began to train.
     """
 
-    def __init__(self, housekeeping: Housekeeping, read_ahead: ReadAhead, steps: int | None):
+    def __init__(self, housekeeping: Housekeeping, read_ahead: ReadAhead, steps: int | None, first_step: int):
         self.housekeeping, self.read_ahead = housekeeping, read_ahead
         self.strategy, self.supervisor, self.metrics = (
             housekeeping.strategy, housekeeping.supervisor, housekeeping.metrics,
         )  # fmt: skip
-        self._warm_at = housekeeping.state.step + WARM_UP_STEPS
+        self._warm_at = first_step + WARM_UP_STEPS
         self._begins_at: int | None = None
         self._request_id: str | None = None
         self._steps = 0

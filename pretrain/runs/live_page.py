@@ -18,7 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from pretrain.errors import InputError
 from pretrain.files import write_durably
-from pretrain.runs.control import COMMANDS, send, wait_for_answer
+from pretrain.runs.commands import send, wait_for_answer
+from pretrain.runs.control import COMMANDS
 from pretrain.runs.curves import curves_of
 from pretrain.runs.history import read_history
 from pretrain.runs.live_curves import LiveCurves, finite_number

@@ -17,8 +17,7 @@ from pretrain.files import ROOT
 from pretrain.parallel.launcher import environment_alone
 from pretrain.parallel.ranks import Ranks
 from pretrain.processes import hold_while_open, is_held
-from pretrain.runs.publishing.hub_upload import cut_short, publish_in_background
-from pretrain.runs.publishing.publish import EVALUATIONS, evaluation_log
+from pretrain.runs.hub import EVALUATIONS, cut_short, evaluation_log, publish_in_background
 from pretrain.runs.run_folder import (
     MIRROR_FOLDER,
     MIRROR_STATUS,

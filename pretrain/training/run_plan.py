@@ -43,7 +43,7 @@ from pretrain.parallel.auto_settings import settled
 from pretrain.parallel.registry import requested_strategy
 from pretrain.parallel.strategy import Strategy, device_type, resolve_precision
 from pretrain.runs.addresses import trunk_checkpoint
-from pretrain.runs.publishing.hub_upload import login_problems, offer_problems
+from pretrain.runs.hub import login_problems, offer_problems
 from pretrain.runs.run_folder import checkpoint_folders, output_problem
 from pretrain.terminal import say_stage
 from pretrain.training.experts import RouterLosses, router_losses

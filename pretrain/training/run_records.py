@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from pretrain.config import Averaging, RunConfig
+from pretrain.data.data_record import DATA_FILE, contamination_of, hub_datasets_of, preparation_of
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS
 from pretrain.data.shards import ShardReader
 from pretrain.data.vocabulary import vocabulary_text
@@ -22,9 +23,7 @@ from pretrain.model.kernels import kernels_not_used, kernels_used
 from pretrain.model.positions import rope_in_words
 from pretrain.optim.averaging import averages_after
 from pretrain.parallel.strategy import Strategy, device_type
-from pretrain.preparation.cleaning.decontamination import contamination_of
 from pretrain.recipe import as_yaml
-from pretrain.runs.publishing.card_facts import DATA_FILE, hub_datasets_of, preparation_of
 from pretrain.runs.run_folder import read_json
 from pretrain.training.cautions import cautions
 from pretrain.training.resume import Continuation

@@ -142,7 +142,7 @@ def session(tmp_path, monkeypatch):
         continuation=SimpleNamespace(run=SimpleNamespace(total_steps=100)),
         pausing=lambda work: nullcontext(),
     )
-    profile = step_profile.StepProfile(housekeeping, None, None)
+    profile = step_profile.StepProfile(housekeeping, None, None, first_step=0)
 
     def step_to(step, **asked):
         state.step, supervisor.control.asked = step, asked

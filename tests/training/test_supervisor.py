@@ -21,13 +21,13 @@ def supervisor_of(run, rank=0, ranks=1) -> Supervisor:
     """Of a rank that trains nothing, in a folder of its own."""
     strategy = strategy_of(rank, ranks, run.with_name("meeting_point"))
     continuation = SimpleNamespace(
-        config=SimpleNamespace(output=run, guard=Guard()),
+        config=SimpleNamespace(output=run, guard=Guard(), budget=SimpleNamespace(minutes=None)),
         strategy=strategy,
         metrics=Metrics(run, is_main=rank == 0),
         guard_state=None,
         plan=SimpleNamespace(precision="fp32"),
         run=SimpleNamespace(total_steps=100),
-        state=SimpleNamespace(step=1),
+        state=SimpleNamespace(step=1, seconds=0.0),
         is_saved=True,
         go_back=lambda finding, beat: None,
     )

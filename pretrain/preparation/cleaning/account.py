@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
+from pretrain.data.data_record import numbers_in
+
 KEPT = "kept"
 """Stands for a rule where documents were not removed."""
 SAMPLES_PER_RULE = 10
@@ -253,12 +255,6 @@ def ranges_text(numbers: Iterable[int]) -> str:
     begins = [n for k, n in enumerate(ordered) if k == 0 or ordered[k - 1] != n - 1]
     ends = [n for k, n in enumerate(ordered) if k + 1 == len(ordered) or ordered[k + 1] != n + 1]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
-
-
-def numbers_in(ranges: str) -> set[int]:
-    """'0,4-6' -> {0, 4, 5, 6}."""
-    pairs = [part.partition("-") for part in ranges.split(",") if part]
-    return {n for first, _, last in pairs for n in range(int(first), int(last or first) + 1)}
 
 
 def _add(amounts: dict[str, list[int]], name: str, more: Iterable[int]) -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from pretrain.data.data_record import DECONTAMINATION
 from pretrain.errors import InputError
-from pretrain.preparation.cleaning.account import Found, numbers_in
+from pretrain.preparation.cleaning.account import Found
 from pretrain.preparation.cleaning.benchmarks import Benchmark, read_benchmarks
 from pretrain.preparation.cleaning.stages import TextBatch, Verdicts
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from pretrain.preparation.cleaning.compiled.item_index import ItemIndex, Run
 
 REMOVALS = ("document", "window")
-LABEL = "decontamination"
 SHORTEST_RUN_WORDS = 5
 # What GPT-3 cut off around a run, the shortest piece that it kept, and the runs from which on a document went whole.
 MARGIN_CHARACTERS = 200
@@ -41,13 +41,13 @@ class Decontamination:
 
     @property
     def label(self) -> str:
-        return LABEL
+        return DECONTAMINATION
 
     def as_plan(self) -> dict[str, Any]:
         """The benchmarks by hash; of `items`, `sought` have a text long enough to be found."""
         sought = self._sought()
         return {
-            "name": LABEL,
+            "name": DECONTAMINATION,
             "words": self.words,
             "remove": self.remove,
             "benchmarks": [
@@ -140,24 +140,6 @@ def read_decontamination(given: Sequence[str], words: int, remove: str) -> Decon
     """The stage that the command line asks for, whose names may be joined by commas; None without any."""
     names = [name for text in given for name in text.split(",") if name]
     return Decontamination(read_benchmarks(names), words, remove) if names else None
-
-
-def contamination_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the manifest of a prepared folder says of each benchmark; nothing where none was looked for.
-
-    Each is {benchmark, items, sought: items long enough to be found, found: items that stand somewhere, documents that
-    hold one, remove: what of these was removed}.
-    """
-    stages = (manifest.get("options") or {}).get("cleaning") or []
-    found = (manifest.get("cleaning") or {}).get("found") or {}
-    rows = []
-    for stage in stages:
-        for benchmark in stage.get("benchmarks", []) if stage.get("name") == LABEL else []:
-            here = found.get(benchmark["name"]) or {"entries": "", "documents": 0}
-            counts = {"found": len(numbers_in(here["entries"])), "documents": here["documents"]}
-            known = {"benchmark": benchmark["name"], "items": benchmark["items"], "sought": benchmark["sought"]}
-            rows.append({**known, **counts, "remove": stage["remove"]})
-    return rows
 
 
 def contamination_text(row: dict[str, Any]) -> str:

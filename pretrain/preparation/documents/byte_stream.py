@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
-from pretrain.preparation.documents.urls import open_file
+from pretrain.urls import open_file
 
 READ_BYTES = 1 << 18
 

@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 
 from pretrain.preparation.documents.byte_stream import ByteStream, DamagedFileError
 from pretrain.preparation.documents.records import Reading, Record, fields_record, text_record
-from pretrain.preparation.documents.urls import UnreachableError, is_url, open_file
+from pretrain.urls import UnreachableError, is_url, open_file
 
 ROWS_AT_ONCE = 256
 

@@ -22,7 +22,7 @@ from pretrain.preparation.documents import archives, containers, formats
 from pretrain.preparation.documents.byte_stream import ByteStream, DamagedFileError
 from pretrain.preparation.documents.formats import PART_BYTES
 from pretrain.preparation.documents.records import Reading, Record
-from pretrain.preparation.documents.urls import find_urls, is_url, open_file, shown, size_of
+from pretrain.urls import find_urls, is_url, open_file, shown, size_of
 
 
 class Format(NamedTuple):

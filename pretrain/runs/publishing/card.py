@@ -4,6 +4,7 @@ Metadata: https://github.com/huggingface/hub-docs/blob/main/modelcard.md; result
 """
 
 import itertools
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -11,11 +12,12 @@ from typing import Any
 
 import yaml
 
+from pretrain.data.data_record import is_hub_id, public_name
+from pretrain.files import CARD_FILE, PICTURE_FILE
 from pretrain.runs.history import Score
-from pretrain.runs.publishing.card_facts import CardFacts, budget_text, is_hub_id, public_name, read_card_facts
+from pretrain.runs.publishing.card_facts import CardFacts, budget_text, read_card_facts
 from pretrain.units import JOULES_PER_KWH, count_text, duration_text, energy_text
 
-CARD_FILE, PICTURE_FILE = "README.md", "loss.png"
 TAGS = ("pretraining", "base-model", "groundwork")
 METRIC_TYPES = {"acc": "accuracy", "acc_norm": "accuracy", "exact_match": "exact_match", "perplexity": "perplexity"}
 """{measure: the Hub's metric id}; the others keep their names."""
@@ -444,3 +446,7 @@ def plot_losses(facts: CardFacts, path: Path) -> bool:
     # Without date and version: the same run gives the same picture, which need not be uploaded twice.
     figure.savefig(path, dpi=150, metadata={"Software": None})
     return True
+
+
+if __name__ == "__main__":  # started by a run that exports its model
+    write_card(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -3,24 +3,18 @@
 What a run does not have (a data folder since moved, no evaluation) is left out; nothing is guessed.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
-from urllib.parse import urlsplit
 
+from pretrain.data.data_record import DATA_FILE, contamination_of, hub_datasets_of, preparation_of, public_name
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.files import sha256_of
-from pretrain.preparation.cleaning.decontamination import contamination_of
 from pretrain.runs.curves import Places, flops_per_token_of
 from pretrain.runs.history import Event, History, Score, current_events, joules_of, read_metrics, scores_of
 from pretrain.runs.run_folder import checkpoint_name, read_config, read_json, read_state, setting
 from pretrain.units import count_text
-
-SHOWN_DOMAINS = 50
-DATA_FILE = "data.json"
-"""A run's copy of the totals in its shards' manifests (training/run_records.py), by folder as in the recipe."""
 
 
 @dataclass(frozen=True)
@@ -178,41 +172,6 @@ def distinct_sources(sources: Iterable[DataSource]) -> list[DataSource]:
     return list({(source.name, source.manifest_sha256): source for source in sources}.values())
 
 
-def preparation_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Where the documents of shards came from and what was removed, as far as their manifest says; {} without one.
-
-    No file is named: of files the number, the size and, of those that were read by URL, the hosts.
-    """
-    sources = [source for source in manifest.get("sources") or [] if isinstance(source, dict)]
-    if not sources:
-        return {}
-    files = [source for source in sources if "split" not in source]
-    options, cleaning = manifest.get("options") or {}, manifest.get("cleaning") or {}
-    domains = Counter((cleaning.get("domains") or {}).values())
-    return {
-        "datasets": [
-            {"name": public_name(source.get("path")), **{key: source.get(key) for key in DATASET_KEYS}}
-            for source in sources
-            if "split" in source
-        ],
-        "files": len(files),
-        "file_bytes": sum(source.get("bytes") or 0 for source in files),
-        "file_hosts": sorted({host for source in files if (host := urlsplit(str(source.get("path"))).hostname)}),
-        "filters": [stage.get("name") for stage in options.get("cleaning") or []],
-        "documents_in": cleaning.get("documents_in"),
-        "removed": {rule: counts.get("documents") for rule, counts in (cleaning.get("removed") or {}).items()},
-        "skipped": {name: count for name, count in (manifest.get("skipped") or {}).items() if isinstance(count, int)},
-        "deduplicated": bool(options.get("deduplicate")),
-        "near_duplicates_at": setting(options, "near_duplicates.threshold"),
-        "languages": setting(cleaning, "histograms.language"),
-        "domains": dict(domains.most_common(SHOWN_DOMAINS)),
-        "domain_sample": domains.total(),
-    }
-
-
-DATASET_KEYS = ("subset", "split", "rows", "fingerprint")
-
-
 def training_flops(facts: CardFacts) -> tuple[float | None, bool]:
     """(FLOPs of the model's training by the formula of MFU, whether the run recorded those of a token).
 
@@ -224,30 +183,6 @@ def training_flops(facts: CardFacts) -> tuple[float | None, bool]:
     steps = [{"hours": 0.0, **event} for event in facts.history.of("train")]  # a card's facts do without
     places = Places(steps, per_token, facts.history.of("stage"))
     return places.of([{"step": facts.step}])["flops"][0], is_exact
-
-
-def hub_datasets_of(manifest: dict[str, Any]) -> list[str]:
-    """Ids of the Hub datasets that shards were made from: sources that have a split and an owner."""
-    found = [
-        source["path"]
-        for source in manifest.get("sources") or []
-        if isinstance(source, dict) and "split" in source and is_hub_id(source.get("path"))
-    ]
-    return list(dict.fromkeys(found))
-
-
-def is_hub_id(name: Any) -> bool:
-    """owner/name, and nothing of that name on this machine."""
-    return (
-        isinstance(name, str) and len(PurePath(name).parts) == 2 and name[:1] not in "./~" and not Path(name).exists()
-    )
-
-
-def public_name(path: str | None) -> str | None:
-    """A Hub id whole; of a path on this machine the last part."""
-    if not path:
-        return None
-    return path if is_hub_id(path) else PurePath(path).name
 
 
 def read_scores(run: Path, events: list[Event], step: int) -> list[Score]:

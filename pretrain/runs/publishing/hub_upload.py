@@ -3,22 +3,14 @@
 Also in a process of its own during training.
 """
 
-import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import InputError, did_you_mean
-from pretrain.files import SEAL_FILE, SIGNATURE_FILE
-from pretrain.parallel.launcher import environment_alone
-from pretrain.processes import hold_while_open, is_held
-from pretrain.runs.publishing.card import PICTURE_FILE
-from pretrain.runs.publishing.publish import STAGING, Model, PublishError, revision_of
-from pretrain.runs.run_folder import checkpoint_name
+from pretrain.errors import InputError
+from pretrain.files import PICTURE_FILE, SEAL_FILE, SIGNATURE_FILE
+from pretrain.runs.publishing.publish import Model, PublishError
 from pretrain.units import count_text
 
 REPLACED_ON_HUB = (
@@ -26,120 +18,6 @@ REPLACED_ON_HUB = (
     SIGNATURE_FILE,
 )  # fmt: skip
 """Files of an earlier model that stay in the repository unless this one replaces them."""
-LICENSES = (
-    "apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0",
-    "gpl-3.0", "agpl-3.0", "lgpl-3.0", "mpl-2.0", "openrail", "bigscience-openrail-m", "odc-by", "unlicense", "other",
-)  # fmt: skip
-"""The common ones of the Hub's licence ids, for suggestions: the Hub itself has the last word."""
-LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z]{2,8})?|multilingual|code")
-BACKGROUND_ATTEMPTS = 10
-WAITING = ".waiting"
-
-
-def offer_problems(
-    repository: str | None,
-    license: str | None,
-    languages: list[str],
-    named: tuple[str, str, str] = ("hub.repository", "publish.license", "publish.language"),
-) -> list[str]:
-    """What is wrong with a repository, a licence and languages, as far as can be told without the Hub.
-
-    named: the three settings, in messages.
-    """
-    problems = repository_problems(repository, named[0])
-    if not license:
-        problems.append(
-            f"{named[1]} is missing: a licence is required; give one, such as apache-2.0 (--license on "
-            "the command line, publish.license in the recipe)"
-        )
-    elif not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
-        near = did_you_mean(license.lower().replace(" ", "-"), LICENSES)
-        problems.append(f"{named[1]} {license}: not a licence id of the Hub{near}")
-    problems += [
-        f"{named[2]} {code}: must be an ISO 639 code, as en or de, or multilingual, or code"
-        for code in languages
-        if not LANGUAGE.fullmatch(code)
-    ]
-    return problems
-
-
-def repository_problems(repository: str | None, named: str) -> list[str]:
-    """Why this cannot be OWNER/NAME; [] if it can."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    if not repository:
-        return [f"{named} is missing: give OWNER/NAME, your account or organisation on the Hub and the model's name"]
-    try:
-        validate_repo_id(repository)
-    except HFValidationError as error:
-        return [f"{named} {repository}: {' '.join(str(error).split())}"]
-    return [] if "/" in repository else [f"{named} {repository}: give OWNER/NAME, such as me/{repository}"]
-
-
-def login_problems() -> list[str]:
-    """Whether a token is in the environment or the login store; not whether the Hub takes it."""
-    from huggingface_hub import get_token
-
-    if get_token():
-        return []
-    return ["not logged in to the Hub: run `hf auth login`, or set HF_TOKEN to a token with write access"]
-
-
-def publish_in_background(
-    run: Path, repository: str, *, step: int | None, private: bool, license: str, languages: list[str]
-) -> str | None:
-    """Starts publish.py for a checkpoint, or for final/ where step is None, and returns at once.
-
-    It outlives this process, retries, writes to RUN/publish/publish.log and records the outcome in metrics.jsonl.
-    Returns why it could not be started; None if it was. The step's checkpoint must be committed, and kept.
-    """
-    command = [sys.executable, str(Path(__file__).parents[3] / "publish.py"), "--run", str(run), "--repo", repository]
-    command += ["--final"] if step is None else ["--checkpoint", str(step)]
-    command += ["--license", license, "--attempts", str(BACKGROUND_ATTEMPTS), "--beside_training"]
-    command += ["--language", *languages] if languages else []
-    command += ["--private"] if private else []
-    revision = "main" if step is None else revision_of(step)
-    if shutil.which("nice"):
-        command = ["nice", "-n", "10", *command]
-    environment = environment_alone()
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    try:
-        (run / STAGING).mkdir(exist_ok=True)
-        with open(run / STAGING / "publish.log", "ab") as log, open(waiting_mark(run, revision), "a+b") as mark:
-            hold_while_open(mark)
-            subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                # The signals and the end of the training must not reach it.
-                start_new_session=True,
-                pass_fds=[mark.fileno()],
-            )
-    except OSError as error:
-        return f"publishing to {repository} could not be started ({error}); run publish.py yourself"
-    return None
-
-
-def waiting_mark(run: Path, revision: str) -> Path:
-    """A file that exists from when training starts to publish a model until the model is on the Hub."""
-    return run / STAGING / f".{revision}{WAITING}"
-
-
-def cut_short(run: Path) -> list[int | None]:
-    """The steps (None: final/) whose uploads a crash interrupted and whose models still exist."""
-    steps = []
-    for mark in sorted((run / STAGING).glob(f".*{WAITING}")):
-        revision = mark.name.removeprefix(".").removesuffix(WAITING)
-        step = None if revision == "main" else int(revision.removeprefix("step-"))
-        folder = run / "final" if step is None else run / "checkpoints" / checkpoint_name(step)
-        if not folder.is_dir():
-            mark.unlink()
-        elif not is_held(mark):
-            steps.append(step)
-    return steps
 
 
 def open_repository(repository: str, *, private: bool) -> str:

@@ -10,10 +10,10 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from pretrain.files import PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, sha256_of
+from pretrain.data.data_record import is_hub_id, public_name
+from pretrain.files import CARD_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, sha256_of
 from pretrain.runs.history import Score, is_number
 from pretrain.runs.publishing.card import (
-    CARD_FILE,
     CARD_MEASURES,
     Publication,
     introduction,
@@ -22,14 +22,7 @@ from pretrain.runs.publishing.card import (
     score_name,
     title_of,
 )
-from pretrain.runs.publishing.card_facts import (
-    CardFacts,
-    DataSource,
-    distinct_sources,
-    is_hub_id,
-    public_name,
-    training_flops,
-)
+from pretrain.runs.publishing.card_facts import CardFacts, DataSource, distinct_sources, training_flops
 from pretrain.runs.publishing.training_content import TRAINING_CONTENT_FILE
 from pretrain.units import JOULES_PER_KWH
 

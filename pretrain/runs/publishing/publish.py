@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.errors import InputError, Problems
-from pretrain.files import PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, commit, remove
+from pretrain.files import CARD_FILE, PICTURE_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, commit, remove
 from pretrain.runs.history import last_good_end
-from pretrain.runs.publishing.card import CARD_FILE, PICTURE_FILE, Publication, write_card
+from pretrain.runs.hub import revision_of
+from pretrain.runs.publishing.card import Publication, write_card
 from pretrain.runs.publishing.card_facts import read_card_facts
 from pretrain.runs.publishing.materials import MATERIALS_FILE, write_materials
 from pretrain.runs.publishing.provenance import write_provenance
@@ -33,10 +34,6 @@ from pretrain.units import count_text
 if TYPE_CHECKING:
     from pretrain.model.published_names import PublishedNames
 
-STAGING = "publish"
-"""Folder of a run where models are staged for upload, with the log of publishing during training."""
-EVALUATIONS = "evaluations"
-"""Folder of a run with the logs and results of evaluations during training."""
 WRITTEN_ANEW = (
     CARD_FILE, PICTURE_FILE, TRAINING_CONTENT_FILE, MATERIALS_FILE, SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE,
 )  # fmt: skip
@@ -80,11 +77,6 @@ class Model:
     @property
     def is_final(self) -> bool:
         return self.revision == "main"
-
-
-def evaluation_log(run: Path, checkpoint: str) -> Path:
-    """The output of a checkpoint's evaluation, which holds the file open while it runs (processes.py)."""
-    return run / EVALUATIONS / f"{checkpoint}.log"
 
 
 def find_publishable(
@@ -142,11 +134,6 @@ def checkpoint_model(folder: Path, step: int) -> Model:
     tokens = setting(read_state(folder), "state.tokens")
     tag = f"tokens-{count_text(tokens)}" if tokens else None
     return Model(folder, step, tokens, revision=revision_of(step), tag=tag)
-
-
-def revision_of(step: int) -> str:
-    """The branch of a checkpoint."""
-    return f"step-{step}"
 
 
 def final_model(run: Path) -> Model:

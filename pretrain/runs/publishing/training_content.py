@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pretrain.data.data_record import public_name
 from pretrain.runs.history import is_number
 from pretrain.runs.publishing.card import Publication, grid, markdown_table, title_of, trained_lengths
-from pretrain.runs.publishing.card_facts import CardFacts, DataSource, distinct_sources, public_name, training_flops
+from pretrain.runs.publishing.card_facts import CardFacts, DataSource, distinct_sources, training_flops
 from pretrain.units import bytes_text, count_text
 
 TRAINING_CONTENT_FILE = "training_content.md"

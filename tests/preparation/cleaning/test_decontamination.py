@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import yaml
 
+from pretrain.data.data_record import contamination_of, numbers_in
 from pretrain.data.shards import open_shards
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
-from pretrain.preparation.cleaning.account import CleaningAccount, Found, numbers_in, ranges_text
+from pretrain.preparation.cleaning.account import CleaningAccount, Found, ranges_text
 from pretrain.preparation.cleaning.benchmarks import Benchmark, BenchmarkItem, read_benchmarks
-from pretrain.preparation.cleaning.decontamination import Decontamination, contamination_of
+from pretrain.preparation.cleaning.decontamination import Decontamination
 from pretrain.preparation.cleaning.stages import Cleaning, TextBatch
 from support.prepared import content_of, write_jsonl
 

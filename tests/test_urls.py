@@ -12,8 +12,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from pretrain import urls
 from pretrain.errors import InputError
-from pretrain.preparation.documents import urls
 from pretrain.preparation.documents.sources import find_sources
 from support.prepared import WRITERS, content_of, texts, write_jsonl
 

@@ -1,0 +1,93 @@
+"""What a run keeps of the manifests of its shards, for its card and for when the shards are gone."""
+
+from collections import Counter
+from pathlib import Path, PurePath
+from typing import Any
+from urllib.parse import urlsplit
+
+SHOWN_DOMAINS = 50
+DATASET_KEYS = ("subset", "split", "rows", "fingerprint")
+DATA_FILE = "data.json"
+"""A run's copy of the totals in its shards' manifests (training/run_records.py), by folder as in the recipe."""
+DECONTAMINATION = "decontamination"
+"""The name of that stage in a manifest."""
+
+
+def preparation_of(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Where the documents of shards came from and what was removed, as far as their manifest says; {} without one.
+
+    No file is named: of files the number, the size and, of those that were read by URL, the hosts.
+    """
+    sources = [source for source in manifest.get("sources") or [] if isinstance(source, dict)]
+    if not sources:
+        return {}
+    files = [source for source in sources if "split" not in source]
+    options, cleaning = manifest.get("options") or {}, manifest.get("cleaning") or {}
+    domains = Counter((cleaning.get("domains") or {}).values())
+    return {
+        "datasets": [
+            {"name": public_name(source.get("path")), **{key: source.get(key) for key in DATASET_KEYS}}
+            for source in sources
+            if "split" in source
+        ],
+        "files": len(files),
+        "file_bytes": sum(source.get("bytes") or 0 for source in files),
+        "file_hosts": sorted({host for source in files if (host := urlsplit(str(source.get("path"))).hostname)}),
+        "filters": [stage.get("name") for stage in options.get("cleaning") or []],
+        "documents_in": cleaning.get("documents_in"),
+        "removed": {rule: counts.get("documents") for rule, counts in (cleaning.get("removed") or {}).items()},
+        "skipped": {name: count for name, count in (manifest.get("skipped") or {}).items() if isinstance(count, int)},
+        "deduplicated": bool(options.get("deduplicate")),
+        "near_duplicates_at": (options.get("near_duplicates") or {}).get("threshold"),
+        "languages": (cleaning.get("histograms") or {}).get("language"),
+        "domains": dict(domains.most_common(SHOWN_DOMAINS)),
+        "domain_sample": domains.total(),
+    }
+
+
+def hub_datasets_of(manifest: dict[str, Any]) -> list[str]:
+    """Ids of the Hub datasets that shards were made from: sources that have a split and an owner."""
+    found = [
+        source["path"]
+        for source in manifest.get("sources") or []
+        if isinstance(source, dict) and "split" in source and is_hub_id(source.get("path"))
+    ]
+    return list(dict.fromkeys(found))
+
+
+def is_hub_id(name: Any) -> bool:
+    """owner/name, and nothing of that name on this machine."""
+    return (
+        isinstance(name, str) and len(PurePath(name).parts) == 2 and name[:1] not in "./~" and not Path(name).exists()
+    )
+
+
+def public_name(path: str | None) -> str | None:
+    """A Hub id whole; of a path on this machine the last part."""
+    if not path:
+        return None
+    return path if is_hub_id(path) else PurePath(path).name
+
+
+def contamination_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the manifest of a prepared folder says of each benchmark; nothing where none was looked for.
+
+    Each is {benchmark, items, sought: items long enough to be found, found: items that stand somewhere, documents that
+    hold one, remove: what of these was removed}.
+    """
+    stages = (manifest.get("options") or {}).get("cleaning") or []
+    found = (manifest.get("cleaning") or {}).get("found") or {}
+    rows = []
+    for stage in stages:
+        for benchmark in stage.get("benchmarks", []) if stage.get("name") == DECONTAMINATION else []:
+            here = found.get(benchmark["name"]) or {"entries": "", "documents": 0}
+            counts = {"found": len(numbers_in(here["entries"])), "documents": here["documents"]}
+            known = {"benchmark": benchmark["name"], "items": benchmark["items"], "sought": benchmark["sought"]}
+            rows.append({**known, **counts, "remove": stage["remove"]})
+    return rows
+
+
+def numbers_in(ranges: str) -> set[int]:
+    """'0,4-6' -> {0, 4, 5, 6}."""
+    pairs = [part.partition("-") for part in ranges.split(",") if part]
+    return {n for first, _, last in pairs for n in range(int(first), int(last or first) + 1)}
