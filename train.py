@@ -122,7 +122,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, steps: int |
             continue
         if due.measures:
             housekeeping.measure()
-        if supervisor.request == Request.ANNEAL:  # before the save, so that the checkpoint knows
+        if supervisor.request in (Request.SHORTEN, Request.ANNEAL):  # before the save, so that the checkpoint knows
             run = housekeeping.anneal()
         if due.saves or supervisor.wants_save:
             housekeeping.save(wait=due.evaluates or supervisor.request != Request.NONE, required=due.is_last)

@@ -21,17 +21,19 @@ class Request(IntEnum):
     """Record what the next steps are spent on."""
     SAVE = 2
     """Save a checkpoint and continue."""
-    ANNEAL = 3
+    SHORTEN = 3
+    """Halve what is left of a final decay that was asked for, since the run's minutes are running out."""
+    ANNEAL = 4
     """Begin the final decay of the learning rate."""
-    PREEMPT = 4
+    PREEMPT = 5
     """Save and end, to be continued: SIGTERM, or a scheduler's time limit."""
-    INTERRUPT = 5
+    INTERRUPT = 6
     """Save and end: Ctrl-C."""
-    PAUSE = 6
+    PAUSE = 7
     """Save and end: `checkpoint.pause_at`."""
-    STOP = 7
+    STOP = 8
     """Save and end: `runs.py stop`."""
-    ABORT = 8
+    ABORT = 9
     """End without saving."""
 
 

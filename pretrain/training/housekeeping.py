@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -162,6 +163,7 @@ class Housekeeping:
 
     def measure(self) -> None:
         """Validation loss of every source, of the weights and of their average."""
+        began = time.perf_counter()
         with self.supervisor.leaving("validation"):
             sequences = self.config.validation.sequences
             results, averages = self._validate(sequences), {}
@@ -178,6 +180,7 @@ class Housekeeping:
                 self.metrics.write("validation", step=self.state.step, source=source, **result, **average)
             if results:
                 self.state.validation_loss = sum(result["loss"] for result in results.values()) / len(results)
+        self.supervisor.time.validation_seconds = time.perf_counter() - began
 
     def _validate(self, sequences: int, stage: StagePlan | None = None) -> dict[str, dict[str, Any]]:
         """stage: on about as many tokens in its windows, of the sources that have one; None: on data.window's."""
@@ -230,8 +233,8 @@ class Housekeeping:
                 self.metrics.write("sample", step=self.state.step, prompt=prompt, text=text)
 
     def anneal(self) -> RunPlan:
-        """Starts the final decay of the learning rate now; returns the changed plan."""
-        run = self.continuation.anneal()
+        """Starts the final decay of the learning rate now, or shortens it; returns the changed plan."""
+        run = self.continuation.anneal(shorten=self.supervisor.request == Request.SHORTEN)
         self.metrics.change_total(run.total_steps)
         return run
 

@@ -225,11 +225,20 @@ class Continuation:
             if self.config.hub.every == "milestones" and milestones and save.step % milestones == 0:
                 publish_beside(self.config, save.step, self.metrics)
 
-    def anneal(self) -> RunPlan:
-        """Starts the final decay now; returns the changed plan."""
-        if self.state.anneal_from is None:
+    def anneal(self, *, shorten: bool = False) -> RunPlan:
+        """Starts the final decay now; returns the changed plan. shorten: halves what is left of it instead."""
+        state, left = self.state, self.steps_of_annealing_left
+        if shorten and left > 1:
+            state.anneal_steps = state.step + left // 2 - state.anneal_from
+        elif state.anneal_from is None and not shorten:
             self._anneal(self.steps_of_decay)
         return self.run
+
+    @property
+    def steps_of_annealing_left(self) -> int:
+        """Steps left of a final decay that was asked for; 0 without one."""
+        state = self.state
+        return 0 if state.anneal_from is None else state.anneal_from + state.anneal_steps - state.step
 
     @property
     def steps_of_decay(self) -> float:

@@ -28,8 +28,8 @@ ENDS = {
     Request.ABORT: "aborted",
 }
 """Reasons for a requested end, as logged."""
-COMMANDED = (Request.PROFILE, Request.SAVE, Request.ANNEAL, Request.STOP, Request.ABORT)
-"""What runs.py asks for, and is answered."""
+COMMANDED = (Request.PROFILE, Request.SAVE, Request.SHORTEN, Request.ANNEAL, Request.STOP, Request.ABORT)
+"""What runs.py or the clock asks for, and is answered."""
 
 
 class CopiesDifferError(RunStoppedError):
@@ -119,6 +119,8 @@ class Supervisor:
         if self.time.is_limited and not self.continuation.decays:
             late = self.time.asks_for_decay(self.continuation.steps_of_decay)
             asked = max(asked, Request.ANNEAL if late else Request.NONE)
+        elif self.time.is_limited and self.time.asks_to_shorten(self.continuation.steps_of_annealing_left):
+            asked = max(asked, Request.SHORTEN)
         return max(self.watch.request, asked)
 
     def listen(self) -> None:
@@ -148,7 +150,7 @@ class Supervisor:
     @property
     def wants_save(self) -> bool:
         """Whether the run was asked for a checkpoint, and goes on."""
-        return self.request in (Request.SAVE, Request.ANNEAL)
+        return self.request in (Request.SAVE, Request.SHORTEN, Request.ANNEAL)
 
     def _judge(self, report: StepReport, run: RunPlan, outcome: StepOutcome) -> None:
         self.request = max(self.request, report.request)

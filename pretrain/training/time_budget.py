@@ -2,9 +2,12 @@
 
 import math
 import time
+from collections import deque
 
 SHARE_FOR_THE_END, SECONDS_FOR_THE_END, MOST_FOR_THE_END = 0.02, 4.0, 0.2
 """What the last checkpoint, the export and its check take, beside what validation takes between steps anyway."""
+RECENT_STEPS, LATE = 2, 0.03
+"""A decay is shortened if, at the pace of so many steps, the run would take longer than its time by this share."""
 
 
 class TimeBudget:
@@ -23,6 +26,9 @@ class TimeBudget:
         self._first: float | None = None
         self._steps = 0
         self._has_asked = False
+        self.validation_seconds = 0.0
+        """Of the last validation: another one follows the last step."""
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS + 1)
 
     @property
     def seconds(self) -> float:
@@ -36,10 +42,27 @@ class TimeBudget:
 
     def step_taken(self) -> None:
         """Counts a step. The first doesn't count, since it may compile."""
+        self._recent.append(time.perf_counter())
         if self._first is None:
             self._first = time.perf_counter()
         else:
             self._steps += 1
+
+    @property
+    def _end(self) -> float:
+        """Seconds to keep for what follows the last step."""
+        rest = min(SECONDS_FOR_THE_END + SHARE_FOR_THE_END * self._given, MOST_FOR_THE_END * self._given)
+        return rest + self.validation_seconds
+
+    def asks_to_shorten(self, steps_left: int) -> bool:
+        """Tells if the decay that this clock has begun would end too late, at the pace of the last steps."""
+        if steps_left < 2 or len(self._recent) <= RECENT_STEPS:
+            return False
+        pace = (self._recent[-1] - self._recent[0]) / RECENT_STEPS
+        is_late = self.seconds + steps_left * pace + self._end > (1 + LATE) * self._given
+        if is_late:
+            self._recent.clear()
+        return is_late
 
     def asks_for_decay(self, decay_steps: float) -> bool:
         """Tells, once, that a decay of so many steps must begin now to end in time, with all that follows it."""
@@ -47,6 +70,5 @@ class TimeBudget:
             return False
         # Validation and checkpoints between the steps count: the decay will have its share of them.
         pace = (time.perf_counter() - self._first) / self._steps
-        end = min(SECONDS_FOR_THE_END + SHARE_FOR_THE_END * self._given, MOST_FOR_THE_END * self._given)
-        self._has_asked = self.seconds + decay_steps * pace + end >= self._given
+        self._has_asked = self.seconds + decay_steps * pace + self._end >= self._given
         return self._has_asked

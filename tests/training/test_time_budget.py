@@ -44,6 +44,39 @@ def test_a_run_ends_within_its_minutes(clock, seconds_of):
     assert 0.88 * 180 <= seconds <= 1.02 * 180
 
 
+@pytest.mark.parametrize("slower", [2, 8])
+def test_a_decay_that_would_end_too_late_is_shortened(clock, slower):
+    budget = TimeBudget(3.0, spent=0.0, began=clock.now)
+    step = 0
+    while not budget.asks_for_decay(0.2 * step):
+        step, clock.now = step + 1, clock.now + 0.1
+        budget.step_taken()
+    left, shortened = round(0.2 * step), 0
+    while left > 0:
+        left, clock.now = left - 1, clock.now + 0.1 * slower
+        budget.step_taken()
+        if budget.asks_to_shorten(left):
+            left, shortened = left // 2, shortened + 1
+    assert shortened > 0 and budget.seconds <= 1.08 * 180
+
+
+def test_the_last_validation_is_allowed_for(clock):
+    ends = []
+    for seconds in (0.0, 20.0):
+        budget = TimeBudget(3.0, spent=0.0, began=clock.now)
+        budget.validation_seconds = seconds
+        ends.append(end_of(budget, clock, lambda step: 0.1)[1])
+    assert 15 < ends[0] - ends[1] < 25
+
+
+def test_a_decay_in_time_is_left_alone(clock):
+    budget = TimeBudget(3.0, spent=60.0, began=clock.now)
+    for left in range(50, 0, -1):
+        clock.now += 2.0
+        budget.step_taken()
+        assert not budget.asks_to_shorten(left)
+
+
 def test_time_of_earlier_starts_counts(clock):
     budget = TimeBudget(3.0, spent=120.0, began=clock.now)
     step, seconds = end_of(budget, clock, lambda step: 0.1)
