@@ -212,14 +212,17 @@ def timed(recipe):
 def test_minutes_end_a_run_with_its_decay_and_more_minutes_extend_it(timed, tmp_path):
     train(timed)
     run, by_clock = tmp_path / "run", events(tmp_path / "run", "control")
-    assert [(event["command"], event["by"]) for event in by_clock] == [("anneal", "budget.minutes")]
+    assert {event["by"] for event in by_clock} == {"budget.minutes"}
+    # On a machine that gets slower meanwhile, the decay is shortened.
+    assert [event["command"] for event in by_clock] == ["anneal"] + ["shorten"] * (len(by_clock) - 1)
     begin, end = by_clock[0]["step"], events(run, "end")[-1]["step"]
-    assert begin < end == by_clock[0]["total_steps"] <= 1 + 1.2 * begin
+    assert begin < end == by_clock[-1]["total_steps"] <= 1 + 1.2 * begin
     assert (run / "final/model.safetensors").exists() and rates(run)[end] < 0.5 * max(rates(run).values())
     assert "already complete" in train(timed).stdout
     train(timed, "--budget.minutes", "0.15")
     assert events(run, "resume")[-1]["step"] <= begin, "from before the decay"
-    assert events(run, "end")[-1]["step"] > begin and len(events(run, "control")) == 2
+    commands = [event["command"] for event in events(run, "control")]
+    assert events(run, "end")[-1]["step"] > begin and commands.count("anneal") == 2
 
 
 def test_minutes_count_over_all_starts(timed, tmp_path):
@@ -237,5 +240,6 @@ def test_minutes_count_over_all_starts(timed, tmp_path):
 
 def test_two_ranks_begin_their_decay_at_the_same_step(timed, tmp_path):
     launch("ddp", 2, "train.py", "--config", timed)
-    (control,), (end,) = events(tmp_path / "run", "control"), events(tmp_path / "run", "end")
-    assert control["step"] < end["step"] == control["total_steps"] and end["code"] == 0
+    controls, (end,) = events(tmp_path / "run", "control"), events(tmp_path / "run", "end")
+    assert controls[0]["command"] == "anneal" and end["code"] == 0
+    assert controls[0]["step"] < end["step"] == controls[-1]["total_steps"]
