@@ -163,7 +163,7 @@ def main(argv: list[str]) -> None:
     begin()
     if not sys.stderr.isatty():  # in a log file, a line now and then; tqdm reads this when it is imported
         os.environ.setdefault("TQDM_MININTERVAL", "10")
-    from pretrain.evaluation.evaluate import evaluate_models, talk_to_model
+    from pretrain_tools.evaluation.evaluate import evaluate_models, talk_to_model
 
     if arguments.interactive:
         talk_to_model(arguments)

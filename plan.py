@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 
 from pretrain.errors import InputError, Problems, run_script
 from pretrain.gpus import CPU, Gpu, find_gpu, gpu_called
-from pretrain.planning.budget_request import add_budget_options, asks_for_recipe, read_budget_request
 from pretrain.recipe import named_recipe, pair_up, read_run_config
 from pretrain.terminal import begin
+from pretrain_tools.planning.budget_request import add_budget_options, asks_for_recipe, read_budget_request
 
 if TYPE_CHECKING:
-    from pretrain.planning.step_time import Hardware
+    from pretrain_tools.planning.step_time import Hardware
 
 SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?)\s*(GB|GiB|G|TB|TiB|T|MB|MiB|M)?$", re.IGNORECASE)
 SIZE_UNITS = {"m": 2**20, "g": 2**30, "t": 2**40, None: 2**30}
@@ -62,8 +62,8 @@ def main() -> None:
     if asks_for_recipe(arguments):
         request = read_budget_request(arguments, rest, problems, gpu)
         begin()
-        from pretrain.experiments.ladder_report import read_ladder
-        from pretrain.planning.budget_report import recipe_of_budget
+        from pretrain_tools.experiments.ladder_report import read_ladder
+        from pretrain_tools.planning.budget_report import recipe_of_budget
 
         expect = read_ladder(request.ladder).expect if request.ladder else None
         recipe_of_budget(request, hardware_of(arguments, gpu, given), shlex.join(["plan.py", *sys.argv[1:]]), expect)
@@ -76,7 +76,7 @@ def main() -> None:
     problems.stop_if_any()
     begin()
     # Here and not above: --help and a mistyped option answer before torch is imported.
-    from pretrain.planning.report import build_plan, comment_of, plan_json, print_plan
+    from pretrain_tools.planning.report import build_plan, comment_of, plan_json, print_plan
 
     hardware = hardware_of(arguments, gpu, given)
     plan = build_plan(
@@ -137,7 +137,7 @@ def gpu_of(arguments: argparse.Namespace, given: dict[str, float]) -> Gpu | None
 
 
 def hardware_of(arguments: argparse.Namespace, gpu: Gpu | None, given: dict[str, float]) -> "Hardware":
-    from pretrain.planning.step_time import Hardware
+    from pretrain_tools.planning.step_time import Hardware
 
     gpu = gpu or own_gpu(arguments, given)
     return Hardware(gpu, arguments.gpus, arguments.machines or -(-arguments.gpus // 8))

@@ -26,21 +26,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, run_script
-from pretrain.preparation.arguments import parse_arguments
+from pretrain_tools.preparation.arguments import parse_arguments
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from pretrain.preparation.collector import Tally
-    from pretrain.preparation.plan import PreparationOptions, PreparationRequest
-    from pretrain.preparation.prepare import PreparationOutcome
+    from pretrain_tools.preparation.collector import Tally
+    from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest
+    from pretrain_tools.preparation.prepare import PreparationOutcome
 
 
 def main() -> int:
     arguments = parse_arguments(__doc__)
     # Imported after the command line is parsed: --help must not wait for numpy.
-    from pretrain.preparation.inspect import inspection_text
-    from pretrain.preparation.request import read_request
+    from pretrain_tools.preparation.inspect import inspection_text
+    from pretrain_tools.preparation.request import read_request
 
     for name in ("verify", "inspect", "report"):
         folder = getattr(arguments, name)
@@ -60,7 +60,7 @@ def main() -> int:
     request = read_request(arguments)
     with ExitStack() as ending:
         if request.on_ray:
-            from pretrain.preparation.ray_workers import stop_ray
+            from pretrain_tools.preparation.ray_workers import stop_ray
 
             ending.callback(stop_ray)
         return carry_out(request)
@@ -93,8 +93,8 @@ def verify(folder: str) -> int:
 
 def train_filter(arguments: "Namespace") -> int:
     """Trains a classifier of quality on good and on other texts, and says how well it tells them apart."""
-    from pretrain.preparation.cleaning.quality_classifier import train_classifier
-    from pretrain.preparation.request import read_examples
+    from pretrain_tools.preparation.cleaning.quality_classifier import train_classifier
+    from pretrain_tools.preparation.request import read_examples
 
     output, reading = read_examples(arguments)
     record = train_classifier(*arguments.train_classifier, reading, output)
@@ -108,7 +108,7 @@ def train_filter(arguments: "Namespace") -> int:
 
 def report(folder: Path) -> int:
     """Writes the report on a prepared folder into it."""
-    from pretrain.preparation.cleaning.report import write_report
+    from pretrain_tools.preparation.cleaning.report import write_report
 
     print(*write_report(folder, folder / "report"), sep="\n")
     return 0
@@ -116,7 +116,7 @@ def report(folder: Path) -> int:
 
 def try_out(request: "PreparationRequest") -> int:
     """Prepares a few documents and keeps the report."""
-    from pretrain.preparation.dry_run import dry_run
+    from pretrain_tools.preparation.dry_run import dry_run
 
     outcome, written = dry_run(request, request.dry_run, say=lambda line: print(line, file=sys.stderr))
     print_figures(outcome, request.options)
@@ -126,7 +126,7 @@ def try_out(request: "PreparationRequest") -> int:
 
 def train(request: "PreparationRequest") -> int:
     """Trains a tokenizer on the documents."""
-    from pretrain.preparation.tokenizer_training import train_tokenizer
+    from pretrain_tools.preparation.tokenizer_training import train_tokenizer
 
     os.environ.setdefault("RAYON_NUM_THREADS", str(request.workers))
     train_tokenizer(request)
@@ -136,9 +136,9 @@ def train(request: "PreparationRequest") -> int:
 
 def prepare_shards(request: "PreparationRequest") -> int:
     """Makes the folder of shards, or one slice of it."""
-    from pretrain.preparation.prepare import CountedError, StoppedError, prepare, search_of_slice
-    from pretrain.preparation.progress import DocumentProgress
-    from pretrain.preparation.slices import slice_of
+    from pretrain_tools.preparation.prepare import CountedError, StoppedError, prepare, search_of_slice
+    from pretrain_tools.preparation.progress import DocumentProgress
+    from pretrain_tools.preparation.slices import slice_of
 
     started, waiting, whole = time.monotonic(), "", request
     if request.slice:
@@ -179,8 +179,8 @@ def print_next(outcome: "PreparationOutcome", output: str, is_slice: bool, fract
 def print_figures(outcome: "PreparationOutcome", options: "PreparationOptions") -> None:
     """What was made."""
     from pretrain.data.data_record import contamination_of
-    from pretrain.preparation.cleaning.decontamination import contamination_text
-    from pretrain.preparation.prepare import MOST_NAMED
+    from pretrain_tools.preparation.cleaning.decontamination import contamination_text
+    from pretrain_tools.preparation.prepare import MOST_NAMED
 
     tally, manifest = outcome.tally, outcome.manifest
     ids_bytes = tally.tokens * manifest.bytes_per_id

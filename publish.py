@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from pretrain.errors import EXIT_INTERRUPTED, InputError, Problems, did_you_mean, run_script
 
 if TYPE_CHECKING:
-    from pretrain.runs.publishing.publish import Model
+    from pretrain_tools.publishing.publish import Model
 
 EXIT_NOT_PUBLISHED = 1
 """Also where --verify finds a difference."""
@@ -110,9 +110,9 @@ def publish_all(arguments: argparse.Namespace, models: list["Model"]) -> None:
     """Stages and uploads one model after the other. Raises PublishError."""
     from pretrain.processes import is_held, wait_until_free
     from pretrain.runs.hub import STAGING, evaluation_log
-    from pretrain.runs.publishing.hub_upload import open_repository
-    from pretrain.runs.publishing.publish import writing_to
     from pretrain.runs.run_folder import checkpoint_name
+    from pretrain_tools.publishing.hub_upload import open_repository
+    from pretrain_tools.publishing.publish import writing_to
 
     staging, url = arguments.output or arguments.run / STAGING, ""
     with writing_to(staging):
@@ -133,9 +133,9 @@ def publish_one(arguments: argparse.Namespace, model: "Model", staging: Path, ur
     """Stages one model and, unless this is a dry run, makes its revision hold that. Raises PublishError."""
     from pretrain.processes import folder_lock
     from pretrain.runs.hub import waiting_mark
-    from pretrain.runs.publishing.card import Publication
-    from pretrain.runs.publishing.hub_upload import upload
-    from pretrain.runs.publishing.publish import stage, writing_to
+    from pretrain_tools.publishing.card import Publication
+    from pretrain_tools.publishing.hub_upload import upload
+    from pretrain_tools.publishing.publish import stage, writing_to
 
     license, languages = arguments.license, tuple(arguments.language)
     publication = Publication(arguments.repo, license=license, languages=languages, dtype=arguments.dtype)
@@ -173,7 +173,7 @@ def note(arguments: argparse.Namespace, **facts: object) -> None:
 
 def insist(arguments: argparse.Namespace, act: Callable[[], str]) -> str:
     """What `act` returns, retried as the command line says. Raises the last PublishError."""
-    from pretrain.runs.publishing.publish import PublishError
+    from pretrain_tools.publishing.publish import PublishError
 
     for attempt in range(1, arguments.attempts):
         try:
@@ -191,8 +191,8 @@ def insist(arguments: argparse.Namespace, act: Callable[[], str]) -> str:
 def find_all(arguments: argparse.Namespace, problems: list[str]) -> list["Model"]:
     """The models to publish. Raises InputError with the problems given and all that can be found without the Hub."""
     from pretrain.runs.hub import login_problems, offer_problems
-    from pretrain.runs.publishing.publish import find_publishable
-    from pretrain.runs.publishing.signature import load_signer
+    from pretrain_tools.publishing.publish import find_publishable
+    from pretrain_tools.publishing.signature import load_signer
 
     problems = Problems(problems)
     unusable = add_recipe(arguments)
@@ -219,8 +219,8 @@ def find_all(arguments: argparse.Namespace, problems: list[str]) -> list["Model"
 def verify(place: str, public_key: Path | None) -> int:
     """Prints what differs from what was published and signed, each file by name."""
     from pretrain.files import SIGNATURE_FILE
-    from pretrain.runs.publishing.provenance import provenance_problems, provenance_text, published_folder
-    from pretrain.runs.publishing.signature import load_verifier, signature_problems
+    from pretrain_tools.publishing.provenance import provenance_problems, provenance_text, published_folder
+    from pretrain_tools.publishing.signature import load_verifier, signature_problems
 
     verifier = load_verifier(public_key) if public_key is not None else None
     folder = published_folder(place)
@@ -249,7 +249,7 @@ def main(argv: list[str]) -> int:
         if problems:
             raise InputError(*problems)
         return verify(arguments.verify, arguments.public_key)
-    from pretrain.runs.publishing.publish import PublishError
+    from pretrain_tools.publishing.publish import PublishError
 
     try:
         publish_all(arguments, find_all(arguments, problems))

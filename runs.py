@@ -30,15 +30,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import EXIT_INTERRUPTED, InputError, run_script
-from pretrain.runs.commands import send, wait_for_answer, wait_for_profile, withdraw
-from pretrain.runs.comparison import comparison_text, names_of, summary_text, write_csv
 from pretrain.runs.control import COMMANDS
 from pretrain.runs.history import find_runs, read_history, require_run, require_runs
 from pretrain.runs.run_folder import METRICS_FILE
-from pretrain.runs.status import list_text, read_status, status_text
+from pretrain_tools.runs.commands import send, wait_for_answer, wait_for_profile, withdraw
+from pretrain_tools.runs.comparison import comparison_text, names_of, summary_text, write_csv
+from pretrain_tools.runs.status import list_text, read_status, status_text
 
 if TYPE_CHECKING:
-    from pretrain.runs.live_log import LiveRuns
+    from pretrain_tools.runs.live_log import LiveRuns
 
 ROOT_OF_RUNS = Path("runs")
 USUAL_PORT, LAST_PORT = 8765, 65_535
@@ -81,8 +81,8 @@ def status(arguments: argparse.Namespace) -> int:
 
 def watch(arguments: argparse.Namespace) -> int:
     """Shows all runs of a folder until Ctrl-C, in the terminal and, if asked for, as a page."""
-    from pretrain.runs.live_log import LiveRuns
-    from pretrain.runs.live_table import print_once, show_live
+    from pretrain_tools.runs.live_log import LiveRuns
+    from pretrain_tools.runs.live_table import print_once, show_live
 
     folder, problems = arguments.folder, []
     if not folder.is_dir():
@@ -108,8 +108,8 @@ def watch(arguments: argparse.Namespace) -> int:
 
 def watch_page(arguments: argparse.Namespace, runs: "LiveRuns") -> int:
     """The same with a page, served, written, or both."""
-    from pretrain.runs.live_page import LiveData, PageServer, write_live_page
-    from pretrain.runs.live_table import print_once, show_live
+    from pretrain_tools.runs.live_page import LiveData, PageServer, write_live_page
+    from pretrain_tools.runs.live_table import print_once, show_live
 
     data, notes = LiveData(runs), []
 
@@ -142,8 +142,8 @@ def watch_page(arguments: argparse.Namespace, runs: "LiveRuns") -> int:
 
 def plot(arguments: argparse.Namespace) -> int:
     """Writes the PNG and the page, by default into the nearest folder that holds all runs."""
-    from pretrain.runs.curves import curves_of
-    from pretrain.runs.plots import write_page, write_png
+    from pretrain_tools.runs.curves import curves_of
+    from pretrain_tools.runs.plots import write_page, write_png
 
     runs = require_runs(arguments.runs)
     folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve().parent for run in runs]))
@@ -200,7 +200,7 @@ def export(arguments: argparse.Namespace) -> int:
 
 def documents(arguments: argparse.Namespace) -> int:
     """Prints what was in a step."""
-    from pretrain.runs.step_documents import documents_text
+    from pretrain_tools.runs.step_documents import documents_text
 
     run = require_run(arguments.run_folder)
     print(documents_text(run, arguments.step, limit=arguments.limit, characters=arguments.characters))
@@ -209,7 +209,7 @@ def documents(arguments: argparse.Namespace) -> int:
 
 def merge(arguments: argparse.Namespace) -> int:
     """Writes the mean of several models."""
-    from pretrain.checkpoint.merge import merge_models
+    from pretrain_tools.runs.merge import merge_models
 
     folder, names = merge_models(
         arguments.models, last=arguments.last, weights=arguments.weights, output=arguments.output
@@ -253,7 +253,7 @@ def steer(arguments: argparse.Namespace) -> int:
 def parity(arguments: argparse.Namespace) -> int:
     """Trains the recipe for a few steps under each strategy and compares; exit status 1 if one differs."""
     from pretrain.recipe import pair_up
-    from pretrain.runs.parity import measure_parity, measure_parity_of_models, strategy_names
+    from pretrain_tools.runs.parity import measure_parity, measure_parity_of_models, strategy_names
 
     measure = measure_parity
     if arguments.models:
@@ -272,9 +272,9 @@ def parity(arguments: argparse.Namespace) -> int:
 def sweep(arguments: argparse.Namespace) -> int:
     """Trains the recipe under every combination of settings and compares."""
     from pretrain.errors import Problems
-    from pretrain.experiments.sweep import run_sweep
-    from pretrain.experiments.sweep_plan import SweepRequest, read_axes
     from pretrain.recipe import pair_up
+    from pretrain_tools.experiments.sweep import run_sweep
+    from pretrain_tools.experiments.sweep_plan import SweepRequest, read_axes
 
     problems = Problems()
     axes = problems.attempt(read_axes, arguments.vary)
@@ -289,8 +289,8 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 def mixture(arguments: argparse.Namespace) -> int:
     """Trains on many mixtures and proposes weights."""
-    from pretrain.experiments.mixture import mixture_request, run_mixture
     from pretrain.recipe import pair_up
+    from pretrain_tools.experiments.mixture import mixture_request, run_mixture
 
     changes = pair_up(arguments.changes)
     request = mixture_request(arguments.config, changes, arguments.runs, arguments.seeds, arguments.output)
@@ -300,8 +300,14 @@ def mixture(arguments: argparse.Namespace) -> int:
 def ladder(arguments: argparse.Namespace) -> int:
     """Fits the loss by size and tokens and predicts."""
     from pretrain.errors import Problems
-    from pretrain.experiments.ladder import common_place, make_ladder, read_ladder_runs, read_predictions, rungs_of
-    from pretrain.experiments.ladder_report import ladder_text, write_ladder
+    from pretrain_tools.experiments.ladder import (
+        common_place,
+        make_ladder,
+        read_ladder_runs,
+        read_predictions,
+        rungs_of,
+    )
+    from pretrain_tools.experiments.ladder_report import ladder_text, write_ladder
 
     problems = Problems()
     asked = problems.attempt(read_predictions, arguments.predict, arguments.count)

@@ -19,7 +19,7 @@ from pretrain.terminal import begin
 if __name__ == "__main__":  # before torch is imported: --help and a mistyped setting answer at once
     words = sys.argv[1:]
     if any(word.split("=")[0] == "--text" for word in words):
-        from pretrain.planning.own_text import with_own_text
+        from pretrain_tools.planning.own_text import with_own_text
 
         words = or_exit(lambda: with_own_text(sys.argv[1:]))
     command_line: CommandLine = or_exit(lambda: read_command_line(words, __doc__))
@@ -58,7 +58,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, steps: int |
         strategy.ranks.print(message)
         return EXIT_DONE
     if asked.profile is not None:
-        from pretrain.profiling.step_profile import refuse_profile
+        from pretrain_tools.profiling.step_profile import refuse_profile
 
         refuse_profile(asked.profile, state.step, run.total_steps)
 
@@ -145,14 +145,14 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, steps: int |
 
 def open_profile(housekeeping: Housekeeping, read_ahead: ReadAhead, steps: int | None, first_step: int):
     """Returns what takes profiles between steps, as --profile or `runs.py profile` asks for."""
-    from pretrain.profiling.step_profile import StepProfile
+    from pretrain_tools.profiling.step_profile import StepProfile
 
     return StepProfile(housekeeping, read_ahead, steps, first_step)
 
 
 def check(asked: CommandLine) -> None:
     """Checks everything that can be checked before the start."""
-    from pretrain.planning.judgement import judgement, judgement_without_data, warnings_in_words
+    from pretrain_tools.planning.judgement import judgement, judgement_without_data, warnings_in_words
 
     PREPARED_BY.update(preparations(asked.recipe))
     share_shards(asked.config.data)
@@ -184,7 +184,7 @@ def start(asked: CommandLine) -> None:
         return attempt(config, strategy, lambda metrics: main(asked, config, strategy, steps, metrics))
 
     if asked.smoke:
-        from pretrain.planning.smoke import smoke_test
+        from pretrain_tools.planning.smoke import smoke_test
 
         strategy.ranks.exit(smoke_test(settled_config, strategy, train))
     strategy.ranks.exit(train(settled_config))

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from pretrain.data.shards import read_manifest  # noqa: E402
 from pretrain.errors import InputError, run_script  # noqa: E402
 from pretrain.files import as_json, write_durably  # noqa: E402
-from pretrain.planning.sizing import padded  # noqa: E402
+from pretrain_tools.planning.sizing import padded  # noqa: E402
 
 LAYERS, WIDTH, HEADS, SEQUENCE_LENGTH, TOKENS_PER_STEP = 4, 128, 2, 256, 2048
 LLAMA = {

@@ -88,7 +88,7 @@ def loss_step(backend: str, shape: tuple[int, int, int], device: str, *, compile
 
 def peak_megabytes(make: Callable[[], Callable[[], object]], device: str) -> float:
     """Peak of the tensors alive in the second step."""
-    from pretrain.planning.calibration import PeakBytes
+    from pretrain_tools.planning.calibration import PeakBytes
 
     peak = PeakBytes(device)
     with peak.counting():

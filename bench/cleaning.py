@@ -34,13 +34,13 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pretrain.preparation.cleaning.published import (  # noqa: E402
+from pretrain_tools.preparation.cleaning.published import (  # noqa: E402
     C4Quality,
     FineWebQuality,
     GopherQuality,
     GopherRepetition,
 )
-from pretrain.preparation.cleaning.stages import TextBatch  # noqa: E402
+from pretrain_tools.preparation.cleaning.stages import TextBatch  # noqa: E402
 
 THRESHOLD, LEAST_RECALL, FAR, MOST_FAR = 0.8, 0.95, 0.5, 0.02
 MOST_DIFFERENT = 2e-3
@@ -82,8 +82,8 @@ RULES = {
 
 def documents_of(patterns: list[str]) -> Iterator[bytes]:
     """The texts of all files, in order."""
-    from pretrain.preparation.documents.records import Reading
-    from pretrain.preparation.documents.sources import find_sources, records_of
+    from pretrain_tools.preparation.documents.records import Reading
+    from pretrain_tools.preparation.documents.sources import find_sources, records_of
 
     for source in find_sources(patterns):
         yield from (record.text for record in records_of(source, Reading()) if record.text)
@@ -107,7 +107,7 @@ _stages, _theirs = {}, {}
 
 
 def _start_comparing() -> None:
-    from pretrain.preparation.cleaning.lists import PersonalData
+    from pretrain_tools.preparation.cleaning.lists import PersonalData
 
     _stages.update({name: stage.open() for name, stage in (STAGES | {"personal_data": PersonalData()}).items()})
     _theirs.update(datatrove_filters())
@@ -271,7 +271,7 @@ def stands_in(item: str, documents: list[str]) -> bool:
 def bench_decontamination(texts: list[bytes], count: int, items: list[str], tokenizer: str, folder: Path) -> list[str]:
     """Prints which planted items were found, and what else. What was missed."""
     from pretrain.data.data_record import numbers_in
-    from pretrain.preparation.cleaning.benchmarks import read_benchmarks
+    from pretrain_tools.preparation.cleaning.benchmarks import read_benchmarks
 
     rng = random.Random(1)
     documents = [content.decode()[:DOCUMENT_CHARACTERS] for content in rng.sample(texts, min(count, len(texts)))]

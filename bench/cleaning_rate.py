@@ -105,9 +105,9 @@ def write_documents(file: str, megabytes: float, folder: Path) -> dict[str, Any]
     import pyarrow as pa
     from pyarrow import parquet
 
-    from pretrain.preparation.cleaning.filters import read_cleaning
-    from pretrain.preparation.documents.records import Reading
-    from pretrain.preparation.documents.sources import find_sources, records_of
+    from pretrain_tools.preparation.cleaning.filters import read_cleaning
+    from pretrain_tools.preparation.documents.records import Reading
+    from pretrain_tools.preparation.documents.sources import find_sources, records_of
 
     rng, cleaning = random.Random(0), read_cleaning([], clean=True)
     originals = [record.text.decode() for record in records_of(*find_sources([file]), Reading()) if record.text]

@@ -198,8 +198,8 @@ def write_with_near_copies(file: str, folder: Path) -> int:
     import pyarrow as pa
     from pyarrow import parquet
 
-    from pretrain.preparation.documents.records import Reading
-    from pretrain.preparation.documents.sources import find_sources, records_of
+    from pretrain_tools.preparation.documents.records import Reading
+    from pretrain_tools.preparation.documents.sources import find_sources, records_of
 
     rng = random.Random(0)
     texts = [record.text.decode() for record in records_of(*find_sources([file]), Reading()) if record.text]
@@ -255,8 +255,8 @@ def with_parquet(files: list[str], folder: str) -> Iterator[str]:
     import pyarrow as pa
     from pyarrow import parquet
 
-    from pretrain.preparation.documents.records import Reading
-    from pretrain.preparation.documents.sources import find_sources, records_of
+    from pretrain_tools.preparation.documents.records import Reading
+    from pretrain_tools.preparation.documents.sources import find_sources, records_of
 
     for file in files:
         yield file
@@ -310,10 +310,10 @@ def bench_loader(file: str, tokenizer: str) -> None:
 
 def bench_filters(file: str, documents: int) -> list[str]:
     """Prints the rate of the filters of --clean in one process, and of datatrove's on a part of them."""
-    from pretrain.preparation.cleaning.filters import sensible_set
-    from pretrain.preparation.cleaning.stages import Cleaning
-    from pretrain.preparation.documents.records import Reading
-    from pretrain.preparation.documents.sources import find_sources, records_of
+    from pretrain_tools.preparation.cleaning.filters import sensible_set
+    from pretrain_tools.preparation.cleaning.stages import Cleaning
+    from pretrain_tools.preparation.documents.records import Reading
+    from pretrain_tools.preparation.documents.sources import find_sources, records_of
 
     (source,) = find_sources([file])
     records = itertools.islice(records_of(source, Reading()), documents)

@@ -67,7 +67,14 @@ from bench.references import (  # noqa: E402
 from bench.shapes import CPU_SHAPES, GPU_SHAPES, Shape  # noqa: E402
 
 RESULTS, TABLE = "results.jsonl", "table.md"
-SOURCES = ("*.py", "pretrain/**/*.py", "bench/*.py", "accelerate_configs/*.yaml", "ds_configs/*.json")
+SOURCES = (
+    "*.py",
+    "pretrain/**/*.py",
+    "pretrain_tools/**/*.py",
+    "bench/*.py",
+    "accelerate_configs/*.yaml",
+    "ds_configs/*.json",
+)
 BARS = {"124m": 0.45, "1.3b": 0.48}
 """MFU that Groundwork is to reach with whole windows, by shape; judged where the GPU's peak is known."""
 MAIN_PEERS = ("plain_compiled", "bare_compiled", "trainer")

@@ -4,8 +4,8 @@
     python bench/memory.py --only fsdp2       # the cases whose name contains this
     python bench/memory.py --markdown         # as the table of docs/performance.md
 
-On a CPU every allocation of the process is counted (pretrain/planning/calibration.py); on a GPU torch's allocator
-says. Processes of the strategies that need two talk over gloo where there are not two GPUs.
+On a CPU every allocation of the process is counted (pretrain_tools/planning/calibration.py); on a GPU torch's
+allocator says. Processes of the strategies that need two talk over gloo where there are not two GPUs.
 """
 
 import argparse
@@ -157,7 +157,7 @@ def measure_here(case: Case, folder: Path) -> int:
     """In each process: measures, predicts, prints both."""
     from pretrain.config import RunConfig
     from pretrain.parallel.registry import make_strategy
-    from pretrain.planning.calibration import measure_peak
+    from pretrain_tools.planning.calibration import measure_peak
 
     config: RunConfig = config_of(case, folder)
     strategy = make_strategy(config)

@@ -19,7 +19,7 @@ from typing import Any
 from bench.shapes import END_OF_DOCUMENT_ID, Shape, write_model
 from pretrain.errors import InputError, shortened
 from pretrain.runs.history import read_metrics
-from pretrain.runs.parity import REFERENCE, TOLERANCES, Curve, largest_distance, read_curve, train_under
+from pretrain_tools.runs.parity import REFERENCE, TOLERANCES, Curve, largest_distance, read_curve, train_under
 
 ROOT = Path(__file__).resolve().parents[1]
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
@@ -218,7 +218,7 @@ KILL_SECONDS = 600
 FORWARD = """\
 import sys, torch
 from transformers import AutoModelForCausalLM
-assert not any(name.partition(".")[0] == "pretrain" for name in sys.modules)
+assert not any(name.partition(".")[0] in ("pretrain", "pretrain_tools") for name in sys.modules)
 device, *folders = sys.argv[1:]
 ids = torch.arange(256, device=device).view(2, 128)
 logits = []

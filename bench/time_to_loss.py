@@ -183,8 +183,8 @@ def train_run_clm(given: argparse.Namespace) -> None:
 
 def train_groundwork(given: argparse.Namespace) -> tuple[list[tuple[float, float]], Shape]:
     """train.py with the recipe that it would write for this text: (curve, the shape that it chose)."""
-    from pretrain.planning.sized_recipe import Machine, Prepared, SizedRecipe
-    from pretrain.planning.sizing import choose_sizing, padded
+    from pretrain_tools.planning.sized_recipe import Machine, Prepared, SizedRecipe
+    from pretrain_tools.planning.sizing import choose_sizing, padded
 
     run, path = given.output / "groundwork", given.output / "groundwork.yaml"
     kept = given.output / "groundwork.json"

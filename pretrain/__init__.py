@@ -1,8 +1,8 @@
 """Groundwork: pretraining of base language models on the Hugging Face stack.
 
-The scripts at the root use it; nothing in it imports a script. A room imports only from those named before it
-(tests/test_structure.py holds the order): these files, model, optim, data, memory, parallel, preparation, runs,
-checkpoint, training, planning, profiling, evaluation, experiments. The files next to this one import from no room, so
+The trainer: what is loaded while a model trains. The scripts at the root use it, and pretrain_tools; nothing in it
+imports either. A room imports only from those named before it (tests/test_structure.py holds the order): these files,
+model, optim, data, memory, parallel, runs, checkpoint, training. The files next to this one import from no room, so
 all rooms may use them:
 
     config, recipe: every setting of a run; reading it from YAML and the command line

@@ -20,9 +20,9 @@ from torch.distributed.run import get_args_parser
 import plan
 import publish
 import runs
-from pretrain.planning.own_text import read_own_text
-from pretrain.preparation.arguments import parse_arguments
 from pretrain.recipe import named_recipe, pair_up, read_command_line, read_run_config
+from pretrain_tools.planning.own_text import read_own_text
+from pretrain_tools.preparation.arguments import parse_arguments
 from support.clone import copy_clone, make_clone, type_in
 from support.pages import PAGES, VARIABLES, Command, commands_in
 from support.prepared import PROSE, as_parquet

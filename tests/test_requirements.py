@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from pretrain.experiments.sweep_plan import OPTUNA
+from pretrain_tools.experiments.sweep_plan import OPTUNA
 from support.project import ROOT
 
 FILES = {path.name: path.read_text() for path in ROOT.glob("requirements*.txt")}

@@ -14,10 +14,21 @@ from support.project import ROOT, run_script
 from support.setting_reads import fields_of, settings_read
 
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
-MODULES = sorted((ROOT / "pretrain").rglob("*.py"))
+MODULES = sorted(ROOT.glob("pretrain*/**/*.py"))
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 # huggingface_hub comes with transformers, which imports it itself.
-LIGHT = {"torch", "transformers", "accelerate", "safetensors", "numpy", "pydantic", "yaml", "tqdm", "pretrain"}
+LIGHT = {
+    "torch",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "numpy",
+    "pydantic",
+    "yaml",
+    "tqdm",
+    "pretrain",
+    "pretrain_tools",
+}
 LIGHT |= {"huggingface_hub"}
 MOST_LINES, MOST_LINES_OF_THE_LOOP, MOST_IMPORTS = 200, 52, 26
 """Of train.py."""
@@ -132,33 +143,34 @@ def readme() -> str:
 
 
 ROOMS = (
-    "",
-    "model/architectures",
-    "model",
-    "optim",
-    "data",
-    "memory",
-    "parallel",
-    "preparation/documents",
-    "preparation/cleaning/compiled",
-    "preparation/cleaning",
-    "preparation",
-    "runs",
-    "runs/publishing",
-    "checkpoint",
-    "training",
-    "planning",
-    "profiling",
-    "evaluation",
-    "experiments",
+    "pretrain",
+    "pretrain/model/architectures",
+    "pretrain/model",
+    "pretrain/optim",
+    "pretrain/data",
+    "pretrain/memory",
+    "pretrain/parallel",
+    "pretrain/runs",
+    "pretrain/checkpoint",
+    "pretrain/training",
+    "pretrain_tools/preparation/documents",
+    "pretrain_tools/preparation/cleaning/compiled",
+    "pretrain_tools/preparation/cleaning",
+    "pretrain_tools/preparation",
+    "pretrain_tools/runs",
+    "pretrain_tools/publishing",
+    "pretrain_tools/planning",
+    "pretrain_tools/profiling",
+    "pretrain_tools/evaluation",
+    "pretrain_tools/experiments",
 )
-"""Folders of pretrain/ in the order of their imports: a room imports from itself and from those before it."""
+"""Folders of both packages in the order of their imports: a room imports from itself and from those before it."""
 MOST_MODULES = 24
 """In one folder: as many as a reader takes in at a glance."""
 
 
 def room_of(module: str) -> str:
-    """pretrain.runs.publishing.card -> runs/publishing"""
+    """pretrain_tools.publishing.card -> runs/publishing"""
     return "/".join(module.split(".")[1:-1])
 
 
@@ -211,7 +223,7 @@ def test_rooms_import_one_way_and_none_is_crowded(capsys):
     steps = sum(room_of(name) != room_of(other) for name, needed in arrows.items() for other in needed)
     largest = max(sizes, key=sizes.get)
     with capsys.disabled():
-        print("\nmodules per room: " + ", ".join(f"{room or 'pretrain'} {count}" for room, count in sizes.items()))
+        print("\nmodules per room: " + ", ".join(f"{room} {count}" for room, count in sizes.items()))
         print(f"arrows between rooms: {len(between)}, of {steps} imports; largest folder: {largest}, {sizes[largest]}")
         print(f"train.py: {(ROOT / 'train.py').read_text().count(chr(10))} lines")
     assert {room_of(name) for name in arrows} == set(ROOMS)
@@ -224,7 +236,7 @@ def test_rooms_import_one_way_and_none_is_crowded(capsys):
     assert backwards == []
     assert cycles_in(arrows) == []
     assert sizes[largest] <= MOST_MODULES
-    fullest = [room or "pretrain" for room, count in sizes.items() if count == sizes[largest]]
+    fullest = [room for room, count in sizes.items() if count == sizes[largest]]
     said = (
         f"at present {len(arrows)} modules, {len(between)} arrows between rooms ({steps} imports), largest "
         f"{'folders' if len(fullest) > 1 else 'folder'} {in_words(fullest)} with {sizes[largest]} modules, "
@@ -239,15 +251,15 @@ def test_a_cycle_and_a_step_back_would_be_seen():
     assert "pretrain.data.foreign_shards" in imports_anywhere(ROOT / "pretrain/data/shards.py")  # within a function
 
 
-@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room or "pretrain")
+@pytest.mark.parametrize("room", ROOMS)
 def test_each_room_names_its_modules(room):
-    said = ast.get_docstring(ast.parse((ROOT / "pretrain" / room / "__init__.py").read_text()))
+    said = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text()))
     assert said, f"{room} does not say what it is for"
     if room.endswith("architectures"):  # any file put there is an architecture
         return
     rows = [row.split(":")[0].strip() for row in said.splitlines() if row.startswith("    ")]
     named = [name for row in rows for name in row.split(", ") if not name.endswith("/")]
-    there = [path.stem for path in (ROOT / "pretrain" / room).glob("*.py") if path.stem != "__init__"]
+    there = [path.stem for path in (ROOT / room).glob("*.py") if path.stem != "__init__"]
     assert sorted(named) == sorted(there)
 
 

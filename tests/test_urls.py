@@ -14,7 +14,7 @@ import pytest
 
 from pretrain import urls
 from pretrain.errors import InputError
-from pretrain.preparation.documents.sources import find_sources
+from pretrain_tools.preparation.documents.sources import find_sources
 from support.prepared import WRITERS, content_of, texts, write_jsonl
 
 

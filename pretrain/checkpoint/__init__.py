@@ -9,5 +9,5 @@ The format is a promise: checkpoints of earlier versions can be resumed (docs/tr
     tensor_files: named tensors on disk
     run_state: where a run stands
     export, export_check: the finished model; is it the trained one
-    average_folder, merge: the average in a checkpoint; the mean of several
+    average_folder: the average in a checkpoint
 """

@@ -70,7 +70,7 @@ def export_final(
 
 def describe_training(run: Path, folder: Path) -> str | None:
     """Writes the model card into the folder; returns what went wrong, if anything: no card is worth losing a model."""
-    command = [sys.executable, "-m", "pretrain.runs.publishing.card", str(run.absolute()), str(folder.absolute())]
+    command = [sys.executable, "-m", "pretrain_tools.publishing.card", str(run.absolute()), str(folder.absolute())]
     # The recipe's paths are relative to this folder, which stays the process's.
     environment = environment_alone() | {"PYTHONPATH": python_path()}
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pretrain.checkpoint.average_folder import average_folder
-from pretrain.checkpoint.merge import merge_models
 from pretrain.errors import InputError
 from pretrain.files import SEAL_FILE, commit, damage
 from pretrain.model.build import load_pretrained
+from pretrain_tools.runs.merge import merge_models
 from support.project import run_script
 from support.run_folders import write_model, write_run, write_tokenizer
 from support.tiny_experts import as_the_library_saves

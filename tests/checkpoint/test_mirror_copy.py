@@ -12,7 +12,7 @@ from pretrain.checkpoint.mirror_store import mirror_problems
 from pretrain.checkpoint.run_state import record_rollbacks
 from pretrain.config import Checkpoint
 from pretrain.files import damage, remove, write_durably
-from pretrain.runs.status import mirror_text
+from pretrain_tools.runs.status import mirror_text
 from support.mirrors import ROLLBACK, copier_of, copy_all, lose, steps_there, write_checkpoint, write_run
 
 

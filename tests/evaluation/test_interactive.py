@@ -11,10 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from pretrain.errors import InputError
-from pretrain.evaluation.interactive import changed
 from pretrain.model.build import build_model
 from pretrain.model.model_config import load_model_config
 from pretrain.training.samples import Sampling
+from pretrain_tools.evaluation.interactive import changed
 from support.project import ROOT, run_script, start_script
 from support.tiny_models import TINY_LLAMA
 

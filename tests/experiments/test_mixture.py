@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import yaml
 
-from pretrain.experiments.mixture import candidate_weights, propose
+from pretrain_tools.experiments.mixture import candidate_weights, propose
 from support.project import run_script
 
 OWN = np.array([0.8, 0.1, 0.1])

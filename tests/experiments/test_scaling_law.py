@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pretrain.experiments.scaling_law import (
+from pretrain_tools.experiments.scaling_law import (
     LAW_COEFFICIENTS,
     _fit,
     _objective,

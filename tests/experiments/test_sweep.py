@@ -14,11 +14,12 @@ import pytest
 import yaml
 
 from pretrain.errors import InputError
-from pretrain.experiments import sweep as sweeps
-from pretrain.experiments.small_runs import RunOutcome, SmallRun, device_slots
-from pretrain.experiments.sweep import Grid, pick_settings
-from pretrain.experiments.sweep_plan import SweepPoint, SweepRequest, config_of_run, read_axes, request_problems
-from pretrain.experiments.sweep_report import (
+from pretrain.recipe import read_run_config
+from pretrain_tools.experiments import sweep as sweeps
+from pretrain_tools.experiments.small_runs import RunOutcome, SmallRun, device_slots
+from pretrain_tools.experiments.sweep import Grid, pick_settings
+from pretrain_tools.experiments.sweep_plan import SweepPoint, SweepRequest, config_of_run, read_axes, request_problems
+from pretrain_tools.experiments.sweep_report import (
     PointResult,
     RunResult,
     at_the_edge,
@@ -26,7 +27,6 @@ from pretrain.experiments.sweep_report import (
     fitting_label,
     verdict_of_sweep,
 )
-from pretrain.recipe import read_run_config
 from support.project import events, run_script, start_script
 
 

@@ -15,9 +15,9 @@ from support.project import start_script
 KILLS = 20
 # prepare_data.py with small parts and a commit every 20 ms, so that its work is divided as that of a large input is.
 IN_SMALL_PARTS = """
-from pretrain.preparation.cleaning import near_duplicate_search, repeated_text
-from pretrain.preparation.documents import byte_stream, formats, sources
-from pretrain.preparation import prepare, slices
+from pretrain_tools.preparation.cleaning import near_duplicate_search, repeated_text
+from pretrain_tools.preparation.documents import byte_stream, formats, sources
+from pretrain_tools.preparation import prepare, slices
 byte_stream.READ_BYTES = formats.PART_BYTES = sources.PART_BYTES = 30_000
 prepare.COMMIT_SECONDS, near_duplicate_search.PAIRS_COMMIT_SECONDS, slices.TOKENS_PER_PART = 0.02, 0.0, 20_000
 near_duplicate_search.RUN_DOCUMENTS, near_duplicate_search.KEYS_AT_ONCE = 256, 128

@@ -68,7 +68,7 @@ def test_every_message_in_the_tables_is_one_of_the_programs():
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     texts = [
         text
-        for path in [*(ROOT / "pretrain").rglob("*.py"), *ROOT.glob("*.py")]
+        for path in [*(ROOT / "pretrain").rglob("*.py"), *(ROOT / "pretrain_tools").rglob("*.py"), *ROOT.glob("*.py")]
         for text in texts_in(path.read_text())
     ]
     patterns = {message: ".*".join(map(re.escape, message.split("…"))) for message in messages}

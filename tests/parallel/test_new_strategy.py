@@ -6,9 +6,9 @@ import pytest
 
 from pretrain.gpus import find_gpu
 from pretrain.parallel.registry import STRATEGIES, requested_strategy
-from pretrain.planning.report import build_plan
-from pretrain.planning.step_time import Hardware
 from pretrain.recipe import read_run_config
+from pretrain_tools.planning.report import build_plan
+from pretrain_tools.planning.step_time import Hardware
 from support.launcher_environment import launcher_environment
 from support.project import events, launch
 from support.toy_strategy import TOY_FILE, Toy

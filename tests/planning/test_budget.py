@@ -8,7 +8,7 @@ import pytest
 from pretrain.errors import InputError
 from pretrain.gpus import GIB, find_gpu
 from pretrain.parallel.registry import STRATEGIES
-from pretrain.planning.budget import (
+from pretrain_tools.planning.budget import (
     DATA_PARALLEL,
     RunBudget,
     ScaledRun,
@@ -17,10 +17,10 @@ from pretrain.planning.budget import (
     planned_run,
     size,
 )
-from pretrain.planning.candidates import micro_batches, strategy_problems
-from pretrain.planning.families import FAMILIES, Shape
-from pretrain.planning.sizing import MOST_EPOCHS
-from pretrain.planning.step_time import Hardware
+from pretrain_tools.planning.candidates import micro_batches, strategy_problems
+from pretrain_tools.planning.families import FAMILIES, Shape
+from pretrain_tools.planning.sizing import MOST_EPOCHS
+from pretrain_tools.planning.step_time import Hardware
 from support.quick_traces import use_quick_traces
 
 

@@ -10,17 +10,17 @@ import yaml
 
 from pretrain.config import Loss
 from pretrain.errors import InputError
-from pretrain.experiments.ladder import Rung, make_ladder
-from pretrain.experiments.ladder_report import ladder_values, read_ladder
 from pretrain.gpus import find_gpu
 from pretrain.model.build import count_parameters
 from pretrain.model.flops import active_parameters
 from pretrain.model.model_config import load_model_config
-from pretrain.planning.budget_report import recipe_of_budget
-from pretrain.planning.budget_request import BudgetRequest, RecipePlace
-from pretrain.planning.families import LLAMA, QWEN3_MOE
-from pretrain.planning.step_time import Hardware
 from pretrain.training.experts import router_losses
+from pretrain_tools.experiments.ladder import Rung, make_ladder
+from pretrain_tools.experiments.ladder_report import ladder_values, read_ladder
+from pretrain_tools.planning.budget_report import recipe_of_budget
+from pretrain_tools.planning.budget_request import BudgetRequest, RecipePlace
+from pretrain_tools.planning.families import LLAMA, QWEN3_MOE
+from pretrain_tools.planning.step_time import Hardware
 from support.quick_traces import use_quick_traces
 
 PLACE = RecipePlace(Path("recipes/a.yaml"), Path("data/a"), "tokenizers/a")

@@ -7,7 +7,7 @@ import pytest
 from pretrain.model.build import count_parameters
 from pretrain.model.flops import active_parameters, flops_per_token
 from pretrain.model.model_config import load_model_config
-from pretrain.planning.families import FAMILIES, Shape
+from pretrain_tools.planning.families import FAMILIES, Shape
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

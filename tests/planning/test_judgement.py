@@ -8,8 +8,11 @@ import torch
 
 from pretrain.memory.parts import PlannedRun
 from pretrain.parallel.registry import STRATEGIES
-from pretrain.planning import judgement as judgement_module
-from pretrain.planning.judgement import (
+from pretrain.recipe import preparations, read_run_config
+from pretrain.training.run_plan import derive
+from pretrain.training.validation import open_validation
+from pretrain_tools.planning import judgement as judgement_module
+from pretrain_tools.planning.judgement import (
     few_steps,
     heavy_vocabulary,
     judgement,
@@ -18,9 +21,6 @@ from pretrain.planning.judgement import (
     small_disk,
     small_memory,
 )
-from pretrain.recipe import preparations, read_run_config
-from pretrain.training.run_plan import derive
-from pretrain.training.validation import open_validation
 from support.project import ROOT, run_script
 
 Usage = namedtuple("Usage", "total used free")

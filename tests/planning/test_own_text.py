@@ -11,7 +11,8 @@ import pytest
 
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
-from pretrain.planning.own_text import (
+from pretrain.recipe import read_run_config
+from pretrain_tools.planning.own_text import (
     MADE_BY,
     find_text,
     preparation_commands,
@@ -19,7 +20,6 @@ from pretrain.planning.own_text import (
     run_name_of,
     with_own_text,
 )
-from pretrain.recipe import read_run_config
 from support.project import ROOT, events, losses, run_script, start_script
 
 MINUTES = "0.05"

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from pretrain.planning.sizing import (
+from pretrain_tools.planning.sizing import (
     LADDER,
     MOST_EPOCHS,
     MOST_TIMES_LARGER,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pretrain.model.model_config import load_model_config
-from pretrain.planning.smoke import memory_problem, spread_verdict, unusual_norms
+from pretrain_tools.planning.smoke import memory_problem, spread_verdict, unusual_norms
 from support.project import launch, run_script
 
 PARTS = ("the loss falls", "gradient norms", "learning rate", "resumed exactly", "checkpoint", "model folder")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.errors import InputError
-from pretrain.planning.text_files import MOST_EXCLUDED, find_text_files
-from pretrain.preparation.documents.sources import find_sources
+from pretrain_tools.planning.text_files import MOST_EXCLUDED, find_text_files
+from pretrain_tools.preparation.documents.sources import find_sources
 
 TEXT = "A line of text, na\u00efve and plain.\n" * 40
 LATIN = TEXT.encode("latin1")
@@ -130,6 +130,6 @@ def test_file_names_that_are_not_utf8(mine):
 
 
 def test_more_files_than_a_command_line_holds_are_refused(mine, monkeypatch):
-    monkeypatch.setattr("pretrain.planning.text_files.MOST_EXCLUDED", 3)
+    monkeypatch.setattr("pretrain_tools.planning.text_files.MOST_EXCLUDED", 3)
     assert "files left out" in refusal("mine")[0] and "--exclude their folders" in refusal("mine")[0]
     assert MOST_EXCLUDED < 10_000

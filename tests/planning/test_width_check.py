@@ -4,7 +4,7 @@ import pytest
 
 from pretrain.config import Optim
 from pretrain.model.model_config import load_model_config
-from pretrain.planning.width_check import activation_changes, growth, width_verdict
+from pretrain_tools.planning.width_check import activation_changes, growth, width_verdict
 from support.project import ROOT
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from pretrain.data.tokenizer import LoadedTokenizer, load_tokenizer
 from pretrain.errors import InputError
-from pretrain.preparation.documents.formats import Reading
-from pretrain.preparation.documents.sources import find_sources
-from pretrain.preparation.encode import AGREEMENT_TEXTS, FastEncoder, ReferenceEncoder, make_encoder
-from pretrain.preparation.plan import Files, PreparationOptions, PreparationRequest
-from pretrain.preparation.tokenizer_training import train_tokenizer
+from pretrain_tools.preparation.documents.formats import Reading
+from pretrain_tools.preparation.documents.sources import find_sources
+from pretrain_tools.preparation.encode import AGREEMENT_TEXTS, FastEncoder, ReferenceEncoder, make_encoder
+from pretrain_tools.preparation.plan import Files, PreparationOptions, PreparationRequest
+from pretrain_tools.preparation.tokenizer_training import train_tokenizer
 
 END = "<|endoftext|>"
 TEXTS = [text.encode() for text in AGREEMENT_TEXTS] + [
@@ -133,9 +133,9 @@ def test_long_texts_in_pieces_have_the_ids_of_the_whole(loaded, monkeypatch, ove
     text = "".join(rng.choice(AGREEMENT_TEXTS) for _ in range(60)) + "x" * 3000 + AGREEMENT_TEXTS[3] + END
     reference = ReferenceEncoder(loaded)
     (whole,) = reference.encode([text.encode()])
-    monkeypatch.setattr("pretrain.preparation.encode.LONG_TEXT_BYTES", 1000)
-    monkeypatch.setattr("pretrain.preparation.long_text.PIECE_CHARACTERS", 1000)
-    monkeypatch.setattr("pretrain.preparation.long_text.OVERLAP_CHARACTERS", overlap)
+    monkeypatch.setattr("pretrain_tools.preparation.encode.LONG_TEXT_BYTES", 1000)
+    monkeypatch.setattr("pretrain_tools.preparation.long_text.PIECE_CHARACTERS", 1000)
+    monkeypatch.setattr("pretrain_tools.preparation.long_text.OVERLAP_CHARACTERS", overlap)
     pieces = reference.encode([b"short", text.encode(), b"short", text.encode()[:900]])
     assert pieces[1].tolist() == whole.tolist()
     assert pieces[0].tolist() == pieces[2].tolist()

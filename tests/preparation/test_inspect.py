@@ -3,7 +3,7 @@
 import numpy as np
 
 from pretrain.data.shards import read_manifest
-from pretrain.preparation.inspect import document_lengths, histogram_lines
+from pretrain_tools.preparation.inspect import document_lengths, histogram_lines
 from support.prepared import stream_of, write_jsonl
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
-from pretrain.preparation.documents.records import Reading
-from pretrain.preparation.documents.sources import BEGINNING, find_sources
-from pretrain.preparation.plan import Files
-from pretrain.preparation.slices import parse_slice
+from pretrain_tools.preparation.documents.records import Reading
+from pretrain_tools.preparation.documents.sources import BEGINNING, find_sources
+from pretrain_tools.preparation.plan import Files
+from pretrain_tools.preparation.slices import parse_slice
 from support.prepared import WRITERS, content_of, texts, write_jsonl
 from support.project import ROOT
 
@@ -117,7 +117,7 @@ def test_one_large_file_is_divided_too(tmp_path, run, small_parts, name):
 @pytest.mark.parametrize("streaming", ["--no-streaming", "--streaming"])
 def test_a_dataset_is_divided_too(tmp_path, run, monkeypatch, small_parts, streaming):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("pretrain.preparation.documents.hub_dataset.ROWS_PER_PART", 8)
+    monkeypatch.setattr("pretrain_tools.preparation.documents.hub_dataset.ROWS_PER_PART", 8)
     for number in range(4):
         (tmp_path / "set").mkdir(exist_ok=True)
         write_jsonl(tmp_path / f"set/train-{number}.jsonl", texts(100)[number * 20 : number * 30 + 20])

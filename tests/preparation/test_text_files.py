@@ -31,7 +31,7 @@ def documents_of(folder, split):
 @pytest.fixture
 def small_parts(monkeypatch):
     for name in ("documents.formats.PART_BYTES", "documents.sources.PART_BYTES", "slices.TOKENS_PER_PART"):
-        monkeypatch.setattr(f"pretrain.preparation.{name}", 1000)
+        monkeypatch.setattr(f"pretrain_tools.preparation.{name}", 1000)
 
 
 def inputs(tmp_path):

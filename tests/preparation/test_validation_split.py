@@ -6,7 +6,7 @@ import pytest
 
 from pretrain.data.document_index import read_index
 from pretrain.data.shards import read_manifest
-from pretrain.preparation.validation_split import ValidationSplit, is_validation_text, split_with_tail
+from pretrain_tools.preparation.validation_split import ValidationSplit, is_validation_text, split_with_tail
 from support.prepared import content_of, stream_of
 
 PARAGRAPH = "A line of this text.\nAnother of its lines, naïve and 漢字.\n\n"

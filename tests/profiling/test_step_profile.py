@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from pretrain.checkpoint.run_state import Request
-from pretrain.profiling import step_profile
+from pretrain_tools.profiling import step_profile
 from support.faults import launch_with_faults, reached, wait_until
 from support.project import ROOT, events, losses, run_script
 

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from pretrain.profiling import sync_lines
-from pretrain.profiling.recording import compilations_since
-from pretrain.profiling.sync_lines import METHODS, SyncLines
+from pretrain_tools.profiling import sync_lines
+from pretrain_tools.profiling.recording import compilations_since
+from pretrain_tools.profiling.sync_lines import METHODS, SyncLines
 
 PLACE = f"tests/profiling/{__file__.rpartition('/')[2]}"
 
@@ -62,7 +62,7 @@ def test_on_a_gpu_torchs_warnings_count_and_the_hosts_tensors_do_not(monkeypatch
 
 
 def test_places_are_short():
-    assert sync_lines.short_path(sync_lines.__file__) == "pretrain/profiling/sync_lines.py"
+    assert sync_lines.short_path(sync_lines.__file__) == "pretrain_tools/profiling/sync_lines.py"
     assert sync_lines.short_path(torch.__file__) == "torch/__init__.py"
 
 

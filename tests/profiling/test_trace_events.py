@@ -2,7 +2,15 @@
 
 import pytest
 
-from pretrain.profiling.trace_events import BLOCKED, COMMUNICATION, MARK, Spans, TraceEvent, kernel_kind, read_steps
+from pretrain_tools.profiling.trace_events import (
+    BLOCKED,
+    COMMUNICATION,
+    MARK,
+    Spans,
+    TraceEvent,
+    kernel_kind,
+    read_steps,
+)
 
 MAIN, OTHER = 1, 2
 MS = 1_000_000

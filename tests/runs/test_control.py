@@ -17,9 +17,9 @@ import pytest
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.processes import folder_lock
-from pretrain.runs.commands import send, wait_for_answer, withdraw
 from pretrain.runs.control import ANSWER_FILE, COMMANDS, REQUEST_FILE, Control
-from pretrain.runs.status import read_json, read_status
+from pretrain_tools.runs.commands import send, wait_for_answer, withdraw
+from pretrain_tools.runs.status import read_json, read_status
 from support.project import ROOT, events, free_port, run_script, start_script
 from support.run_logs import end_line, finished_run, start_line, train_line, write_run
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pretrain.runs.live_curves import MOST_LIVE_POINTS, POINT, LiveCurves
+from pretrain_tools.runs.live_curves import MOST_LIVE_POINTS, POINT, LiveCurves
 from support.run_logs import start_line, train_line, validation_line, write_run
 
 

@@ -13,12 +13,12 @@ import pytest
 from pretrain.errors import InputError
 from pretrain.processes import folder_lock
 from pretrain.runs.control import COMMANDS, Control
-from pretrain.runs.curves import curves_of
 from pretrain.runs.history import read_history
-from pretrain.runs.live_log import LiveRuns
-from pretrain.runs.live_page import LiveData, PageServer, write_live_page
-from pretrain.runs.plots import write_page
-from pretrain.runs.status import read_status
+from pretrain_tools.runs.curves import curves_of
+from pretrain_tools.runs.live_log import LiveRuns
+from pretrain_tools.runs.live_page import LiveData, PageServer, write_live_page
+from pretrain_tools.runs.plots import write_page
+from pretrain_tools.runs.status import read_status
 from support.run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -28,7 +28,7 @@ HOSTILE = "</script><script>document.title='taken'</script>"
 @pytest.fixture
 def served(tmp_path, monkeypatch):
     """A server of a folder with a live and a finished run."""
-    monkeypatch.setattr("pretrain.runs.live_page.ANSWER_SECONDS", 30.0)
+    monkeypatch.setattr("pretrain_tools.runs.live_page.ANSWER_SECONDS", 30.0)
     lines = [start_line(start_id="s1"), *(train_line(step) for step in range(1, 41)), validation_line(40, 4.5)]
     live = write_run(tmp_path / "runs/live", [*lines, {"event": "warning", "step": 40, "message": HOSTILE}])
     finished_run(tmp_path / "runs/done")

@@ -13,8 +13,9 @@ from pretrain.config import Optim
 from pretrain.errors import InputError
 from pretrain.optim import muon
 from pretrain.optim.optimizers import OPTIMIZERS, optimizer_builder
-from pretrain.runs import parity
-from pretrain.runs.parity import (
+from pretrain.runs.run_folder import read_json
+from pretrain_tools.runs import parity
+from pretrain_tools.runs.parity import (
     Curve,
     StrategyOutcome,
     distance,
@@ -26,7 +27,6 @@ from pretrain.runs.parity import (
     run_overrides,
     strategy_names,
 )
-from pretrain.runs.run_folder import read_json
 from support.project import ROOT, run_script
 
 REFERENCE = Curve({1: 6.0, 2: 5.0}, {1: 2.0, 2: 1.0})

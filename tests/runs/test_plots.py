@@ -7,10 +7,10 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
-from pretrain.runs.curves import MEASURES, POSITIONS, Places, curves_of, differing_settings, thin
 from pretrain.runs.history import read_history
-from pretrain.runs.plots import PAGE, axis_text, picture_panels, smoothed, write_page, write_png
-from pretrain.runs.status import read_status
+from pretrain_tools.runs.curves import MEASURES, POSITIONS, Places, curves_of, differing_settings, thin
+from pretrain_tools.runs.plots import PAGE, axis_text, picture_panels, smoothed, write_page, write_png
+from pretrain_tools.runs.status import read_status
 from support.run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
 
 

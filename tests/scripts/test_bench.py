@@ -24,8 +24,8 @@ from pretrain.data.shards import open_shards, verify_shards
 from pretrain.data.windows import read_windows, windows_of
 from pretrain.errors import InputError
 from pretrain.model.model_config import load_model_config
-from pretrain.planning.sized_recipe import Machine
 from pretrain.recipe import read_run_config
+from pretrain_tools.planning.sized_recipe import Machine
 from support import numbered_shards
 from support.project import ROOT, launch, run_script
 from support.warm_python import WarmPopen

@@ -17,7 +17,9 @@ from pretrain.errors import InputError
 from pretrain.gpus import GIB, GPUS, find_gpu, gpu_called
 from pretrain.memory.parts import PlannedRun, sizes_of
 from pretrain.parallel.registry import STRATEGIES
-from pretrain.planning.candidates import (
+from pretrain.recipe import read_run_config
+from pretrain.units import co2_text
+from pretrain_tools.planning.candidates import (
     Candidate,
     command_of,
     largest_that_fits,
@@ -28,10 +30,8 @@ from pretrain.planning.candidates import (
     storage_of,
     work_of_run,
 )
-from pretrain.planning.report import PARTS, build_plan, comment_of, plan_json, plan_verdict, remarks
-from pretrain.planning.step_time import COMMUNICATION_BYTES, CONTEXT_BYTES, FRAGMENTATION, Hardware
-from pretrain.recipe import read_run_config
-from pretrain.units import co2_text
+from pretrain_tools.planning.report import PARTS, build_plan, comment_of, plan_json, plan_verdict, remarks
+from pretrain_tools.planning.step_time import COMMUNICATION_BYTES, CONTEXT_BYTES, FRAGMENTATION, Hardware
 from support.project import ROOT, run_script
 from support.quick_traces import use_quick_traces
 from support.terminals import lines_that_remain, watched

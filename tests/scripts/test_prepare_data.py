@@ -13,11 +13,11 @@ import prepare_data
 from pretrain.data.shards import read_manifest, verify_shards
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import InputError
-from pretrain.preparation.documents.hub_dataset import open_dataset
-from pretrain.preparation.documents.records import Reading
-from pretrain.preparation.documents.sources import BEGINNING, Position
-from pretrain.preparation.encode import FastEncoder, ReferenceEncoder
-from pretrain.preparation.validation_split import is_validation_text
+from pretrain_tools.preparation.documents.hub_dataset import open_dataset
+from pretrain_tools.preparation.documents.records import Reading
+from pretrain_tools.preparation.documents.sources import BEGINNING, Position
+from pretrain_tools.preparation.encode import FastEncoder, ReferenceEncoder
+from pretrain_tools.preparation.validation_split import is_validation_text
 from support.prepared import END, as_parquet, content_of, stream_of, texts, write_jsonl
 from support.project import ROOT, cpu_seconds, run_script
 
@@ -53,9 +53,9 @@ def test_the_tokenizer_travels_with_the_shards(tmp_path, run, tokenizer):
 
 
 def test_workers_engines_and_order_of_options_change_no_byte(tmp_path, run, monkeypatch):
-    monkeypatch.setattr("pretrain.preparation.documents.formats.PART_BYTES", 2000)
-    monkeypatch.setattr("pretrain.preparation.documents.sources.PART_BYTES", 2000)
-    monkeypatch.setattr("pretrain.preparation.documents.byte_stream.READ_BYTES", 1000)
+    monkeypatch.setattr("pretrain_tools.preparation.documents.formats.PART_BYTES", 2000)
+    monkeypatch.setattr("pretrain_tools.preparation.documents.sources.PART_BYTES", 2000)
+    monkeypatch.setattr("pretrain_tools.preparation.documents.byte_stream.READ_BYTES", 1000)
     write_jsonl(tmp_path / "a.jsonl", texts())
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     folders = []
@@ -222,9 +222,9 @@ def test_what_to_read_and_what_to_make_must_be_said_once(tmp_path, run):
 def test_a_wrong_fast_path_is_noticed_and_everything_is_made_anew(
     tmp_path, run, monkeypatch, tokenizer, capsys, wrong
 ):
-    monkeypatch.setattr("pretrain.preparation.documents.formats.PART_BYTES", 2000)
-    monkeypatch.setattr("pretrain.preparation.documents.sources.PART_BYTES", 2000)
-    monkeypatch.setattr("pretrain.preparation.documents.byte_stream.READ_BYTES", 1000)
+    monkeypatch.setattr("pretrain_tools.preparation.documents.formats.PART_BYTES", 2000)
+    monkeypatch.setattr("pretrain_tools.preparation.documents.sources.PART_BYTES", 2000)
+    monkeypatch.setattr("pretrain_tools.preparation.documents.byte_stream.READ_BYTES", 1000)
     documents = [text.replace(END, "") for text in texts()]
     write_jsonl(tmp_path / "a.jsonl", documents)
     arguments = ("--input", tmp_path / "a.jsonl", "--workers", 1)
@@ -250,7 +250,7 @@ def test_a_wrong_fast_path_is_noticed_and_everything_is_made_anew(
 
 def test_datasets_by_folder_with_a_number_of_examples(tmp_path, run, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("pretrain.preparation.documents.hub_dataset.ROWS_PER_PART", 8)
+    monkeypatch.setattr("pretrain_tools.preparation.documents.hub_dataset.ROWS_PER_PART", 8)
     (tmp_path / "set").mkdir()
     write_jsonl(tmp_path / "set" / "train.jsonl", texts(50))
     same = ("--validation_fraction", 0)
@@ -269,7 +269,7 @@ def test_datasets_by_folder_with_a_number_of_examples(tmp_path, run, monkeypatch
 
 def test_a_stream_goes_on_from_any_part_without_the_files_before(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("pretrain.preparation.documents.hub_dataset.ROWS_PER_PART", 8)
+    monkeypatch.setattr("pretrain_tools.preparation.documents.hub_dataset.ROWS_PER_PART", 8)
     (tmp_path / "set").mkdir()
     for number in range(3):
         write_jsonl(tmp_path / f"set/train-{number}.jsonl", [f"{number} {row}" for row in range(20)])

@@ -14,11 +14,11 @@ from pretrain.memory import parts
 from pretrain.memory.activations import Activations, Line
 from pretrain.model.build import check_vocabulary
 from pretrain.model.model_config import load_model_config, load_recipe_model_config
-from pretrain.planning import report
 from pretrain.recipe import pair_up, read_run_config
 from pretrain.training.run_plan import derive
 from pretrain.training.validation import open_validation
 from pretrain.units import bytes_text
+from pretrain_tools.planning import report
 from support.project import ROOT, run_script
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))

@@ -16,15 +16,15 @@ from pretrain.data.shards import open_shards, verify_shards
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
 from pretrain.processes import folder_lock
-from pretrain.runs.comparison import (
+from pretrain.runs.history import read_history
+from pretrain_tools.runs.comparison import (
     comparison_text,
     flatten_settings,
     recorded_settings,
     results_of,
     setting_differences,
 )
-from pretrain.runs.history import read_history
-from pretrain.runs.status import (
+from pretrain_tools.runs.status import (
     _seconds_left,
     is_training,
     list_text,
@@ -33,7 +33,7 @@ from pretrain.runs.status import (
     state_text,
     status_text,
 )
-from pretrain.runs.step_documents import documents_text, open_step, read_sequence
+from pretrain_tools.runs.step_documents import documents_text, open_step, read_sequence
 from support.project import run_script
 from support.run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
 

@@ -17,7 +17,16 @@ if __name__ == "__main__":
 
 from support.warm_python import ROOT, WarmPopen, server
 
-LINKED = ("pretrain", "accelerate_configs", "ds_configs", "slurm", "bench", "Makefile", "requirements.txt")
+LINKED = (
+    "pretrain",
+    "pretrain_tools",
+    "accelerate_configs",
+    "ds_configs",
+    "slurm",
+    "bench",
+    "Makefile",
+    "requirements.txt",
+)
 LINKED += tuple(path.name for path in ROOT.glob("*.py"))
 COPIED = ("recipes", "model_configs")  # train.py --text adds to them
 SET_BY_SHELLS = ("PATH", "MPLBACKEND", "TERM", "COLUMNS")

@@ -24,11 +24,12 @@ MOST_CPU_SECONDS, MOST_SECONDS = 20, 120
 """Of one case. The second is for one that waits: other processes may keep the machine busy."""
 MOST_BYTES = 16 << 30
 IMPORTS = (
-    "pretrain.evaluation.evaluate", "pretrain.planning.report", "pretrain.preparation.prepare",
-    "pretrain.runs.publishing.publish", "pretrain.runs.history", "pretrain.runs.status", "pretrain.runs.comparison",
-    "pretrain.runs.curves", "pretrain.runs.step_documents", "pretrain.runs.publishing.hub_upload",
-    "pretrain.data.tokenizer", "pretrain.preparation.documents.sources", "pretrain.preparation.slices",
-    "pretrain.data.shards", "pretrain.preparation.inspect",
+    "pretrain_tools.evaluation.evaluate", "pretrain_tools.planning.report", "pretrain_tools.preparation.prepare",
+    "pretrain_tools.publishing.publish", "pretrain.runs.history", "pretrain_tools.runs.status",
+    "pretrain_tools.runs.comparison",
+    "pretrain_tools.runs.curves", "pretrain_tools.runs.step_documents", "pretrain_tools.publishing.hub_upload",
+    "pretrain.data.tokenizer", "pretrain_tools.preparation.documents.sources", "pretrain_tools.preparation.slices",
+    "pretrain.data.shards", "pretrain_tools.preparation.inspect",
 )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ PREFIX = "loaded: "
 def tell() -> None:
     """Prints the files, relative to the root."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    inside = [os.path.relpath(file, ROOT) for file in files if file and Path(file).is_relative_to(ROOT / "pretrain")]
+    paths = [os.path.relpath(file, ROOT) for file in files if file]
+    inside = [path for path in paths if path.startswith(("pretrain/", "pretrain_tools/"))]
     print(PREFIX + json.dumps(sorted(inside)), flush=True)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import yaml
 
-from pretrain.preparation.arguments import OPTIONS
 from pretrain.recipe import list_fields
+from pretrain_tools.preparation.arguments import OPTIONS
 from support.fuzzing import Case
 
 SEED = int(os.environ.get("FUZZ_SEED", "13"))

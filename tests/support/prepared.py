@@ -70,10 +70,10 @@ WRITERS = {"jsonl.zst": as_jsonl_zst, "parquet": as_parquet, "csv": as_csv}
 # first of a file whose path contains a text.
 KILLED = """
 import os, signal, sys
-from pretrain.preparation.documents import byte_stream
-from pretrain.preparation.documents import formats
-from pretrain.preparation import prepare as preparation
-from pretrain.preparation.documents import sources
+from pretrain_tools.preparation.documents import byte_stream
+from pretrain_tools.preparation.documents import formats
+from pretrain_tools.preparation import prepare as preparation
+from pretrain_tools.preparation.documents import sources
 byte_stream.READ_BYTES, formats.PART_BYTES, sources.PART_BYTES, preparation.COMMIT_SECONDS = 500, 1000, 1000, 0.0
 at, sync = sys.argv.pop(1), os.fsync
 remaining = int(at) if at.isdigit() else 0

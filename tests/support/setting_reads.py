@@ -128,7 +128,7 @@ def sections_named(annotation: ast.expr | None, fields: Fields) -> set[str]:
 def signatures() -> tuple[Fields, dict[str, str], dict[str, set[str]]]:
     """(fields, returns, takers) of the whole package, as SettingReads takes them."""
     fields = fields_of() | fields_of(Cadence)
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "pretrain").rglob("*.py")]
+    trees = [ast.parse(path.read_text()) for path in ROOT.glob("pretrain*/**/*.py")]
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     returns = {f.name: section for f in functions for section in sections_named(f.returns, fields)}
     takers = {

@@ -42,7 +42,7 @@ from accelerate.state import AcceleratorState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain.parallel.strategy
-import pretrain.runs.publishing.card
+import pretrain_tools.publishing.card
 import train
 from pretrain.optim import matrix_exchange, muon
 from pretrain.parallel import registry
@@ -226,7 +226,7 @@ if __name__ == "__main__":
     run: dict = {}
     # Tests that run side by side share the cores: threads that wait for each other there make a step take seconds.
     pretrain.parallel.strategy.use_all_cores = lambda: torch.set_num_threads(1)
-    pretrain.runs.publishing.card.plot_losses = lambda *_: False  # a third of a second of each run
+    pretrain_tools.publishing.card.plot_losses = lambda *_: False  # a third of a second of each run
     for strategy_class in all_strategies():
         if "load" in vars(strategy_class):
             strategy_class.load = check_load(strategy_class.load)

@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pretrain.runs.step_documents import documents_text
+from pretrain_tools.runs.step_documents import documents_text
 from support.project import ROOT, events, launch, losses, run_script
 from support.tiny_models import TINY_LLAMA, TINY_MOE
 

@@ -13,10 +13,10 @@ from pretrain.data.data_record import contamination_of, numbers_in
 from pretrain.data.shards import open_shards
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
-from pretrain.preparation.cleaning.account import CleaningAccount, Found, ranges_text
-from pretrain.preparation.cleaning.benchmarks import Benchmark, BenchmarkItem, read_benchmarks
-from pretrain.preparation.cleaning.decontamination import Decontamination
-from pretrain.preparation.cleaning.stages import Cleaning, TextBatch
+from pretrain_tools.preparation.cleaning.account import CleaningAccount, Found, ranges_text
+from pretrain_tools.preparation.cleaning.benchmarks import Benchmark, BenchmarkItem, read_benchmarks
+from pretrain_tools.preparation.cleaning.decontamination import Decontamination
+from pretrain_tools.preparation.cleaning.stages import Cleaning, TextBatch
 from support.prepared import content_of, write_jsonl
 
 RNG = np.random.default_rng(3)
@@ -36,7 +36,7 @@ COPIES = (str, str.upper, lambda text: text.translate(str.maketrans(" ", "\n", "
 def planted(tmp_path, monkeypatch):
     """(arguments, numbers of the documents with items): items of two files in 24 of 96 documents, however spelt."""
     for name in ("documents.formats.PART_BYTES", "documents.sources.PART_BYTES", "documents.byte_stream.READ_BYTES"):
-        monkeypatch.setattr(f"pretrain.preparation.{name}", 3000)
+        monkeypatch.setattr(f"pretrain_tools.preparation.{name}", 3000)
     write_jsonl(tmp_path / "long.jsonl", LONG)
     (tmp_path / "short.txt").write_text("\n\n".join([*SHORT, "Too short."]))
     documents, holding = [f"{number} {sentence(40)} {sentence(40)}" for number in range(96)], []

@@ -3,8 +3,8 @@
 import pytest
 
 from pretrain.errors import InputError
-from pretrain.preparation.cleaning.filters import FILTERS, parse_filter, read_cleaning
-from pretrain.preparation.cleaning.published import GopherQuality
+from pretrain_tools.preparation.cleaning.filters import FILTERS, parse_filter, read_cleaning
+from pretrain_tools.preparation.cleaning.published import GopherQuality
 
 
 @pytest.mark.parametrize(

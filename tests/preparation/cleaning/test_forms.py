@@ -6,9 +6,9 @@ import textwrap
 
 import pytest
 
-from pretrain.preparation.cleaning.filters import sensible_set
-from pretrain.preparation.cleaning.forms import CODE, LINES, PARAGRAPHS, TABLE
-from pretrain.preparation.cleaning.stages import Cleaning, TextBatch
+from pretrain_tools.preparation.cleaning.filters import sensible_set
+from pretrain_tools.preparation.cleaning.forms import CODE, LINES, PARAGRAPHS, TABLE
+from pretrain_tools.preparation.cleaning.stages import Cleaning, TextBatch
 
 SENTENCES = [
     "The committee decided to publish all of its records, and that was a relief to everyone who had waited.",

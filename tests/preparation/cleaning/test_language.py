@@ -5,9 +5,9 @@ import hashlib
 import pytest
 
 from pretrain.errors import InputError
-from pretrain.preparation.cleaning.filters import parse_filter
-from pretrain.preparation.cleaning.language import certain_languages
-from pretrain.preparation.cleaning.stages import TextBatch
+from pretrain_tools.preparation.cleaning.filters import parse_filter
+from pretrain_tools.preparation.cleaning.language import certain_languages
+from pretrain_tools.preparation.cleaning.stages import TextBatch
 from support.fasttext_model import write_fasttext_model
 
 ENGLISH = "The ship was to leave for the north at noon, and all of the men that were on it had said their farewells. "

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pretrain.preparation.cleaning.filters import parse_filter
-from pretrain.preparation.cleaning.lists import PersonalData, domains_of
-from pretrain.preparation.cleaning.stages import TextBatch
+from pretrain_tools.preparation.cleaning.filters import parse_filter
+from pretrain_tools.preparation.cleaning.lists import PersonalData, domains_of
+from pretrain_tools.preparation.cleaning.stages import TextBatch
 
 
 def verdicts_of(given, texts, urls=None):

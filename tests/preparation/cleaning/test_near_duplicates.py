@@ -14,11 +14,11 @@ import pytest
 
 from pretrain.data.manifest import SPLITS
 from pretrain.errors import InputError
-from pretrain.preparation.cleaning import near_duplicate_search, near_duplicates
-from pretrain.preparation.cleaning.compiled.smallest_hashes import scratch_for, write_smallest
-from pretrain.preparation.cleaning.near_duplicates import EMPTY, NearDuplicates, shingle_hashes
-from pretrain.preparation.documents.sources import BEGINNING
-from pretrain.preparation.slices import merged_parts
+from pretrain_tools.preparation.cleaning import near_duplicate_search, near_duplicates
+from pretrain_tools.preparation.cleaning.compiled.smallest_hashes import scratch_for, write_smallest
+from pretrain_tools.preparation.cleaning.near_duplicates import EMPTY, NearDuplicates, shingle_hashes
+from pretrain_tools.preparation.documents.sources import BEGINNING
+from pretrain_tools.preparation.slices import merged_parts
 from support.faults import EVERYTHING
 from support.prepared import content_of, run_killed, write_jsonl
 

@@ -7,8 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from pretrain.preparation.cleaning.published import C4Quality, FineWebQuality, GopherQuality, GopherRepetition
-from pretrain.preparation.cleaning.stages import TextBatch
+from pretrain_tools.preparation.cleaning.published import C4Quality, FineWebQuality, GopherQuality, GopherRepetition
+from pretrain_tools.preparation.cleaning.stages import TextBatch
 from support.prepared import PROSE
 
 SENTENCES = [

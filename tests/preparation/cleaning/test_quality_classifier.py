@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from pretrain.errors import InputError
-from pretrain.preparation.cleaning.filters import parse_filter
-from pretrain.preparation.cleaning.quality_classifier import features_of, train_classifier
-from pretrain.preparation.cleaning.stages import TextBatch
-from pretrain.preparation.documents.records import Reading
+from pretrain_tools.preparation.cleaning.filters import parse_filter
+from pretrain_tools.preparation.cleaning.quality_classifier import features_of, train_classifier
+from pretrain_tools.preparation.cleaning.stages import TextBatch
+from pretrain_tools.preparation.documents.records import Reading
 from support.prepared import content_of, write_jsonl
 from support.project import run_script
 

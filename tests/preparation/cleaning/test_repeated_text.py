@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from xxhash import xxh3_64_intdigest
 
 from pretrain.errors import InputError
-from pretrain.preparation.cleaning import repeated_text
-from pretrain.preparation.cleaning.compiled.piece_hashes import distinct_in_documents, piece_hashes
-from pretrain.preparation.cleaning.compiled.text_blocks import joined_texts
+from pretrain_tools.preparation.cleaning import repeated_text
+from pretrain_tools.preparation.cleaning.compiled.piece_hashes import distinct_in_documents, piece_hashes
+from pretrain_tools.preparation.cleaning.compiled.text_blocks import joined_texts
 from support.prepared import content_of, run_killed, stream_of, write_jsonl
 
 NOTICES = ("Accept all cookies", "  Read more ", "Home | About | Contact", "Only in two of them")
@@ -48,7 +48,7 @@ def texts_of(folder):
 @pytest.fixture
 def small_parts(monkeypatch):
     for name in ("formats.PART_BYTES", "sources.PART_BYTES", "byte_stream.READ_BYTES"):
-        monkeypatch.setattr(f"pretrain.preparation.documents.{name}", 1000)
+        monkeypatch.setattr(f"pretrain_tools.preparation.documents.{name}", 1000)
     monkeypatch.setattr(repeated_text, "HASHES_PER_RUN", 50)
     monkeypatch.setattr(repeated_text, "HASHES_AT_ONCE", 64)
 

@@ -9,18 +9,18 @@ import pytest
 from pretrain.data.shards import verify_shards
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import InputError
-from pretrain.preparation.cleaning.account import (
+from pretrain_tools.preparation.cleaning.account import (
     KEPT,
     MOST_SOURCES_COUNTED,
     OTHER_SOURCES,
     CleaningAccount,
     measured_text,
 )
-from pretrain.preparation.cleaning.filters import read_cleaning
-from pretrain.preparation.documents.sources import find_sources
-from pretrain.preparation.plan import Files, PreparationOptions, PreparationRequest
-from pretrain.preparation.prepare import prepare
-from pretrain.preparation.slices import slice_of
+from pretrain_tools.preparation.cleaning.filters import read_cleaning
+from pretrain_tools.preparation.documents.sources import find_sources
+from pretrain_tools.preparation.plan import Files, PreparationOptions, PreparationRequest
+from pretrain_tools.preparation.prepare import prepare
+from pretrain_tools.preparation.slices import slice_of
 from support.prepared import PROSE, content_of, texts, write_jsonl
 
 FUNCTIONS = """
@@ -33,7 +33,7 @@ def keep(text):
 def request_of(tmp_path, tokenizer, monkeypatch):
     """A preparation of three files in many parts with a filter that removes and changes documents."""
     for name in ("documents.formats.PART_BYTES", "documents.sources.PART_BYTES", "documents.byte_stream.READ_BYTES"):
-        monkeypatch.setattr(f"pretrain.preparation.{name}", 2000)
+        monkeypatch.setattr(f"pretrain_tools.preparation.{name}", 2000)
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     documents = texts()
     for name, chosen in (("a", documents[:150]), ("b", documents[150:300]), ("c", documents[300:])):
@@ -95,7 +95,7 @@ def test_workers_slices_and_a_stop_change_no_byte(request_of, tmp_path):
             raise Killed
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("pretrain.preparation.prepare.COMMIT_SECONDS", 0.0)
+        patch.setattr("pretrain_tools.preparation.prepare.COMMIT_SECONDS", 0.0)
         prepare(request_of("four"), report=kill)
     prepare(request_of("four"))
     assert content_of(tmp_path / "four") == expected
@@ -148,8 +148,8 @@ WRITES = (
 
 def test_a_full_disk_in_any_stage_is_said_and_the_same_command_goes_on(tmp_path, run, monkeypatch):
     for name in ("documents.formats.PART_BYTES", "documents.sources.PART_BYTES", "documents.byte_stream.READ_BYTES"):
-        monkeypatch.setattr(f"pretrain.preparation.{name}", 2000)
-    monkeypatch.setattr("pretrain.preparation.prepare.COMMIT_SECONDS", 0.0)
+        monkeypatch.setattr(f"pretrain_tools.preparation.{name}", 2000)
+    monkeypatch.setattr("pretrain_tools.preparation.prepare.COMMIT_SECONDS", 0.0)
     documents = [f"{number} {PROSE}\nRead more\n{number}" for number in range(12)] + ["buy now " * 60]
     write_jsonl(tmp_path / "a.jsonl", [*documents, *(text.replace("owls", "bats") for text in documents[:4])])
     arguments = ("--input", tmp_path / "a.jsonl", "--clean", "--repeated_lines", 3, "--workers", 1, "--output")

@@ -11,8 +11,8 @@ from collections import Counter
 import pytest
 import zstandard
 
-from pretrain.preparation.documents.formats import Reading
-from pretrain.preparation.documents.sources import find_sources, parts_of
+from pretrain_tools.preparation.documents.formats import Reading
+from pretrain_tools.preparation.documents.sources import find_sources, parts_of
 
 TEXTS = [f"{n} " + "a text of some length, " * 30 for n in range(10)]
 BLOCK = 512

@@ -9,9 +9,9 @@ import yaml
 import zstandard
 
 from pretrain.data.shards import open_shards
-from pretrain.preparation.documents.hub_dataset import joined_documents
-from pretrain.preparation.documents.presets import ARTICLE_HEADING, PRESETS, find_preset
-from pretrain.preparation.documents.records import Record
+from pretrain_tools.preparation.documents.hub_dataset import joined_documents
+from pretrain_tools.preparation.documents.presets import ARTICLE_HEADING, PRESETS, find_preset
+from pretrain_tools.preparation.documents.records import Record
 from support.hub_server import running_hub
 from support.project import run_script
 from support.run_folders import TEXT, write_tokenizer
@@ -90,10 +90,10 @@ def hub(tmp_path_factory):
 # Opens and reads every preset in one process; importing datasets anew for each would take minutes.
 READ = """
 import json, sys
-from pretrain.preparation.documents.hub_dataset import open_dataset
-from pretrain.preparation.documents.presets import PRESETS
-from pretrain.preparation.documents.records import Reading
-from pretrain.preparation.documents.sources import BEGINNING
+from pretrain_tools.preparation.documents.hub_dataset import open_dataset
+from pretrain_tools.preparation.documents.presets import PRESETS
+from pretrain_tools.preparation.documents.records import Reading
+from pretrain_tools.preparation.documents.sources import BEGINNING
 found = {}
 for name in PRESETS:
     subset = "cosmopedia-v2" if name == "smollm-corpus" else None

@@ -13,8 +13,8 @@ import pytest
 
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
-from pretrain.preparation.documents.records import Reading, template_problem
-from pretrain.preparation.documents.sources import find_sources, records_of
+from pretrain_tools.preparation.documents.records import Reading, template_problem
+from pretrain_tools.preparation.documents.sources import find_sources, records_of
 from support.prepared import stream_of, write_jsonl
 
 ROWS = [

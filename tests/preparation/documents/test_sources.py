@@ -12,9 +12,9 @@ import pytest
 import zstandard
 
 from pretrain.errors import InputError
-from pretrain.preparation.documents import formats
-from pretrain.preparation.documents.formats import Reading
-from pretrain.preparation.documents.sources import BEGINNING, find_sources, parts_of
+from pretrain_tools.preparation.documents import formats
+from pretrain_tools.preparation.documents.formats import Reading
+from pretrain_tools.preparation.documents.sources import BEGINNING, find_sources, parts_of
 
 TEXTS = ["One day, a girl.\nShe sang.", 'zwei, "drei"\tvier', "\u0000 NUL, \u2028, é, 漢字, 👍", "  spaces  ", "last"]
 
@@ -335,7 +335,7 @@ def test_bad_rows_of_csv(tmp_path):
 
 def test_documents_beyond_the_limit_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "MAXIMUM_DOCUMENT_BYTES", 1000)
-    monkeypatch.setattr("pretrain.preparation.documents.records.MAXIMUM_DOCUMENT_BYTES", 1000)
+    monkeypatch.setattr("pretrain_tools.preparation.documents.records.MAXIMUM_DOCUMENT_BYTES", 1000)
     monkeypatch.setattr(formats, "PART_BYTES", 500)
     (tmp_path / "a.jsonl").write_bytes(jsonl(["a", "b" * 1100, "c"]))
     first, bad, last = records_of_parts([tmp_path / "a.jsonl"])

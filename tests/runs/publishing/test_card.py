@@ -6,8 +6,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from pretrain.runs.publishing.card import Publication, batch_text, model_card, plot_losses, write_card
-from pretrain.runs.publishing.card_facts import read_card_facts, read_scores
+from pretrain_tools.publishing.card import Publication, batch_text, model_card, plot_losses, write_card
+from pretrain_tools.publishing.card_facts import read_card_facts, read_scores
 from support.run_folders import recipe_values, write_metrics, write_run
 
 OFFER = Publication("me/tiny", "main", "apache-2.0", ("en", "de"), "bf16")

@@ -9,9 +9,9 @@ from cyclonedx.validation.json import JsonStrictValidator
 
 from pretrain.runs.history import append_events
 from pretrain.runs.hub import LICENSES
-from pretrain.runs.publishing.card import Publication
-from pretrain.runs.publishing.materials import SPDX
-from pretrain.runs.publishing.publish import find_publishable, stage
+from pretrain_tools.publishing.card import Publication
+from pretrain_tools.publishing.materials import SPDX
+from pretrain_tools.publishing.publish import find_publishable, stage
 from support.run_folders import write_run
 
 

@@ -9,8 +9,8 @@ import pytest
 
 import publish
 from pretrain.errors import InputError
-from pretrain.runs.publishing.provenance import provenance_problems
-from pretrain.runs.publishing.signature import load_signer, load_verifier, signature_problems
+from pretrain_tools.publishing.provenance import provenance_problems
+from pretrain_tools.publishing.signature import load_signer, load_verifier, signature_problems
 from support.run_folders import write_run
 
 

@@ -9,9 +9,9 @@ import pytest
 from pretrain.data.data_record import preparation_of
 from pretrain.files import sha256_of
 from pretrain.runs.history import History
-from pretrain.runs.publishing.card import Publication
-from pretrain.runs.publishing.card_facts import read_card_facts
-from pretrain.runs.publishing.training_content import FILL, training_content
+from pretrain_tools.publishing.card import Publication
+from pretrain_tools.publishing.card_facts import read_card_facts
+from pretrain_tools.publishing.training_content import FILL, training_content
 from support.run_folders import write_run
 
 HEADINGS = """\

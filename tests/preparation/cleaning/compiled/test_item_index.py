@@ -5,7 +5,12 @@ import unicodedata
 import numpy as np
 import pytest
 
-from pretrain.preparation.cleaning.compiled.item_index import LEAST_LETTERS, SEED_LETTERS, build_index, folding_table
+from pretrain_tools.preparation.cleaning.compiled.item_index import (
+    LEAST_LETTERS,
+    SEED_LETTERS,
+    build_index,
+    folding_table,
+)
 
 WORDS = 4
 

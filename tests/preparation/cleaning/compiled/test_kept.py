@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.preparation.cleaning.compiled import item_index, kept, words
-from pretrain.preparation.cleaning.compiled.kept import CACHE_FOLDER, UNUSED_SECONDS, open_folder, sources_digest
+from pretrain_tools.preparation.cleaning.compiled import item_index, kept, words
+from pretrain_tools.preparation.cleaning.compiled.kept import CACHE_FOLDER, UNUSED_SECONDS, open_folder, sources_digest
 
 
 def test_machine_code_is_kept_for_the_sources_of_all_modules(tmp_path):

@@ -4,8 +4,8 @@ import re
 
 import numpy as np
 
-from pretrain.preparation.cleaning.compiled.text_blocks import joined_texts
-from pretrain.preparation.cleaning.compiled.text_statistics import (
+from pretrain_tools.preparation.cleaning.compiled.text_blocks import joined_texts
+from pretrain_tools.preparation.cleaning.compiled.text_statistics import (
     PHRASE_TABLE,
     PHRASES,
     count_phrases,

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from pretrain.preparation.cleaning.compiled import words
-from pretrain.preparation.cleaning.compiled.characters import LOWER, SENTENCE_END
-from pretrain.preparation.cleaning.compiled.text_blocks import joined_texts
-from pretrain.preparation.cleaning.compiled.words import divided_texts
-from pretrain.preparation.cleaning.forms import Lines
+from pretrain_tools.preparation.cleaning.compiled import words
+from pretrain_tools.preparation.cleaning.compiled.characters import LOWER, SENTENCE_END
+from pretrain_tools.preparation.cleaning.compiled.text_blocks import joined_texts
+from pretrain_tools.preparation.cleaning.compiled.words import divided_texts
+from pretrain_tools.preparation.cleaning.forms import Lines
 
 TEXTS = [
     "Hello, (world): it's 5p.m. in the U.S.A., isn't it?  He'd've said \"no\"... \t Mr. Smith -- shan't!",

@@ -1,0 +1,180 @@
+"""CORE of DataComp-LM (arXiv 2406.11794): the mean of 22 tasks' accuracies, each centred on chance.
+
+Items are those of DCLM's bundle; prompts, examples, answers and the mean are those of nanochat (nanochat/core_eval.py,
+scripts/base_eval.py), so that its published figures compare. The harness's model computes the likelihoods.
+"""
+
+import json
+import random
+from typing import Any
+
+from pretrain.errors import InputError
+from pretrain.parallel.ranks import Ranks
+from pretrain.training.task_names import CORE, BundleTask
+from pretrain_tools.evaluation.task_scores import TaskScore, mean_and_error, mean_of_means
+
+CENTERED = "centered_acc"
+ORDER_SEED, EXAMPLES_SEED = 1337, 1234
+FIELDS = {
+    "multiple_choice": ("query", "choices"),
+    "schema": ("continuation", "context_options"),
+    "language_modeling": ("context", "continuation"),
+}
+"""Of an item; the last must not be empty. What has choices also has the number of the right one, gold."""
+ITEMS_AT_ONCE = 2000
+"""Tokens of more are not in memory together."""
+
+Item = dict[str, Any]
+
+
+def score_core(
+    model: Any, names: list[str], tasks: list[BundleTask], ranks: Ranks, limit: float | None
+) -> list[TaskScore]:
+    """Scores of each task, as core/LABEL, and of CORE, if it is among `names`; all ranks together.
+
+    Args:
+        model: lm_harness's model.
+        limit: items per task, or a fraction below 1.
+    """
+    scores = []
+    for task in tasks:
+        items = read_items(task)
+        if limit is not None:
+            items = items[: int(limit) if limit >= 1 else -int(-limit * len(items) // 1)]
+        right = answers_right(model, task, items, ranks)
+        measures = mean_and_error("acc", [float(value) for value in right])
+        centred = {CENTERED: (measures["acc"] - task.baseline) / (1 - task.baseline), f"{CENTERED}_stderr": None}
+        if measures["acc_stderr"] is not None:
+            centred[f"{CENTERED}_stderr"] = measures["acc_stderr"] / (1 - task.baseline)
+        is_part = CORE in names and f"{CORE}/{task.label}" not in names
+        name = f"{CORE}/{task.label}"
+        scores.append(TaskScore(name, measures | centred, task.few_shots, len(items), None, is_part))
+    if CORE in names:
+        # The two tasks of HellaSwag share their items, so that the error is a little too small.
+        samples = sum(score.samples for score in scores)
+        scores.append(TaskScore(CORE, mean_of_means(CORE, scores, CENTERED), None, samples, None))
+    return scores
+
+
+def read_items(task: BundleTask) -> list[Item]:
+    """The task's items in the order in which nanochat takes them. Raises InputError for a file that is not whole."""
+    items = []
+    with open(task.file, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                item = json.loads(line)
+                _check(task, item)
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(
+                    f"--eval_bundle {task.file}:{number}: no item of type {task.kind} ({error}); unpack the bundle "
+                    "anew"
+                ) from error
+            items.append(item)
+    if len(items) <= task.few_shots:
+        raise InputError(
+            f"--eval_bundle {task.file}: {len(items)} items are too few for {task.few_shots} examples and a question"
+        )
+    random.Random(ORDER_SEED).shuffle(items)
+    return items
+
+
+def _check(task: BundleTask, item: Item) -> None:
+    *_, answers = (item[name] for name in FIELDS[task.kind])
+    if not answers:
+        raise ValueError(f"{FIELDS[task.kind][-1]} is empty")
+    if task.kind != "language_modeling" and not 0 <= item["gold"] < len(answers):
+        raise ValueError(f"gold is {item['gold']} of {len(answers)}")
+
+
+def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks) -> list[bool]:
+    """Whether the model answers each item rightly.
+
+    Choices: the one whose tokens have the lowest mean loss. Language modelling: every token of the answer is the
+    likeliest.
+    """
+    mine: dict[int, bool] = {}
+    numbers = range(ranks.rank, len(items), ranks.count)
+    for first in range(0, len(numbers), ITEMS_AT_ONCE):
+        some = numbers[first : first + ITEMS_AT_ONCE]
+        requests, owners = [], []
+        for number in some:
+            for tokens, start in spans(model, task, items, number):
+                requests.append((None, tokens[:start], tokens[start:]))
+                owners.append(number)
+        answers: dict[int, list[tuple[float, bool]]] = {}
+        likelihoods = model._loglikelihood_tokens(requests)
+        for number, (_, _, answer), (loglikelihood, greedy) in zip(owners, requests, likelihoods, strict=True):
+            answers.setdefault(number, []).append((-loglikelihood / len(answer), greedy))
+        for number, found in answers.items():
+            losses = [loss for loss, _ in found]
+            mine[number] = (
+                found[0][1] if task.kind == "language_modeling" else losses.index(min(losses)) == items[number]["gold"]
+            )
+    whole = {number: right for part in ranks.gather(mine) for number, right in part.items()}
+    return [whole[number] for number in range(len(items))]
+
+
+def spans(model: Any, task: BundleTask, items: list[Item], number: int) -> list[tuple[list[int], int]]:
+    """(tokens of a prompt with its answer, where what is scored begins) of every choice of an item; of the one answer
+    of language modelling."""
+    prompts = prompts_of(task, items[number], examples_for(number, items, task.few_shots))
+    start_token = _start_token(model.tokenizer)
+    tokens = [[start_token, *model.tokenizer(prompt, add_special_tokens=False)["input_ids"]] for prompt in prompts]
+    shortest = min(map(len, tokens))
+    if task.kind == "schema":  # the same end after different beginnings
+        common = _common(ids[::-1] for ids in tokens)
+        found = [(ids, len(ids) - min(common, shortest - 1)) for ids in tokens]
+    else:
+        start = min(_common(tokens), shortest - 1) if task.kind == "multiple_choice" else _common(tokens)
+        found = [(ids, start) for ids in (tokens if task.kind == "multiple_choice" else tokens[1:])]
+    return [_cropped(ids, start, model.max_length, task) for ids, start in found]
+
+
+def _cropped(tokens: list[int], start: int, most: int, task: BundleTask) -> tuple[list[int], int]:
+    """The last `most` tokens."""
+    cut = max(0, len(tokens) - most)
+    if start - cut < 1:
+        raise InputError(
+            f"--tasks {CORE}/{task.label}: an answer of {len(tokens) - start:,} tokens leaves its question no room in "
+            f"the model's {most:,} positions; leave the task out, and with it {CORE}"
+        )
+    return tokens[cut:], start - cut
+
+
+def _common(sequences: Any) -> int:
+    """How many tokens at the beginning are the same in all."""
+    count = 0
+    for column in zip(*sequences, strict=False):
+        if len(set(column)) > 1:
+            break
+        count += 1
+    return count
+
+
+def _start_token(tokenizer: Any) -> int:
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return token
+    raise InputError(f"--tasks {CORE}: the tokenizer has no token to begin a text with; add bos_token to its files")
+
+
+def examples_for(number: int, items: list[Item], count: int) -> list[Item]:
+    """The examples before an item: others, drawn by its number."""
+    drawn = random.Random(EXAMPLES_SEED + number).sample(range(len(items) - 1), count)
+    return [items[other + (other >= number)] for other in drawn]
+
+
+def prompts_of(task: BundleTask, item: Item, examples: list[Item]) -> list[str]:
+    """A prompt per choice; of language modelling the prompt without and with its answer."""
+    between = task.delimiter
+    if task.kind == "multiple_choice":
+        shots = "".join(f"{shot['query']}{between}{shot['choices'][shot['gold']]}\n\n" for shot in examples)
+        return [f"{shots}{item['query']}{between}{choice}" for choice in item["choices"]]
+    if task.kind == "schema":
+        shots = "".join(
+            f"{shot['context_options'][shot['gold']]}{between}{shot['continuation']}\n\n" for shot in examples
+        )
+        return [f"{shots}{option}{between}{item['continuation']}" for option in item["context_options"]]
+    shots = "".join(f"{shot['context'].strip()}{between}{shot['continuation']}\n\n" for shot in examples)
+    question = f"{shots}{item['context'].strip()}{between}"
+    return [question.strip(), f"{question}{item['continuation']}"]

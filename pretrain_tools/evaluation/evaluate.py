@@ -1,0 +1,268 @@
+"""Evaluates the models of a command line: finds everything first, then measures one model after the other."""
+
+import argparse
+import gc
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+import pretrain.model.architectures  # noqa: F401  (registers the local models, which then need no trust_remote_code)
+from pretrain.checkpoint.average_folder import average_folder, require_average
+from pretrain.data.shards import ShardReader, read_manifest
+from pretrain.errors import InputError, Problems
+from pretrain.hardware import emulation_of_bf16
+from pretrain.model.build import load_pretrained
+from pretrain.model.model_config import load_model_config
+from pretrain.parallel.registry import evaluation_strategy
+from pretrain.parallel.strategy import Strategy, device_type
+from pretrain.runs.addresses import ModelAddress, find_models
+from pretrain.runs.history import read_end
+from pretrain.training.samples import Sampling, encode_prompt, generate_text
+from pretrain.training.trackers import Trackers
+from pretrain_tools.evaluation.interactive import interact
+from pretrain_tools.evaluation.lm_harness import TaskSelection, TaskSettings, score_tasks, select_tasks
+from pretrain_tools.evaluation.results import (
+    ModelResults,
+    append_to_run,
+    output_problems,
+    plot_problems,
+    plot_scores,
+    print_table,
+    write_results,
+)
+from pretrain_tools.evaluation.shard_loss import (
+    ShardSettings,
+    measure_shards,
+    open_evaluation_shards,
+    run_config_of,
+    settings_for,
+    tokenizer_problems,
+)
+from pretrain_tools.runs.status import is_training
+
+
+@dataclass
+class Job:
+    """One model, and what is needed to measure it."""
+
+    address: ModelAddress
+    config: PreTrainedConfig
+    settings: ShardSettings | None = None
+    readers: dict[str, ShardReader] = field(default_factory=dict)
+    tokenizer: Any = None
+    prompt_ids_BT: torch.Tensor | None = None
+
+
+def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], Strategy]:
+    """Does what evaluate.py's command line says; returns the same results on every rank, and the strategy to end with.
+
+    Raises InputError with every problem before anything is measured.
+    """
+    jobs, tasks = find_everything(arguments)
+    strategy = evaluation_strategy()  # precision is each model's own; see measure_shards
+    if not strategy.ranks.is_main or not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    in_bf16 = strategy.ranks.is_main and measures_in_bf16(jobs, tasks, arguments.precision)
+    if in_bf16 and (problem := emulation_of_bf16(strategy.device)):
+        print(f"warning: {problem}; give --precision fp32", file=sys.stderr, flush=True)
+    evaluations = []
+    for job in jobs:
+        evaluation = measure(job, tasks, arguments, strategy)
+        evaluations.append(evaluation)
+        if strategy.ranks.is_main:
+            append_to_run(evaluation)
+            track(evaluation)
+            if arguments.output:
+                write_results(arguments.output, evaluations, vars(arguments))
+            if evaluation.sample is not None:
+                print(f"--- {job.address.name}\n{evaluation.sample}\n---", flush=True)
+    if strategy.ranks.is_main:
+        report_evaluation(evaluations, arguments)
+    return evaluations, strategy
+
+
+def measures_in_bf16(jobs: list[Job], tasks: TaskSelection | None, precision: str) -> bool:
+    """Whether any model's loss or scores are computed in bf16; without a precision asked for, tasks are as saved."""
+    on_shards = any(job.settings is not None and job.settings.precision == "bf16" for job in jobs)
+    saved = any(getattr(job.config, "dtype", None) == torch.bfloat16 for job in jobs)
+    return on_shards or (tasks is not None and (precision == "bf16" or (precision == "auto" and saved)))
+
+
+def track(evaluation: ModelResults) -> None:
+    """Sends the scores to the trackers of the model's run, unless it trains now and so fetches them itself."""
+    run = evaluation.address.run
+    if run is None or is_training(run) or evaluation.address.weights != "raw":
+        return
+    try:
+        config = run_config_of(evaluation.address)
+    except InputError:
+        return  # a recipe of another version: its scores are in metrics.jsonl
+    if not config.trackers:
+        return
+    trackers = Trackers(run, config, lambda text: print(f"warning: {text}", file=sys.stderr), is_late=True)
+    last = max((event.get("step") or 0 for event in read_end(run, lines=100)), default=0)
+    # At the run's last step, since wandb takes no earlier one; `evaluation/step` tells which was evaluated.
+    trackers.log({"evaluation/step": evaluation.address.step, **evaluation.numbers()}, step=last)
+    trackers.finish()
+
+
+def report_evaluation(evaluations: list[ModelResults], arguments: argparse.Namespace) -> None:
+    """The table, and where the rest is."""
+    if arguments.data or arguments.tasks:
+        print_table(evaluations)
+    if arguments.plot:
+        plot_scores(arguments.plot, evaluations)
+        print(f"The plot is in {arguments.plot}.")
+    if arguments.output:
+        print(f"Everything is in {arguments.output}.")
+
+
+def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelection | None]:
+    """Finds models, shards and tasks. Raises InputError with every problem of all of them."""
+    problems = Problems(output_problems("--output", arguments.output))
+    addresses = [address for text in arguments.model for address in problems.attempt(find_models, text) or []]
+    if arguments.weights == "average":
+        addresses = [found for address in addresses if (found := problems.attempt(averaged_address, address))]
+    for folder in arguments.data:
+        problems.attempt(read_manifest, folder, arguments.tokenizer)
+    jobs = []
+    for address in addresses:
+        config = problems.attempt(
+            load_model_config, str(address.folder), trust_remote_code=arguments.trust_remote_code
+        )
+        if config is None:
+            continue
+        job = Job(address, config)
+        jobs.append(job)
+        if arguments.data:
+            problems.attempt(add_sources, job, arguments)
+        if arguments.tasks or arguments.prompt is not None:
+            problems.attempt(add_tokenizer, job, arguments)
+    if addresses:
+        problems.extend(plot_problems(arguments.plot, addresses))
+    # Last, and not at all where something else is wrong already: it takes seconds and may download.
+    tasks = None
+    if arguments.tasks and not problems:
+        tasks = problems.attempt(select_tasks, arguments.tasks, arguments.include_path, arguments.eval_bundle)
+    if problems:
+        raise InputError(*dict.fromkeys(problems))  # of several models each may have the same
+    return jobs, tasks
+
+
+def averaged_address(address: ModelAddress) -> ModelAddress:
+    """The average in that checkpoint. Raises InputError if there is none."""
+    require_average(f"--weights average: {address.name}", address.folder)
+    return replace(address, name=f"{address.name}, average", weights="average")
+
+
+def weights_of(address: ModelAddress) -> AbstractContextManager[Path]:
+    """The folder that has the address' weights as its model, for as long as it is open."""
+    return average_folder(address.folder) if address.weights == "average" else nullcontext(address.folder)
+
+
+def add_sources(job: Job, arguments: argparse.Namespace) -> None:
+    """The job's shards and how to measure them. Raises InputError."""
+    job.settings = settings_for(job.address, job.config, arguments)
+    job.readers = open_evaluation_shards(arguments.data, arguments.split, job.settings.window, arguments.tokenizer)
+    manifests = [reader.manifest for reader in job.readers.values()]
+    problems = [p for manifest in manifests for p in tokenizer_problems(job.address, job.config, manifest)]
+    if problems:
+        raise InputError(*problems)
+
+
+def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
+    """The job's tokenizer and prompt. Raises InputError for a folder without a tokenizer, and for a long prompt."""
+    try:
+        job.tokenizer = AutoTokenizer.from_pretrained(
+            str(job.address.folder), trust_remote_code=arguments.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(
+            f"--model {job.address.name}: its tokenizer cannot be loaded, which --tasks and --prompt need ({reason}); "
+            "put the tokenizer's files into the model folder"
+        ) from error
+    if arguments.prompt is not None:
+        job.prompt_ids_BT = encode_prompt(
+            job.tokenizer,
+            arguments.prompt,
+            max_new_tokens=arguments.max_new_tokens,
+            max_positions=getattr(job.config, "max_position_embeddings", None),
+        )
+
+
+def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy) -> ModelResults:
+    """Everything asked for of one model."""
+    with weights_of(job.address) as folder:
+        return measure_folder(folder, job, tasks, arguments, strategy)
+
+
+def measure_folder(
+    folder: Path, job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy
+) -> ModelResults:
+    """The same of the weights in this folder."""
+    started = time.perf_counter()
+    model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)
+    model.eval()
+    result = ModelResults(job.address, parameters=sum(parameter.numel() for parameter in model.parameters()))
+    if job.prompt_ids_BT is not None and strategy.ranks.is_main:
+        result.sample = generate_text(
+            model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling_of(arguments)
+        )
+    if job.readers:
+        result.sources = measure_shards(model, job.readers, strategy, job.settings)
+        settings = asdict(job.settings)
+        result.source_settings = {"split": arguments.split, **settings.pop("window"), **settings}
+    # The harness loads the model itself, in the dtype that it is saved in.
+    del model
+    gc.collect()
+    if strategy.device.type == "cuda":
+        torch.cuda.empty_cache()
+    if tasks is not None:
+        result.limit = arguments.limit
+        settings = TaskSettings(
+            few_shots=arguments.num_fewshot,
+            limit=arguments.limit,
+            batch_size=None if arguments.batch_size is None else str(arguments.batch_size),
+            precision=arguments.precision,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+        result.tasks = score_tasks(folder, tasks, strategy, settings)
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def sampling_of(arguments: argparse.Namespace) -> Sampling:
+    """Small base models repeat themselves under greedy decoding, so text is sampled unless temperature is 0."""
+    if not arguments.temperature:
+        return Sampling(arguments.max_new_tokens, seed=arguments.seed)
+    top_k = 50 if arguments.top_k is None else arguments.top_k or None
+    return Sampling(arguments.max_new_tokens, arguments.temperature, top_k, arguments.seed, arguments.top_p)
+
+
+def talk_to_model(arguments: argparse.Namespace) -> None:
+    """Does what `evaluate.py --interactive` says, until the user ends it. Raises InputError."""
+    device = torch.device(device_type())
+
+    def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+        address, *others = find_models(arguments.model[0])
+        if others:
+            raise InputError(f"--interactive: continues text with one model, not {arguments.model[0]}")
+        if arguments.weights == "average":
+            address = averaged_address(address)
+        config = load_model_config(str(address.folder), trust_remote_code=arguments.trust_remote_code)
+        job = Job(address, config)
+        add_tokenizer(job, arguments)
+        with weights_of(address) as folder:
+            model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)
+        return model, job.tokenizer, address.name
+
+    transformers_logging.disable_progress_bar()
+    interact(load, sampling_of(arguments), device, arguments.prompt)

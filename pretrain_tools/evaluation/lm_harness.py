@@ -1,0 +1,352 @@
+"""lm-evaluation-harness on a model folder: the scores of the `lm_eval` command, on any number of processes.
+
+With several processes, the harness itself draws other few-shot examples than with one and sums in another order. Here
+every process builds all requests, answers its share, and receives all answers: scores do not depend on their number.
+"""
+
+import contextlib
+import io
+import logging
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import InputError, Problems
+from pretrain.files import ROOT
+from pretrain.parallel.strategy import Strategy
+from pretrain.runs.history import is_number
+from pretrain.training.task_names import (
+    SMALL_TASKS,
+    TASK_SETS,
+    BundleTask,
+    bundle_tasks,
+    core_names,
+    no_such_task,
+    task_problems,
+)
+from pretrain_tools.evaluation.core import score_core
+from pretrain_tools.evaluation.task_scores import TaskScore, mean_and_error, mean_of_means
+
+TASK_FLAGS = ("--tasks", "--include_path", "--eval_bundle")
+BITS_PER_BYTE = "bits_per_byte"
+HARNESS_DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+BOOKKEEPING = ("alias", "name", "sample_len", "sample_count")
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """How tasks are scored."""
+
+    few_shots: int | None = None
+    """Examples in the prompt; None: the task's own number."""
+    limit: float | None = None
+    """Documents per task, or a fraction below 1; for quick tests."""
+    batch_size: str | None = None
+    """A number, "auto" (the largest that fits) or None: auto on a GPU, 1 on a CPU."""
+    precision: str = "auto"
+    """Of the weights: auto (as saved), bf16, fp16 or fp32."""
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class TaskSelection:
+    """Tasks that exist and whose data is there, ready to be scored."""
+
+    names: list[str]
+    loaded: list[Any] = field(repr=False)
+    """lm_eval Task and Group objects."""
+    manager: Any = field(repr=False)
+    """The lm_eval TaskManager that knows them."""
+    core: list[BundleTask] = field(default_factory=list)
+    """Those of a bundle, which the harness does not have."""
+
+
+@contextlib.contextmanager
+def evaluate_package_importable() -> Iterator[None]:
+    """Inside, `import evaluate` finds the library of that name and not this project's script, which shadows it.
+
+    Some tasks of the harness import the library. pretrain's own modules stay importable: a package's modules are found
+    through the package, not through sys.path.
+    """
+    path, shadow = list(sys.path), sys.modules.get("evaluate")
+    sys.path[:] = [entry for entry in path if Path(entry or ".").resolve() != ROOT]
+    if shadow is not None and Path(getattr(shadow, "__file__", None) or "/").resolve().parent == ROOT:
+        del sys.modules["evaluate"]
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+
+
+@contextlib.contextmanager
+def only_main_prints(is_main: bool) -> Iterator[None]:
+    """Silences everything on the other ranks: the harness reports from each."""
+    if is_main:
+        yield
+        return
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def select_tasks(names: list[str], include_path: Path | None = None, eval_bundle: Path | None = None) -> TaskSelection:
+    """Finds the tasks, groups, tags, sets (base, small), patterns (blimp_*), .yaml files and those of a bundle (core,
+    core/LABEL), and loads the harness's data.
+
+    Raises InputError with every unknown name, every task whose data cannot be loaded, and every task that would run
+    code written by the model.
+    """
+    if problems := task_problems(names, include_path, eval_bundle, TASK_FLAGS):
+        raise InputError(*problems)  # much sooner than the harness, which first reads all its files
+    of_bundle, of_harness = core_names(names)
+    core = bundle_tasks(of_bundle, eval_bundle, TASK_FLAGS) if of_bundle else []
+    if not of_harness:
+        return TaskSelection(names, [], None, core)
+    wanted = list(dict.fromkeys(member for name in of_harness for member in TASK_SETS.get(name, (name,))))
+    with evaluate_package_importable():
+        manager = _task_manager(wanted, include_path)
+        specs, unknown = match_names(manager, wanted)
+        problems = Problems(unknown)
+        problems.stop_if_any()
+        loaded = [task for spec in dict.fromkeys(specs) for task in problems.attempt(_load, manager, spec) or []]
+    loaded, repeated = _without_repeats(loaded)
+    problems += repeated
+    problems.stop_if_any()
+    return TaskSelection(names, loaded, manager, core)
+
+
+def _task_manager(wanted: list[str], include_path: Path | None):
+    """Knows the local tasks alone where they are enough: reading the harness's own 14,000 takes many seconds."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None:
+        local = TaskManager(include_path=str(include_path), include_defaults=False)
+        entries = [entry for name in wanted if (entry := local.task_index.get(name))]
+        if len(entries) == len(wanted) and all(_is_complete(entry, local.task_index) for entry in entries):
+            return local
+    return TaskManager(include_path=None if include_path is None else str(include_path))
+
+
+def _is_complete(entry, index: dict[str, Any]) -> bool:
+    """Whether a task, or a group with all its tasks, is in the index. A tag may hold more elsewhere."""
+    from lm_eval.tasks._index import Kind
+
+    if entry.kind is not Kind.GROUP:
+        return entry.kind is not Kind.TAG
+    parts = (entry.cfg or {}).get("task", [])
+    names = [part for part in parts if isinstance(part, str)] if isinstance(parts, list) else []
+    return (
+        bool(names)
+        and len(names) == len(parts)
+        and all(name in index and _is_complete(index[name], index) for name in names)
+    )
+
+
+def match_names(manager, wanted: list[str]) -> tuple[list[str], list[str]]:
+    """(what the task manager can load, problems) of names, patterns and paths."""
+    specs, problems = [], []
+    for name in wanted:
+        if name.endswith((".yaml", ".yml")):
+            matches = [str(Path(name).absolute())] if Path(name).is_file() else []
+        else:
+            matches = manager.match_tasks([name])
+        specs += matches
+        if not matches:
+            problems.append(no_such_task("--tasks", name, [*manager.all_tasks, *TASK_SETS]))
+    return specs, problems
+
+
+def _load(manager, spec: str) -> list[Any]:
+    try:
+        found = manager.load([spec])
+    except Exception as error:  # whatever a task's file, its code, the datasets library or the network raises
+        reason = str(error).strip().split("\n")[0][:300] or "no reason given"
+        raise InputError(
+            f"--tasks {spec}: its data or its definition cannot be loaded ({type(error).__name__}: {reason}); data "
+            "paths in a task file are relative to the current folder, other data comes from the Hub"
+        ) from error
+    unsafe = [name for name, task in found["tasks"].items() if getattr(task, "UNSAFE_CODE", False)]
+    if unsafe:
+        raise InputError(
+            f"--tasks {spec}: {', '.join(unsafe)} runs code that the model writes; use the lm_eval command with "
+            "--confirm_run_unsafe_code in a sandbox"
+        )
+    groups = found.get("groups", {})
+    return [groups[spec]] if spec in groups else list(found["tasks"].values())
+
+
+def _without_repeats(loaded: list[Any]) -> tuple[list[Any], list[str]]:
+    """(each task once, problems): a task beside a group that holds it goes, one in two groups is refused."""
+    groups = [item for item in loaded if hasattr(item, "get_all_tasks")]
+    holders: dict[str, list[str]] = {}
+    for group in groups:
+        for task in group.get_all_tasks():
+            holders.setdefault(task.task_name, []).append(group.name)
+    problems = [
+        f"--tasks: {task} is in {' and '.join(names)}; give one of them, or the tasks by name"
+        for task, names in holders.items()
+        if len(names) > 1
+    ]
+    tasks = {item.task_name: item for item in loaded if item not in groups}
+    return groups + [task for name, task in tasks.items() if name not in holders], problems
+
+
+def score_tasks(folder: Path, tasks: TaskSelection, strategy: Strategy, settings: TaskSettings) -> list[TaskScore]:
+    """Scores a model folder; all ranks together, each returns all scores."""
+    batch_size = settings.batch_size or ("auto" if strategy.device.type == "cuda" else "1")
+    scores = []
+    with evaluate_package_importable(), only_main_prints(strategy.ranks.is_main):
+        model = _shared_model(strategy)(
+            pretrained=str(folder),
+            device=str(strategy.device),
+            dtype=HARNESS_DTYPES[settings.precision],
+            batch_size=batch_size,
+            max_batch_size=64,
+            trust_remote_code=settings.trust_remote_code,
+            use_safetensors=True,
+        )
+        model.answer_alone()
+        if tasks.loaded:
+            scores += _score_with_harness(model, tasks, strategy, settings, batch_size)
+        if tasks.core:
+            scores += score_core(model, tasks.names, tasks.core, strategy.ranks, settings.limit)
+    return scores
+
+
+def _score_with_harness(
+    model: Any, tasks: TaskSelection, strategy: Strategy, settings: TaskSettings, batch_size: str
+) -> list[TaskScore]:
+    from lm_eval import simple_evaluate
+
+    results = simple_evaluate(
+        model=model,
+        tasks=list(tasks.loaded),
+        task_manager=tasks.manager,
+        num_fewshot=settings.few_shots,
+        limit=settings.limit,
+        batch_size=batch_size,
+        log_samples=False,
+    )
+    # The harness returns results only where LOCAL_RANK is 0.
+    gathered = strategy.ranks.gather(None if results is None else _scores(results, tasks))
+    return next(scores for scores in gathered if scores is not None)
+
+
+def _shared_model(strategy: Strategy) -> type:
+    """The harness's model class, answering the requests of each document on one rank."""
+    from lm_eval.models.huggingface import HFLM
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+    class SharedModel(HFLM):
+        def answer_alone(self) -> None:
+            """Shows the harness one process: it then builds all requests, in one order, on every rank."""
+            self._rank, self._world_size = 0, 1
+
+        def loglikelihood(self, requests, disable_tqdm=False):
+            return self._answer(super().loglikelihood, requests, disable_tqdm)
+
+        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            return self._answer(super().loglikelihood_rolling, requests, disable_tqdm)
+
+        def generate_until(self, requests, disable_tqdm=False):
+            return self._answer(super().generate_until, requests, disable_tqdm)
+
+        def _answer(self, method, requests, disable_tqdm):
+            # By document: its choices share a context, which the harness computes once.
+            owners = [request.doc_id % strategy.ranks.count for request in requests]
+            mine = [request for request, owner in zip(requests, owners, strict=True) if owner == strategy.ranks.rank]
+            answers = method(mine, disable_tqdm) if mine else []
+            parts = [iter(part) for part in strategy.ranks.gather(list(answers))]
+            return [next(parts[owner]) for owner in owners]
+
+    return SharedModel
+
+
+def _scores(results: dict[str, Any], tasks: TaskSelection) -> list[TaskScore]:
+    groups = results.get("groups", {})
+    grouped = {part for group, parts in results["group_subtasks"].items() if group in groups for part in parts}
+    rows = {**results["results"], **groups}
+    bits = _bits_per_byte(tasks.loaded)
+    scores = [
+        TaskScore(
+            task=task,
+            # 'acc,none' -> 'acc'; another filter stays, since it makes another metric.
+            measures={
+                key.removesuffix(",none"): value if is_number(value) else None
+                for key, value in row.items()
+                if key not in BOOKKEEPING and (is_number(value) or "_stderr" in key)
+            }
+            | (mean_and_error(BITS_PER_BYTE, bits[task]) if task in bits else {}),
+            few_shots=results["n-shot"].get(task),
+            samples=results["n-samples"].get(task, {}).get("effective"),
+            version=None if results["versions"].get(task) is None else str(results["versions"][task]),
+            is_part=task in grouped and task not in tasks.names,
+        )
+        for task, row in rows.items()
+    ]
+    return scores + ([_mean_of_small(scores)] if "small" in tasks.names else [])
+
+
+def _mean_of_small(scores: list[TaskScore]) -> TaskScore:
+    parts = [score for score in scores if score.task in SMALL_TASKS and BITS_PER_BYTE in score.measures]
+    if len(parts) < len(SMALL_TASKS):
+        missing = ", ".join(sorted(set(SMALL_TASKS) - {score.task for score in parts}))
+        raise InputError(
+            f"--tasks small: {missing} in --include_path scores no right answer as a continuation, so that there is "
+            "no mean of all; name the tasks one by one"
+        )
+    samples = sum(score.samples for score in parts)
+    return TaskScore("small", mean_of_means(BITS_PER_BYTE, parts, BITS_PER_BYTE), None, samples, None)
+
+
+def _bits_per_byte(loaded: list[Any]) -> dict[str, list[float]]:
+    """{task or group: bits per byte of the right answer of each document}, of those that score continuations."""
+    groups = [item for item in loaded if hasattr(item, "get_all_tasks")]
+    tasks = [item for item in loaded if item not in groups]
+    found = {}
+    for task in [*tasks, *(task for group in groups for task in group.get_all_tasks())]:
+        if bits := bits_of_right_answers(task):
+            found[task.task_name] = bits
+    for group in [*groups, *(inner for outer in groups for inner in outer.get_all_groups())]:
+        parts = [task.task_name for task in group.get_all_tasks()]
+        if all(part in found for part in parts):
+            found[group.name] = [value for part in parts for value in found[part]]
+    return found
+
+
+def bits_of_right_answers(task: Any) -> list[float]:
+    """-log2 p(right answer | question) / UTF-8 bytes of the answer, as scored: with the space before it.
+
+    Of the likelihoods that the harness has just computed, one value per document; [] for a task of another kind, and
+    for one with several right answers. As in OLMo-in-loop-evals (src/olmo_eval/metrics.py, bpb).
+    """
+    if task.OUTPUT_TYPE not in ("loglikelihood", "multiple_choice") or callable(task.config.process_results):
+        return []
+    documents: dict[int, list[Any]] = {}
+    for instance in task.instances:
+        documents.setdefault(instance.doc_id, []).append(instance)
+    bits = []
+    for instances in documents.values():
+        right = _right_answer(task, instances[0].doc)
+        if right is None:
+            return []
+        instance = next(instance for instance in instances if instance.idx == right)
+        answer_bytes = len(instance.args[1].encode())
+        if not answer_bytes:
+            return []
+        bits.append(-instance.resps[0][0] / (answer_bytes * math.log(2)))
+    return bits
+
+
+def _right_answer(task: Any, document: dict) -> int | None:
+    """Number of the request that scores it; None if there is no single one."""
+    if task.OUTPUT_TYPE == "loglikelihood":
+        return 0
+    choices = task.doc_to_choice(document)
+    right = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
+    if isinstance(right, str):
+        right = choices.index(right) if right in choices else None
+    return right if isinstance(right, int) and 0 <= right < len(choices) else None

@@ -1,0 +1,234 @@
+"""What an evaluation found: a table on screen, JSON on disk, lines in the run's metrics.jsonl, a plot over a run."""
+
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import InputError
+from pretrain.files import write_durably
+from pretrain.runs.addresses import ModelAddress
+from pretrain.runs.history import Score, append_events, scores_of
+from pretrain.training.metrics import finite
+from pretrain.training.run_records import RECORDED_PACKAGES, commit_of, package_versions
+from pretrain.units import count_text
+from pretrain_tools.evaluation.task_scores import TaskScore
+from pretrain_tools.runs.plots import draw_with_band
+
+PLOT_ENDINGS = (".png", ".svg", ".pdf")
+SOURCE_MEASURES = {"loss": "{:.4f}", "perplexity": "{:.2f}", "bits_per_byte": "{:.4f}"}
+
+
+@dataclass
+class ModelResults:
+    """Everything measured of one model."""
+
+    address: ModelAddress
+    parameters: int
+    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """{source: {loss, perplexity, bits_per_byte, tokens, loss_by_position, tokens_by_position}}"""
+    source_settings: dict[str, Any] | None = None
+    tasks: list[TaskScore] = field(default_factory=list)
+    limit: float | None = None
+    """Documents per task, where not all were scored."""
+    sample: str | None = None
+    seconds: float = 0.0
+
+    def lines(self) -> list[dict[str, Any]]:
+        """One event per source and task, as metrics.jsonl holds them."""
+        about = {"event": "evaluation", "step": self.address.step, "tokens": self.address.tokens}
+        about["model"] = self.address.name
+        lines = []
+        for source, measures in self.sources.items():
+            measured = {("evaluated_tokens" if name == "tokens" else name): value for name, value in measures.items()}
+            split = (self.source_settings or {}).get("split")
+            lines.append({**about, "source": source, "split": split, **measured})
+        for score in self.tasks:
+            how = {"few_shots": score.few_shots, "samples": score.samples, "limit": self.limit}
+            how["is_part"] = score.is_part
+            lines.append({**about, "task": score.task, **score.measures, **how})
+        return [{**line, "time": round(time.time(), 3)} for line in lines]
+
+    def scores(self) -> list[Score]:
+        """Every number, without the parts of groups."""
+        return [score for line in self.lines() for score in scores_of(line)]
+
+    def numbers(self) -> dict[str, float]:
+        """{'evaluation/acc/arc_easy': 0.31, ...}, as trackers take them, without the parts of groups."""
+        measured = self.sources | {score.task: score.measures for score in self.tasks if not score.is_part}
+        return {
+            f"evaluation/{metric}/{name}": value
+            for name, measures in measured.items()
+            for metric, value in measures.items()
+            if isinstance(value, float) and math.isfinite(value)
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the JSON file says of this model."""
+        return {
+            **asdict(self.address),
+            "parameters": self.parameters,
+            "sources": {source: finite(measures) for source, measures in self.sources.items()},
+            "source_settings": self.source_settings,
+            "tasks": {
+                score.task: finite(score.measures)
+                | {key: getattr(score, key) for key in ("few_shots", "samples", "version", "is_part")}
+                for score in self.tasks
+            },
+            "sample": self.sample,
+            "seconds": round(self.seconds, 1),
+        }
+
+
+def append_to_run(evaluation: ModelResults) -> None:
+    """Adds the lines to the metrics.jsonl of the model's run, if it has one; nothing that stands there changes.
+
+    Not those of averaged weights: its scores are one curve, of the weights that train.
+    """
+    if evaluation.address.weights != "raw":
+        return
+    run, lines = evaluation.address.run, [finite(line) for line in evaluation.lines()]
+    if run is None or not lines:
+        return
+    try:
+        append_events(run, lines)
+    except OSError as error:  # a full disk must not cost hours of evaluation: the table is still to come
+        print(f"warning: {run}/metrics.jsonl does not have the scores ({error})", file=sys.stderr)
+
+
+def output_problems(flag: str, path: Path | None) -> list[str]:
+    """Why nothing can be written there; [] if it can. Found before hours of evaluation, not after."""
+    if path is None:
+        return []
+    if path.is_dir():
+        return [f"{flag} {path}: is a folder; give a file"]
+    existing = next(parent for parent in [path.parent, *path.parent.parents] if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return [f"{flag} {path}: nothing can be written in {existing}; give another place"]
+    return []
+
+
+def write_results(path: Path, evaluations: list[ModelResults], settings: dict[str, Any]) -> None:
+    """Replaces the file at once: it is never half a file, also while models are still being evaluated."""
+    contents = {
+        "format": "groundwork-evaluation",
+        "version": 1,
+        "settings": settings,
+        "versions": {**package_versions([*RECORDED_PACKAGES, "lm_eval"]), "commit": commit_of(Path(__file__).parent)},
+        "models": [evaluation.as_dict() for evaluation in evaluations],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(contents, indent=1, ensure_ascii=False, allow_nan=False, default=str)  # str: of paths
+    write_durably(path, text + "\n")
+
+
+def print_table(evaluations: list[ModelResults]) -> None:
+    """Measures down, models across. Parts of a group that has its own score are left to the JSON."""
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = {row: None for evaluation in evaluations for row in _cells(evaluation)}
+    items = {_task_text(score): score.samples for evaluation in evaluations for score in evaluation.tasks}
+    table = Table("source or task", "measure", *(["items"] if items else []))
+    for evaluation in evaluations:
+        table.add_column(_heading(evaluation), justify="right", overflow="fold")
+    previous = None
+    for name, measure in rows:
+        cells = [_cells(evaluation).get((name, measure), "") for evaluation in evaluations]
+        if items:
+            cells.insert(0, f"{items[name]:,}" if name != previous and items.get(name) else "")
+        table.add_row(name if name != previous else "", measure, *cells)
+        previous = name
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(120, 40 + 30 * len(evaluations)))
+    console.print(table)
+    if parts := sum(score.is_part for score in evaluations[0].tasks):
+        console.print(f"{parts} parts of groups are not shown; --output FILE.json has them.")
+
+
+def _heading(evaluation: ModelResults) -> str:
+    address = evaluation.address
+    details = [f"{count_text(evaluation.parameters)} parameters"]
+    if address.step is not None:
+        details.append(f"step {address.step:,}")
+    if address.tokens is not None:
+        details.append(f"{count_text(address.tokens)} tokens")
+    return f"{address.name}\n{', '.join(details)}"
+
+
+def _cells(evaluation: ModelResults) -> dict[tuple[str, str], str]:
+    """{(source or task, measure): value ± standard error}"""
+    cells = {}
+    for score in evaluation.scores():
+        if score.metric in SOURCE_MEASURES and score.task in evaluation.sources:
+            cells[score.task, score.metric.replace("_", " ")] = SOURCE_MEASURES[score.metric].format(score.value)
+        else:
+            error = "" if score.standard_error is None else f" ± {score.standard_error:.4f}"
+            cells[_task_text(score), score.metric] = f"{score.value:.4f}{error}"
+    for source, measures in evaluation.sources.items():
+        by_position = measures.get("loss_by_position", {})
+        for positions, loss in by_position.items() if len(by_position) > 1 else ():
+            cells[source, f"loss at positions {positions}"] = "nan" if loss is None else f"{loss:.4f}"
+    return cells
+
+
+def _task_text(score: Score | TaskScore) -> str:
+    return score.task + (f" ({score.few_shots}-shot)" if score.few_shots else "")
+
+
+def plot_problems(path: Path | None, addresses: list[ModelAddress]) -> list[str]:
+    """Why there can be no plot of these models; [] if there can."""
+    if path is None:
+        return []
+    problems = output_problems("--plot", path)
+    if path.suffix not in PLOT_ENDINGS:
+        problems.append(f"--plot {path}: ends in {path.suffix or 'nothing'}; allowed: {', '.join(PLOT_ENDINGS)}")
+    if sum(address.tokens is not None for address in addresses) < 2:
+        problems.append(
+            "--plot: draws scores against training tokens, and fewer than two of the models are checkpoints of a run; "
+            "give --model RUN@all"
+        )
+    return problems
+
+
+def plot_scores(path: Path, evaluations: list[ModelResults]) -> None:
+    """One panel per source and task: its first measure against training tokens, a line per run with an error band."""
+    from matplotlib.figure import Figure
+
+    points = [evaluation for evaluation in evaluations if evaluation.address.tokens is not None]
+    panels = list(dict.fromkeys(panel for evaluation in points for panel in _panel_values(evaluation)))
+    if not panels:
+        raise InputError("--plot: nothing was measured that could be drawn; give --tasks or --data")
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis, (name, measure) in zip(axes.flat, panels, strict=False):
+        for run in dict.fromkeys(evaluation.address.run for evaluation in points):
+            found = [
+                (evaluation.address.tokens, *_panel_values(evaluation)[name, measure])
+                for evaluation in points
+                if evaluation.address.run == run and (name, measure) in _panel_values(evaluation)
+            ]
+            draw_with_band(axis, *zip(*sorted(found), strict=True), label=str(run))
+        axis.set(title=name, xlabel="training tokens", ylabel=measure)
+        axis.xaxis.set_major_formatter(lambda value, _: count_text(value))
+        axis.grid(alpha=0.3)
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.remove()
+    axes.flat[0].legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _panel_values(evaluation: ModelResults) -> dict[tuple[str, str], tuple[float, float]]:
+    """{(source or task, measure): (value, standard error)}: the loss of a source, the first metric of a task."""
+    first: dict[str, Score] = {}
+    for score in evaluation.scores():
+        first.setdefault(score.task, score)
+    return {(score.task, score.metric): (score.value, score.standard_error or 0.0) for score in first.values()}

@@ -1,0 +1,347 @@
+"""runs.py ladder: fits the loss by size and tokens to runs of several sizes, and predicts that of others."""
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pretrain.data.data_record import DATA_FILE
+from pretrain.errors import InputError, Problems
+from pretrain.recipe import read_run_config
+from pretrain.runs.history import History, find_runs, is_number, read_history
+from pretrain.runs.run_folder import METRICS_FILE, read_config, read_json, setting
+from pretrain.units import count_text, parse_count
+from pretrain_tools.experiments.scaling_law import ScalingLaw, fit_scaling_law
+from pretrain_tools.runs.comparison import flatten_settings
+
+LEAST_SIZES = 4
+"""Sizes from which a prediction is made, and runs."""
+SIZES_DIFFER = 1.1
+"""Sizes nearer than this are one."""
+MOST_NOISE = 0.02
+"""Relative noise around the law above which nothing is predicted."""
+FAR_COMPUTE = 8.0
+"""Times the compute of the largest run beyond which a prediction is warned of."""
+SAME_DIRECTION = 0.98
+"""Correlation of log N and log D above which sizes and tokens count as grown together."""
+AFTER_WARMUP = 0.2
+"""Share of a run of constant rate from which on its losses are those of a run that ends there."""
+IRRELEVANT = ("seed", "output", "group", "branch_from", "model", "budget", "samples", "evaluation", "checkpoint",
+              "logging", "cadence", "export", "publish", "hub", "trackers", "tracking", "guard", "validation.every",
+              "batch.sequences_per_micro_batch", "compile", "attention", "activation_checkpointing")  # fmt: skip
+"""Settings in which runs of one size and budget may differ without being other experiments."""
+COUNTS = ("matrix", "total")
+
+
+@dataclass(frozen=True)
+class LadderRun:
+    """One loss of one run."""
+
+    folder: Path
+    parameters: int
+    tokens: int
+    loss: float
+    settings: Mapping[str, Any] = field(repr=False)
+    """Those that matter."""
+    is_end: bool = True
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Runs of one size and number of tokens that differ in their seed alone."""
+
+    parameters: int
+    tokens: int
+    loss: float
+    """The mean."""
+    spread: float | None
+    """Standard deviation over the seeds."""
+    folders: tuple[Path, ...]
+    left_out: int
+    """Runs of this size and budget with other settings, which ended worse."""
+    tokens_per_step: int | None = None
+    """None: the runs do not say."""
+
+    @property
+    def compute(self) -> float:
+        """FLOPs, as 6 N D."""
+        return 6.0 * self.parameters * self.tokens
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a run that is larger, or another."""
+
+    name: str
+    parameters: int
+    tokens: int
+    loss: float
+    interval: tuple[float, float]
+    times_compute: float
+    """Of the largest run."""
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The law and what it was made from."""
+
+    rungs: list[Rung]
+    law: ScalingLaw
+    count: str
+    """matrix or total: what N counts."""
+    backtest: Prediction | None
+    """The largest rung, from a law without those of its size; None for fewer than four sizes."""
+    predictions: list[Prediction]
+    cautions: list[str]
+
+
+def read_ladder_runs(folders: Iterable[Path], count: str, intermediate: bool) -> tuple[list[LadderRun], list[str]]:
+    """The runs below the folders that finished, and what to say of the others. Raises InputError for none."""
+    problems, runs, said = Problems(), [], []
+    for folder in folders:
+        found = [folder] if (folder / METRICS_FILE).is_file() else find_runs(folder) if folder.is_dir() else []
+        if not found:
+            problems.append(f"{folder}: holds no runs; give runs, or folders of sweeps")
+        runs += found
+    problems.stop_if_any()
+    points = []
+    for run in dict.fromkeys(path.resolve() for path in runs):
+        shown = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
+        history = problems.attempt(read_history, shown)
+        reason = unusable(history) if history else ""
+        if reason:
+            said.append(f"{shown}: left out: {reason}")
+        elif history:
+            points += problems.attempt(points_of_run, history, count, intermediate) or []
+    problems.stop_if_any()
+    if not points:
+        raise InputError(*said, "none of the runs can be used: a ladder takes runs that finished, with validation")
+    problems += comparability_problems([point for point in points if point.is_end])
+    problems.stop_if_any()
+    return points, said
+
+
+def unusable(history: History) -> str:
+    """Why a run's loss says nothing of its size and budget; '' if it does."""
+    end = next((e for e in reversed(history.events) if e["event"] in ("end", "start", "train")), {})
+    if end.get("event") != "end" or end.get("code") != 0:
+        return "it has not finished"
+    if not history.last("validation"):
+        return "it has no validation loss"
+    if setting(read_config(history.folder), "init") == "pretrained":
+        return "it began with pretrained weights"
+    return ""
+
+
+def points_of_run(history: History, count: str, intermediate: bool) -> list[LadderRun]:
+    """The final loss; of a run of constant rate, where asked for, those on the way too."""
+    from pretrain.model.flops import active_parameters, matrix_parameters
+    from pretrain.model.model_config import load_model_config
+
+    folder = history.folder
+    model = load_model_config(str(folder / "model.json"))
+    parameters = matrix_parameters(model) if count == "matrix" else active_parameters(model)
+    config = flatten_settings(read_config(folder))
+    settings = {key: value for key, value in config.items() if not key.startswith(IRRELEVANT)}
+    data = read_json(folder / DATA_FILE)
+    tokenizers = {source.get("tokenizer", {}).get("sha256") for source in data.values() if isinstance(source, dict)}
+    losses: dict[int, dict[str, float]] = {}
+    for event in history.of("validation"):
+        loss = event.get("loss")
+        losses.setdefault(event["step"], {})[str(event["source"])] = loss if is_number(loss) else math.inf
+    sources = tuple(sorted(losses[max(losses)]))
+    settings |= {"the tokenizer": sorted(map(str, tokenizers)), "the validation sources": list(sources)}
+    tokens = {event["step"]: event["tokens"] for event in history.of("train")}
+    last = max(losses)
+    steps = [last]
+    if intermediate and config.get("optim.schedule") == "constant":
+        begin = max(AFTER_WARMUP * last, 2 * (config.get("optim.warmup_steps") or 0))
+        steps = [step for step in losses if begin <= step and step in tokens]
+    return [
+        LadderRun(folder, parameters, tokens[step], statistics.fmean(losses[step].values()), settings, step == last)
+        for step in steps
+        if step in tokens and all(map(math.isfinite, losses[step].values()))
+    ]
+
+
+def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:
+    """Differences under which losses are not of the same thing."""
+    problems = []
+    must = ("the tokenizer", "the validation sources", "data.sequence_length", "optim.schedule")
+    for name in must:
+        values: dict[str, list[str]] = {}
+        for run in runs:
+            values.setdefault(json.dumps(run.settings.get(name)), []).append(str(run.folder))
+        if len(values) > 1:
+            shown = "; ".join(f"{value} in {names[0]}{' ...' * (len(names) > 1)}" for value, names in values.items())
+            problems.append(f"the runs differ in {name}, so their losses do not compare: {shown}; give runs with one")
+    return problems
+
+
+def rungs_of(runs: Sequence[LadderRun]) -> list[Rung]:
+    """Of each size and number of tokens the best setting, its seeds together; by size, then tokens."""
+    groups: dict[tuple[int, int], dict[str, list[LadderRun]]] = {}
+    for run in runs:
+        near = round(math.log(run.tokens) / math.log(1.02))
+        key = json.dumps(run.settings, sort_keys=True, default=str)
+        groups.setdefault((run.parameters, near), {}).setdefault(key, []).append(run)
+    rungs = []
+    for settings in groups.values():
+        best = min(settings.values(), key=lambda seeds: statistics.fmean(run.loss for run in seeds))
+        losses = [run.loss for run in best]
+        rungs.append(
+            Rung(
+                best[0].parameters,
+                round(statistics.fmean(run.tokens for run in best)),
+                statistics.fmean(losses),
+                statistics.stdev(losses) if len(losses) > 1 else None,
+                tuple(run.folder for run in best),
+                sum(map(len, settings.values())) - len(best),
+                best[0].settings.get("batch.tokens_per_step"),
+            )
+        )
+    return sorted(rungs, key=lambda rung: (rung.parameters, rung.tokens))
+
+
+def sizes_of_ladder(rungs: Sequence[Rung]) -> list[int]:
+    """The distinct ones."""
+    sizes: list[int] = []
+    for rung in sorted(rungs, key=lambda rung: rung.parameters):
+        if not sizes or rung.parameters > SIZES_DIFFER * sizes[-1]:
+            sizes.append(rung.parameters)
+    return sizes
+
+
+def fit_rungs(rungs: Sequence[Rung]) -> ScalingLaw:
+    """The law of the rungs; its noise is at least what the seeds show."""
+    relative = [(rung.spread / rung.loss) ** 2 / len(rung.folders) for rung in rungs if rung.spread is not None]
+    return fit_scaling_law(
+        [rung.parameters for rung in rungs],
+        [rung.tokens for rung in rungs],
+        [rung.loss for rung in rungs],
+        least_noise=math.sqrt(statistics.fmean(relative)) if relative else 0.0,
+    )
+
+
+def predict_loss(law: ScalingLaw, rungs: Sequence[Rung], name: str, parameters: int, tokens: int) -> Prediction:
+    """Of one run."""
+    largest = max(rung.compute for rung in rungs)
+    return Prediction(
+        name,
+        parameters,
+        tokens,
+        float(law.loss(parameters, tokens)),
+        law.interval(parameters, tokens),
+        6.0 * parameters * tokens / largest,
+    )
+
+
+def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count: str) -> Ladder:
+    """Fits, and predicts what is asked for: (name, parameters, tokens). Raises InputError where that would be a guess.
+
+    One size is refused in any case: it says nothing of others.
+    """
+    sizes = sizes_of_ladder(rungs)
+    shown = ", ".join(count_text(size) for size in sizes)
+    if len(sizes) < 2:
+        raise InputError(
+            f"all runs have one size, {shown} parameters: a ladder needs several, {LEAST_SIZES} to predict"
+        )
+    if asked and len(sizes) < LEAST_SIZES:
+        raise InputError(
+            f"--predict: {len(sizes)} sizes ({shown}) are too few to predict others; add runs until there are "
+            f"{LEAST_SIZES}, each twice the last"
+        )
+    law = fit_rungs(rungs)
+    if asked and law.noise > MOST_NOISE:
+        raise InputError(
+            f"--predict: the losses scatter by {law.noise:.1%} around the law, more than {MOST_NOISE:.0%}; find the "
+            "runs that are off (runs.py ladder without --predict lists them), or train more seeds"
+        )
+    backtest = None
+    if len(sizes) >= LEAST_SIZES:
+        smaller = [rung for rung in rungs if rung.parameters * SIZES_DIFFER < sizes[-1]]
+        last = max((rung for rung in rungs if rung not in smaller), key=lambda rung: rung.compute)
+        backtest = predict_loss(fit_rungs(smaller), smaller, "backtest", last.parameters, last.tokens)
+    predictions = [predict_loss(law, rungs, *one) for one in asked]
+    return Ladder(rungs, law, count, backtest, predictions, ladder_cautions(rungs, law, backtest, predictions))
+
+
+def ladder_cautions(
+    rungs: Sequence[Rung], law: ScalingLaw, backtest: Prediction | None, predictions: Sequence[Prediction]
+) -> list[str]:
+    """What the figures do not carry."""
+    import numpy as np
+
+    said, sizes = [], sizes_of_ladder(rungs)
+    if len(sizes) < LEAST_SIZES:
+        said.append(f"{len(sizes)} sizes show no law: the fit below is mostly its priors")
+    logs = np.log([[rung.parameters, rung.tokens] for rung in rungs]).T
+    flat = logs.std(axis=1) < 1e-3
+    if flat.any() or abs(np.corrcoef(logs)[0, 1]) > SAME_DIRECTION:
+        how = "tokens did not vary" if flat[1] else "tokens grew with size"
+        said.append(
+            f"{how}, so the runs cannot tell alpha from beta: the priors do. Predictions on the same line of tokens "
+            "per parameter do not need to know; others do"
+        )
+    if backtest is not None:
+        measured = next(r for r in rungs if (r.parameters, r.tokens) == (backtest.parameters, backtest.tokens))
+        if not backtest.interval[0] <= measured.loss <= backtest.interval[1]:
+            said.append(
+                f"the largest size is {measured.loss / backtest.loss - 1:+.2%} off the law of the smaller ones, "
+                "outside their interval: the ladder bends, or its settings are not equally good at every size"
+            )
+    by_compute = sorted((rung for rung in rungs if rung.tokens_per_step), key=lambda rung: rung.compute)
+    for less, more in itertools.pairwise(by_compute):
+        steps = [round(rung.tokens / rung.tokens_per_step) for rung in (less, more)]
+        if steps[1] < steps[0]:
+            said.append(
+                f"{count_text(more.parameters)} parameters had {steps[1]:,} steps of {more.tokens_per_step:,} tokens, "
+                f"{count_text(less.parameters)} with less compute {steps[0]:,} of {less.tokens_per_step:,}: such a "
+                "ladder bends; give all sizes one --batch.tokens_per_step"
+            )
+    said += [
+        f"{one.name}: {one.times_compute:.3g} times the compute of the largest run; beyond {FAR_COMPUTE:g} times an "
+        "interval holds only if the law does"
+        for one in predictions
+        if one.times_compute > FAR_COMPUTE
+    ]
+    return said
+
+
+def read_predictions(texts: Iterable[str], count: str) -> list[tuple[str, int, int]]:
+    """'parameters=30M,tokens=600M' or a recipe, as (name, parameters, tokens). Raises InputError with all problems."""
+    problems = Problems()
+    found = [problems.attempt(read_prediction, text, count) for text in texts]
+    problems.stop_if_any()
+    return found
+
+
+def read_prediction(text: str, count: str) -> tuple[str, int, int]:
+    """See `read_predictions`."""
+    if text.endswith((".yaml", ".yml")):
+        return prediction_of_recipe(Path(text), count)
+    given = dict(part.partition("=")[::2] for part in text.split(","))
+    numbers = {key.strip(): parse_count(value.strip()) for key, value in given.items()}
+    if set(numbers) != {"parameters", "tokens"} or not all(isinstance(n, int) and n > 0 for n in numbers.values()):
+        raise InputError(f"--predict {text}: give parameters=30M,tokens=600M, or a recipe")
+    return text, numbers["parameters"], numbers["tokens"]
+
+
+def prediction_of_recipe(path: Path, count: str) -> tuple[str, int, int]:
+    """A recipe's size and tokens; its shards need not exist."""
+    from pretrain.data.vocabulary import planned_model_config
+    from pretrain_tools.planning.candidates import work_of_run
+
+    config = read_run_config(path)
+    work = work_of_run(config, planned_model_config(config))
+    return str(path), work.non_embedding if count == "matrix" else work.active, work.tokens
+
+
+def common_place(folders: Sequence[Path]) -> Path:
+    """Where the files go: into the folder given, or beside several."""
+    return (folders[0] if len(folders) == 1 else Path()) / "ladder"

@@ -1,0 +1,263 @@
+"""runs.py mixture: trains small runs on many mixtures, fits the loss by the weights, and proposes weights.
+
+As RegMix does (Liu et al., arXiv 2407.01492), with a simpler regression: the log of each validation source's loss is
+linear in the logs of the weights, so a source's first per cent helps more than its last, and the best mixture lies
+within the simplex. Ridge regression; its strength is the one with the least leave-one-out error.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pretrain.config import RunConfig, Source
+from pretrain.errors import InputError
+from pretrain.files import write_durably
+from pretrain.recipe import as_yaml, parse_yaml, read_run_config
+from pretrain.runs.history import current_events, is_number, read_metrics
+from pretrain.units import table
+from pretrain_tools.experiments.sweep import run_sweep
+from pretrain_tools.experiments.sweep_plan import Axis, SweepRequest
+from pretrain_tools.experiments.sweep_report import PointResult
+
+LEAST_WEIGHT = 0.01
+"""Of a source in a candidate: its log is needed."""
+LEAST_RUNS_PER_SOURCE = 3
+STRENGTHS = tuple(10.0**power for power in range(-6, 2))
+"""Of the ridge."""
+PROPOSALS, RESAMPLES = 20_000, 300
+
+
+@dataclass(frozen=True)
+class MixtureFit:
+    """The loss of each validation source by the weights: shapes (v, k) and (v,)."""
+
+    slopes: NDArray[np.float64]
+    offsets: NDArray[np.float64]
+
+    def losses(self, weights: NDArray) -> NDArray[np.float64]:
+        """Shape (..., v), of weights (..., k)."""
+        return np.exp(np.log(weights) @ self.slopes.T + self.offsets)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Weights, and what to expect of them beside the recipe's own."""
+
+    weights: NDArray[np.float64]
+    losses: NDArray[np.float64]
+    """Of each validation source."""
+    gain: float
+    """Of the mean loss, over the recipe's own weights, by the fit."""
+    gain_interval: tuple[float, float]
+    """90 %, over fits to resampled runs."""
+    error: float
+    """Root mean square of the mean loss of a run that the fit has not seen, relative."""
+    agreement: float
+    """Spearman's rank correlation of these predictions with what was measured."""
+
+
+def mixture_request(
+    recipe: Path, changes: Sequence[tuple[str, str]], count: int, seeds: int, output: Path
+) -> SweepRequest:
+    """A sweep over `count` mixtures, the recipe's own first. Raises InputError where there is nothing to mix."""
+    config = read_run_config(recipe, list(changes))
+    sources = sources_to_mix(config, count)
+    candidates = candidate_weights(np.array([source.weight for source in sources]), count)
+    texts = [as_setting(sources, weights) for weights in candidates]
+    labels = {text: f"{number:03d}" for number, text in enumerate(texts)}
+    return SweepRequest(recipe, (Axis("data.train", tuple(texts)),), tuple(changes), seeds, None, None, output, labels)
+
+
+def sources_to_mix(config: RunConfig, count: int) -> list[Source]:
+    """The recipe's. Raises InputError with everything that makes no mixture."""
+    problems = []
+    if config.data.stages:
+        problems.append("data.stages: a curriculum has several mixtures; give data.train, one stage at a time")
+    sources = config.data.train or []
+    if not config.data.stages and len(sources) < 2:
+        problems.append(f"data.train: {len(sources)} source makes no mixture; name two or more")
+    least = LEAST_RUNS_PER_SOURCE * len(sources)
+    if len(sources) >= 2 and count < least:
+        problems.append(f"--runs {count}: too few to fit {len(sources)} sources; give {least} or more")
+    if problems:
+        raise InputError(*problems)
+    return sources
+
+
+def candidate_weights(own: NDArray, count: int) -> NDArray[np.float64]:
+    """Shape (count, k): the recipe's own, then by turns around them and anywhere; the same for the same recipe."""
+    random = np.random.default_rng(0)
+    own = own / own.sum()
+    candidates = [own]
+    for number in range(1, count):
+        spread = np.ones(len(own)) if number % 2 else 2 * len(own) * own + 0.5
+        candidates.append(random.dirichlet(spread))
+    floored = np.maximum(np.array(candidates), LEAST_WEIGHT)
+    rounded = np.round(floored / floored.sum(axis=1, keepdims=True), 4)
+    return rounded / rounded.sum(axis=1, keepdims=True)
+
+
+def as_setting(sources: Sequence[Source], weights: NDArray) -> str:
+    """data.train as the command line takes it."""
+    mixed = [
+        source.model_dump(mode="json", exclude_defaults=True) | {"weight": round(float(weight), 4)}
+        for source, weight in zip(sources, weights, strict=True)
+    ]
+    return json.dumps(mixed)
+
+
+def run_mixture(request: SweepRequest, parallel: int | None) -> int:
+    """Trains what is left of the candidates and proposes; returns the exit status."""
+    return run_sweep(request, parallel, report_mixture)
+
+
+def fit_mixture(weights: NDArray, losses: NDArray, strength: float) -> MixtureFit:
+    """Ridge regression of log losses (n, v) on log weights (n, k); the offset is free."""
+    x, y = np.log(weights), np.log(losses)
+    x_mean, y_mean = x.mean(axis=0), y.mean(axis=0)
+    x, y = x - x_mean, y - y_mean
+    slopes = np.linalg.solve(x.T @ x + strength * len(x) * np.eye(x.shape[1]), x.T @ y).T
+    return MixtureFit(slopes, y_mean - slopes @ x_mean)
+
+
+def unseen_losses(weights: NDArray, losses: NDArray, strength: float) -> NDArray[np.float64]:
+    """Shape (n, v): of each run by a fit to all others."""
+    rows = np.arange(len(weights))
+    return np.stack([fit_mixture(weights[rows != n], losses[rows != n], strength).losses(weights[n]) for n in rows])
+
+
+def propose(weights: NDArray, losses: NDArray) -> Proposal:
+    """The best of many mixtures by the fit, each weight between the least and the most that was tried.
+
+    Args:
+        weights: (n, k), the recipe's own first.
+        losses: (n, v), of each validation source.
+    """
+
+    def unseen_error(strength: float) -> float:
+        relative = unseen_losses(weights, losses, strength).mean(axis=1) / losses.mean(axis=1) - 1
+        return float(np.sqrt(np.mean(relative**2)))
+
+    strength = min(STRENGTHS, key=unseen_error)
+    random = np.random.default_rng(1)
+    tried = np.concatenate([weights, random.dirichlet(np.ones(weights.shape[1]), PROPOSALS)])
+    tried = tried[((tried >= weights.min(axis=0)) & (tried <= weights.max(axis=0))).all(axis=1)]
+    best = tried[np.argmin(fit_mixture(weights, losses, strength).losses(tried).mean(axis=1))]
+    both = np.stack([weights[0], best])
+    gains = []
+    for _ in range(RESAMPLES):
+        rows = random.integers(0, len(weights), len(weights))
+        own, found = fit_mixture(weights[rows], losses[rows], max(strength, 1e-4)).losses(both).mean(axis=1)
+        gains.append(own - found)
+    fit = fit_mixture(weights, losses, strength)
+    own, found = fit.losses(both).mean(axis=1)
+    unseen = unseen_losses(weights, losses, strength).mean(axis=1)
+    low, high = np.quantile(gains, (0.05, 0.95))
+    return Proposal(
+        weights=best,
+        losses=fit.losses(best),
+        gain=float(own - found),
+        gain_interval=(float(low), float(high)),
+        error=unseen_error(strength),
+        agreement=rank_correlation(unseen, losses.mean(axis=1)),
+    )
+
+
+def rank_correlation(first: NDArray, second: NDArray) -> float:
+    """Spearman's."""
+    ranks = [np.argsort(np.argsort(values)).astype(float) for values in (first, second)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def losses_by_source(result: PointResult) -> dict[str, float]:
+    """{validation source: its last loss, the mean over the seeds}; only those that every seed measured."""
+    found: dict[str, list[float]] = {}
+    for one in result.runs:
+        events = current_events(read_metrics(one.run.output))
+        last = {e["source"]: e["loss"] for e in events if e["event"] == "validation" and is_number(e.get("loss"))}
+        for source, loss in last.items():
+            found.setdefault(source, []).append(loss)
+    return {source: float(np.mean(losses)) for source, losses in found.items() if len(losses) == len(result.runs)}
+
+
+def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int:
+    """Prints the candidates and the proposal; writes mixture.json and mixture.yaml. 1 where too few runs finished."""
+    finished = [result for result in results if math.isfinite(result.mean_loss)]
+    config = read_run_config(request.recipe, list(request.changes))
+    sources = config.data.train
+    named = [Path(source.shards).name for source in sources]
+    if finished[:1] != list(results[:1]) or len(finished) < LEAST_RUNS_PER_SOURCE * len(sources):
+        print(
+            f"{len(finished)} of {len(results)} mixtures finished; the recipe's own and "
+            f"{LEAST_RUNS_PER_SOURCE * len(sources)} in all are needed. The same command tries again what failed."
+        )
+        return 1
+    weights = np.array([[s["weight"] for s in parse_yaml(r.settings["data.train"])] for r in finished])
+    weights = weights / weights.sum(axis=1, keepdims=True)
+    measured = [losses_by_source(result) for result in finished]
+    validation = sorted(set.intersection(*map(set, measured)))
+    losses = np.array([[of_run[source] for source in validation] for of_run in measured])
+    found = propose(weights, losses)
+    print(mixture_text(named, validation, weights, losses, found))
+    proposed = config.data.model_copy(
+        update={
+            "train": [
+                source.model_copy(update={"weight": round(float(weight), 4)})
+                for source, weight in zip(sources, found.weights, strict=True)
+            ]
+        }
+    )
+    recipe = config.model_copy(
+        update={"data": proposed, "output": config.output.with_name(f"{config.output.name}_mixture")}
+    )
+    values = {
+        "sources": named,
+        "validation": validation,
+        "mixtures": [
+            {"weights": w.round(4).tolist(), "losses": loss.tolist()} for w, loss in zip(weights, losses, strict=True)
+        ],
+        "proposal": {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in vars(found).items()},
+    }
+    write_durably(request.output / "mixture.json", json.dumps(values, indent=1) + "\n")
+    header = f"# {request.recipe} with the weights that the mixtures in {request.output} propose\n"
+    write_durably(request.output / "mixture.yaml", header + as_yaml(recipe))
+    print(request.output / "mixture.json", request.output / "mixture.yaml", sep="\n")
+    return 0
+
+
+def mixture_text(
+    named: Sequence[str], validation: Sequence[str], weights: NDArray, losses: NDArray, found: Proposal
+) -> str:
+    """The mixtures, the best first, and the proposal with what is known of it."""
+    means = losses.mean(axis=1)
+    own = table_row("recipe", weights[0], losses[0])
+    rows = [["", *named, *(f"loss {source}" for source in validation), "mean"], own]
+    rows += [table_row("", weights[n], losses[n]) for n in np.argsort(means) if n]
+    rows.append(table_row("proposed", found.weights, found.losses))
+    low, high = found.gain_interval
+    sure = (
+        "so it is better than the recipe's own as far as runs of this size tell"
+        if low > 0
+        else "so that it is better at all is not shown: more runs or more seeds"
+    )
+    return "\n".join(
+        [
+            table(rows, right=set(range(1, len(rows[0])))),
+            "",
+            f"The proposed weights are expected {found.gain:.4f} below the recipe's own in the mean loss, 90 % "
+            f"interval {low:.4f} to {high:.4f}, {sure}.",
+            f"Runs that the fit has not seen are predicted within {found.error:.2%}, rank correlation "
+            f"{found.agreement:.2f}. Small runs see few epochs of small sources: train both mixtures once at the size "
+            "you need before you believe it.",
+        ]
+    )
+
+
+def table_row(name: str, weights: NDArray, losses: NDArray) -> list[str]:
+    """Weights in per cent, losses, their mean."""
+    return [name, *(f"{weight:.1%}" for weight in weights), *(f"{x:.4f}" for x in losses), f"{losses.mean():.4f}"]

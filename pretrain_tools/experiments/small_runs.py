@@ -1,0 +1,309 @@
+"""Trains many runs, each by a train.py of its own, and finds them again after a kill.
+
+    FOLDER/recipes/NAME.yaml   a whole recipe for each run
+    FOLDER/runs/NAME           its folder
+    FOLDER/logs/NAME.log       its console; held open by the process that trains, so that nobody starts it twice
+    FOLDER/slots/0.json        which run was started last on a device, or share of the processors
+
+A killed caller leaves its runs behind: they go on, and the next caller waits for them as for its own. A run that was
+killed itself resumes from its checkpoint.
+"""
+
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NUMERIC, EXIT_PREEMPTED
+from pretrain.files import ROOT, SEAL_FILE, write_durably
+from pretrain.parallel.launcher import environment_alone
+from pretrain.processes import hold_while_open, is_held
+from pretrain.runs.history import Event, count_hours, current_events, is_number, read_metrics
+from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, checkpoint_folders, read_json
+from pretrain.terminal import LIVE_LINE, is_terminal
+from pretrain.units import duration_text
+from pretrain_tools.runs.parity import refusals
+from pretrain_tools.runs.status import read_status
+
+POLL_SECONDS_OF_RUNS = 0.2
+SECONDS_BETWEEN_PROGRESS_LINES = 60.0
+"""Of progress, where nobody watches a terminal."""
+
+
+@dataclass(frozen=True)
+class SmallRun:
+    """One of many."""
+
+    name: str
+    folder: Path
+    """Of the experiment."""
+    total_steps: int
+    flops: float
+    """Of its whole budget."""
+
+    @property
+    def recipe(self) -> Path:
+        return self.folder / "recipes" / f"{self.name}.yaml"
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "runs" / self.name
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "logs" / f"{self.name}.log"
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """How far a run is, from its folder alone."""
+
+    state: str
+    """new, unfinished, finished, diverged: ended by its guard, as it would again."""
+    step: int
+    """Of the newest checkpoint, or of the end."""
+    tokens: int
+    losses: dict[int, float]
+    """{step: validation loss, the mean over the sources}; infinite where it was not finite."""
+    seconds: float
+    reason: str = ""
+    """Why it ended, where it did not finish."""
+    was_stopped: bool = False
+    """By a signal, a pause or `runs.py stop`, with a save."""
+
+    @property
+    def loss(self) -> float:
+        """At the end of a finished run; infinite of any other."""
+        return self.losses.get(self.step, math.inf) if self.state == "finished" else math.inf
+
+    def has_reached(self, step: int | None) -> bool:
+        """Whether nothing is left to train up to a step; None: to the end."""
+        return self.state in ("finished", "diverged") or (step is not None and self.step >= step)
+
+
+def read_outcome(run: SmallRun) -> RunOutcome:
+    """What a run's folder says, whatever a crash has left of it."""
+    events = read_metrics(run.output)
+    count_hours(events)
+    events = current_events(events)
+    step = max(checkpoint_folders(run.output), default=0)
+    train = [event for event in events if event["event"] == "train"]
+    last = next((e for e in reversed(events) if e["event"] in ("end", "start", "train")), {})
+    finished = last.get("event") == "end" and last.get("code") == 0 and (run.output / "final" / SEAL_FILE).is_file()
+    diverged = last.get("event") == "end" and last.get("code") == EXIT_NUMERIC
+    return RunOutcome(
+        state="finished" if finished else "diverged" if diverged else "unfinished" if events else "new",
+        step=last.get("step", step) if finished else step,
+        tokens=train[-1].get("tokens") or 0 if train else 0,
+        losses=validation_losses(events),
+        seconds=3600 * events[-1]["hours"] if events else 0.0,
+        reason=str(last.get("reason", "")) if not finished else "",
+        was_stopped=last.get("code") in (EXIT_PREEMPTED, EXIT_INTERRUPTED),
+    )
+
+
+def validation_losses(events: list[Event]) -> dict[int, float]:
+    """{step: mean over the sources}"""
+    found: dict[int, list[float]] = {}
+    for event in events:
+        if event["event"] == "validation":
+            loss = event.get("loss")
+            found.setdefault(event.get("step") or 0, []).append(loss if is_number(loss) else math.inf)
+    return {step: statistics.fmean(losses) for step, losses in found.items()}
+
+
+def device_slots(parallel: int | None) -> list[dict[str, str]]:
+    """Environments of runs side by side: one for each GPU, or on the processors one, or `parallel` of them.
+
+    More than there are GPUs share them; on the processors they share the cores.
+    """
+    import torch
+
+    if count := torch.cuda.device_count():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
+        return [{"CUDA_VISIBLE_DEVICES": names[n % count]} for n in range(parallel or count)]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not parallel or parallel == 1 or "OMP_NUM_THREADS" in os.environ:
+        return [{} for _ in range(parallel or 1)]
+    return [{"OMP_NUM_THREADS": str(max(1, cores // parallel))} for _ in range(parallel)]
+
+
+class Progress:
+    """How far all runs are, and how long the rest takes at the speed so far.
+
+    Args:
+        work: FLOPs of all that is to be trained, which may be less than the runs' budgets.
+    """
+
+    def __init__(self, runs: Mapping[str, SmallRun], work: float):
+        self.runs, self.work = runs, work
+        self.shares = {name: self.share(run, read_outcome(run).step) for name, run in runs.items()}
+        self._done_before, self._since = self.done(), time.monotonic()
+        self._shown = time.monotonic()
+
+    @staticmethod
+    def share(run: SmallRun, step: int) -> float:
+        return min(1.0, step / run.total_steps)
+
+    def done(self) -> float:
+        """FLOPs."""
+        return sum(self.runs[name].flops * share for name, share in self.shares.items())
+
+    def left_text(self) -> str:
+        """'12 min 05 s left'; empty while nothing is known."""
+        trained, seconds = self.done() - self._done_before, time.monotonic() - self._since
+        if trained <= 0:
+            return ""
+        return f"{duration_text(max(0.0, self.work - self.done()) / trained * seconds)} left"
+
+    def show(self, active: list[str]) -> None:
+        """Redraws the live line, or prints a line now and then."""
+        watched, now = is_terminal(sys.stderr), time.monotonic()
+        if now - self._shown < (1.0 if watched else SECONDS_BETWEEN_PROGRESS_LINES):
+            return
+        self._shown = now
+        parts = []
+        for name in active:
+            run, text = self.runs[name], "starting"
+            if (run.output / METRICS_FILE).is_file():
+                status = read_status(run.output, brief=True)
+                if status.step:
+                    self.shares[name] = self.share(run, status.step)
+                    loss = f", loss {status.loss:.4f}" if status.loss is not None else ""
+                    text = f"step {status.step:,}/{run.total_steps:,}{loss}"
+            parts.append(f"{name} {text}")
+        text = " · ".join([*parts, *filter(None, [self.left_text()])])
+        if watched:
+            LIVE_LINE.show(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+@dataclass
+class _Training:
+    """A train.py: our child, or one that an earlier caller has left."""
+
+    run: SmallRun
+    process: subprocess.Popen | None
+
+    def ended(self) -> bool:
+        return self.process.poll() is not None if self.process else not is_held(self.run.log)
+
+    @property
+    def status(self) -> int | None:
+        return self.process.returncode if self.process else None
+
+    def signal(self, number: int) -> None:
+        if self.process:
+            self.process.send_signal(number)
+        elif isinstance(pid := read_json(self.run.output / LOCK_FILE).get("pid"), int):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def train_runs(
+    runs: Mapping[str, SmallRun],
+    slots: list[dict[str, str]],
+    next_run: Callable[[set[str]], tuple[SmallRun, int | None] | None],
+    ended: Callable[[SmallRun, int | None], None],
+    progress: Progress,
+) -> int:
+    """Trains until `next_run` has no more and all have ended. Returns 0, or the exit status of an interruption.
+
+    Ctrl-C, SIGTERM and SIGHUP are passed on: the runs save, and the same command continues them.
+
+    Args:
+        next_run: of the names that are being trained, the next run and the step to pause at; None: nothing now.
+        ended: is told of a run that has ended, and its exit status if that is known.
+    """
+    training = left_behind(runs)
+    with signals_passed_on(training) as received:
+        while True:
+            for slot, one in [(slot, one) for slot, one in training.items() if one.ended()]:
+                del training[slot]
+                progress.shares[one.run.name] = progress.share(one.run, read_outcome(one.run).step)
+                LIVE_LINE.clear()
+                ended(one.run, one.status)
+            for slot, environment in enumerate(slots):
+                if slot not in training and not received:
+                    given = next_run({one.run.name for one in training.values()})
+                    if given is None:
+                        break
+                    training[slot] = start_training(*given, slot, environment)
+            if not training:
+                LIVE_LINE.clear()
+                if not received:
+                    return 0
+                return EXIT_INTERRUPTED if received[0] == signal.SIGINT else EXIT_PREEMPTED
+            progress.show([one.run.name for one in training.values()])
+            time.sleep(POLL_SECONDS_OF_RUNS)
+
+
+def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, _Training]:
+    """{slot: run} of those that an earlier caller has started and that still run."""
+    found = {}
+    for folder in {run.folder for run in runs.values()}:
+        for path in (folder / "slots").glob("*.json"):
+            run = runs.get(str(read_json(path).get("run")))
+            if run is not None and is_held(run.log):
+                print(f"{run.name}: still being trained since before; waiting for it", file=sys.stderr, flush=True)
+                found[int(path.stem)] = _Training(run, None)
+    return found
+
+
+def start_training(run: SmallRun, pause_at: int | None, slot: int, environment: Mapping[str, str]) -> _Training:
+    """Starts train.py as a user would."""
+    record = run.folder / "slots" / f"{slot}.json"
+    for folder in (record.parent, run.log.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_durably(record, json.dumps({"run": run.name}))
+    pause = ["--checkpoint.pause_at", str(pause_at)] if pause_at else []
+    with open(run.log, "ab") as log:
+        hold_while_open(log)
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "train.py"), "--config", str(run.recipe), *pause],
+            env=environment_alone() | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C reaches it once, passed on
+        )
+    return _Training(run, process)
+
+
+@contextmanager
+def signals_passed_on(training: Mapping[int, _Training]) -> Iterator[list[int]]:
+    """The signals that have come, which every run has got too."""
+    received: list[int] = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        received.append(number)
+        for one in list(training.values()):
+            one.signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def failure_text(run: SmallRun, status: int | None) -> str:
+    """Why a run ended that has not come to its end: what it refused, else its own last word."""
+    log = run.log.read_text(encoding="utf-8", errors="replace") if run.log.is_file() else ""
+    if status == EXIT_BAD_INPUT and (found := refusals(log, status)):
+        return "; ".join(found[-3:])
+    if status is not None and status < 0:
+        return f"killed by signal {-status}"
+    lines = [line for line in (read_outcome(run).reason or log).splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit {status}"

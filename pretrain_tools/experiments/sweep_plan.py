@@ -1,0 +1,370 @@
+"""What a sweep trains: settings to vary, the runs that follow, and every problem of any of them before one starts."""
+
+import io
+import itertools
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.config import Hub, RunConfig
+from pretrain.errors import InputError, Problems, shortened
+from pretrain.files import write_durably
+from pretrain.recipe import as_plain, as_yaml, fields_of_config, parse_yaml, read_run_config
+from pretrain.runs.run_folder import output_problem, read_json
+from pretrain.terminal import say_stage
+from pretrain.units import bytes_text, count_text, counted
+from pretrain_tools.experiments.small_runs import SmallRun
+from pretrain_tools.runs.comparison import flatten_settings, setting_differences
+
+if TYPE_CHECKING:
+    from pretrain.training.run_plan import RunPlan
+
+PLAN_FILE = "plan.json"
+PLAN_FORMAT = {"format": "groundwork-sweep", "version": 1}
+OPTUNA = "optuna==5.0.0"
+LONGEST_VALUE_IN_NAME = 40
+MOST_DIFFERENCES = 8
+BYTES_OF_A_KEPT_RUN = 4 + 8 + 2
+"""Of a run that is kept: weights and AdamW's state in fp32, and the exported model in bf16."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A setting that is varied."""
+
+    path: str
+    values: tuple[str, ...]
+    """As written; of a range its ends."""
+    is_range: bool = False
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Of a range."""
+        low, high = (parse_yaml(value) for value in self.values)
+        return low, high
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a range is of whole numbers."""
+        return all(isinstance(end, int) for end in self.ends)
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """What the command line asks for."""
+
+    recipe: Path
+    axes: tuple[Axis, ...]
+    changes: tuple[tuple[str, str], ...]
+    """Settings in the place of the recipe's, the same in every run."""
+    seeds: int
+    halving: int | None
+    """Rungs of successive halving."""
+    search: int | None
+    """Settings to try instead of a grid."""
+    output: Path
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """{value as written: how folders name it}, where it is long."""
+
+    def settings(self, values: Sequence[str]) -> dict[str, str]:
+        """{path: value as written}"""
+        return dict(zip((axis.path for axis in self.axes), values, strict=True))
+
+    @property
+    def grid(self) -> list[dict[str, str]]:
+        """Every combination; of ranges, of their ends."""
+        return [self.settings(values) for values in itertools.product(*(axis.values for axis in self.axes))]
+
+    @property
+    def rungs(self) -> list[float]:
+        """Shares of the budget at which the worse half ends, the whole last: [0.25, 0.5, 1.0] for three."""
+        count = self.halving or 1
+        return [2.0 ** (rung - count + 1) for rung in range(count)]
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """As the plan records it."""
+        vary = {
+            axis.path: f"{axis.values[0]}..{axis.values[1]}" if axis.is_range else axis.values for axis in self.axes
+        }
+        return {
+            "vary": {path: value if isinstance(value, str) else list(value) for path, value in vary.items()},
+            "seeds": self.seeds,
+            "halving": self.halving,
+            "search": self.search,
+        }
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One combination of the settings, trained with every seed."""
+
+    settings: dict[str, str]
+    """{path: value as written}"""
+    runs: tuple[SmallRun, ...]
+    """By seed."""
+    tokens: int
+    """Of one run's whole budget."""
+
+
+def read_axes(texts: Iterable[str]) -> list[Axis]:
+    """['a.b=1,2', 'c=1e-4..1e-2'] as axes. Raises InputError with everything that is no axis."""
+    problems, axes = Problems(), []
+    for text in texts:
+        path, equals, given = text.removeprefix("--").partition("=")
+        values = tuple(split_values(given))
+        ends = given.split("..")
+        if not path or not equals or not all(values):
+            problems.append(
+                f"--vary {text}: give a setting and its values, as in --vary optim.learning_rate=1e-3,2e-3"
+            )
+        elif path in [axis.path for axis in axes]:
+            problems.append(f"--vary {path}: given twice; give all its values at once")
+        elif len(ends) == 2 and all(is_number_text(end) for end in ends):
+            axes.append(Axis(path, tuple(ends), is_range=True))
+            low, high = axes[-1].ends
+            if not low < high:
+                problems.append(f"--vary {text}: a range rises; give --vary {path}={ends[1]}..{ends[0]}")
+        else:
+            if len(set(values)) < len(values):
+                problems.append(f"--vary {text}: names a value twice; for several seeds give --seeds")
+            axes.append(Axis(path, values))
+    problems.stop_if_any()
+    return axes
+
+
+def split_values(text: str) -> list[str]:
+    """'1,[2,3],{a: 4, b: 5}' -> ['1', '[2,3]', '{a: 4, b: 5}']"""
+    values, depth = [""], 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            values.append("")
+        else:
+            values[-1] += character
+    return [value.strip() for value in values]
+
+
+def is_number_text(text: str) -> bool:
+    try:
+        value = parse_yaml(text)
+    except ValueError:
+        return False
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def request_problems(request: SweepRequest) -> Problems:
+    """What cannot be swept, as far as the command line tells."""
+    problems, combinations = Problems(), math.prod(len(axis.values) for axis in request.axes)
+    ranges = [axis for axis in request.axes if axis.is_range]
+    changed = {path for path, _ in request.changes}
+    for path in [axis.path for axis in request.axes]:
+        if path == "output":
+            problems.append("--vary output: every run has a folder of its own under --output")
+        if path == "seed" and request.seeds > 1:
+            problems.append(f"--vary seed, and --seeds {request.seeds}: give one of the two")
+        if path in changed:
+            problems.append(f"--{path} beside --vary {path}: give one of the two")
+    if request.search is None:
+        problems += [
+            f"--vary {a.path}={a.values[0]}..{a.values[1]}: a range is searched: give --search and a number of "
+            "settings to try, or list the values"
+            for a in ranges
+        ]
+    elif not ranges:
+        problems.append(f"--search {request.search}: searches ranges, as in --vary optim.learning_rate=1e-4..1e-2")
+    elif find_spec("optuna") is None:
+        problems.append(f"--search needs optuna, which is not installed: pip install {OPTUNA}")
+    if request.search is not None and request.halving is not None:
+        problems.append("--search with --halving: give one of the two; a search already spends its runs where it pays")
+    if request.halving is not None and request.search is None:
+        if request.halving < 2:
+            problems.append(f"--halving {request.halving}: needs two rungs or more; with one, nothing ends early")
+        elif combinations < 2 ** (request.halving - 1):
+            problems.append(
+                f"--halving {request.halving}: halves {request.halving - 1} times, which takes "
+                f"{2 ** (request.halving - 1)} settings or more (got {combinations})"
+            )
+    output = output_problem(request.output)
+    problems += [output.replace("output:", "--output:", 1)] if output else []
+    return problems
+
+
+def run_name(request: SweepRequest, settings: Mapping[str, str], seed: int) -> str:
+    """'learning_rate=1e-3,tokens_per_step=16k,seed=42': a folder's name; without the seed where there is one."""
+    last = [path.rpartition(".")[2] for path in settings]
+    parts = []
+    for path, value in settings.items():
+        short, value = path.rpartition(".")[2], request.labels.get(value, value)
+        value = Path(value).stem if re.fullmatch(r"[\w./-]+\.(json|yaml)", value) else value
+        value = re.sub(r"[^\w.+-]+", "_", value)[:LONGEST_VALUE_IN_NAME]
+        parts.append(f"{short if last.count(short) == 1 else path}={value}")
+    return ",".join(parts + [f"seed={seed}"] * (request.seeds > 1))
+
+
+def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: Path) -> RunConfig:
+    """The recipe of one run: nothing is uploaded, and one checkpoint kept unless the command line says otherwise."""
+    update: dict[str, Any] = {
+        "output": output,
+        "seed": seed,
+        "hub": Hub(),
+        # Each run has the name of its own folder.
+        "tracking": config.tracking.model_copy(
+            update={"group": config.tracking.group or request.output.name, "name": None}
+        ),
+    }
+    if not any(path.startswith("checkpoint") for path, _ in request.changes):
+        kept = {"keep_last": 1, "keep_best": 0, "milestones_every": None, "mirror": None}
+        update["checkpoint"] = config.checkpoint.model_copy(update=kept)
+    return config.model_copy(update=update)
+
+
+def read_point_configs(request: SweepRequest, points: Sequence[Mapping[str, str]]) -> list[RunConfig]:
+    """The recipe with the settings of each point. Raises InputError with the problems of all, each once."""
+    problems = Problems()
+    configs = [
+        problems.attempt(read_run_config, request.recipe, [*request.changes, *settings.items()]) for settings in points
+    ]
+    problems.stop_if_any()
+    return configs
+
+
+def check_points(
+    request: SweepRequest, points: Sequence[Mapping[str, str]]
+) -> list[tuple[dict[str, str], RunConfig, "RunPlan"]]:
+    """(settings, recipe, plan) of each. Raises InputError with every problem of any."""
+    from pretrain.training.run_plan import derive
+    from pretrain.training.validation import open_validation
+
+    configs = read_point_configs(request, points)
+    found: dict[str, list[int]] = {}
+    plans, tokenizers = [], set()
+    say_stage(f"Checking {counted(len(points), 'setting')}")
+    for number, (settings, config) in enumerate(zip(points, configs, strict=True)):
+        problems, name = Problems(), run_name(request, settings, config.seed)
+        config = config_of_run(config, request, config.seed, request.output / "runs" / name)
+        with redirect_stderr(io.StringIO()):  # each would say that its architecture is tested
+            plans.append(problems.attempt(derive, config, ranks=1))
+            validation = problems.attempt(open_validation, config.data)
+        tokenizers |= {reader.manifest.tokenizer_sha256 for reader in (validation or {}).values()}
+        if validation == {}:
+            problems.append("data.validation: no source has a validation split; a sweep compares losses on one")
+        for problem in problems:
+            found.setdefault(problem, []).append(number)
+    if len(tokenizers) > 1:
+        found["data: losses per token of different tokenizers are not comparable; sweep each by itself"] = []
+    Problems(f"{where_found(at, points)}{problem}" for problem, at in found.items()).stop_if_any()
+    return [(dict(settings), *rest) for settings, *rest in zip(points, configs, plans, strict=True)]
+
+
+def where_found(numbers: Sequence[int], points: Sequence[Mapping[str, str]]) -> str:
+    """'with optim.learning_rate 1e-3: ' of a problem that these of the points have; '' where all have it."""
+    if len(numbers) in (0, len(points)):
+        return ""
+    for path, value in points[numbers[0]].items():
+        if [n for n, settings in enumerate(points) if settings[path] == value] == list(numbers):
+            return f"with {path} {value}: "
+    shown = [", ".join(f"{path} {value}" for path, value in points[number].items()) for number in numbers[:3]]
+    return f"with {'; '.join(shown)}{'; ...' * (len(numbers) > 3)}: "
+
+
+def make_point(request: SweepRequest, settings: dict[str, str], config: RunConfig, plan: "RunPlan") -> SweepPoint:
+    """A point, with the recipes of its runs written."""
+    runs = []
+    for seed in range(config.seed, config.seed + request.seeds):
+        name = run_name(request, settings, seed)
+        run = SmallRun(name, request.output, plan.total_steps, plan.total_flops)
+        text = as_yaml(config_of_run(config, request, seed, run.output))
+        run.recipe.parent.mkdir(parents=True, exist_ok=True)
+        if not run.recipe.is_file() or run.recipe.read_text(encoding="utf-8") != text:
+            write_durably(run.recipe, text)
+        runs.append(run)
+    return SweepPoint(settings, tuple(runs), plan.total_tokens)
+
+
+def name_problems(request: SweepRequest, points: Sequence[Mapping[str, str]]) -> list[str]:
+    """Settings whose runs would share a folder."""
+    names = [run_name(request, settings, 0) for settings in points]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    return [f"--vary: several settings would be named {name}; give the values shorter names" for name in twice]
+
+
+def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequence["RunPlan"]) -> None:
+    """Writes the plan, or compares it with the one there. Raises InputError with what differs."""
+    base = flatten_settings(configs[0].model_dump(mode="json"))
+    varied = [axis.path for axis in request.axes]
+    base = {
+        path: value
+        for path, value in base.items()
+        if path not in ("output", "seed") and not any(path == name or path.startswith(f"{name}.") for name in varied)
+    }
+    identity = [{k: v for k, v in plan.identity.items() if k.startswith(("model", "data."))} for plan in plans]
+    first_seed = None if "seed" in varied else configs[0].seed
+    plan = {**PLAN_FORMAT, **request.described, "first_seed": first_seed, "recipe": base, "identity": identity}
+    plan = json.loads(json.dumps(plan))
+    path = request.output / PLAN_FILE
+    if not path.is_file():
+        if request.output.is_dir() and any(p for p in request.output.iterdir() if not p.name.startswith(".")):
+            raise InputError(f"--output {request.output}: holds something else; choose another folder")
+        request.output.mkdir(parents=True, exist_ok=True)
+        write_durably(path, json.dumps(plan, indent=1, ensure_ascii=False) + "\n")
+        return
+    there = read_json(path)
+    if {key: there.get(key) for key in PLAN_FORMAT} != PLAN_FORMAT:
+        raise InputError(f"{path}: is not the plan of a sweep of this version; choose another --output")
+    before, now = flat_plan(there), flat_plan(plan)
+    defaults = {name: as_plain(field.default) for name, field in fields_of_config()}
+    added = {name for name in now.keys() - before.keys() if name in defaults and defaults[name] == now[name]}
+    # Settings that a newer version of the project has, at their defaults, are no difference.
+    differ = setting_differences([before, {name: value for name, value in now.items() if name not in added}])
+    if not differ:
+        return
+    lines = [
+        f"{request.output}: {name} was {shortened(json.dumps(before))}, "
+        f"the command now gives {shortened(json.dumps(now))}"
+        for name, (before, now) in differ.items()
+    ]
+    more = [f"... and {len(lines) - MOST_DIFFERENCES} more"] if len(lines) > MOST_DIFFERENCES else []
+    raise InputError(*lines[:MOST_DIFFERENCES], *more, "give the command that began the sweep, or another --output")
+
+
+def flat_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """By names that a person recognises."""
+    flat = {f"--{key}": plan.get(key) for key in ("seeds", "halving", "search")}
+    flat |= {f"--vary {path}": values for path, values in (plan.get("vary") or {}).items()}
+    flat["seed"] = plan.get("first_seed")
+    flat |= plan.get("recipe") or {}
+    for number, identity in enumerate(plan.get("identity") or []):
+        flat |= {f"{key} on disk, of setting {number + 1}": value for key, value in identity.items()}
+    return flat
+
+
+def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint], parameters: int) -> list[str]:
+    """What may not be meant, with figures."""
+    said, tokens = [], sorted({point.tokens for point in points})
+    varied = [axis.path for axis in request.axes]
+    sized = any(path.startswith(("model", "budget")) for path in varied)
+    if not sized and tokens[-1] > 1.02 * tokens[0]:
+        said.append(
+            f"the runs train on {count_text(tokens[0])} to {count_text(tokens[-1])} tokens, so losses differ for that "
+            "alone; a budget in tokens, --budget.tokens, is the same for all"
+        )
+    if any(path.startswith(("data.sequence_length", "data.document_mask", "data.validation")) for path in varied):
+        said.append("what is varied changes the validation windows too: their losses are of different context")
+    if request.halving:
+        said.append(
+            f"halving compares at {', '.join(f'{share:.0%}' for share in request.rungs[:-1])} of the budget, before "
+            "the learning rate has decayed: high rates look worse there than they end"
+        )
+    needed = len(points) * request.seeds * parameters * BYTES_OF_A_KEPT_RUN
+    place = next(place for place in (request.output, *request.output.absolute().parents) if place.is_dir())
+    if needed > (free := shutil.disk_usage(place).free):
+        said.append(f"checkpoints and models of all runs take {bytes_text(needed)}; free are {bytes_text(free)}")
+    return said

@@ -1,0 +1,281 @@
+"""What a sweep has found: a table, results.json, a picture of the loss by each setting, the best recipe."""
+
+import json
+import math
+import statistics
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.files import write_durably
+from pretrain.recipe import as_yaml, parse_yaml, read_run_config
+from pretrain.units import count_text, duration_text, table
+from pretrain_tools.experiments.small_runs import RunOutcome, SmallRun
+from pretrain_tools.experiments.sweep_plan import SweepRequest, is_number_text
+from pretrain_tools.runs.plots import COLOURS, axis_text
+
+SWEEP_RESULTS, SWEEP_PICTURE, BEST_RECIPE = "results.json", "results.png", "best.yaml"
+RATIO_FOR_LOG = 4.0
+"""Values further apart than this are drawn on a logarithmic axis."""
+MOST_LINES = 8
+LINE_UNDER_PANEL, LINE_IN_LEGEND, SHORTEST_LINE = 64, 48, 7
+"""Characters of a panel's width, of a line in its legend, and of the shortest line of a label under it."""
+MOST_LINES_OF_LABEL = 5
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One seed."""
+
+    run: SmallRun
+    outcome: RunOutcome
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class PointResult:
+    """One combination of the settings."""
+
+    settings: dict[str, str]
+    tokens: int
+    runs: list[RunResult]
+
+    @property
+    def losses(self) -> list[float]:
+        """Of the seeds that finished."""
+        return [one.outcome.loss for one in self.runs if one.outcome.state == "finished"]
+
+    @property
+    def mean_loss(self) -> float:
+        """Infinite unless every seed finished."""
+        return statistics.fmean(one.outcome.loss for one in self.runs)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over the seeds; None of fewer than two."""
+        return statistics.stdev(self.losses) if len(self.losses) > 1 else None
+
+    @property
+    def state(self) -> str:
+        """finished, failed, diverged, or 'ended at step 120'."""
+        if any(one.failure for one in self.runs):
+            return "failed"
+        states = {one.outcome.state for one in self.runs}
+        if "diverged" in states:
+            return "diverged"
+        return "finished" if states == {"finished"} else f"ended at step {max(o.outcome.step for o in self.runs):,}"
+
+    @property
+    def last_loss(self) -> float:
+        """The newest that every seed has, finished or not."""
+        shared = set.intersection(*(set(one.outcome.losses) for one in self.runs))
+        return statistics.fmean(one.outcome.losses[max(shared)] for one in self.runs) if shared else math.inf
+
+
+def report_sweep(request: SweepRequest, results: Sequence[PointResult]) -> int:
+    """Prints the table and writes the files; 1 if no setting has finished."""
+    results = sorted(results, key=lambda result: (result.mean_loss, result.last_loss))
+    print(sweep_table(request, results))
+    write_durably(request.output / SWEEP_RESULTS, json.dumps(as_values(request, results), indent=1) + "\n")
+    finished = [result for result in results if math.isfinite(result.mean_loss)]
+    if not finished:
+        print(f"\nNo setting has finished; see {request.output / 'logs'}. The same command tries again what failed.")
+        return 1
+    draw_sweep(request, results, request.output / SWEEP_PICTURE)
+    write_durably(request.output / BEST_RECIPE, best_recipe(request, finished[0]))
+    print(f"\n{verdict_of_sweep(finished)}")
+    for line in at_the_edge(request, results):
+        print(line)
+    if failed := [result for result in results if result.state == "failed"]:
+        print(f"{len(failed)} of {len(results)} settings failed; the same command tries them again.")
+    for name in (SWEEP_RESULTS, SWEEP_PICTURE, BEST_RECIPE):
+        print(request.output / name)
+    return 0
+
+
+def sweep_table(request: SweepRequest, results: Sequence[PointResult]) -> str:
+    """One row per setting, the best first."""
+    paths = [axis.path for axis in request.axes]
+    rows = [[*paths, "loss", "spread", "seeds", "tokens", "time", ""]]
+    for result in results:
+        loss = result.mean_loss if math.isfinite(result.mean_loss) else result.last_loss
+        shown = f"{loss:.4f}" if math.isfinite(loss) else "-"
+        seconds = statistics.fmean(one.outcome.seconds for one in result.runs)
+        tokens = max(one.outcome.tokens for one in result.runs)
+        why = next((one.failure for one in result.runs if one.failure), "")
+        state = "" if result.state == "finished" else result.state + (f": {why[:60]}" if why else "")
+        spread = f"{result.spread:.4f}" if result.spread is not None else "-"
+        cells = [loss_mark(result, shown), spread, str(len(result.losses)), count_text(tokens), duration_text(seconds)]
+        rows.append([*(result.settings[path] for path in paths), *cells, state])
+    return table(rows, right=set(range(len(paths) + 5)))
+
+
+def loss_mark(result: PointResult, shown: str) -> str:
+    """A loss from before the end is in brackets."""
+    return shown if math.isfinite(result.mean_loss) or shown == "-" else f"({shown})"
+
+
+def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
+    """The best setting, and how sure that is."""
+    best = finished[0]
+    named = ", ".join(f"{path} {value}" for path, value in best.settings.items())
+    text = f"Best: {named}, validation loss {best.mean_loss:.4f}"
+    if len(finished) == 1:
+        return f"{text}."
+    second = finished[1]
+    gap = second.mean_loss - best.mean_loss
+    if len(best.losses) == 1:
+        return f"{text}, {gap:.4f} below the next; one seed does not tell how much of that is chance (--seeds 3)."
+    # The same seed is the same initial weights and order of data: differences by seed scatter less than losses.
+    differences = [worse - better for worse, better in zip(second.losses, best.losses, strict=True)]
+    half = t_of(len(differences)) * statistics.stdev(differences) / math.sqrt(len(differences))
+    sure = "" if gap > half else ", which shows no difference"
+    over = f"90 % interval {gap - half:.4f} to {gap + half:.4f} by {len(differences)} seeds"
+    return f"{text}, {gap:.4f} below the next ({over}){sure}."
+
+
+def at_the_edge(request: SweepRequest, results: Sequence[PointResult]) -> list[str]:
+    """Says of each numeric setting whose best value is the smallest or the largest tried that the best may lie beyond.
+
+    results: the best first. A value that diverged bounds the best as well.
+    """
+    lines = []
+    for axis in request.axes:
+        best = results[0].settings[axis.path]
+        tried = {result.settings[axis.path] for result in results}
+        is_ordered = axis.path != "seed" and all(is_number_text(text) for text in tried)
+        if not is_ordered or len(tried) < 2:
+            continue
+        values = sorted(tried, key=lambda text: float(parse_yaml(text)))
+        if best in (values[0], values[-1]) and parse_yaml(best) != 0:  # most settings go no lower than 0
+            side, beyond = ("smallest", "lower") if best == values[0] else ("largest", "higher")
+            lines.append(
+                f"{axis.path}: {best} is the {side} value tried, so the best may be {beyond}; try some {beyond} ones"
+            )
+    return lines
+
+
+def t_of(count: int) -> float:
+    """Student's t for 90 % of a mean of so many."""
+    return {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02}.get(count, 1.9 if count < 12 else 1.75)
+
+
+def as_values(request: SweepRequest, results: Sequence[PointResult]) -> dict[str, Any]:
+    """results.json: losses in nats per token, the mean over the validation sources."""
+
+    def number(value: float | None) -> float | None:
+        return value if value is not None and math.isfinite(value) else None
+
+    return {
+        **request.described,
+        "results": [
+            {
+                "settings": result.settings,
+                "state": result.state,
+                "loss": number(result.mean_loss),
+                "spread": number(result.spread),
+                "budget_tokens": result.tokens,
+                "runs": [
+                    {
+                        "folder": str(one.run.output),
+                        "state": "failed" if one.failure else one.outcome.state,
+                        "step": one.outcome.step,
+                        "tokens": one.outcome.tokens,
+                        "seconds": round(one.outcome.seconds, 1),
+                        "losses": {str(step): number(loss) for step, loss in one.outcome.losses.items()},
+                        **({"failure": one.failure} if one.failure else {}),
+                    }
+                    for one in result.runs
+                ],
+            }
+            for result in results
+        ],
+    }
+
+
+def best_recipe(request: SweepRequest, best: PointResult) -> str:
+    """The whole recipe with the best settings, for a folder of its own."""
+    config = read_run_config(request.recipe, [*request.changes, *best.settings.items()])
+    config = config.model_copy(update={"output": config.output.with_name(f"{config.output.name}_best")})
+    spread = f" +- {best.spread:.4f}" if best.spread is not None else ""
+    named = "".join(f"#   {path}: {value}\n" for path, value in best.settings.items())
+    return (
+        f"# {request.recipe} with the best settings of the sweep in {request.output}:\n{named}"
+        f"# validation loss {best.mean_loss:.4f}{spread} over {len(best.losses)} seeds\n{as_yaml(config)}"
+    )
+
+
+def draw_sweep(request: SweepRequest, results: Sequence[PointResult], path: Path) -> None:
+    """A panel for each setting: the loss by its values, a line where all else is equal, dots for the seeds."""
+    from matplotlib.figure import Figure
+
+    axes = request.axes
+    finished = [result for result in results if result.losses]
+    columns = min(3, len(axes))
+    rows = math.ceil(len(axes) / columns)
+    figure = Figure(figsize=(5.6 * columns, 4.2 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for panel, axis in zip(panels.flat, axes, strict=False):
+        draw_axis(panel, axis.path, finished, is_best=finished[0])
+    for panel in panels.flat[len(axes) :]:
+        panel.set_visible(False)
+    panels[0][0].set_ylabel("validation loss (nats per token)")
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    figure.savefig(unfinished, dpi=110, format="png")
+    unfinished.replace(path)
+
+
+def fitting_label(text: str, width: int) -> str:
+    """The text in lines of so many characters, without its middle where it takes more than MOST_LINES_OF_LABEL."""
+    most = width * MOST_LINES_OF_LABEL
+    if len(text) > most:
+        text = f"{text[: most // 2 - 2]}...{text[-(most // 2 - 2) :]}"
+    return "\n".join(textwrap.wrap(text, width)) or text
+
+
+def draw_axis(panel: Any, path: str, finished: Sequence[PointResult], is_best: PointResult) -> None:
+    """One setting's panel."""
+    texts = list(dict.fromkeys(result.settings[path] for result in finished))
+    numeric = all(is_number_text(text) for text in texts)
+    if numeric:
+        place = {text: float(parse_yaml(text)) for text in texts}
+        texts.sort(key=place.get)
+        if min(place.values()) > 0 and max(place.values()) >= RATIO_FOR_LOG * min(place.values()):
+            panel.set_xscale("log")
+            panel.xaxis.set_minor_formatter("")
+    else:
+        place = {text: float(number) for number, text in enumerate(texts)}
+    if len(texts) <= 10:
+        width = max(SHORTEST_LINE, LINE_UNDER_PANEL // len(texts))
+        panel.set_xticks(list(place.values()), [fitting_label(text, width) for text in place])
+    lines: dict[tuple, list[PointResult]] = {}
+    for result in finished:
+        others = tuple((other, value) for other, value in result.settings.items() if other != path)
+        lines.setdefault(others, []).append(result)
+    single = all(len(points) == 1 for points in lines.values())
+    for number, (others, points) in enumerate(lines.items()):
+        colour = COLOURS[0] if single else COLOURS[number % len(COLOURS)]
+        points = sorted(points, key=lambda result: place[result.settings[path]])
+        x = [place[result.settings[path]] for result in points]
+        y = [statistics.fmean(result.losses) for result in points]
+        spreads = [result.spread or 0.0 for result in points]
+        named = ", ".join(f"{other.rpartition('.')[2]} {value}" for other, value in others)
+        label = fitting_label(named, LINE_IN_LEGEND) if not single and number < MOST_LINES else None
+        panel.errorbar(
+            x, y, yerr=spreads, color=colour, marker="o", markersize=4, capsize=3, linewidth=1.5, label=label
+        )
+        for result in points:
+            if len(result.losses) > 1:
+                panel.scatter(
+                    [place[result.settings[path]]] * len(result.losses), result.losses, s=9, color=colour, alpha=0.5
+                )
+    best = place[is_best.settings[path]], is_best.mean_loss if math.isfinite(is_best.mean_loss) else is_best.losses[0]
+    panel.scatter(*best, s=90, facecolors="none", edgecolors="#000000", linewidths=1.4, zorder=4)
+    panel.set_title(path, fontsize=11, loc="left", fontweight="bold")
+    panel.yaxis.set_major_formatter(axis_text)
+    panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+    if len(lines) > 1 and not single:
+        panel.legend(frameon=False, fontsize=8)

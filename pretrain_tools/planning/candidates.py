@@ -1,0 +1,314 @@
+"""What a run will need: work, memory under every strategy, time, disk, data; and which strategy to choose.
+
+Nothing here touches a GPU. Memory is each strategy's `footprint`, time pretrain_tools/planning/step_time.py's.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import patch_environment
+
+from pretrain.config import RunConfig
+from pretrain.data.batches import Batches
+from pretrain.data.manifest import MANIFEST_FILE
+from pretrain.errors import InputError
+from pretrain.gpus import CPU, Gpu
+from pretrain.memory.parts import FP32, Memory, PlannedRun, optimizer_elements, sizes_of
+from pretrain.model.flops import active_parameters, flops_per_token, matrix_parameters
+from pretrain.model.positions import configs_of_stages
+from pretrain.optim.batch_ramp import BatchRamp
+from pretrain.parallel.layout import Layout
+from pretrain.parallel.registry import STRATEGIES
+from pretrain.training.run_plan import ramp_of, sequences_of, too_long
+from pretrain_tools.planning.step_time import Hardware, RunWork, Speed
+
+AS_FAST = 0.03
+"""Difference in time below which a plan takes two strategies for equally fast."""
+SIMPLEST_FIRST = {name: place for place, name in enumerate(STRATEGIES)}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run under one strategy."""
+
+    name: str
+    """File in accelerate_configs/."""
+    problems: list[str]
+    """Why it cannot run."""
+    memory: Memory | None = None
+    """At the recipe's micro-batch."""
+    fits: bool = False
+    largest_micro_batch: int | None = None
+    """The largest that fits and divides the batch; None if none does."""
+    micro_batch: int | None = None
+    """What the plan uses: the recipe's if it fits, else the largest."""
+    step_seconds: float = math.inf
+    reduces_once: bool = False
+    """Whether the plan sets batch.reduce_once: communication is worth memory that is there."""
+    communication_seconds: float = 0.0
+    """Of the step, not hidden behind computing."""
+    notes: list[str] = field(default_factory=list)
+    options: str = ""
+    """For the launcher, where the file itself says something else."""
+
+    @property
+    def runs(self) -> bool:
+        return not self.problems and self.largest_micro_batch is not None
+
+
+def planned_precision(config: RunConfig, gpu: Gpu) -> str:
+    """The recipe's precision as it will be on this GPU. Raises InputError for one that it does not compute in."""
+    precision = config.precision
+    if precision == "auto":
+        precision = "bf16" if gpu.has_bf16 else "fp32"
+    if precision == "fp8" and gpu.fp8_flops is None:
+        raise InputError(f"precision: fp8 does not run on {gpu.name}; use bf16, or a GPU that has it, such as h100")
+    if precision == "bf16" and not gpu.has_bf16:
+        other = "fp32" if gpu.name == CPU else "fp16"
+        raise InputError(f"precision: bf16 does not run on {gpu.name}; use --precision {other}, or another GPU")
+    return precision
+
+
+def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
+    """Parameters, tokens, steps and FLOPs. Raises InputError where the budget or the batch cannot be."""
+    if problems := too_long(model_config, config.data.sequence_length):
+        raise InputError(*problems)
+    sizes = sizes_of(model_config)
+    length = config.data.sequence_length
+    sequences = config.batch.tokens_per_step // length
+    if config.batch.tokens_per_step % length:
+        raise InputError(
+            f"batch.tokens_per_step: {config.batch.tokens_per_step:,} is not a multiple of data.sequence_length "
+            f"{length:,}; nearest: {max(1, sequences) * length:,} or {(sequences + 1) * length:,}"
+        )
+    active = active_parameters(model_config)
+    ramp = planned_ramp(config, active)
+    return RunWork(
+        sizes=sizes,
+        active=active,
+        non_embedding=matrix_parameters(model_config),
+        tokens=ramp.total_sequences * length,
+        steps=ramp.total_steps,
+        tokens_per_step=config.batch.tokens_per_step,
+        flops_per_token=mean_flops_per_token(config, model_config),
+        recompute=4 / 3 if config.activation_checkpointing != "none" else 1.0,
+    )
+
+
+def mean_flops_per_token(config: RunConfig, model_config: Any) -> float:
+    """Over the run, whose stages may have windows of several lengths. Raises InputError as `configs_of_stages`."""
+    configs_of_stages(model_config, config.data)
+    ends = [0.0, *(stage.until or 1.0 for stage in config.data.mixtures)]
+    shares = [end - begin for begin, end in itertools.pairwise(ends)]
+    flops = [flops_per_token(model_config, window.sequence_length) for window in config.data.windows]
+    return (
+        sum(share * of_stage for share, of_stage in zip(shares, flops, strict=True))
+        if len(set(flops)) > 1
+        else flops[0]
+    )
+
+
+def planned_ramp(config: RunConfig, active: int) -> BatchRamp:
+    """The batch over the run, whatever the number of processes. active: see `ramp_of`."""
+    sequences = config.batch.tokens_per_step // config.data.sequence_length
+    return ramp_of(config, sequences, active)
+
+
+def micro_batches(config: RunConfig, ranks: int, parts: int = 1) -> list[int]:
+    """Every batch.sequences_per_micro_batch with which `derive` accepts the batch, ascending."""
+    per_rank = config.batch.tokens_per_step // (config.data.sequence_length * ranks)
+    divisors = [n for n in range(parts, per_rank + 1, parts) if per_rank % n == 0]
+    return [n for n in divisors if not batch_problems(config.with_batch(sequences_per_micro_batch=n), ranks, parts)]
+
+
+def consider(name: str, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed) -> Candidate:
+    """The run under one strategy, divided in the first of its ways in which the recipe's micro-batch fits."""
+    found: list[Candidate] = []
+    for layout in STRATEGIES[name].layouts(name, hardware.gpus, hardware.machines):
+        found.append(replace(consider_layout(layout, run, work, hardware, speed), options=layout.options))
+        if found[-1].runs and found[-1].fits:
+            return found[-1]
+    return min(reversed(found), key=lambda each: (bool(each.problems), not each.runs, each.step_seconds))
+
+
+def consider_layout(layout: Layout, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed) -> Candidate:
+    """What keeps it from running, memory, the largest micro-batch, seconds per step."""
+    name, strategy, config = layout.name, STRATEGIES[layout.name], run.config
+    problems = strategy_problems(run, layout)
+    if problems:
+        return Candidate(name, problems)
+    ranks = strategy.micro_batches(layout)
+    parts = strategy.parts_of_micro_batch(config)
+    possible = micro_batches(config, ranks, parts)
+    if not possible:
+        return Candidate(name, batch_problems(config, ranks, parts))
+
+    def need(sequences: int) -> Memory:
+        return strategy.largest_footprint(run, layout, sequences)
+
+    micro_batch = config.batch.sequences_per_micro_batch
+    memory = need(micro_batch)
+    fitting = largest_that_fits(possible, lambda n: need(n).total <= hardware.usable_bytes)
+    fits = memory.total <= hardware.usable_bytes
+    notes = batch_problems(config, ranks, parts)
+    if layout.parts > 1:
+        notes.append(f"{name}: {layout.parts} of {layout.ranks} processes share each sequence")
+    used = micro_batch if fits and micro_batch in possible else fitting
+    if used is None:
+        return Candidate(name, [], memory, fits, None, None, notes=notes)
+    if config.activation_checkpointing != "none":
+        whole = replace(run, config=config.model_copy(update={"activation_checkpointing": "none"}))
+        if strategy.largest_footprint(whole, layout, used).total <= hardware.usable_bytes:
+            notes.append(f"{name}: fits with --activation_checkpointing none too, which takes a quarter less time")
+    seconds, exposed = speed.step_seconds(config, work, hardware, layout, used)
+    found = Candidate(name, [], memory, fits, fitting, used, seconds, communication_seconds=exposed, notes=notes)
+    return reduced_once(found, layout, run, work, hardware, speed)
+
+
+def reduced_once(
+    found: Candidate, layout: Layout, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed
+) -> Candidate:
+    """The same with gradients reduced once per step, where the strategy can, that fits and takes less time."""
+    strategy, config = STRATEGIES[found.name], run.config.with_batch(reduce_once=True)
+    if run.config.batch.reduce_once or not strategy.reduces_by_choice(found.name, run.precision):
+        return found
+    seconds, exposed = speed.step_seconds(config, work, hardware, layout, found.micro_batch)
+    if seconds >= found.step_seconds:
+        return found
+    need = [
+        strategy.largest_footprint(replace(run, config=config), layout, sequences)
+        for sequences in (found.micro_batch, run.config.batch.sequences_per_micro_batch)
+    ]
+    if need[0].total > hardware.usable_bytes:
+        return found
+    return replace(found, memory=need[1], reduces_once=True, step_seconds=seconds, communication_seconds=exposed)
+
+
+def largest_that_fits(ascending: list[int], fits) -> int | None:
+    """The last of these that fits, where each needs more than the one before."""
+    low, high = 0, len(ascending)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if fits(ascending[middle]) else (low, middle)
+    return ascending[low - 1] if low else None
+
+
+def batch_problems(config: RunConfig, ranks: int, parts: int) -> list[str]:
+    """Why the batch cannot be divided among the processes: the words of the check at the start of a run."""
+    try:
+        sequences_of(config, ranks, parts)
+    except InputError as error:
+        return error.problems
+    return []
+
+
+def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
+    """Why a strategy cannot run the recipe on this many GPUs, with the strategy's own messages."""
+    if layout.problem:
+        return [layout.problem]
+    strategy = STRATEGIES[layout.name]
+    # What this machine lacks says nothing of the one planned for: precision is asked about here.
+    portable = run.config.model_copy(update={"precision": "fp32"})
+    with patch_environment(WORLD_SIZE=layout.ranks, **layout.environment):
+        problems = strategy.problems(portable, layout.name)
+    if run.precision not in strategy.precisions:
+        allowed = " or ".join(strategy.precisions)
+        problems.append(f"precision: {run.precision} does not run under {layout.name}; choose {allowed}")
+    return problems
+
+
+def recommend(candidates: list[Candidate]) -> Candidate | None:
+    """The simplest of the fastest, those that take the recipe's micro-batch first; None if none fits."""
+    return min(
+        fastest_of(candidates),
+        key=lambda candidate: (not candidate.fits, SIMPLEST_FIRST[candidate.name]),
+        default=None,
+    )
+
+
+def fastest_of(candidates: list[Candidate]) -> list[Candidate]:
+    """The fastest that fits, and those that the estimate cannot tell from it."""
+    able = [candidate for candidate in candidates if candidate.runs]
+    least = min((candidate.step_seconds for candidate in able), default=math.inf)
+    return [candidate for candidate in able if candidate.step_seconds <= (1 + AS_FAST) * least]
+
+
+def reason_of(chosen: Candidate, candidates: list[Candidate]) -> str:
+    """Why `recommend` chose this one, in a sentence."""
+    same = [candidate for candidate in fastest_of(candidates) if candidate is not chosen]
+    if not same:
+        others = sum(candidate.runs for candidate in candidates) - 1
+        return f"{chosen.name} is the fastest that fits." if others else f"Nothing but {chosen.name} fits."
+    is_simplest = all(SIMPLEST_FIRST[chosen.name] < SIMPLEST_FIRST[candidate.name] for candidate in same)
+    which = "is the simplest" if is_simplest else "is the simplest that takes the recipe's micro-batch"
+    names = ", ".join(candidate.name for candidate in same)
+    return f"{chosen.name} {which} of the fastest: the estimate cannot tell {names} from it (within {AS_FAST:.0%})."
+
+
+def command_of(
+    candidate: Candidate, config_path: str, overrides: list[tuple[str, str]], hardware: Hardware, config: RunConfig
+) -> str:
+    """The command that starts the run, ready to paste; one for each machine where there are several."""
+    settings = [f"--{key} {value}" for key, value in overrides if key != "batch.sequences_per_micro_batch"]
+    if candidate.micro_batch != config.batch.sequences_per_micro_batch or len(settings) != len(overrides):
+        settings.append(f"--batch.sequences_per_micro_batch {candidate.micro_batch}")
+    if candidate.reduces_once and not config.batch.reduce_once:
+        settings.append("--batch.reduce_once true")
+    launch = (
+        f"accelerate launch --config_file accelerate_configs/{candidate.name}.yaml --num_processes {hardware.gpus}"
+    )
+    launch += candidate.options
+    if hardware.machines > 1:
+        launch += f" --num_machines {hardware.machines} --machine_rank RANK --main_process_ip ADDRESS"
+    return " ".join([f"{launch} train.py --config {config_path}", *settings])
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes on disk."""
+
+    checkpoint: float
+    """Weights, optimizer state and the weights' average, if there is one, in fp32."""
+    kept: int
+    """Checkpoints that stay at the end, milestones included."""
+    total: float
+    """At most, with one being written and the final model."""
+
+
+def storage_of(config: RunConfig, work: RunWork) -> Storage:
+    """Disk that checkpoints take under the recipe's retention."""
+    settings = config.checkpoint
+    model = FP32 * work.sizes.total
+    checkpoint = model + FP32 * optimizer_elements(config.optim.name, work.sizes)
+    checkpoint += model if config.averaging.kind != "none" else 0
+    every = settings.every_steps
+    if settings.every_tokens:
+        every = max(1, round(settings.every_tokens / work.tokens_per_step))
+    saves = work.steps // every + 1 if every else 1
+    milestones = work.steps // settings.milestones_every if settings.milestones_every else 0
+    kept = min(saves, settings.keep_last + settings.keep_best) + milestones
+    export = 4 if config.export.dtype == "fp32" else 2
+    return Storage(checkpoint, kept, checkpoint * (kept + 1) + export * work.sizes.total)
+
+
+def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
+    """For each source: the tokens drawn from it, and epochs where its shards exist.
+
+    Raises InputError where the shards cannot serve the run: max_epochs used up, damaged, of different tokenizers.
+    """
+    shares, begin = {}, 0.0
+    for stage in config.data.mixtures:
+        end, weights = stage.until or 1.0, sum(source.weight for source in stage.train)
+        for source in stage.train:
+            share = (end - begin) * source.weight / weights
+            shares[str(source.shards)] = shares.get(str(source.shards), 0.0) + share
+        begin = end
+    rows = [{"source": folder, "tokens": share * work.tokens, "epochs": None} for folder, share in shares.items()]
+    if not all((Path(folder) / MANIFEST_FILE).is_file() for folder in shares):
+        return rows
+    batches = Batches(config.data, seed=config.seed, ramp=planned_ramp(config, work.active))
+    epochs, readers = batches.epochs_at(work.steps), batches.readers
+    return [row | {"epochs": epochs[row["source"]], "available": readers[row["source"]].tokens} for row in rows]

@@ -1,0 +1,233 @@
+"""What --check says of a recipe that can run: warnings with figures, the time it takes here, the command."""
+
+import math
+import os
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from pretrain.config import RunConfig
+from pretrain.data.shards import ShardReader
+from pretrain.data.vocabulary import assumed_vocabulary
+from pretrain.errors import InputError, one_line
+from pretrain.hardware import memory_bytes, peak_flops
+from pretrain.memory.parts import PlannedRun, sizes_of
+from pretrain.model.model_config import padded_vocabulary
+from pretrain.parallel.memory_advice import context_advice, ladder
+from pretrain.parallel.registry import requested_strategy
+from pretrain.parallel.strategy import device_type
+from pretrain.training.cautions import cautions
+from pretrain.training.run_plan import ModelPlan, RunPlan, plan_without_data, sequences_of
+from pretrain.training.run_records import in_rows, rows_of_model
+from pretrain.units import bytes_text, count_text, counted, duration_text
+from pretrain_tools.planning.candidates import storage_of, work_of_run
+from pretrain_tools.planning.step_time import default_mfu
+
+USEFUL_EPOCHS = 4
+"""Beyond which repeated tokens are worth less and less than new ones (arXiv 2305.16264)."""
+FEWEST_STEPS = 100
+GOOD_STEPS = 500
+"""Steps that the advice for too few of them aims at."""
+MOST_OF_VOCABULARY = 0.5
+"""Share of the parameters in the embedding and the head above which a warning appears."""
+WARNING_PREFIX = "warning: "
+CHECK_FLAGS = ("--check", "--verbose")
+
+
+def judgement(
+    config: RunConfig,
+    run: RunPlan,
+    overridden: frozenset[str],
+    validation: dict[str, ShardReader],
+    words: Sequence[str],
+) -> list[str]:
+    """The lines after the banner; measures this machine for a second.
+
+    Args:
+        validation: what `open_validation` returned.
+        words: of the command line after the script's name.
+    """
+    device = torch.device(device_type())
+    found = (
+        repeated_data(run),
+        missing_validation(config, validation),
+        heavy_vocabulary(run),
+        few_steps(config, run),
+        small_memory(config, run, device),
+        small_disk(config, run),
+    )
+    warnings = [*cautions(config, run, overridden, device), *filter(None, found)]
+    lines = [f"{WARNING_PREFIX}{warning}" for warning in warnings]
+    return [*lines, time_here(config, run, device), f"start it with: {launch_command(config, words)}"]
+
+
+def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]:
+    """The lines of a check of a recipe that lacks its data alone: everything else has been found right."""
+    model, precision = plan_without_data(config)
+    vocabulary = "; ".join(assumed_vocabulary(config, model.model_config)).removeprefix("vocabulary: ")
+    rows = rows_of_model(config, model, precision, vocabulary or f"{model.model_config.vocab_size:,} ids, as stated")
+    memory = memory_shortage(config, model, precision, torch.device(device_type()))
+    return [
+        in_rows(rows),
+        *([f"{WARNING_PREFIX}{memory}"] if memory else []),
+        f"start it, once the data is there, with: {launch_command(config, words)}",
+        "Everything but the data has been checked.",
+    ]
+
+
+def warnings_in_words(lines: Sequence[str]) -> str:
+    """'No problems found', or 'No mistakes, 2 warnings above', of the lines that `judgement` returns."""
+    count = sum(line.startswith(WARNING_PREFIX) for line in lines)
+    return f"No mistakes, {counted(count, 'warning')} above" if count else "No problems found"
+
+
+def repeated_data(run: RunPlan) -> str | None:
+    counts = run.batches.epochs_at(run.total_steps)
+    epochs = {folder: count for folder, count in counts.items() if round(count, 1) > USEFUL_EPOCHS}
+    if not epochs:
+        return None
+    readers = run.batches.readers
+    each = ", ".join(f"{folder} {count:,.1f} times" for folder, count in epochs.items())
+    new = sum(reader.tokens for reader in readers.values())
+    smaller = f"--budget.tokens {USEFUL_EPOCHS * new}" if len(readers) == 1 else "a smaller budget"
+    return (
+        f"data: {each}: the budget has {count_text(run.total_tokens)} tokens, the text {count_text(new)}; beyond "
+        f"{USEFUL_EPOCHS} epochs repetition teaches little (arXiv 2305.16264). Add text, or use {smaller}"
+    )
+
+
+def missing_validation(config: RunConfig, validation: dict[str, ShardReader]) -> str | None:
+    if validation or config.data.validation is not None:
+        return None
+    return (
+        "validation: no source has a validation split of a whole sequence, so nothing shows when the model begins to "
+        "learn its text by heart; prepare the data with --validation_fraction 0.05, or name some in data.validation"
+    )
+
+
+def heavy_vocabulary(run: RunPlan) -> str | None:
+    sizes = sizes_of(run.model_config)
+    used = min(padded_vocabulary(run.batches.vocabulary_size), sizes.vocabulary)
+    per_id = sizes.of_vocabulary // sizes.vocabulary
+    body = sizes.total - sizes.of_vocabulary
+    share = used * per_id / (body + used * per_id)
+    if share <= MOST_OF_VOCABULARY:
+        return None
+    balanced = max(512, 2 ** round(math.log2(max(1, body / (2 * per_id)))))
+    return (
+        f"vocabulary: {used:,} ids take {count_text(used * per_id)} of {count_text(body + used * per_id)} parameters "
+        f"({share:.0%}), the layers only the rest; with a tokenizer of {balanced:,} ids (--train_tokenizer "
+        f"{balanced}) it is {balanced * per_id / (body + balanced * per_id):.0%}"
+    )
+
+
+def few_steps(config: RunConfig, run: RunPlan) -> str | None:
+    if run.total_steps >= FEWEST_STEPS:
+        return None
+    length = config.data.sequence_length
+    smaller = max(length, 2 ** int(math.log2(max(1, run.total_tokens / GOOD_STEPS))))
+    remedy = (
+        f"--batch.tokens_per_step {smaller} takes {math.ceil(run.total_tokens / smaller):,}"
+        if smaller < config.batch.tokens_per_step and config.budget.steps is None
+        else "raise the budget"
+    )
+    return (
+        f"batch: {config.batch.tokens_per_step:,} tokens per step leave {run.total_steps:,} steps, of which "
+        f"{run.schedule.warmup_steps:,} are warmup; a run learns little in fewer than {FEWEST_STEPS}: {remedy}"
+    )
+
+
+def small_memory(config: RunConfig, run: RunPlan, device: torch.device) -> str | None:
+    return memory_shortage(config, run, run.precision, device)
+
+
+def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: torch.device) -> str | None:
+    """Warns that a step will not fit into the memory here, with what would; of several stages the largest counts."""
+    name, strategy = requested_strategy()
+    planned = PlannedRun(config, run.model_config, precision, device.type)
+    layout, have = strategy.launched_layout(name), memory_bytes(device)
+    if fits_by_far(config, run, have):
+        return None
+    try:
+        need = strategy.largest_footprint(planned, layout, config.batch.sequences_per_micro_batch).total
+    except Exception as error:  # whatever a library's own class raises where parts of it are built
+        return f"memory: what a step of {run.model_config.model_type} needs is not known here ({one_line(error)})"
+    if need <= have:
+        return None
+    remedies = ladder(planned, name, layout.ranks, have)
+    if all("does not fit" in remedy for remedy in remedies):
+        remedies += filter(None, [context_advice(planned, have)])
+    longest = config.data.longest_window.sequence_length
+    return (
+        f"memory: under {name} a step in sequences of {longest:,} tokens needs {bytes_text(need)}, and "
+        f"{'this GPU' if device.type == 'cuda' else 'each process here'} has {bytes_text(have)}; {'; '.join(remedies)}"
+    )
+
+
+def fits_by_far(config: RunConfig, run: ModelPlan, have: int) -> bool:
+    """Whether several times what is usual fits into so many bytes, undivided: tracing a step takes seconds.
+
+    Usual are, in fp32, 34 values of the hidden width per token and layer (arXiv 2205.05198), and scores of all pairs
+    of positions.
+    """
+    known, length = run.model_config, config.data.longest_window.sequence_length
+    sizes = [getattr(known, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")]
+    if not all(isinstance(size, int) for size in sizes):
+        return False
+    layers, width, heads = sizes
+    values = length * layers * 200 * width + 3 * layers * heads * length**2 + 4 * length * known.vocab_size
+    return 20 * run.parameters + 4 * config.batch.sequences_per_micro_batch * values <= have
+
+
+def small_disk(config: RunConfig, run: RunPlan) -> str | None:
+    """Warns that checkpoints and the final model will not fit beside what is there."""
+    storage = storage_of(config, work_of_run(config, run.model_config))
+    place = next(folder for folder in (config.output.absolute(), *config.output.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(place).free + _bytes_in(config.output)
+    if storage.total <= free:
+        return None
+    return (
+        f"disk: checkpoints and the final model take up to {bytes_text(storage.total)} ({storage.kept} kept of "
+        f"{bytes_text(storage.checkpoint)} each, one being written), {place} has {bytes_text(free)} for them; lower "
+        "checkpoint.keep_last or milestones_every, or choose another --output"
+    )
+
+
+def _bytes_in(folder: Path) -> int:
+    """Of a run's checkpoints and final model, which the ones to come replace."""
+    return sum(path.stat().st_size for path in folder.glob("*/**/*.safetensors") if path.is_file())
+
+
+def time_here(config: RunConfig, run: RunPlan, device: torch.device) -> str:
+    """Estimates the run's time, or says what limits it."""
+    if config.budget.minutes is not None:
+        return f"time on this machine: {config.budget.minutes:g} min at most, as budget.minutes says"
+    peak, source = peak_flops(device, run.precision)
+    if peak is None:
+        return f"time on this machine: unknown ({source}); plan.py --calibrate measures it"
+    mfu, _ = default_mfu(run.active_parameters, device.type)
+    seconds = run.total_flops / (peak * run.ranks * mfu)
+    processes = f"{run.ranks} processes" if run.ranks > 1 else "one process"
+    return (
+        f"time on this machine: about {duration_text(seconds)} for {count_text(run.total_tokens)} tokens in "
+        f"{processes}, at an MFU of {mfu:.0%} of {peak / 1e12:.3g} TFLOP/s ({source}); plan.py --calibrate measures it"
+    )
+
+
+def launch_command(config: RunConfig, words: Sequence[str]) -> str:
+    """The command of the run that was checked, on all GPUs of this machine where the batch divides evenly."""
+    asked = shlex.join(["train.py", *(word for word in words if word not in CHECK_FLAGS)])
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        return f"the launcher's command that was used here, and {asked}"
+    gpus = torch.cuda.device_count() if device_type() == "cuda" else 0
+    try:
+        sequences_of(config, max(1, gpus))
+    except InputError:
+        gpus = 1
+    if gpus <= 1:
+        return f"python {asked}"
+    return f"accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes {gpus} {asked}"

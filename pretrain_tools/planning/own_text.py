@@ -1,0 +1,382 @@
+"""train.py --text: from text files to a recipe for this machine and the minutes given, by the everyday commands.
+
+Every part is left as it is once it is there, so the same command continues after an interruption at any point. The
+recipe comes last: from then on it is what trains, and its first line tells which command made it.
+"""
+
+import argparse
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from pretrain.errors import (
+    CRASHED,
+    EXIT_BAD_INPUT,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    InputError,
+    Problems,
+    leave,
+)
+from pretrain.files import ROOT, write_durably
+from pretrain.recipe import read_command_line
+from pretrain.units import bytes_text
+from pretrain_tools.planning.sizing import OF_THE_DEMO, choose_sizing, padded, vocabulary_for
+from pretrain_tools.planning.timed_steps import tokens_per_second
+
+# Modules that import torch or numpy are imported where they are used: a mistyped command is answered at once.
+if TYPE_CHECKING:
+    from pretrain_tools.planning.sized_recipe import Machine, Prepared, SizedRecipe
+    from pretrain_tools.planning.text_files import TextFiles
+
+SMALLEST_TEXT_BYTES = 20_000
+LARGEST_FILE_BYTES = 250_000_000
+"""A larger plain-text file is divided into paragraphs: a document may have 256 MiB."""
+VALIDATION_FRACTIONS = ((2e5, 0.1), (1e7, 0.05), (1e8, 0.02), (math.inf, 0.01))
+"""(bytes of text below which it holds, share held out)."""
+MADE_BY = "# Made by: "
+STOPS = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_PREEMPTED}
+CHILD_LOOK_SECONDS = 0.2
+MOST_TIMINGS, SHARE_FOR_TIMING, MOST_SECONDS_OF_TIMING = 3, 0.01, 10.0
+"""Of real steps, before a model is chosen: each beside the start of a process."""
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """What is asked for, and where the parts go."""
+
+    patterns: tuple[str, ...]
+    minutes: float
+    output: Path
+    rest: tuple[str, ...] = ()
+    """Arguments that train.py takes with any recipe."""
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.output.name
+
+    @property
+    def command(self) -> str:
+        """By which the recipe is recognised; settings of train.py may differ from time to time."""
+        words = ["--text", *self.patterns, *(["--exclude", *self.exclude] if self.exclude else [])]
+        words += ["--minutes", f"{self.minutes:g}", "--output", str(self.output)]
+        return f"python train.py {shlex.join(words)}"
+
+    @property
+    def tokenizer(self) -> Path:
+        return Path("tokenizers", self.name)
+
+    @property
+    def shards(self) -> Path:
+        return Path("data", self.name)
+
+    @property
+    def model(self) -> Path:
+        return Path("model_configs", f"{self.name}.json")
+
+    @property
+    def recipe(self) -> Path:
+        return Path("recipes", f"{self.name}.yaml")
+
+
+def with_own_text(arguments: list[str]) -> list[str]:
+    """The command line with --config for --text, once tokenizer, shards and recipe are there; others as they are.
+
+    Raises InputError for text that cannot be trained on and for files in the way; ends the process with the status of
+    a preparation that fails or is interrupted.
+    """
+    if {"--help", "-h"} & set(arguments) or not any(word.split("=")[0] == "--text" for word in arguments):
+        return arguments
+    asked = read_own_text(arguments)
+    started = ["--config", str(asked.recipe), *asked.rest]
+    if asked.recipe.exists():
+        refuse_another_command(asked)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if not asked.recipe.exists():
+            raise InputError(
+                "--text: prepares text, tokenizer and recipe in one process, and this is one of several; first run "
+                f"{asked.command} --check, then the launcher with train.py --config {asked.recipe}"
+            )
+        return started
+    if asked.recipe.exists():
+        files = find_text(asked)
+        refuse_other_text(asked, files)
+        if files.left_out:
+            print(files.left_out)
+        print(f"{asked.recipe}: was made by this command; continuing with it", flush=True)
+        return started
+    problems = Problems()
+    files = problems.attempt(find_text, asked)
+    problems.attempt(refuse_files_in_the_way, asked)
+    # Settings are checked on another recipe: the one that they are for is minutes away.
+    problems.attempt(read_command_line, ["--config", str(ROOT / "recipes" / "demo.yaml"), *asked.rest], "")
+    problems.stop_if_any()
+    make_recipe(asked, files)
+    return started
+
+
+def read_own_text(arguments: Sequence[str]) -> OwnText:
+    """Reads `--text FILES... [--exclude FILES...] [--minutes M] [--output FOLDER]` among other arguments.
+
+    A shell may have expanded the files.
+
+    Raises InputError.
+    """
+    parser = Options(add_help=False, allow_abbrev=False)
+    parser.add_argument("--text", nargs="+", required=True)
+    parser.add_argument("--exclude", nargs="+", default=[])
+    parser.add_argument("--minutes", type=minutes_from, default=10.0)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--config")
+    given, rest = parser.parse_known_args(arguments)
+    if given.config:
+        raise InputError(f"--text makes the recipe, and --config {given.config} names one; give one of them")
+    output = given.output or Path("runs", run_name_of(given.text[0]))
+    if not re.fullmatch(r"\w[\w.-]*", output.name):
+        raise InputError(
+            f"--output {output}: its last part names recipe, shards and model; give one such as runs/mine"
+        )
+    return OwnText(tuple(given.text), given.minutes, output, tuple(rest), tuple(given.exclude))
+
+
+class Options(argparse.ArgumentParser):
+    """A parser that leaves errors to `or_exit`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(
+            f"{message.removeprefix('argument ')}; such as --text 'mine/*.txt' --minutes 10 --output runs/mine"
+        )
+
+
+def minutes_from(text: str) -> float:
+    """Raises ArgumentTypeError where it is no number above 0."""
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = math.nan
+    if not 0 < minutes < 1e6:
+        raise argparse.ArgumentTypeError(f"must be a number of minutes above 0 (got {text!r})")
+    return minutes
+
+
+def run_name_of(pattern: str) -> str:
+    """'mine/*.txt' -> 'mine', 'books/alice.txt' -> 'alice'; 'own_text' where nothing in it is a name."""
+    parts = Path(pattern).parts
+    fixed = [part for part in parts if not any(sign in part for sign in "*?[")]
+    last = fixed[-1].split(".")[0] if len(fixed) == len(parts) and fixed else fixed[-1] if fixed else Path.cwd().name
+    return re.sub(r"\W+", "_", last).strip("_") or "own_text"
+
+
+def find_text(asked: OwnText) -> "TextFiles":
+    """The files. Raises InputError for none, for named ones that are not text, and for too little altogether."""
+    from pretrain_tools.planning.text_files import find_text_files
+    from pretrain_tools.preparation.documents.sources import expected_bytes
+
+    try:
+        files = find_text_files(asked.patterns, asked.exclude)
+    except InputError as error:
+        raise InputError(*(problem.replace("--input", "--text") for problem in error.problems)) from None
+    total = sum(map(expected_bytes, files.sources))
+    if total < SMALLEST_TEXT_BYTES:
+        left_out = f" ({files.left_out})" if files.left_out else ""
+        raise InputError(
+            f"--text {' '.join(asked.patterns)}: {total:,} bytes in {files_text(len(files.sources))} are too few to "
+            f"learn from; give at least {SMALLEST_TEXT_BYTES:,}, better a million{left_out}"
+        )
+    return files
+
+
+def files_text(count: int) -> str:
+    return f"{count:,} file{'s' if count != 1 else ''}"
+
+
+def refuse_another_command(asked: OwnText) -> None:
+    """Raises InputError where the recipe was not made by this command."""
+    first = asked.recipe.read_text(encoding="utf-8", errors="replace").split("\n", 1)[0]
+    if first == MADE_BY + asked.command:
+        return
+    if not first.startswith(MADE_BY):
+        raise InputError(
+            f"{asked.recipe}: exists and was not made by train.py --text; give another name, such as "
+            f"--output {another_output(asked)}"
+        )
+    raise InputError(
+        f"{asked.recipe}: was made by another command: {first.removeprefix(MADE_BY)}\nto continue that run, give it "
+        f"again; for a new one, give another name, such as --output {another_output(asked)}; to train the old one "
+        f"for longer, python train.py --config {asked.recipe} --budget.steps N"
+    )
+
+
+def another_output(asked: OwnText) -> Path:
+    """A name at which nothing is in the way."""
+    numbers = (OwnText((), 0, asked.output.with_name(f"{asked.name}_{n}")) for n in range(2, 1000))
+    return next(other.output for other in numbers if not any(path.exists() for path in in_the_way(other)))
+
+
+def in_the_way(asked: OwnText) -> list[Path]:
+    return [asked.recipe, asked.model, asked.tokenizer, asked.shards, asked.output]
+
+
+def refuse_files_in_the_way(asked: OwnText) -> None:
+    """Raises InputError for files of that name: without a recipe, this command has made neither a model nor a run.
+
+    A tokenizer and shards may be its own, interrupted; prepare_data.py refuses those that were made in another way.
+    """
+    from pretrain.data.manifest import MANIFEST_FILE
+    from pretrain_tools.preparation.prepare import UNFINISHED_FOLDER
+    from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
+
+    own = {asked.tokenizer: {RECORD_FILE}, asked.shards: {MANIFEST_FILE, UNFINISHED_FOLDER}}
+    problems = [
+        f"{path}: exists and was not made by this command; give another name, such as --output {another_output(asked)}"
+        for path in in_the_way(asked)
+        if path.exists() and not any((path / name).exists() for name in own.get(path, ()))
+    ]
+    if problems:
+        raise InputError(*problems)
+
+
+def refuse_other_text(asked: OwnText, files: "TextFiles") -> None:
+    """Raises InputError where the files have changed since they were prepared."""
+    from pretrain.data.manifest import MANIFEST_FILE
+    from pretrain.runs.run_folder import read_json
+    from pretrain_tools.preparation.plan import Files, source_differences
+
+    before = (read_json(asked.shards / MANIFEST_FILE) or {}).get("sources", [])
+    changes = source_differences(before, Files(files.sources).description())
+    if changes:
+        more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
+        raise InputError(
+            f"{asked.shards}: the text is no longer what it was made from: {'; '.join(changes[:3])}{more}; to train "
+            f"on what there is now, give another name, such as --output {another_output(asked)}; to go on with the "
+            f"earlier text, python train.py --config {asked.recipe}"
+        )
+
+
+def make_recipe(asked: OwnText, files: "TextFiles") -> None:
+    """Chooses, prepares and writes; says what and why."""
+    from pretrain_tools.preparation.documents.sources import expected_bytes
+
+    text_bytes = sum(map(expected_bytes, files.sources))
+    fraction = next(share for limit, share in VALIDATION_FRACTIONS if text_bytes < limit)
+    amount = f"{files_text(len(files.sources))}, {bytes_text(text_bytes)}"
+    row("text", f"{amount}; {fraction:.0%} is held out for validation")
+    if files.left_out:
+        row("", files.left_out)
+    row("machine", "measuring ...")
+    # These import torch.
+    from pretrain_tools.planning.sized_recipe import Machine, Prepared
+
+    machine = Machine.measured(asked.minutes)
+    row("", machine.in_words())
+    vocabulary = trained_vocabulary(asked.tokenizer) or vocabulary_for(text_bytes, machine.flops(OF_THE_DEMO))
+    row("vocabulary", f"{vocabulary:,} ids, by the size of the text and of the model that the time allows")
+    commands = preparation_commands(asked, files, vocabulary, fraction)
+    for command in commands:
+        run_to_its_end(command)
+    prepared = Prepared.read(asked.shards)
+    print()
+    recipe = timed_recipe(asked, machine, prepared)
+    for path, text in (
+        (asked.model, recipe.sizing.shape.json_text),
+        (asked.recipe, recipe.text(MADE_BY + asked.command)),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, text)
+    print()
+    for name, value in recipe.reasons().items():
+        row(name, value)
+    row("written", f"{asked.tokenizer}, {asked.shards}, {asked.model}, {asked.recipe}")
+    print("\nThe same by hand, then its curves, and the model at work:")
+    train, plot = ["train.py", "--config", str(asked.recipe)], ["runs.py", "plot", str(asked.output)]
+    for command in (*commands, train, plot, ["evaluate.py", "--model", str(asked.output), "--interactive"]):
+        print(f"  {command_text(command)}")
+    print(flush=True)
+
+
+def timed_recipe(asked: OwnText, machine: "Machine", prepared: "Prepared") -> "SizedRecipe":
+    """Chooses a model, times its steps, and chooses again by their speed, until it is the one that was timed."""
+    from pretrain_tools.planning.sized_recipe import SizedRecipe
+
+    timed = []
+    while True:
+        vocabulary = padded(prepared.vocabulary)
+        sizing = choose_sizing(machine.flops, prepared.training_tokens, vocabulary, machine.most_parameters)
+        recipe = SizedRecipe(asked.output, asked.model, asked.shards, machine, prepared, sizing)
+        if sizing.shape in timed or len(timed) == MOST_TIMINGS:
+            return recipe
+        row("" if timed else "timing", f"steps of {recipe.in_words()} ...")
+        machine = machine.timed(sizing.shape, speed_of(recipe))
+        timed.append(sizing.shape)
+
+
+def speed_of(recipe: "SizedRecipe") -> float:
+    """Tokens per second of a recipe's steps on this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        model, path = Path(folder, "model.json"), Path(folder, "recipe.yaml")
+        model.write_text(recipe.sizing.shape.json_text)
+        path.write_text(replace(recipe, model=model).text("# To be timed."))
+        seconds = SHARE_FOR_TIMING * 60 * recipe.machine.minutes
+        return tokens_per_second(path, min(seconds, MOST_SECONDS_OF_TIMING))
+
+
+def row(name: str, value: str) -> None:
+    print(f"{name:<11} {value}", flush=True)
+
+
+def trained_vocabulary(tokenizer: Path) -> int | None:
+    """The vocabulary that an interrupted start has chosen: measured again, the machine might give another."""
+    from pretrain.runs.run_folder import read_json
+    from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
+
+    return (read_json(tokenizer / RECORD_FILE) or {}).get("vocabulary_size")
+
+
+def preparation_commands(asked: OwnText, files: "TextFiles", vocabulary: int, fraction: float) -> list[list[str]]:
+    """Arguments of python that train the tokenizer and prepare the shards."""
+    same = ["prepare_data.py", *files.arguments, "--validation_fraction", f"{fraction:g}"]
+    if any(source.format == "txt" and source.bytes > LARGEST_FILE_BYTES for source in files.sources):
+        same += ["--documents", "paragraph"]
+    return [
+        [*same, "--train_tokenizer", str(vocabulary), "--output", str(asked.tokenizer)],
+        [*same, "--tokenizer", str(asked.tokenizer), "--output", str(asked.shards)],
+    ]
+
+
+def command_text(command: list[str]) -> str:
+    """A command of python for a terminal, which does not take file names that are not UTF-8."""
+    return os.fsencode(shlex.join(["python", *command])).decode(errors="backslashreplace")
+
+
+def run_to_its_end(command: list[str]) -> None:
+    """Runs a script of the project, its output shown; ends this process if it fails or is interrupted.
+
+    A signal is the script's to answer: Ctrl-C reaches both, SIGTERM is passed on.
+    """
+    received: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOPS}
+    print(f"\n$ {command_text(command)}", flush=True)
+    with subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]]) as process:
+        while process.poll() is None:
+            if signal.SIGTERM in received:
+                process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(CHILD_LOOK_SECONDS)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    status = process.returncode or (STOPS[received[0]] if received else 0)
+    if status and status != EXIT_BAD_INPUT:
+        print("stopped; run the same command again to continue", file=sys.stderr)
+    if status:
+        leave(status if status > 0 else STOPS.get(-status, CRASHED))

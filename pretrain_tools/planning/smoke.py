@@ -1,0 +1,197 @@
+"""A hundred steps of a recipe, and pass or fail for everything that a long run relies on."""
+
+import json
+import math
+import shutil
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from pretrain.checkpoint.export_check import no_loading_bars
+from pretrain.config import RunConfig
+from pretrain.model.build import build_meta_model
+from pretrain.model.routers import expert_parameters, experts_per_token, routers_of
+from pretrain.parallel.strategy import Strategy, device_type
+from pretrain.runs.history import read_metrics
+from pretrain.runs.run_folder import checkpoint_damage, checkpoint_name
+from pretrain.training.run_plan import derive
+from pretrain_tools.planning.calibration import measure_peak
+from pretrain_tools.planning.width_check import width_verdict
+
+SMOKE_STEPS = 100
+FAILED = 1
+MEMORY_TOLERANCE = 0.15
+SMALL_BYTES = 32e6
+"""Differences in memory below this never fail."""
+FALLS, STAYS = 0.99, 1.05
+"""Largest allowed loss at the end, relative to the beginning: from scratch, and from pretrained weights."""
+LEAST_SPREAD = 0.5
+"""Least entropy of a layer's loads: this far from that of a router that sends all tokens to the same experts (0) to
+that of an even load (1)."""
+USUAL_NORMS = (0.1, 10.0)
+"""Of gradients, between which the median is usually."""
+
+
+def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig, int], int]) -> int:
+    """Trains the recipe's first steps, resumes them from the middle, and prints pass or fail per part; all ranks.
+
+    train: trains a config for a number of steps and returns the exit status. Everything is written to <output>-smoke,
+    replacing what is there. Returns 0 if every part passes, 1 if one fails, or the status of training.
+    """
+    run = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
+    steps = min(SMOKE_STEPS, run.total_steps)
+    half = max(1, steps // 2)
+    folder = config.output.with_name(f"{config.output.name}-smoke")
+    config = short(config, folder, half)
+    if strategy.ranks.is_main:
+        shutil.rmtree(folder, ignore_errors=True)
+    strategy.ranks.barrier()
+    if code := train(config, steps):
+        return code
+    first = read_metrics(folder)
+    if strategy.ranks.is_main:
+        (folder / "checkpoints" / checkpoint_name(steps)).rename(folder / "first-end")
+        shutil.rmtree(folder / "final")
+    strategy.ranks.barrier()
+    if code := train(config, steps):
+        return code
+    memory = memory_verdict(config, strategy, first, min(2, run.micro_steps(run.total_steps - 1)))
+    verdicts = {}
+    if strategy.ranks.is_main:
+        again = read_metrics(folder)[len(first) :]
+        trained = [event for event in first if event["event"] == "train"]
+        verdicts = {
+            "the loss falls": loss_verdict(first, FALLS if config.init == "scratch" else STAYS),
+            "gradient norms": norm_verdict(first, config.guard.alert_grad_norm),
+            "learning rate": rate_verdict(trained, run.learning_rate),
+            "resumed exactly": resume_verdict(trained, again, half),
+            "checkpoint": "; ".join(checkpoint_damage(folder / "checkpoints" / checkpoint_name(steps))) or None,
+            "model folder": model_verdict(folder),
+            "memory as planned": memory,
+        }
+        if "expert_entropy_min" in trained[0]:
+            verdicts["tokens spread over the experts"] = spread_verdict(trained, run.model_config)
+        if config.optim.width_transfer == "mup":
+            peak = config.optim.learning_rate or run.peak_learning_rate
+            verdicts["changes at any width"] = width_verdict(config.optim, run.model_config, peak)
+        for name, problem in verdicts.items():
+            print(f"{'FAIL' if problem else 'ok':<5} {name}{f': {problem}' if problem else ''}", flush=True)
+        if unusual := unusual_norms(trained):
+            print(f"      {unusual}", flush=True)
+    return FAILED if strategy.ranks.gather(any(verdicts.values()))[0] else 0
+
+
+def short(config: RunConfig, folder: Path, half: int) -> RunConfig:
+    """The recipe with everything that a smoke test checks, and without trackers, evaluations or uploads."""
+    every_half = {"every_steps": half, "every_tokens": None}
+    sections = {
+        "checkpoint": {**every_half, "keep_last": 9, "at_end": True, "mirror": None},
+        "validation": {**every_half, "sequences": min(config.validation.sequences, 64)},
+        "evaluation": {"every_steps": None, "every_tokens": None},
+        "logging": {"every_steps": 1},
+    }
+    update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update={**update, "output": folder, "cadence": 1.0, "trackers": []})
+
+
+def loss_verdict(events: list[dict], most: float) -> str | None:
+    """Compares the loss at the end with the beginning: on validation, which is the same text, or else in training."""
+    of_step: dict[int, list[float]] = {}
+    for event in events:
+        if event["event"] == "validation":
+            of_step.setdefault(event["step"], []).append(event["loss"] or math.inf)
+    if of_step:
+        begin, end = (statistics.fmean(of_step[step]) for step in (min(of_step), max(of_step)))
+    else:
+        trained = [event["loss"] or math.inf for event in events if event["event"] == "train"]
+        few = max(1, len(trained) // 10)
+        begin, end = statistics.fmean(trained[:few]), statistics.fmean(trained[-few:])
+    return None if end < most * begin else f"{begin:.4f} at first, {end:.4f} at the end"
+
+
+def norm_verdict(events: list[dict], most: float) -> str | None:
+    skipped = sum(event["event"] == "skip" for event in events)
+    norms = [event["grad_norm"] for event in events if event["event"] == "train"]
+    if skipped or None in norms:
+        return f"{skipped or norms.count(None)} steps had gradients that are not finite"
+    return None if max(norms) <= most else f"up to {max(norms):.3g}, above {most:g}"
+
+
+def unusual_norms(trained: list[dict]) -> str | None:
+    """Says that gradient norms are not what they usually are, which is no failure: large batches have small ones."""
+    norms = [event["grad_norm"] for event in trained if event["grad_norm"] is not None]
+    median = statistics.median(norms) if norms else 1.0
+    low, high = USUAL_NORMS
+    return None if low <= median <= high else f"gradient norms of {median:.2g}, where {low:g} to {high:g} are usual"
+
+
+def rate_verdict(trained: list[dict], planned: Callable[[int], float]) -> str | None:
+    wrong = [event for event in trained if not math.isclose(event["learning_rate"], planned(event["step"] - 1))]
+    return f"{wrong[0]['learning_rate']} at step {wrong[0]['step']}" if wrong else None
+
+
+def spread_verdict(trained: list[dict], model_config: PreTrainedConfig) -> str | None:
+    """Whether every layer uses many of its experts, in the first step and in the last."""
+    model = build_meta_model(model_config)
+    router = routers_of(model)[0]
+    experts, chosen = expert_parameters(router)[1], experts_per_token(router, model_config)
+    lowest = math.log(chosen) / math.log(experts)
+    for event in (trained[0], trained[-1]):
+        entropy = event["expert_entropy_min"]
+        if entropy < lowest + LEAST_SPREAD * (1 - lowest):
+            return (
+                f"in step {event['step']} a layer's load is that of {experts**entropy:.1f} of {experts} experts, the "
+                f"busiest with {event['expert_load_max']:.1f} times its share; {chosen} is a collapsed router"
+            )
+    return None
+
+
+def resume_verdict(trained: list[dict], again: list[dict], half: int) -> str | None:
+    """Compares losses bit by bit; on a GPU atomic additions may change the last digits, which is only reported."""
+    whole = {event["step"]: event["loss"] for event in trained if event["step"] > half}
+    resumed = {event["step"]: event["loss"] for event in again if event["event"] == "train"}
+    if set(whole) != set(resumed):
+        return f"continued with step {min(resumed, default=None)} instead of {half + 1}"
+    largest = max(abs(whole[step] - resumed[step]) for step in whole) if whole else 0.0
+    if largest and device_type() == "cuda" and largest < 1e-3:
+        print(f"      losses after resuming differ by {largest:.1e}: kernels that add in no fixed order")
+        return None
+    return f"losses differ by up to {largest:.2e}" if largest else None
+
+
+def model_verdict(folder: Path) -> str | None:
+    """final/ loads with transformers, and computes finite logits."""
+    with no_loading_bars():
+        model = AutoModelForCausalLM.from_pretrained(folder / "final")
+    config = json.loads((folder / "final" / "config.json").read_text())
+    with torch.no_grad():
+        logits = model(torch.arange(8)[None] % config["vocab_size"]).logits
+    return None if logits.isfinite().all() else "its logits are not finite"
+
+
+def memory_verdict(config: RunConfig, strategy: Strategy, events: list[dict], micro_steps: int) -> str | None:
+    """Compares the largest process's bytes with plan.py's prediction; all ranks. Less than planned passes.
+
+    On a GPU the allocator has counted; on a CPU three more steps run under a profiler, which counts tensors alone.
+    """
+    kind = strategy.device.type
+    if kind == "cuda":
+        here = max((event["peak_memory_bytes"] for event in events if event["event"] == "train"), default=0)
+    else:
+        here = measure_peak(config, strategy, micro_steps)
+    measured = max(strategy.ranks.gather(here))
+    planned = strategy.planned_memory(config).total
+    strategy.ranks.print(f"      tensors at the peak: {in_words(measured, planned)}")
+    return memory_problem(measured, planned)
+
+
+def memory_problem(measured: float, planned: float) -> str | None:
+    too_much = measured - planned > max(MEMORY_TOLERANCE * planned, SMALL_BYTES)
+    return f"{in_words(measured, planned)}; in this recipe's plan, trust the measured figure" if too_much else None
+
+
+def in_words(measured: float, planned: float) -> str:
+    return f"{measured / 1e9:.3g} GB measured, {planned / 1e9:.3g} GB planned"

@@ -1,0 +1,190 @@
+"""Tar archives, of webdataset or any other: their members are documents, or files with documents.
+
+Python's tarfile takes a damaged header for the end of the archive, and says nothing. Here an archive ends where its
+two blocks of zeros are, or it is damaged.
+"""
+
+import io
+import json
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+
+from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
+from pretrain_tools.preparation.documents.formats import BYTE_ORDER_MARK
+from pretrain_tools.preparation.documents.records import (
+    MAXIMUM_DOCUMENT_BYTES,
+    Reading,
+    Record,
+    checked,
+    fields_record,
+    find_field,
+)
+
+SHOWN_SUFFIX_CHARACTERS = 12
+
+
+class MemberFormat(NamedTuple):
+    """How to read a member: by its name, as if it were a file."""
+
+    name: str
+    compression: str | None
+    read: Callable[[ByteStream, Reading], Iterator[Record]]
+
+
+FormatOf = Callable[[str], MemberFormat | None]
+"""The format of a file by its name; None where it is unknown."""
+
+
+class _StrictMember(tarfile.TarInfo):
+    """A member, or an error: damage is never taken for the end of the archive."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
+        zero_blocks = 0
+        while True:
+            try:
+                member = super().fromtarfile(archive)
+                break
+            except tarfile.EOFHeaderError:
+                zero_blocks += 1
+            except tarfile.EmptyHeaderError:
+                if zero_blocks:
+                    raise tarfile.EOFHeaderError("end of file header") from None
+                reason = (
+                    "ends without the blocks of zeros that close an archive, so it may be cut off; if it is whole, "
+                    "append them: truncate -s +1024 FILE"
+                )
+                raise tarfile.ReadError(reason if archive.offset else "empty file") from None
+            except tarfile.HeaderError as error:
+                where = "after the end of the archive" if zero_blocks > 1 else f"at byte {archive.offset:,}"
+                raise tarfile.ReadError(f"no valid header {where}: {error}") from None
+        if zero_blocks == 1:
+            raise tarfile.ReadError(f"a header is zeroed before {_shown(member.name)}")
+        # After two blocks of zeros or more, another archive follows in the same file.
+        return member
+
+
+@dataclass
+class _Sample:
+    """Small members that share a name up to its first dot, as webdataset has it."""
+
+    name: tuple[str, str]
+    texts: list[tuple[str, bytes]] = field(default_factory=list)
+    objects: list[tuple[str, bytes]] = field(default_factory=list)
+    """The .json members."""
+
+
+def read_tar(stream: ByteStream, reading: Reading, format_of: FormatOf) -> Iterator[Record]:
+    """A document per text member, those of the .json members without a text beside them, and those of other files.
+
+    A text's other fields are those of the .json member that shares its name up to the first dot. Members that are no
+    documents are counted in a record at the end. A record's place counts documents and problems.
+    """
+    place, others = 0, Counter()
+    damage = None
+    try:
+        for record in _records(stream, reading, format_of, others):
+            place += record.not_read is None
+            yield record._replace(place=max(1, place))
+    except DamagedFileError as error:
+        damage = error
+    if others:
+        yield Record(max(1, place), None, not_read=dict(others))
+    if damage is not None:
+        raise damage
+
+
+def _records(stream: ByteStream, reading: Reading, format_of: FormatOf, others: Counter[str]) -> Iterator[Record]:
+    sample = _Sample(("", ""))
+    try:
+        with tarfile.open(fileobj=io.BufferedReader(stream), mode="r|", tarinfo=_StrictMember) as archive:
+            for member in archive:
+                if member.isdir():
+                    continue
+                found = format_of(member.name) if member.isreg() and not _is_hidden(member.name) else None
+                if found is None:
+                    others[_kind_of(member)] += 1
+                    continue
+                folder, _, base = member.name.rpartition("/")
+                name = (folder, base.partition(".")[0])
+                if name != sample.name:
+                    yield from _sample_records(sample, reading, format_of, others)
+                    sample = _Sample(name)
+                is_text = found.name == "txt" and reading.documents == "file"
+                if found.compression is not None or not (is_text or found.name == "json"):
+                    yield from _member_records(member.name, archive.extractfile(member), found, reading)
+                elif member.size > MAXIMUM_DOCUMENT_BYTES:
+                    yield _problem(member.name, f"is larger than {MAXIMUM_DOCUMENT_BYTES:,} bytes")
+                else:
+                    content = archive.extractfile(member).read()
+                    (sample.texts if is_text else sample.objects).append((member.name, content))
+            yield from _sample_records(sample, reading, format_of, others)
+    except tarfile.TarError as error:
+        # What was read before the damage is whole.
+        yield from _sample_records(sample, reading, format_of, others)
+        raise DamagedFileError(f"damaged tar archive ({error})") from None
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether patterns of paths pass over such a file, like those that macOS adds to archives."""
+    return any(part.startswith(".") and part not in (".", "..") for part in name.split("/"))
+
+
+def _kind_of(member: tarfile.TarInfo) -> str:
+    if member.islnk() or member.issym():
+        return "links"
+    if not member.isreg():
+        return "special files"
+    if _is_hidden(member.name):
+        return "hidden files"
+    base, dot, suffix = member.name.rpartition("/")[2].rpartition(".")
+    shown = _shown(suffix.lower())
+    return f".{shown}" if base and dot and len(shown) <= SHOWN_SUFFIX_CHARACTERS else "without a suffix"
+
+
+def _shown(name: str) -> str:
+    """A member's name to print: it may hold anything."""
+    return name.encode(errors="backslashreplace").decode() if name.isprintable() else ascii(name)[1:-1]
+
+
+def _problem(name: str, problem: str) -> Record:
+    return Record(1, None, f"member {_shown(name)}: {problem}")
+
+
+def _member_records(name: str, file: io.IOBase, found: MemberFormat, reading: Reading) -> Iterator[Record]:
+    """The records of a member that is a file of documents. Damage to it leaves the rest of the archive readable."""
+    with ByteStream(name, found.compression, file) as stream:
+        try:
+            for record in found.read(stream, reading):
+                problem = record.problem and f"member {_shown(name)}, {record.place:,}: {record.problem}"
+                yield record._replace(problem=problem)
+        except DamagedFileError as error:
+            yield _problem(name, f"{error}; nothing after it was read of it")._replace(problem_records=error.records)
+
+
+def _sample_records(sample: _Sample, reading: Reading, format_of: FormatOf, others: Counter[str]) -> Iterator[Record]:
+    """Its texts with the fields of its .json member, or the documents of its .json members."""
+    objects = {name.lower().rpartition("/")[2].partition(".")[2]: content for name, content in sample.objects}
+    for name, content in sample.texts:
+        record = _text_record(content.removeprefix(BYTE_ORDER_MARK), objects.get("json"), reading)
+        yield record._replace(problem=record.problem and f"member {_shown(name)}: {record.problem}")
+    for name, content in sample.objects:
+        if not sample.texts:
+            yield from _member_records(name, io.BytesIO(content), format_of(name), reading)
+        elif name.lower().rpartition("/")[2].partition(".")[2] != "json":
+            others[".json beside a text"] += 1
+    sample.texts, sample.objects = [], []
+
+
+def _text_record(text: bytes, beside: bytes | None, reading: Reading) -> Record:
+    if reading.is_plain:
+        return checked(1, text)
+    try:
+        fields = json.loads(beside or b"{}")
+    except (ValueError, RecursionError) as error:
+        return Record(1, None, f"broken JSON in the .json beside it ({error})")
+    values = (fields if isinstance(fields, dict) else {}) | {reading.text_field: text}
+    return fields_record(1, lambda name: find_field(values, name), reading, list(values))

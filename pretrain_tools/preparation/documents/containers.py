@@ -1,0 +1,211 @@
+"""Container formats that need a library and a seekable file: parquet, arrow and HDF5."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, BinaryIO
+
+from pretrain.urls import UnreachableError, is_url, open_file
+from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
+from pretrain_tools.preparation.documents.records import Reading, Record, fields_record, text_record
+
+ROWS_AT_ONCE = 256
+
+
+def seekable(stream: ByteStream, at_once: bool = False) -> BinaryIO:
+    """The file itself, or a temporary copy where it is compressed, in an archive, or read front to back by its server.
+
+    at_once: download a remote file first, for libraries that read many small pieces.
+    """
+    if stream.is_as_stored and not (at_once and is_url(stream.path)):
+        file = open_file(stream.path)
+        if file.seekable():
+            return file
+        file.close()
+    spooled = tempfile.TemporaryFile()  # noqa: SIM115 the reader that asked for it closes it
+    for block in stream.blocks():
+        spooled.write(block)
+    spooled.seek(0)
+    return spooled
+
+
+@contextmanager
+def _readable_as(kind: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turns what a library raises about a file's content into DamagedFileError."""
+    try:
+        yield
+    except UnreachableError:  # a server that does not answer has damaged nothing
+        raise
+    except errors as error:
+        reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
+        raise DamagedFileError(f"not readable as {kind} ({reason})") from None
+
+
+def read_parquet(stream: ByteStream, reading: Reading) -> Iterator[Record]:
+    """Parquet: a document per row, which is its record's place."""
+    from pyarrow import parquet
+
+    with seekable(stream) as file:
+        with _parquet_errors():
+            table = parquet.ParquetFile(file)
+        yield from _parquet_records(table, reading, range(table.num_row_groups))
+
+
+def read_parquet_rows(stream: ByteStream, reading: Reading, row_group: int) -> Iterator[Record]:
+    """The documents of one row group of a parquet file that is not compressed as a whole."""
+    from pyarrow import parquet
+
+    with _parquet_errors():
+        table = parquet.ParquetFile(_parquet_place(stream.path))
+    yield from _parquet_records(table, reading, range(row_group, row_group + 1))
+
+
+def _parquet_errors() -> AbstractContextManager[None]:
+    import pyarrow as pa
+
+    return _readable_as("parquet", pa.ArrowException, OSError)
+
+
+def _parquet_records(table: Any, reading: Reading, row_groups: range) -> Iterator[Record]:
+    """The records of consecutive row groups. What makes them unreadable counts as all the rows that are left."""
+    rows = [table.metadata.row_group(number).num_rows for number in range(row_groups.stop)]
+    place = rows_before = sum(rows[: row_groups.start])
+    try:
+        with _parquet_errors():
+            columns = _columns_of(table.schema_arrow, reading)
+            # One group after another, so that damage to one costs nothing of those before.
+            batches = (
+                batch
+                for group in row_groups
+                for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns, use_threads=False)
+            )
+            for record in _batch_records(batches, reading, rows_before):
+                place = record.place
+                yield record
+    except DamagedFileError as error:
+        raise DamagedFileError(str(error), sum(rows) - place) from None
+
+
+def _parquet_place(path: str) -> str | BinaryIO:
+    # pyarrow takes no name that is not UTF-8.
+    return path if path.isprintable() and not is_url(path) else open_file(path)
+
+
+def parquet_row_group_bytes(path: str) -> list[int]:
+    """Uncompressed bytes of each row group; [] where they cannot be read one by one."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        place = _parquet_place(path)
+        if not isinstance(place, str) and not place.seekable():
+            return []
+        metadata = parquet.read_metadata(place)
+    except UnreachableError:
+        raise
+    except (pa.ArrowException, OSError):
+        return []
+    return [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
+
+
+def _columns_of(schema: Any, reading: Reading) -> list[str]:
+    return list(dict.fromkeys(_column_of(schema, name) for name in reading.fields))
+
+
+def _column_of(schema: Any, field: str) -> str:
+    """The column to read: the field itself, or the column that holds the nested field."""
+    for name in (field, field.split(".")[0]):
+        if name in schema.names:
+            return name
+    raise DamagedFileError(f"no column {field!r} (columns: {', '.join(schema.names[:12])})")
+
+
+def _batch_records(batches: Iterator[Any], reading: Reading, rows_before: int = 0) -> Iterator[Record]:
+    for batch in batches:
+        yield from table_records(batch, reading, rows_before)
+        rows_before += batch.num_rows
+
+
+def table_records(table: Any, reading: Reading, rows_before: int) -> Iterator[Record]:
+    """The records of an arrow batch or table, numbered from rows_before + 1; DamagedFileError without the column."""
+    if reading.is_plain:
+        for place, value in enumerate(_values(table, reading.text_field), rows_before + 1):
+            yield text_record(place, value, reading.text_field)
+        return
+    columns = [_values(table, name) for name in reading.fields]
+    for place, row in enumerate(zip(*columns, strict=True), rows_before + 1):
+        yield fields_record(place, dict(zip(reading.fields, row, strict=True)).__getitem__, reading)
+
+
+def _values(table: Any, field: str) -> list[Any]:
+    """A column of an arrow batch or table: text as bytes, nulls as None, other types unchanged."""
+    import pyarrow as pa
+    from pyarrow import compute, types
+
+    name = _column_of(table.schema, field)
+    column = table.column(name)
+    if name != field:
+        for nested in field.split(".")[1:]:
+            if not types.is_struct(column.type) or column.type.get_field_index(nested) < 0:
+                raise DamagedFileError(f"no field {nested!r} in column {name!r} of type {column.type}")
+            column = compute.struct_field(column, nested)
+    if types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if any(is_text(column.type) for is_text in (types.is_string, types.is_large_string, types.is_string_view)):
+        # As bytes: arrow does not promise that its strings are UTF-8, and our own check names the row.
+        column = column.cast(pa.large_binary())
+    return column.to_pylist()
+
+
+def read_arrow(stream: ByteStream, reading: Reading) -> Iterator[Record]:
+    """Arrow IPC, file or stream: a document per row."""
+    import pyarrow as pa
+
+    with seekable(stream) as file, _readable_as("arrow IPC", pa.ArrowException, OSError):
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        table = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
+        batches = (table.get_batch(n) for n in range(table.num_record_batches)) if is_file else iter(table)
+        try:
+            _columns_of(table.schema, reading)
+        except DamagedFileError as error:
+            raise DamagedFileError(str(error), sum(batch.num_rows for batch in batches)) from None
+        pieces = (
+            batch.slice(start, ROWS_AT_ONCE) for batch in batches for start in range(0, batch.num_rows, ROWS_AT_ONCE)
+        )
+        yield from _batch_records(pieces, reading)
+
+
+def read_hdf5(stream: ByteStream, reading: Reading) -> Iterator[Record]:
+    """HDF5: a dataset of strings named like the text field (dots or slashes lead into groups)."""
+    import h5py
+
+    with (
+        seekable(stream, at_once=True) as file,
+        _readable_as("HDF5", OSError, RuntimeError, KeyError),
+        h5py.File(file, "r") as content,
+    ):
+        columns = {name: _string_dataset(content, name) for name in reading.fields}
+        if len({len(column) for column in columns.values()}) > 1:
+            raise DamagedFileError(f"the datasets {', '.join(columns)} differ in length")
+        for start in range(0, len(columns[reading.fields[0]]), ROWS_AT_ONCE):
+            values = [column[start : start + ROWS_AT_ONCE].tolist() for column in columns.values()]
+            for place, row in enumerate(zip(*values, strict=True), start + 1):
+                yield fields_record(place, dict(zip(columns, row, strict=True)).__getitem__, reading)
+
+
+def _string_dataset(content: Any, text_field: str) -> Any:
+    import h5py
+
+    name = text_field if text_field in content else text_field.replace(".", "/")
+    found = content.get(name)
+    if not isinstance(found, h5py.Dataset):
+        others = f"(at the top: {', '.join(list(content)[:12]) or 'nothing'})"
+        lengths = [len(other) for other in content.values() if isinstance(other, h5py.Dataset) and other.ndim]
+        raise DamagedFileError(f"no dataset {text_field!r} {others}", max(lengths, default=1))
+    if found.ndim != 1 or (h5py.check_string_dtype(found.dtype) is None):
+        raise DamagedFileError(
+            f"dataset {text_field!r} holds {found.dtype} of shape {found.shape}, must be a row of strings; "
+            "token ids need no preparation: train on the file itself, {shards: FILE, tokenizer: NAME} in the recipe"
+        )
+    return found

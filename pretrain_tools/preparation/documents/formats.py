@@ -1,0 +1,205 @@
+"""Document formats: one generator per format, from a file's bytes to records with their place in it.
+
+A record that cannot be used carries its problem instead of its text; where the rest of a file cannot be read,
+DamagedFileError is raised. Texts are UTF-8 bytes, unchanged except for a leading byte-order mark.
+"""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
+from pretrain_tools.preparation.documents.records import (
+    JSON,
+    MAXIMUM_DOCUMENT_BYTES,
+    Reading,
+    Record,
+    checked,
+    fields_record,
+    json_record,
+    not_utf8,
+    object_record,
+)
+
+PART_BYTES = 4 << 20
+DOCUMENT_UNITS = ("file", "line", "paragraph")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+SPACE = re.compile(r"\s*")
+
+
+def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
+    """(number of its first line, content) of consecutive pieces of about PART_BYTES that end with a line.
+
+    Raises DamagedFileError after the last whole line, or at a line longer than a document may be.
+    """
+    pending: list[bytes] = []
+    size, line = 0, 1
+    damage = None
+    blocks = stream.blocks()
+    while True:
+        try:
+            block = next(blocks, None)
+        except DamagedFileError as error:
+            block, damage = None, error
+        if block is None:
+            break
+        pending.append(block)
+        size += len(block)
+        if size >= PART_BYTES and b"\n" in block:
+            head, _, tail = block.rpartition(b"\n")
+            content = b"".join([*pending[:-1], head, b"\n"])
+            yield line, content
+            line += content.count(b"\n")
+            pending, size = [tail], len(tail)
+        elif size > MAXIMUM_DOCUMENT_BYTES + PART_BYTES:
+            raise DamagedFileError(f"line {line} or a later one is longer than {MAXIMUM_DOCUMENT_BYTES:,} bytes")
+    content = b"".join(pending)
+    if damage is not None:
+        content = content[: content.rfind(b"\n") + 1]
+    if content:
+        yield line, content
+    if damage is not None:
+        raise damage
+
+
+def records_of_lines(first_line: int, content: bytes, format_name: str, reading: Reading) -> Iterator[Record]:
+    """The records of whole lines of a line format: a JSON object, or a document of plain text, on each."""
+    if first_line == 1:
+        content = content.removeprefix(BYTE_ORDER_MARK)
+    lines = content.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    for place, line in enumerate(lines, first_line):
+        if format_name == "txt":
+            yield checked(place, line.removesuffix(b"\r"))
+        elif line and not line.isspace():
+            yield json_record(place, line, reading)
+
+
+def read_jsonl(stream: ByteStream, reading: Reading) -> Iterator[Record]:
+    """JSON Lines: an object per line."""
+    for first_line, content in whole_lines(stream):
+        yield from records_of_lines(first_line, content, "jsonl", reading)
+
+
+def read_text(stream: ByteStream, reading: Reading) -> Iterator[Record]:
+    """Plain text: a document per file, per line, or per block of lines between blank lines."""
+    if not reading.is_plain:
+        raise DamagedFileError(
+            "plain text has no fields for --template, --only, --url_field or --split_field; leave these out, or it"
+        )
+    if reading.documents == "line":
+        for first_line, content in whole_lines(stream):
+            yield from records_of_lines(first_line, content, "txt", reading)
+    elif reading.documents == "paragraph":
+        yield from _paragraphs(stream)
+    else:
+        yield checked(1, read_whole(stream, "use --documents line or paragraph").removeprefix(BYTE_ORDER_MARK))
+
+
+def read_whole(stream: ByteStream, remedy: str) -> bytes:
+    """All of a file. Raises DamagedFileError, with the remedy, when it is larger than a document may be."""
+    blocks, size = [], 0
+    for block in stream.blocks():
+        blocks.append(block)
+        size += len(block)
+        if size > MAXIMUM_DOCUMENT_BYTES:
+            raise DamagedFileError(f"more than {MAXIMUM_DOCUMENT_BYTES:,} bytes in one piece; {remedy}")
+    return b"".join(blocks)
+
+
+def _paragraphs(stream: ByteStream) -> Iterator[Record]:
+    block: list[bytes] = []
+    start = 1
+    for first_line, content in whole_lines(stream):
+        for place, line in enumerate(content.removesuffix(b"\n").split(b"\n"), first_line):
+            if place == 1:
+                line = line.removeprefix(BYTE_ORDER_MARK)
+            if line.strip():
+                start = start if block else place
+                block.append(line)
+            elif block:
+                yield checked(start, b"\n".join(block).removesuffix(b"\r"))
+                block = []
+    if block:
+        yield checked(start, b"\n".join(block).removesuffix(b"\r"))
+
+
+def read_json_documents(stream: ByteStream, reading: Reading) -> Iterator[Record]:
+    """JSON: a list of objects, an object that holds one such list, or objects one after another."""
+    try:
+        text = read_whole(stream, "convert it to JSON lines").removeprefix(BYTE_ORDER_MARK).decode()
+    except UnicodeDecodeError as error:
+        raise DamagedFileError(not_utf8(error)) from None
+    position, place = SPACE.match(text).end(), 0
+    while position < len(text):
+        try:
+            value, position = JSON.raw_decode(text, position)
+        except json.JSONDecodeError as error:
+            raise DamagedFileError(f"broken JSON ({error.msg} at line {error.lineno:,})") from None
+        except (ValueError, RecursionError) as error:
+            raise DamagedFileError(f"broken JSON ({error})") from None
+        for element in _elements(value, reading.fields[0]):
+            place += 1
+            yield object_record(place, element, reading)
+        position = SPACE.match(text, position).end()
+
+
+def _elements(value: Any, text_field: str) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    if isinstance(value, dict) and text_field.split(".")[0] not in value and text_field not in value:
+        lists = [part for part in value.values() if isinstance(part, list)]
+        if len(lists) == 1:
+            return lists[0]
+    return [value]
+
+
+def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
+    """Comma- or tab-separated values with a header row. A record's place is the line on which its row ends."""
+    csv.field_size_limit(MAXIMUM_DOCUMENT_BYTES)
+    # Bytes that are not UTF-8 come through as lone surrogates, so that one bad row is one bad record.
+    lines = io.TextIOWrapper(io.BufferedReader(stream), "utf-8", errors="surrogateescape", newline="")
+    rows = csv.reader(lines, delimiter="\t" if reading.tab_separated else ",", strict=True)
+    header: list[str] | None = None
+    columns: dict[str, int] = {}
+    while True:
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            if "limit" in str(error) or "end of data" in str(error):
+                raise DamagedFileError(f"broken row that ends at line {rows.line_num:,} ({error})") from None
+            yield Record(rows.line_num, None, f"broken row ({error})")
+            continue
+        if row is None:
+            return
+        if header is None:
+            header = [name.removeprefix("\ufeff") for name in row]
+            try:
+                "".join(header).encode()
+            except UnicodeEncodeError:
+                encoded = ",".join(header).encode(errors="surrogateescape")
+                reason = checked(1, encoded).problem
+                raise DamagedFileError(f"the header is {reason}", _count_of(rows)) from None
+            absent = [name for name in reading.fields if name not in header]
+            if absent:
+                raise DamagedFileError(f"no column {absent[0]!r} (columns: {', '.join(header[:12])})", _count_of(rows))
+            columns = {name: header.index(name) for name in reading.fields}
+        elif len(row) == len(header):
+            values = {name: row[column].encode(errors="surrogateescape") for name, column in columns.items()}
+            yield fields_record(rows.line_num, values.__getitem__, reading)
+        elif row:
+            yield Record(rows.line_num, None, f"row has {len(row)} columns, the header has {len(header)}")
+
+
+def _count_of(rows: Iterator[list[str]]) -> int:
+    """How many rows of CSV are left, up to one that is broken."""
+    count = 0
+    with suppress(csv.Error):
+        for _ in rows:
+            count += 1
+    return count

@@ -1,0 +1,263 @@
+"""Documents from datasets: the Hub's by name, local folders by path, downloaded whole or streamed."""
+
+import difflib
+import hashlib
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import InputError
+from pretrain_tools.preparation.documents.byte_stream import DamagedFileError
+from pretrain_tools.preparation.documents.containers import table_records
+from pretrain_tools.preparation.documents.presets import PRESETS, Preset, find_preset
+from pretrain_tools.preparation.documents.records import Reading, Record
+from pretrain_tools.preparation.documents.sources import InputFile, Part, Position, RecordsPart, slice_range
+
+ROWS_PER_PART = 1000
+ROWS_IN_FINGERPRINT = 64
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """One split of a dataset. `rows` is None where it streams and the number cannot be known.
+
+    `document_start`: rows are lines, and those that match it begin a document, which is then an example.
+    `revision`: the commit of the Hub's repository, where it is known. `slice`: (number, count) of what is read.
+    """
+
+    rows_of: Any
+    name: str
+    subset: str | None
+    split: str
+    streaming: bool
+    rows: int | None
+    maximum_examples: int | None
+    document_start: re.Pattern[bytes] | None = None
+    revision: str | None = None
+    slice: tuple[int, int] | None = None
+
+    @property
+    def maximum_documents(self) -> int | None:
+        """The limit in documents, where documents are joined from rows."""
+        return None if self.document_start is None else self.maximum_examples
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Bytes of the rows to read in memory; None where it streams."""
+        total = self._bytes_of_rows
+        return total if total is None or self.slice is None else total // self.slice[1]
+
+    expected_text_bytes = total_bytes
+
+    @property
+    def _bytes_of_rows(self) -> int | None:
+        return None if self.streaming else self.rows_of.data.nbytes * self._rows_to_read // max(1, self.rows)
+
+    @property
+    def _rows_to_read(self) -> int:
+        return self.rows if self._maximum_rows is None else min(self.rows, self._maximum_rows)
+
+    @property
+    def _maximum_rows(self) -> int | None:
+        return None if self.document_start is not None else self.maximum_examples
+
+    @cached_property
+    def source_names(self) -> list[str]:
+        """What the documents' places count in: the dataset, or each file of a stream."""
+        # Documents that are joined from lines may continue in the next file.
+        files = self.rows_of.num_shards if self.streaming and self.document_start is None else 1
+        return [self.name] if files == 1 else [f"{self.name}/{self.split}/{number:05d}" for number in range(files)]
+
+    def description(self) -> list[dict[str, Any]]:
+        """What identifies the dataset: its settings, and its commit or a hash of some of its rows."""
+        asked = {"subset": self.subset, "split": self.split, "examples": self.maximum_examples}
+        if self.document_start is not None:
+            asked["document_start"] = self.document_start.pattern.decode()
+        asked |= {"rows": self.rows, "fingerprint": self.revision if self.streaming else self._fingerprint()}
+        return [{"path": name, **asked} for name in self.source_names]
+
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256(str(self.rows).encode())
+        for start in sorted({0, self.rows // 2, max(0, self.rows - ROWS_IN_FINGERPRINT)}):
+            digest.update(repr(self.rows_of[start : start + ROWS_IN_FINGERPRINT].to_pydict()).encode())
+        return digest.hexdigest()
+
+    def sliced(self, number: int, count: int) -> "HubDataset":
+        """Slice `number` of `count`: consecutive rows, or files of a stream.
+
+        Raises InputError for a stream with a limit, or of documents that are joined from rows.
+        """
+        if self.streaming and (self.maximum_examples is not None or self.document_start is not None):
+            raise InputError(
+                f"--slice: {self.name} is streamed, and slices do not know of each other; leave out the number of "
+                "examples, or download it: --no-streaming"
+            )
+        return replace(self, slice=(number, count))
+
+    def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
+        """The documents in order, of ROWS_PER_PART rows at a time."""
+        if self.streaming and self.document_start is None:
+            yield from self._parts_of_stream(reading, start)
+            return
+        stop = -(-self._rows_to_read // ROWS_PER_PART) if self.rows is not None else sys.maxsize
+        taken = range(stop) if self.slice is None else slice_range(*self.slice, stop)
+        first_part = max(start.part, taken.start)
+        records = self._records(self._tables(first_part * ROWS_PER_PART), reading, first_part * ROWS_PER_PART)
+        source = _source(self.name)
+        if self.document_start is not None:
+            parts = self._joined_parts(source, records, starts_inside=first_part > 0)
+        else:
+            parts = (
+                RecordsPart(Position(0, part), input_bytes, source, tuple(found))
+                for part, (found, input_bytes) in enumerate(records, first_part + 1)
+            )
+        yield from itertools.takewhile(lambda part: part.after.part <= taken.stop, parts)
+
+    def _parts_of_stream(self, reading: Reading, start: Position) -> Iterator[Part]:
+        """Parts file by file: resuming opens no file that was read, and no two slices read the same one."""
+        count = len(self.source_names)
+        taken = range(count) if self.slice is None else slice_range(*self.slice, count)
+        rows_before = start.rows
+        for number in range(max(start.source, taken.start), min(count, taken.stop)):
+            first = start.part if number == start.source else 0
+            left = None if self._maximum_rows is None else self._maximum_rows - rows_before
+            if left == 0:
+                return
+            rows = self.rows_of.shard(num_shards=count, index=number, contiguous=True) if count > 1 else self.rows_of
+            rows = rows if left is None else rows.take(left + first * ROWS_PER_PART)
+            tables = rows.skip(first * ROWS_PER_PART).iter(batch_size=ROWS_PER_PART)
+            records = self._records(tables, reading, first * ROWS_PER_PART)
+            for part, (found, input_bytes) in enumerate(records, first + 1):
+                rows_before += len(found)
+                position = Position(number, part, rows_before)
+                yield RecordsPart(position, input_bytes, _source(self.source_names[number]), tuple(found))
+
+    def _records(
+        self, tables: Iterator[Any], reading: Reading, rows_before: int
+    ) -> Iterator[tuple[list[Record], int]]:
+        """(records, bytes) of each table of rows. Raises InputError where the rows lack a field."""
+        total = self._bytes_of_rows
+        for table in tables:
+            try:
+                records = list(table_records(table, reading, rows_before))
+            except DamagedFileError as error:
+                raise InputError(f"--dataset {self.name}: {error}; name the field with --text_field") from None
+            rows_before += table.num_rows
+            yield records, table.nbytes if total is None else total * table.num_rows // self._rows_to_read
+
+    def _joined_parts(
+        self, source: InputFile, tables: Iterator[tuple[list[Record], int]], starts_inside: bool
+    ) -> Iterator[Part]:
+        """Parts of documents that are joined from rows. A document belongs to the part in which it begins."""
+        documents = joined_documents(tables, self.document_start, starts_inside)
+        for part, group in itertools.groupby(documents, key=lambda found: (found[0].place - 1) // ROWS_PER_PART):
+            found, sizes = zip(*group, strict=True)
+            yield RecordsPart(Position(0, part + 1), sum(sizes), source, found)
+
+    def _tables(self, first_row: int) -> Iterator[Any]:
+        if self.streaming:
+            return self.rows_of.skip(first_row).iter(batch_size=ROWS_PER_PART)
+        stop = self._rows_to_read
+        starts = range(first_row, stop, ROWS_PER_PART)
+        return (self.rows_of[row : min(row + ROWS_PER_PART, stop)] for row in starts)
+
+
+def _source(name: str) -> InputFile:
+    return InputFile(name, name, "dataset", None, 0)
+
+
+def joined_documents(
+    tables: Iterator[tuple[list[Record], int]], start: re.Pattern[bytes], starts_inside: bool
+) -> Iterator[tuple[Record, int]]:
+    """(document, bytes read since the one before) from rows that are lines; those that match `start` begin one.
+
+    A document's place is its first row. starts_inside: skip rows before the first match, which belong to an earlier
+    document. Rows with problems come as records of their own.
+    """
+    lines: list[bytes] = []
+    place = input_bytes = 0
+    inside = not starts_inside
+    for records, table_bytes in tables:
+        input_bytes += table_bytes
+        for record in records:
+            if record.problem is not None:
+                yield record, 0
+            elif record.text is not None and start.fullmatch(record.text):
+                if b"".join(lines).strip():
+                    yield Record(place, b"".join(lines)), input_bytes
+                    input_bytes = 0
+                lines, place, inside = [record.text], record.place, True
+            elif record.text and inside:
+                place = place or record.place
+                lines.append(record.text)
+    if b"".join(lines).strip():
+        yield Record(place, b"".join(lines)), input_bytes
+
+
+def open_dataset(name_and_limit: str, subset: str | None, split: str, streaming: bool | None) -> HubDataset:
+    """Opens NAME or NAME:N (at most N examples): a preset, a Hub dataset, a folder of data files, or a saved dataset.
+
+    subset, streaming: None takes the preset's, else the dataset's default and no streaming. Raises InputError where
+    loading fails, with the message of datasets, which names the subsets and splits that exist.
+    """
+    match = re.fullmatch(r"(.+?)(?::([0-9]+))?", name_and_limit)
+    name, limit = match[1], int(match[2]) if match[2] else None
+    if limit == 0:
+        raise InputError(f"--dataset {name_and_limit}: asks for 0 examples; give at least 1, or no limit")
+    preset = find_preset(name) or Preset(name)
+    subset = preset.subset if subset is None else subset
+    streaming = preset.streams if streaming is None else streaming
+    is_local = Path(name).exists()
+    try:
+        revision = None if is_local or not streaming else _revision(preset.path)
+        rows = _load(preset.path, subset, split, streaming, revision)
+    except Exception as error:  # whatever the dataset's builder raises
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(
+            f"--dataset {name}{_where(name, preset)}: cannot be loaded as subset {subset or 'default'}, "
+            f"split {split}: {' '.join(lines)[:500]}"
+        ) from None
+    shown = Path(name).resolve().name if is_local else preset.path
+    number = None if streaming else rows.num_rows
+    return HubDataset(
+        rows.with_format("arrow"), shown, subset, split, streaming, number, limit, preset.document_start, revision
+    )
+
+
+def _where(name: str, preset: Preset) -> str:
+    if Path(name).exists():
+        return ""
+    if preset.path != name:
+        return f" ({preset.path} on the Hub)"
+    near = difflib.get_close_matches(name.lower(), PRESETS, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f" (no such folder here, so it was looked for on the Hub{hint})"
+
+
+def _revision(name: str) -> str | None:
+    """The commit of a dataset's repository, so that a resumed preparation reads the same; None if unknown."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return HfApi().dataset_info(name).sha
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError):
+        return None
+
+
+def _load(name: str, subset: str | None, split: str, streaming: bool, revision: str | None) -> Any:
+    import datasets
+
+    if (Path(name) / "dataset_dict.json").is_file() or (Path(name) / "state.json").is_file():
+        saved = datasets.load_from_disk(name)
+        if isinstance(saved, datasets.DatasetDict):
+            if split not in saved:
+                raise ValueError(f"no such split; splits that exist: {', '.join(saved)}")
+            saved = saved[split]
+        return saved.to_iterable_dataset() if streaming else saved
+    return datasets.load_dataset(name, subset, split=split, streaming=streaming, revision=revision)

@@ -1,0 +1,475 @@
+"""Raw documents: which files there are, in which format, and the parts into which they are divided for workers.
+
+Documents come in the order of the files' paths and, within a file, as they stand there. A part is what one worker
+takes at a time; a part's position, (source, part of it), is where an interrupted preparation goes on.
+"""
+
+import collections
+import fnmatch
+import glob
+import itertools
+import os
+import posixpath
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from pretrain.errors import Problems, did_you_mean
+from pretrain.urls import find_urls, is_url, open_file, shown, size_of
+from pretrain_tools.preparation.documents import archives, containers, formats
+from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
+from pretrain_tools.preparation.documents.formats import PART_BYTES
+from pretrain_tools.preparation.documents.records import Reading, Record
+
+
+class Format(NamedTuple):
+    """A format of files."""
+
+    suffixes: tuple[str, ...]
+    read: Callable[[ByteStream, Reading], Iterator[Record]]
+    place: str
+    """What a record's place counts."""
+
+
+def _read_tar(stream: ByteStream, reading: Reading) -> Iterator[Record]:
+    return archives.read_tar(stream, reading, _member_format)
+
+
+def _member_format(name: str) -> archives.MemberFormat | None:
+    """The format of an archive's member, by its name."""
+    inner, compression = _inner_suffix(name)
+    found = _format_of(inner)
+    if found is None:
+        return None
+
+    def read(stream: ByteStream, reading: Reading) -> Iterator[Record]:
+        return FORMATS[found].read(stream, replace(reading, tab_separated=inner == ".tsv"))
+
+    return archives.MemberFormat(found, compression, read)
+
+
+FORMATS = {
+    "jsonl": Format((".jsonl", ".ndjson"), formats.read_jsonl, "line"),
+    "json": Format((".json",), formats.read_json_documents, "document"),
+    "csv": Format((".csv", ".tsv"), formats.read_csv, "line"),
+    "txt": Format((".txt", ".text", ".md", ".py", ".rst"), formats.read_text, "line"),
+    "parquet": Format((".parquet", ".pq"), containers.read_parquet, "row"),
+    "arrow": Format((".arrow", ".feather", ".ipc"), containers.read_arrow, "row"),
+    "hdf5": Format((".h5", ".hdf5"), containers.read_hdf5, "row"),
+    "tar": Format((".tar", ".tgz"), _read_tar, "document"),
+}
+COMPRESSIONS = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
+EXPECTED_COMPRESSION_RATIO = 4
+LARGEST_ROW_GROUP_BYTES = 64 << 20
+RECORDS_PER_PART = 4096
+
+
+class Position(NamedTuple):
+    """Where reading goes on: a source's number and the number of its next part; rows of a stream before it."""
+
+    source: int
+    part: int
+    rows: int = 0
+
+
+BEGINNING = Position(0, 0)
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One input file. `name` is its path below the folder that all inputs share; `bytes` its size as stored."""
+
+    path: str
+    name: str
+    format: str
+    compression: str | None
+    bytes: int
+
+    def open(self) -> ByteStream:
+        """Its content, decompressed."""
+        return ByteStream(self.path, self.compression)
+
+    def place(self, number: int) -> str:
+        """A place in this file, for messages."""
+        return place_text(shown(self.path), self.format, number)
+
+    def recorded_place(self, number: int) -> str:
+        """A place in this file, without the machine's folders, for the manifest."""
+        return place_text(self.name, self.format, number)
+
+
+def place_text(path: str, format_name: str | None, number: int) -> str:
+    """A place in a file, in words. format_name: None takes it from the suffix; datasets have none."""
+    if format_name is None:
+        inner = _inner_suffix(path)[0]
+        format_name = _format_of(inner) or "dataset"
+    return f"{path}, {'row' if format_name == 'dataset' else FORMATS[format_name].place} {number:,}"
+
+
+def _format_of(suffix: str) -> str | None:
+    return next((name for name, found in FORMATS.items() if suffix in found.suffixes), None)
+
+
+def format_by_name(path: str) -> str | None:
+    """A file's format by its suffix in any case; None for an unknown one."""
+    return _format_of(_inner_suffix(path)[0])
+
+
+def _inner_suffix(path: str) -> tuple[str, str | None]:
+    """(suffix without that of the compression, compression) of a file's name."""
+    stem, suffix = os.path.splitext(shown(path).lower())
+    compression = COMPRESSIONS.get(suffix)
+    return (suffix if compression is None or suffix == ".tgz" else os.path.splitext(stem)[1]), compression
+
+
+def find_sources(
+    patterns: Sequence[str], exclude: Sequence[str] = (), format_name: str | None = None, option: str = "--input"
+) -> list[InputFile]:
+    """The files that match the patterns (paths or URLs; `**` recurses) and not `exclude`, sorted by path.
+
+    option: of the command line that gave the patterns, for messages.
+
+    Raises InputError with every pattern without a match and every file that is unreadable or of unknown format.
+    """
+    problems = Problems()
+    if format_name is not None and format_name not in FORMATS:
+        problems.append(f"--input_format {format_name}: no such format{did_you_mean(format_name, FORMATS)}")
+    paths: set[str] = set()
+    for pattern in patterns:
+        found = files_matching(pattern)
+        if not found:
+            folder = f"is a folder; name its files, such as '{pattern}/**/*.jsonl'" if os.path.isdir(pattern) else ""
+            is_other = not is_url(pattern) and os.path.exists(pattern)
+            other = "is a pipe or a device; write its content into a file" if is_other else ""
+            remedy = folder or other or "no such file; quote patterns, ** looks into folders"
+            problems.append(f"{option} {shown(pattern)}: {remedy}")
+        paths.update(found)
+    kept = _each_once([path for path in paths if not any(fnmatch.fnmatch(path, pattern) for pattern in exclude)])
+    if paths and not kept:
+        problems.append(f"--exclude {' '.join(exclude)}: leaves none of the {len(paths):,} input files")
+    if len({is_url(path) for path in kept}) > 1:
+        problems.append("--input: gives both URLs and paths of this machine; give file:// URLs for those, too")
+    sources = []
+    for path, name in zip(kept, _names_below(kept), strict=True):
+        source, problem = _source(path, name, format_name)
+        sources.append(source)
+        problems += [problem] if problem else []
+    counts = collections.Counter(source.name for source in sources if source)
+    problems += [f"--input: two files are called {name}; leave one out" for name, n in sorted(counts.items()) if n > 1]
+    problems.stop_if_any()
+    return sources
+
+
+def files_matching(pattern: str) -> list[str]:
+    """The files that a path, a pattern or a URL stands for. Raises InputError for a URL that cannot be listed."""
+    if is_url(pattern):
+        return find_urls(pattern)
+    drive, steps = os.path.splitdrive(os.path.expanduser(pattern))
+    root = drive + os.sep if steps.startswith(os.sep) else drive
+    return [path for path in _matching(root, [s for s in steps.split(os.sep) if s]) if os.path.isfile(path)]
+
+
+def _matching(folder: str, steps: list[str]) -> Iterator[str]:
+    """The paths below a folder that match the steps of a pattern, as glob has it, but in no folder twice.
+
+    glob follows symbolic links to folders as often as they lead back to where they are.
+    """
+    if "**" not in steps:
+        yield from glob.glob(os.path.join(glob.escape(folder), *steps))
+        return
+    first = steps.index("**")
+    starts = glob.glob(os.path.join(glob.escape(folder), *steps[:first], "")) if first else [folder]
+    for below in _folders_below(starts):
+        yield from _matching(below, steps[first + 1 :] or ["*"])
+
+
+def _folders_below(starts: Sequence[str]) -> Iterator[str]:
+    """Those and all folders in them, each real folder once: by its own path rather than by a link."""
+    waiting, seen = collections.deque(sorted(starts)), set()
+    linked: collections.deque[str] = collections.deque()
+    while waiting or linked:
+        folder = (waiting or linked).popleft()
+        real = os.path.realpath(folder)
+        if real in seen:
+            continue
+        seen.add(real)
+        yield folder
+        try:
+            entries = sorted(os.scandir(folder or os.curdir), key=lambda entry: entry.name)
+        except OSError:  # as glob does: what cannot be listed holds nothing
+            continue
+        for entry in entries:
+            if entry.is_dir() and not entry.name.startswith("."):
+                (linked if entry.is_symlink() else waiting).append(os.path.join(folder, entry.name))
+
+
+def _each_once(paths: Collection[str]) -> list[str]:
+    """The paths in order, of those that lead to one file by links only one: the file's own, or else the first."""
+    by_file: dict[str, str] = {}
+    for path in sorted(paths):
+        real = path if is_url(path) else os.path.realpath(path)
+        if real not in by_file or os.path.abspath(path) == real:
+            by_file[real] = path
+    return sorted(by_file.values())
+
+
+def _names_below(paths: Sequence[str]) -> list[str]:
+    """The paths below the folder that all of them share: the same on every machine, and without secrets.
+
+    Bytes that are not UTF-8 are written out, as in caf\\xe9.txt.
+    """
+    absolute = [shown(path).replace("://", "/") if is_url(path) else shown(os.path.abspath(path)) for path in paths]
+    if not absolute or len({os.path.isabs(path) for path in absolute}) > 1:
+        return absolute
+    parent = posixpath.commonpath([posixpath.dirname(path) for path in absolute])
+    return [posixpath.relpath(path, parent) for path in absolute]
+
+
+def _source(path: str, name: str, format_name: str | None) -> tuple[InputFile | None, str | None]:
+    inner, compression = _inner_suffix(path)
+    found = format_name or _format_of(inner)
+    if found is None:
+        known = " ".join(suffix for found in FORMATS.values() for suffix in found.suffixes)
+        given = inner or "without a suffix"
+        return None, f"{shown(path)}: unknown format {given}; known: {known}, also .gz or .zst; or give --input_format"
+    try:
+        if not is_url(path):
+            open_file(path).close()
+        size = size_of(path)
+    except OSError as error:
+        return None, f"{shown(path)}: cannot be read: {error.strerror}; make it readable or --exclude it"
+    source = InputFile(path, name, found, compression, size)
+    if found == "json" and format_name is None and _holds_lines(source):
+        source = replace(source, format="jsonl")
+    return source, None
+
+
+def _holds_lines(source: InputFile) -> bool:
+    """Whether a .json file holds JSON lines, as those of C4 and Dolma do."""
+    try:
+        with source.open() as stream:
+            block = next(stream.blocks(), b"").removeprefix(formats.BYTE_ORDER_MARK)
+    except DamagedFileError:
+        return False
+    first, end, _ = block.partition(b"\n")
+    return bool(end) and first.startswith(b"{") and first.rstrip().endswith(b"}")
+
+
+def records_of(source: InputFile, reading: Reading, stream: ByteStream | None = None) -> Iterator[Record]:
+    """All records of one file. What makes the rest of it unreadable comes last, as a record with that problem."""
+    stream = stream or source.open()
+    reading = replace(reading, tab_separated=".tsv" in Path(source.path).suffixes)
+    return _guarded(FORMATS[source.format].read(stream, reading), stream)
+
+
+def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
+    place = 0
+    with stream:
+        try:
+            for record in records:
+                place = record.place
+                yield record
+        except DamagedFileError as error:
+            lost = f" ({error.records:,} records)" if error.records > 1 else ""
+            problem = f"{error}; nothing after it was read{lost}"
+            yield Record(place + 1, None, problem, problem_records=error.records)
+
+
+@dataclass(frozen=True)
+class Part(ABC):
+    """What a worker takes at a time."""
+
+    after: Position
+    input_bytes: int
+    """Of the files as they are stored."""
+
+    def records(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
+        """Every record with its source; texts shorter or longer than `reading` allows are left out."""
+        found = self._read(reading)
+        if reading.min_characters is None and reading.max_characters is None:
+            return found
+        return (
+            (source, Record(record.place, None) if record.text and reading.leaves_out(record.text) else record)
+            for source, record in found
+        )
+
+    @abstractmethod
+    def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
+        """Every record, of any length."""
+
+
+@dataclass(frozen=True)
+class FilesPart(Part):
+    """Whole files, read by the worker."""
+
+    sources: tuple[InputFile, ...]
+
+    def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
+        return ((source, record) for source in self.sources for record in records_of(source, reading))
+
+
+@dataclass(frozen=True)
+class LinesPart(Part):
+    """Lines of a large file in a line format, read and decompressed by one process, parsed by the worker."""
+
+    source: InputFile
+    first_line: int
+    content: bytes
+
+    def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
+        found = formats.records_of_lines(self.first_line, self.content, self.source.format, reading)
+        return ((self.source, record) for record in found)
+
+
+@dataclass(frozen=True)
+class RowGroupPart(Part):
+    """A row group of a parquet file, read by the worker."""
+
+    source: InputFile
+    row_group: int
+
+    def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
+        stream = self.source.open()
+        found = _guarded(containers.read_parquet_rows(stream, reading, self.row_group), stream)
+        return ((self.source, record) for record in found)
+
+
+@dataclass(frozen=True)
+class RecordsPart(Part):
+    """Records that one process has read from a file that only one process can read."""
+
+    source: InputFile
+    found: tuple[Record, ...]
+
+    def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
+        return ((self.source, record) for record in self.found)
+
+
+@dataclass(frozen=True)
+class LargeFile:
+    """A file that is divided into parts, by whichever process reads it; those from number `first` on.
+
+    taken: None, or where a part must begin, in expected bytes over all sources; `offset`: those before the file.
+    """
+
+    source: InputFile
+    number: int
+    first: int
+    offset: int
+    taken: range | None
+
+    def parts(self, reading: Reading) -> Iterator[Part]:
+        """The parts in order."""
+        return _parts_of_large(self.source, self.number, reading, self.first, self.offset, self.taken)
+
+
+def parts_of(
+    sources: Sequence[InputFile], reading: Reading, start: Position = BEGINNING, taken: range | None = None
+) -> Iterator[Part]:
+    """The parts of all sources in order, from `start` on, as `pieces_in` gives them."""
+    for piece in pieces_in(sources, reading, start, taken):
+        if isinstance(piece, LargeFile):
+            yield from piece.parts(reading)
+        else:
+            yield piece
+
+
+def pieces_in(
+    sources: Sequence[InputFile], reading: Reading, start: Position = BEGINNING, taken: range | None = None
+) -> Iterator["FilesPart | LargeFile"]:
+    """Parts of small files, and large files, in order, from `start` on. What a part holds depends on the files alone.
+
+    taken: the expected bytes, counted over all sources, within which a part must begin; None: all. Reads nothing.
+    """
+    number = start.source
+    offset = sum(map(expected_bytes, sources[:number]))
+    while number < len(sources) and (taken is None or offset < taken.stop):
+        group = list(itertools.takewhile(lambda s: _is_small(s, reading), sources[number : number + 1024]))
+        if group:
+            sizes = itertools.accumulate(expected_bytes(source) for source in group)
+            group = group[: max(1, sum(1 for size in sizes if size <= PART_BYTES))]
+            number += len(group)
+            if taken is None or offset in taken:
+                yield FilesPart(Position(number, 0), sum(source.bytes for source in group), tuple(group))
+            offset += sum(map(expected_bytes, group))
+        else:
+            source = sources[number]
+            # Files that end before the slice are not even opened.
+            if taken is None or offset + expected_bytes(source) > taken.start:
+                first = start.part if number == start.source else 0
+                yield LargeFile(source, number, first, offset, taken)
+            number += 1
+            offset += expected_bytes(source)
+
+
+def expected_bytes(source: InputFile) -> int:
+    """About how large a file is when decompressed."""
+    return source.bytes * (EXPECTED_COMPRESSION_RATIO if source.compression else 1)
+
+
+def _is_small(source: InputFile, reading: Reading) -> bool:
+    """Whether a worker reads the file whole: a small one, or one that is a single document anyway."""
+    return expected_bytes(source) <= PART_BYTES or (source.format == "txt" and reading.documents == "file")
+
+
+def _parts_of_large(
+    source: InputFile, number: int, reading: Reading, first: int, offset: int, taken: range | None
+) -> Iterator[Part]:
+    """The parts of a file from number `first` on that begin in `taken`, where the file begins at `offset`."""
+    can_split = source.format == "parquet" and not source.compression
+    groups = containers.parquet_row_group_bytes(source.path) if can_split else []
+    if source.format == "jsonl" or (source.format == "txt" and reading.documents == "line"):
+        parts = _line_parts(source, number)
+    elif groups and max(groups) <= LARGEST_ROW_GROUP_BYTES:
+        parts = _row_group_parts(source, number, groups)
+    else:
+        parts = _record_parts(source, number, reading)
+    if taken is None:
+        yield from itertools.islice(parts, first, None)
+        return
+    for part_number, part in enumerate(parts):
+        if offset >= taken.stop:
+            return
+        if offset >= taken.start and part_number >= first:
+            yield part
+        offset += part.input_bytes * (expected_bytes(source) // max(1, source.bytes))
+
+
+def _line_parts(source: InputFile, number: int) -> Iterator[Part]:
+    with source.open() as stream:
+        before, line, part, content = 0, 1, 0, b""
+        try:
+            for part, (line, content) in enumerate(formats.whole_lines(stream), 1):
+                yield LinesPart(Position(number, part), stream.consumed - before, source, line, content)
+                before = stream.consumed
+        except DamagedFileError as error:
+            problem = Record(line + content.count(b"\n"), None, f"{error}; nothing after it was read")
+            yield RecordsPart(Position(number, part + 1), source.bytes - before, source, (problem,))
+
+
+def _row_group_parts(source: InputFile, number: int, groups: list[int]) -> Iterator[Part]:
+    total = sum(groups) or 1
+    for row_group, size in enumerate(groups):
+        yield RowGroupPart(Position(number, row_group + 1), source.bytes * size // total, source, row_group)
+
+
+def _record_parts(source: InputFile, number: int, reading: Reading) -> Iterator[Part]:
+    stream = source.open()
+    before, part, size = 0, 0, 0
+    found: list[Record] = []
+    for record in records_of(source, reading, stream):
+        found.append(record)
+        size += len(record.text or b"")
+        if size >= PART_BYTES or len(found) >= RECORDS_PER_PART:
+            part += 1
+            yield RecordsPart(Position(number, part), stream.consumed - before, source, tuple(found))
+            before, found, size = stream.consumed, [], 0
+    yield RecordsPart(Position(number, part + 1), source.bytes - before, source, tuple(found))
+
+
+def slice_range(number: int, count: int, total: int) -> range:
+    """The share of slice `number` of `count` in `total` things in order; the last one has what is beyond, too."""
+    return range(total * number // count, total * (number + 1) // count if number + 1 < count else sys.maxsize)

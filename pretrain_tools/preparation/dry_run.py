@@ -1,0 +1,100 @@
+"""A dry run: the same preparation on a few documents from all over the input, of which only the report is kept."""
+
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pretrain_tools.preparation.cleaning.report import write_report
+from pretrain_tools.preparation.documents.records import Reading, Record
+from pretrain_tools.preparation.documents.sources import BEGINNING, InputFile, Part, Position, parts_of
+from pretrain_tools.preparation.plan import Documents, Files, PreparationRequest
+from pretrain_tools.preparation.prepare import PreparationOutcome, prepare
+
+MOST_FILES = 32
+RECORDS_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class SampledPart(Part):
+    """Records that have been read already."""
+
+    found: tuple[tuple[InputFile, Record], ...]
+
+    def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
+        return iter(self.found)
+
+
+@dataclass(frozen=True)
+class DrawnDocuments:
+    """The beginnings of at most MOST_FILES files that are spread evenly over the input; of a dataset its beginning.
+
+    As many documents of each as it takes to have `number`. What comes before a document in a compressed file would
+    have to be read to be left out, so nothing is drawn from within one.
+    """
+
+    documents: Documents
+    number: int
+    total_bytes: None = None
+    expected_text_bytes: None = None
+    maximum_documents: None = None
+
+    @property
+    def files(self) -> list[InputFile]:
+        """Empty for a dataset."""
+        sources = self.documents.sources if isinstance(self.documents, Files) else []
+        count = min(len(sources), MOST_FILES)
+        return [sources[len(sources) * number // count] for number in range(count)]
+
+    def description(self) -> list[dict[str, Any]]:
+        """What identifies the documents, as that of all."""
+        return (
+            replace(self.documents, sources=self.files).description() if self.files else self.documents.description()
+        )
+
+    def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
+        """What was drawn, in input order."""
+        # The part applies the limits of length again; they are left out here, so that what they remove is counted.
+        unlimited = replace(reading, min_characters=None, max_characters=None)
+        if self.files:
+            readers = [_records(parts_of([source], reading), unlimited) for source in self.files]
+        else:
+            readers = [_records(self.documents.parts(reading, BEGINNING), unlimited)]
+        drawn: list[list[tuple[InputFile, Record]]] = [[] for _ in readers]
+        left, open_readers = self.number, list(range(len(readers)))
+        while left and open_readers:
+            share = max(1, left // len(open_readers))
+            for reader in list(open_readers):
+                more = list(itertools.islice(readers[reader], min(share, left)))
+                drawn[reader] += more
+                left -= len(more)
+                if len(more) < share:
+                    open_readers.remove(reader)
+        records = itertools.chain.from_iterable(drawn)
+        for number in itertools.count(1):
+            batch = tuple(itertools.islice(records, RECORDS_AT_ONCE))
+            if not batch:
+                return
+            yield SampledPart(Position(0, number), 0, batch)
+
+
+def _records(parts: Iterator[Part], reading: Reading) -> Iterator[tuple[InputFile, Record]]:
+    return (found for part in parts for found in part.records(reading))
+
+
+def dry_run(
+    request: PreparationRequest, number: int, say: Callable[[str], None]
+) -> tuple[PreparationOutcome, list[Path]]:
+    """Prepares `number` documents in a temporary folder and writes the report beside the output to be.
+
+    Returns the outcome and the report's files, OUTPUT.dry_run.html and .json, which replace those of an earlier run.
+    """
+    output = request.output
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="groundwork-dry-run-") as temporary:
+        drawn = DrawnDocuments(request.documents, number)
+        folder = Path(temporary, output.name)
+        outcome = prepare(replace(request, documents=drawn, output=folder, destination=None), say)
+        return outcome, write_report(folder, output.with_name(f"{output.name}.dry_run"))

@@ -1,0 +1,138 @@
+"""Texts to ids: the reference path through tokenizers, the fast path through gigatoken, and a check that they agree.
+
+Both take plain text: a special token's text inside a document never becomes that token's id, no token is added before
+or after a document, and nothing is truncated or padded.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pretrain.data.tokenizer import LoadedTokenizer, backend_of
+from pretrain.errors import InputError, one_line
+from pretrain_tools.preparation.long_text import encode_long_text
+
+ENGINES = ("auto", "fast", "reference")
+# Encodings keep offsets and strings, many times the text: the reference path works through a part in such pieces.
+REFERENCE_BATCH_BYTES = 1 << 20
+LONG_TEXT_BYTES = 1 << 22
+AGREEMENT_TEXTS = (
+    "The quick brown fox jumps over the lazy dog. It's 1,234,567.89 o'clock, isn't it? WE'LL SEE; they'd've gone.",
+    "  leading and trailing   \t\tspaces \n\n\r\n  and\u00a0odd\u2003ones\u200b\ufeff \x00\x01\x1f\x7f end \n",
+    "def f(x):\n    return {'a': [1, 22, 333, 4444, 55555]}  # ünïcödé, naïve façade, ｗｉｄｔｈ, ﬁ ligature\n",
+    "Ελληνικά, русский, עברית, العربية، हिन्दी, বাংলা, ไทย, 中文字符，日本語テキスト、한국어, አማርኛ, ქართული",
+    "e\u0301 vs é, \U0001f469\u200d\U0001f467 \U0001f1eb\U0001f1f7 \U0001f44d\U0001f3fd 𝒳𝔸",
+    "\U0010ffff, ½ ² ① ٣ Ⅷ, “q” — …",
+    "a" * 300 + " " * 70 + "\n" * 40 + "!" * 50 + "x\ty" * 20,
+)
+
+
+class ReferenceEncoder:
+    """Ids from the tokenizers library, which define what is correct."""
+
+    def __init__(self, tokenizer: LoadedTokenizer):
+        self._tokenizer = tokenizer
+        self._backend = backend_of(_with_special_end(tokenizer), tokenizer.name)
+        self._backend.encode_special_tokens = True
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+    def __reduce__(self) -> tuple[type, tuple[LoadedTokenizer]]:
+        return type(self), (self._tokenizer,)
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """One uint32 array of ids per UTF-8 text."""
+        arrays: list[np.ndarray] = []
+        for batch in _batches(texts):
+            if len(batch[0]) > LONG_TEXT_BYTES:
+                arrays.append(encode_long_text(self._backend, batch[0].decode()))
+            else:
+                encodings = self._backend.encode_batch_fast([t.decode() for t in batch], add_special_tokens=False)
+                arrays.extend(np.array(encoding.ids, dtype=np.uint32) for encoding in encodings)
+        return arrays
+
+
+def _batches(texts: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """Consecutive texts of about REFERENCE_BATCH_BYTES together; a long text comes alone."""
+    batch: list[bytes] = []
+    size = 0
+    for text in texts:
+        if batch and size + len(text) > REFERENCE_BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(text)
+        size += len(text)
+    if batch:
+        yield batch
+
+
+def _with_special_end(tokenizer: LoadedTokenizer) -> bytes:
+    """tokenizer.json with the end-of-document token marked special, so that it is not found in text."""
+    fields = json.loads(tokenizer.json)
+    for added in fields.get("added_tokens") or []:
+        if added.get("content") == tokenizer.end_of_document and not added.get("special"):
+            added["special"] = True
+            return json.dumps(fields).encode()
+    return tokenizer.json
+
+
+class FastEncoder:
+    """Ids from gigatoken; texts that may contain a special token's text take the reference path."""
+
+    def __init__(self, tokenizer: LoadedTokenizer):
+        import gigatoken
+
+        self._tokenizer = tokenizer
+        self.reference = ReferenceEncoder(tokenizer)
+        self._encode = gigatoken.Tokenizer.from_json(tokenizer.json).backend.encode
+        # A few short prefixes are found faster than hundreds of whole tokens, and none can be missed.
+        self._suspects = sorted({token.encode()[:4] for token in tokenizer.special_tokens})
+        self._specials = re.compile(b"|".join(re.escape(token.encode()) for token in tokenizer.special_tokens))
+
+    def __reduce__(self) -> tuple[type, tuple[LoadedTokenizer]]:
+        return type(self), (self._tokenizer,)
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """One uint32 array of ids per UTF-8 text, equal to the reference's."""
+        arrays = [None if self._has_special(text) else self._encode(text) for text in texts]
+        suspected = [number for number, ids in enumerate(arrays) if ids is None]
+        for number, ids in zip(suspected, self.reference.encode([texts[n] for n in suspected]), strict=True):
+            arrays[number] = ids
+        return arrays
+
+    def _has_special(self, text: bytes) -> bool:
+        return any(suspect in text for suspect in self._suspects) and self._specials.search(text) is not None
+
+    def disagreement(self, texts: Sequence[bytes]) -> str | None:
+        """The first text where the fast path gives other ids than the reference, shortened; None when all agree."""
+        for text, expected in zip(texts, self.reference.encode(texts), strict=True):
+            if not self._has_special(text) and not np.array_equal(self._encode(text), expected):
+                return repr(text[:60].decode(errors="replace"))
+        return None
+
+
+Encoder = ReferenceEncoder | FastEncoder
+
+
+def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str | None]:
+    """The encoder for `engine` (auto, fast or reference), and why auto took the reference path, if it did.
+
+    Raises InputError where `fast` was given and gigatoken cannot load this tokenizer or gives other ids.
+    """
+    if engine == "reference":
+        return ReferenceEncoder(tokenizer), None
+    try:
+        encoder = FastEncoder(tokenizer)
+        disagreement = encoder.disagreement([text.encode() for text in AGREEMENT_TEXTS])
+        reason = f"gigatoken gives other ids than tokenizers for {disagreement}" if disagreement else None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in Rust code is a BaseException
+        reason = f"gigatoken cannot load this tokenizer ({one_line(error)})"
+    if reason is None:
+        return encoder, None
+    if engine == "fast":
+        raise InputError(f"--engine fast: {reason}; use --engine auto or --engine reference")
+    return ReferenceEncoder(tokenizer), reason

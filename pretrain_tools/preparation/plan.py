@@ -1,0 +1,258 @@
+"""What is asked of a preparation, and how that differs from what a folder was made from."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from pretrain.data.manifest import dtype_for
+from pretrain.data.tokenizer import LoadedTokenizer
+from pretrain.errors import InputError, shortened
+from pretrain.urls import fingerprint, size_of
+from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
+from pretrain_tools.preparation.cleaning.stages import Cleaning
+from pretrain_tools.preparation.documents.records import Reading
+from pretrain_tools.preparation.documents.sources import (
+    BEGINNING,
+    FilesPart,
+    InputFile,
+    LargeFile,
+    Part,
+    Position,
+    expected_bytes,
+    parts_of,
+    pieces_in,
+    slice_range,
+)
+from pretrain_tools.preparation.upload import Destination
+from pretrain_tools.preparation.validation_split import ValidationSplit, split_with_tail
+
+SHOWN_DIFFERENCES = 8
+
+
+class Documents(Protocol):
+    """Where documents come from: local files or a dataset. Sizes are None where they cannot be known."""
+
+    total_bytes: int | None
+    expected_text_bytes: int | None
+    maximum_documents: int | None
+
+    def description(self) -> list[dict[str, Any]]:
+        """What identifies the documents, for the manifest; no absolute paths."""
+
+    def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
+        """The parts in order, from a position on."""
+
+    def sliced(self, number: int, count: int) -> "Documents":
+        """Those of slice `number` of `count`: a run of parts. Raises InputError where they cannot be divided."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Documents from files, of this machine or by URL. slice: (number, count) of the slice that is read; None: all."""
+
+    sources: Sequence[InputFile]
+    slice: tuple[int, int] | None = None
+    maximum_documents: None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of what is read, as it lies there."""
+        return sum(source.bytes for source in self.sources) // (self.slice[1] if self.slice else 1)
+
+    @property
+    def expected_text_bytes(self) -> int:
+        """About how much there is when decompressed."""
+        return sum(map(expected_bytes, self.sources)) // (self.slice[1] if self.slice else 1)
+
+    def description(self) -> list[dict[str, Any]]:
+        """Name, size and fingerprint of every file."""
+        sizes = [size_of(source.path) for source in self.sources]
+        return [
+            {"path": source.name, "bytes": size, "fingerprint": fingerprint(source.path, size)}
+            for source, size in zip(self.sources, sizes, strict=True)
+        ]
+
+    def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
+        """The parts of all files, or of the slice."""
+        return parts_of(self.sources, reading, start, self._taken)
+
+    def pieces(self, reading: Reading, start: Position) -> Iterator[FilesPart | LargeFile]:
+        """The same, where large files are divided into parts by the process that reads them."""
+        return pieces_in(self.sources, reading, start, self._taken)
+
+    @property
+    def _taken(self) -> range | None:
+        return None if self.slice is None else slice_range(*self.slice, sum(map(expected_bytes, self.sources)))
+
+    def sliced(self, number: int, count: int) -> "Files":
+        """Slice `number` of `count`: the parts that begin in that share of the bytes."""
+        return replace(self, slice=(number, count))
+
+    def are_whole_documents(self, reading: Reading) -> bool:
+        """Whether each file is one document of plain text."""
+        return reading.documents == "file" and all(source.format == "txt" for source in self.sources)
+
+    def texts(self, reading: Reading) -> Iterator[bytes]:
+        """Those of all files, whatever the slice, without records that cannot be used."""
+        parts = parts_of(self.sources, reading, BEGINNING)
+        return (record.text for part in parts for _, record in part.records(reading) if record.text)
+
+
+@dataclass(frozen=True)
+class PreparationOptions:
+    """What decides the bytes of the folder, beyond documents and tokenizer. Limits are None when there is none."""
+
+    reading: Reading = field(default_factory=Reading)
+    format: str | None = None
+    validation_fraction: float = 0.01
+    shard_tokens: int = 100_000_000
+    max_documents: int | None = None
+    max_tokens: int | None = None
+    on_error: str = "stop"
+    max_errors: int = 100
+    deduplicate: bool = False
+    megatron: bool = False
+    near_duplicates: NearDuplicates | None = None
+    cleaning: Cleaning | None = None
+    write_text: bool = False
+    slice: str | None = None
+
+    def as_plan(self) -> dict[str, Any]:
+        """The options as the manifest records them."""
+        # Without what asdict would copy: a stage may hold an index.
+        fields = asdict(replace(self, cleaning=None))
+        fields["cleaning"] = self.cleaning and self.cleaning.as_plan()
+        fields["near_duplicates"] = self.near_duplicates and self.near_duplicates.as_plan()
+        reading = fields.pop("reading")
+        del reading["tab_separated"]
+        reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None
+        # Null when off, as where the option is not known yet: folders made before it are recognised.
+        fields |= {name: fields[name] or None for name in ("deduplicate", "megatron", "write_text")}
+        return {**reading, **fields}
+
+    def within(self, documents: Documents) -> "PreparationOptions":
+        """These options with the documents' own limit, where they have one."""
+        limits = [limit for limit in (self.max_documents, documents.maximum_documents) if limit is not None]
+        return replace(self, max_documents=min(limits, default=None))
+
+
+@dataclass(frozen=True)
+class PreparationRequest:
+    """What to prepare in the local folder `output`, which is then copied to `destination`, if any.
+
+    Without a tokenizer, one of `vocabulary_size` is trained on at most `sample_bytes` of the text. `slice`: prepare
+    only that (number, count). `workers` None: one per core of the Ray cluster.
+    """
+
+    documents: Documents
+    options: PreparationOptions
+    tokenizer: LoadedTokenizer | None
+    output: Path
+    engine: str = "auto"
+    workers: int | None = 1
+    on_ray: bool = False
+    ray_address: str | None = None
+    slice: tuple[int, int] | None = None
+    merge_slices: int | None = None
+    vocabulary_size: int | None = None
+    sample_bytes: int | None = None
+    destination: Destination | None = None
+    dry_run: int | None = None
+    """Documents to try it on, instead."""
+
+    @cached_property
+    def split(self) -> ValidationSplit:
+        """What is held out for validation. Plain-text files may be few and long: then it is the tail of one."""
+        fraction, reading = self.options.validation_fraction, self.options.reading
+        if fraction and isinstance(self.documents, Files) and self.documents.are_whole_documents(reading):
+            return split_with_tail(self.documents.texts(reading), fraction)
+        return ValidationSplit(fraction)
+
+    def plan(self) -> dict[str, Any]:
+        """Everything that decides the bytes of the folder, as the manifest records it."""
+        return {
+            "tokenizer": {"name": self.tokenizer.name, "sha256": self.tokenizer.sha256},
+            "vocabulary_size": self.tokenizer.vocabulary_size,
+            "end_of_document_id": self.tokenizer.end_of_document_id,
+            "dtype": dtype_for(self.tokenizer.vocabulary_size),
+            "options": self.options.as_plan(),
+            "sources": self.documents.description(),
+            **self.split.as_plan(),
+        }
+
+
+def refuse_other_files(output: Path, ours: str) -> None:
+    """Raises InputError where `output` is a file, or a folder with content but without our file or folder `ours`."""
+    if output.is_file():
+        raise InputError(f"--output {output}: is a file; give a folder")
+    others = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
+    if others and ours not in others:
+        shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+        raise InputError(f"--output {output}: already contains other files ({shown}); give a new or empty folder")
+
+
+def refuse_differences(
+    output: Path, made_from: dict[str, Any], plan: dict[str, Any], how: str, free: tuple[str, ...] = ()
+) -> None:
+    """Raises InputError showing how `plan` differs from what the folder was made from.
+
+    `free` names options that may change on the way because they change no byte of what is already there.
+    """
+    differences = []
+    for key, now in plan.items():
+        if key == "options":
+            before = made_from.get(key) if isinstance(made_from.get(key), dict) else {}
+            differences += _value_differences(
+                key,
+                {name: value for name, value in before.items() if name in now and name not in free},
+                {name: value for name, value in now.items() if name not in free},
+            )
+        elif key != "sources":
+            differences += _value_differences(key, made_from.get(key), now)
+    differences += source_differences(made_from.get("sources") or [], plan["sources"])
+    if differences:
+        more = len(differences) - SHOWN_DIFFERENCES
+        shown = "; ".join(differences[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+        raise InputError(
+            f"{output}: {how} from something else: {shown}; use another --output, or remove this one first"
+        )
+
+
+def _value_differences(name: str, before: Any, now: Any) -> list[str]:
+    """What is different of an option or of anything within it, in words; stages of a list go by their names."""
+    if before == now:
+        return []
+    by_name = [_by_name(value) for value in (before, now)]
+    if None not in by_name:
+        old, new = by_name
+        told = [f"{name}: {each} is gone" for each in old if each not in new]
+        told += [f"{name}: {each} is new" for each in new if each not in old]
+        both = [each for each in old if each in new]
+        if both != [each for each in new if each in old]:
+            told.append(f"{name}: the order was {', '.join(old)}, is now {', '.join(new)}")
+        return told + [text for each in both for text in _value_differences(f"{name}.{each}", old[each], new[each])]
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = dict.fromkeys([*before, *now])
+        return [text for key in keys for text in _value_differences(f"{name}.{key}", before.get(key), now.get(key))]
+    return [f"{name} was {shortened(repr(before))}, is now {shortened(repr(now))}"]
+
+
+def _by_name(value: Any) -> dict[str, dict[str, Any]] | None:
+    """A list of stages or benchmarks by their names, None like an empty one; None where it is nothing of the kind."""
+    items = [] if value is None else value
+    if not isinstance(items, list) or not all(isinstance(item, dict) and "name" in item for item in items):
+        return None
+    return {str(item["name"]): item for item in items}
+
+
+def source_differences(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
+    """New, missing and changed sources, in words."""
+    old = {source["path"]: source for source in before}
+    new = {source["path"]: source for source in now}
+    return [
+        *(f"source {path} is new" for path in new if path not in old),
+        *(f"source {path} is gone" for path in old if path not in new),
+        *(f"source {path} has changed" for path in new if path in old and old[path] != new[path]),
+    ]

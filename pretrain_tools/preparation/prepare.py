@@ -1,0 +1,506 @@
+"""Documents to a folder of shards, in a preparation that resumes after a kill.
+
+An unfinished folder has `.unfinished/` with the plan (what was asked for), the progress (how far the shards are
+valid) and the lock. The manifest is written last: without it, nothing counts as done.
+"""
+
+import hashlib
+import json
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretrain.data.manifest import MANIFEST_FILE, SHARDS_FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, Shard, counts_in
+from pretrain.data.shards import read_manifest
+from pretrain.errors import InputError
+from pretrain.files import as_json, sync_files, sync_folder, write_durably
+from pretrain.processes import folder_lock
+from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE, recorded_account
+from pretrain_tools.preparation.cleaning.lists import LengthFilter, UrlList, WordList
+from pretrain_tools.preparation.cleaning.near_duplicate_search import (
+    NEAR_DUPLICATES_FILE,
+    STAGES,
+    DuplicateSearch,
+    StageProgress,
+    report_of,
+)
+from pretrain_tools.preparation.cleaning.repeated_text import RepeatedText, RepetitionCount, write_table
+from pretrain_tools.preparation.cleaning.stages import Cleaning
+from pretrain_tools.preparation.cleaning.user_function import UserFunction
+from pretrain_tools.preparation.collector import (
+    NEAR_DUPLICATE_COUNTS,
+    SKIPPED_COUNTS,
+    DisagreementError,
+    Intake,
+    Tally,
+)
+from pretrain_tools.preparation.deduplicate import seen_in_shards
+from pretrain_tools.preparation.documents.sources import BEGINNING, Position
+from pretrain_tools.preparation.duplicate_work import perform_missing
+from pretrain_tools.preparation.encode import Encoder, ReferenceEncoder, make_encoder
+from pretrain_tools.preparation.plan import (
+    Files,
+    PreparationRequest,
+    refuse_differences,
+    refuse_other_files,
+    source_differences,
+)
+from pretrain_tools.preparation.shard_writer import ShardWriter, shard_files
+from pretrain_tools.preparation.slices import merged_parts, require_slices, search_folder, slice_of
+from pretrain_tools.preparation.text_files import TEXT_FOLDER
+from pretrain_tools.preparation.worker import EncodedPart, EncodingSettings, encode_parts
+
+UNFINISHED_FOLDER = ".unfinished"
+FIRST_PASS = "documents"
+"""The folder, in the unfinished one, of all documents, of which near duplicates are then left out."""
+PLAN_LAYOUT = 3
+COMMIT_SECONDS = 2.0
+NOT_COMPILED = (UserFunction, WordList, UrlList, LengthFilter)
+COMPILING_SECONDS = 10
+"""Of two cores that are a few years old, for --clean."""
+MOST_NAMED = 5
+"""Sources that are named in a message."""
+
+
+@dataclass(frozen=True)
+class PreparationOutcome:
+    """How a preparation ended. `already_done`: nothing was left to do; `seconds` are this process's."""
+
+    manifest: Manifest
+    tally: Tally
+    already_done: bool
+    continued: bool
+    seconds: float
+    tokens_made: int
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    """Sums over all processes, which overlap."""
+
+
+class StoppedError(Exception):
+    """A signal (its number is the argument) asked to stop; everything until then is kept."""
+
+
+class CountedError(Exception):
+    """A slice has counted what is repeated in its part, and waits for the other slices to do so."""
+
+
+Report = Callable[[Tally], None]
+
+
+def prepare(
+    request: PreparationRequest, say: Callable[[str], None] = print, report: Report = lambda tally: None
+) -> PreparationOutcome:
+    """Makes, continues or recognises the prepared folder `request.output`.
+
+    Raises InputError for input that cannot be used or a folder that was made from something else, StoppedError when
+    a signal ended it early (run it again to continue).
+    """
+    output, cleaning = request.output, request.options.cleaning
+    with ThreadPoolExecutor(1) as threads:  # which has ended before workers are forked
+        if cleaning is not None:
+            threads.submit(cleaning.preload)
+        plan = request.plan()
+    slices = require_slices(request)
+    state_folder = output / UNFINISHED_FOLDER
+    finished = _finished(output, plan)
+    if finished is not None and not state_folder.exists():
+        return finished
+    existed = output.is_dir()
+    refuse_other_files(output, UNFINISHED_FOLDER)
+    try:
+        state_folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {output}: cannot be created: {error.strerror}; give a writable folder") from None
+    try:
+        with folder_lock(state_folder / "lock"):
+            # Another process may have finished it before the lock was ours, or was killed when all but this was done.
+            finished = _finished(output, plan)
+            if finished is not None:
+                shutil.rmtree(state_folder, ignore_errors=True)
+                return finished
+            run = _Run(request, plan, slices, report)
+            try:
+                return run.complete(say)
+            except InputError:
+                if not run.worth_keeping:
+                    _discard(output, existed)
+                raise
+    except OSError as error:
+        name = f" ({error.filename})" if error.filename else ""
+        raise InputError(
+            f"{output}: {error.strerror or error}{name}; free space or fix permissions, then run the same command "
+            "again: it continues where it stopped"
+        ) from error
+
+
+def timed(items: Iterator[Any], stages: Counter[str], name: str) -> Iterator[Any]:
+    """The items; adds the seconds spent waiting for them to stages[name]."""
+    while True:
+        began = time.perf_counter()
+        item = next(items, None)
+        stages[name] += time.perf_counter() - began
+        if item is None:
+            return
+        yield item
+
+
+def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
+    if not (output / MANIFEST_FILE).is_file():
+        return None
+    manifest = read_manifest(output)
+    made_from = json.loads((output / MANIFEST_FILE).read_bytes())
+    refuse_differences(output, made_from, plan, "was finished")
+    totals = [manifest.totals(split) for split in SPLITS]
+    tally = Tally(
+        documents=sum(total[1] for total in totals),
+        tokens=sum(total[0] for total in totals),
+        text_bytes=sum(total[2] for total in totals),
+        validation_tokens=totals[1][0],
+        **{name: made_from["skipped"].get(name, 0) for name in (*SKIPPED_COUNTS, *NEAR_DUPLICATE_COUNTS)},
+        unread_members=made_from["skipped"].get("unread_members", {}),
+        cleaning=recorded_account(output, made_from),
+    )
+    return PreparationOutcome(manifest, tally, already_done=True, continued=False, seconds=0.0, tokens_made=0)
+
+
+def _discard(output: Path, existed: bool) -> None:
+    """Removes what a preparation without result wrote, and nothing else."""
+    for path in shard_files(output):
+        path.unlink()
+    (output / SAMPLES_FILE).unlink(missing_ok=True)
+    for name in (TOKENIZER_FOLDER, UNFINISHED_FOLDER, TEXT_FOLDER):
+        shutil.rmtree(output / name, ignore_errors=True)
+    (output / NEAR_DUPLICATES_FILE).unlink(missing_ok=True)
+    if not existed:
+        output.rmdir()
+
+
+class _Run:
+    """One process's work on an unfinished folder, under its lock."""
+
+    def __init__(self, request: PreparationRequest, plan: dict[str, Any], slices: list[Path], report: Report):
+        self.request, self.plan, self.slices, self.report = request, plan, slices, report
+        self.output = request.output
+        self.removed: np.ndarray | None = None
+        self.cleaning = request.options.cleaning
+        self.stages: Counter[str] = Counter()
+        self.plan_path = self.output / UNFINISHED_FOLDER / "plan.json"
+        self.progress_path = self.output / UNFINISHED_FOLDER / "progress.json"
+        # What an earlier process left is not this one's to discard.
+        self.worth_keeping = self.plan_path.exists()
+
+    def complete(self, say: Callable[[str], None]) -> PreparationOutcome:
+        """Tokenises what is left and writes the manifest."""
+        started = time.monotonic()
+        tokenizer, engine = self.request.tokenizer, self.request.engine
+        progress = self._load_progress()
+        if progress is None:
+            tokenizer.save(self.output / TOKENIZER_FOLDER)
+            sync_files(self.output / TOKENIZER_FOLDER)
+            write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
+        else:
+            say(f"{self.output}: continuing after {progress['tally']['documents']:,} documents")
+        first_pass = None
+        if self.request.options.near_duplicates is not None and self.request.options.slice is None:
+            first_pass = self._find_near_duplicates(say)
+        if not self.slices:
+            self._say_what_is_compiled(say)
+            self._count_repeated()
+        # Slices are tokenised already.
+        encoder, reason = (None, None) if self.slices else make_encoder(tokenizer, engine)
+        if reason:
+            say(f"tokenising with tokenizers: {reason}")
+        before = progress["tally"]["tokens"] if progress else 0
+        try:
+            tally, shards = self._tokenise(progress, encoder)
+        except DisagreementError as error:
+            if engine == "fast":
+                raise InputError(f"--engine fast: {error}; remove {self.output} and use --engine reference") from None
+            say(f"starting over with tokenizers: {error}")
+            self.progress_path.unlink(missing_ok=True)
+            before = 0
+            tally, shards = self._tokenise(None, ReferenceEncoder(tokenizer))
+        return PreparationOutcome(
+            self._finish(tally, shards),
+            tally,
+            already_done=False,
+            continued=progress is not None,
+            seconds=time.monotonic() - started,
+            tokens_made=first_pass.tokens_made if first_pass else tally.tokens - before,
+            stage_seconds=dict(self.stages),
+        )
+
+    def _find_near_duplicates(self, say: Callable[[str], None]) -> PreparationOutcome | None:
+        """Prepares all documents, unless they are in slices, and finds those that `_tokenise` then leaves out."""
+        options, state_folder, outcome = self.request.options, self.output / UNFINISHED_FOLDER, None
+        if not self.slices:
+            self.slices = [state_folder / FIRST_PASS]
+            label = "all documents, before near duplicates are left out"
+            all_options = replace(options, slice=label, megatron=False)
+            try:
+                first = replace(self.request, output=self.slices[0], options=all_options)
+                outcome = prepare(first, say, self.report)
+            finally:
+                self.worth_keeping = self.worth_keeping or self.slices[0].exists()
+            self.stages.update(outcome.stage_seconds)
+        began = time.perf_counter()
+        manifests = [read_manifest(folder) for folder in self.slices]
+        with _stop_signals() as stopped:
+            work = search_folder(self.request) if self.request.merge_slices else state_folder / "near_duplicates"
+            search = DuplicateSearch(manifests, options.near_duplicates, work, self.request.tokenizer)
+            tokens = sum(shard.tokens for manifest in manifests for shard in manifest.shards)
+            needed = search.disk_bytes + tokens * manifests[0].bytes_per_id
+            free = shutil.disk_usage(self.output).free + sum(path.stat().st_size for path in shard_files(self.output))
+            if free < needed:
+                raise InputError(
+                    f"{self.output}: {free:,} bytes are free, and leaving out near duplicates needs {needed:,}; free "
+                    "space, then run the same command again: it continues here"
+                )
+            perform_missing(search, list(STAGES), self.request, StageProgress(say, partial(_stop_if_asked, stopped)))
+            duplicates = search.duplicates()
+            report = report_of(search, duplicates, manifests)
+            write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
+        self.removed = duplicates["document"]
+        self.stages["find near duplicates"] += time.perf_counter() - began
+        return outcome
+
+    def _say_what_is_compiled(self, say: Callable[[str], None]) -> None:
+        """Before the first use of the filters on this machine, which takes long."""
+        if self.cleaning is None or all(isinstance(stage, NOT_COMPILED) for stage in self.cleaning.stages):
+            return
+        from pretrain_tools.preparation.cleaning.compiled.kept import IS_FIRST_USE
+
+        if IS_FIRST_USE:
+            say(f"compiling the filters, once on this machine: about {COMPILING_SECONDS} s")
+
+    def _count_repeated(self) -> None:
+        """Counts lines or paragraphs over all documents, if they are to be removed where they are repeated."""
+        options, of_slice = self.request.options, self.request.slice
+        stages = options.cleaning.stages if options.cleaning else ()
+        stage = next((stage for stage in stages if isinstance(stage, RepeatedText)), None)
+        if stage is None:
+            return
+        table = self.output / UNFINISHED_FOLDER / "repeated"
+        self.cleaning = Cleaning(tuple(s.with_table(table) if s is stage else s for s in stages))
+        if table.is_file():
+            return
+        identity = hashlib.sha256(
+            as_json({**self.plan, "options": replace(options, slice=None).as_plan()})
+        ).hexdigest()
+        number, count = of_slice or (0, 1)
+        folders = [self.output / UNFINISHED_FOLDER / "counts"]
+        if of_slice:
+            folders = [self.output.with_name(f"{other}-of-{count}.counts") for other in range(count)]
+        ours = RepetitionCount(folders[number], identity)
+        if not ours.is_complete:
+            start = Position(*ours.position) if ours.position else BEGINNING
+            tally = Tally()
+            with _stop_signals() as stopped, closing(self._encoded(start, None, stage)) as parts:
+                for part in parts:
+                    ours.add(part.hashes, part.after)
+                    tally.input_bytes += part.input_bytes
+                    self.stages.update(part.stage_seconds)
+                    self.report(tally)
+                    if stopped:
+                        ours.commit()
+                        raise StoppedError(stopped[0])
+            ours.commit(is_complete=True)
+        counts = [RepetitionCount(folder, identity) for folder in folders]
+        waiting = sum(not each.is_complete for each in counts)
+        if waiting:
+            raise CountedError(f"{waiting} of {count} slices have not counted what is repeated")
+        write_table(table, [run for each in counts for run in each.runs], stage.documents)
+
+    def _load_progress(self) -> dict[str, Any] | None:
+        if not self.plan_path.is_file():
+            return None
+        try:
+            earlier = json.loads(self.plan_path.read_bytes())
+            progress = json.loads(self.progress_path.read_bytes()) if self.progress_path.is_file() else None
+        except ValueError as error:
+            raise InputError(f"{self.output}: its progress is damaged ({error}); remove it and start over") from None
+        if earlier.pop("layout", None) != PLAN_LAYOUT:
+            raise InputError(f"{self.output}: was begun by another version; remove it and prepare it again")
+        refuse_differences(self.output, earlier, self.plan, "was begun", free=("on_error", "max_errors"))
+        return progress
+
+    def _tokenise(self, progress: dict[str, Any] | None, encoder: Encoder) -> tuple[Tally, list[Shard]]:
+        options, dtype = self.request.options, self.plan["dtype"]
+        near = options.near_duplicates if options.slice else None
+        if self.removed is not None:
+            # What the limits left out has not been read; nothing more is to be left out by them.
+            options = replace(options, max_documents=None, max_tokens=None)
+        tally = Tally.from_progress(progress["tally"]) if progress else Tally()
+        position = Position(*progress["position"]) if progress else BEGINNING
+        writer = ShardWriter(
+            self.output,
+            dtype,
+            options.shard_tokens,
+            progress["writer"] if progress else None,
+            options.megatron,
+            near.signature_bytes if near else 0,
+            self.output / UNFINISHED_FOLDER / TEXT_FOLDER if options.write_text else None,
+        )
+        seen = seen_in_shards(self.output, writer.written(), dtype) if options.deduplicate else None
+        numbers = {source["path"]: number for number, source in enumerate(self.plan["sources"])}
+        intake = Intake(tally, writer, options, numbers, seen)
+        committed = time.monotonic()
+        try:
+            with _stop_signals() as stopped, closing(self._encoded(position, encoder)) as encoded_parts:
+                for encoded in () if progress and progress["complete"] else encoded_parts:
+                    began = time.perf_counter()
+                    complete = intake.add(encoded)
+                    self.stages.update(encoded.stage_seconds)
+                    self.stages["write"] += time.perf_counter() - began
+                    position = encoded.after
+                    self.worth_keeping = self.worth_keeping or tally.documents > 0
+                    self.report(tally)
+                    if complete or stopped or time.monotonic() - committed > COMMIT_SECONDS:
+                        self._commit(writer, tally, position, complete)
+                        committed = time.monotonic()
+                    if complete:
+                        break
+                    if stopped:
+                        raise StoppedError(stopped[0])
+            if not tally.documents and options.slice is None:
+                raise InputError(self._nothing_found(tally))
+            return tally, writer.finish()
+        except InputError:
+            # What came before the bad record is valid and need not be made again.
+            if tally.documents:
+                self._commit(writer, tally, position, complete=False)
+            raise
+        finally:
+            writer.close()
+
+    def _nothing_found(self, tally: Tally) -> str:
+        skipped = f"{tally.empty_documents:,} empty documents and {tally.bad_records:,} bad records were skipped"
+        if tally.filtered_documents:
+            skipped += f", {tally.filtered_documents:,} left out by filters"
+        if tally.cleaning.removed_documents:
+            skipped += f", {tally.cleaning.removed_documents:,} removed by cleaning"
+        whole = list(tally.cleaning.removed_whole().items())
+        reasons = "".join(f"\n  {source}: removed whole by {', '.join(rules)}" for source, rules in whole[:MOST_NAMED])
+        if len(whole) > MOST_NAMED:
+            reasons += f"\n  and {len(whole) - MOST_NAMED:,} more sources"
+        limit = self.request.options.max_tokens
+        if limit is not None:
+            skipped += f", and --max_tokens {limit:,} is less than the first document"
+        if whole:
+            advice = "--filter with other numbers replaces the filter of the same name"
+            return f"no document is left ({skipped}); nothing was written; {advice}{reasons}"
+        return f"the input holds no documents ({skipped}); nothing was written; give files that contain text"
+
+    def _encoded(
+        self, start: Position, encoder: Encoder | None, counting: RepeatedText | None = None
+    ) -> Iterator[EncodedPart]:
+        """The encoded parts from a position on: of slices, of a Ray cluster, or of processes of this machine.
+
+        counting: instead of documents, the hashes of their lines for this stage.
+        """
+        request, options = self.request, self.request.options
+        if self.slices:
+            total_bytes = request.documents.total_bytes or 0
+            return merged_parts(self.slices, start, total_bytes, options.deduplicate, self.removed)
+        settings = EncodingSettings(
+            request.tokenizer,
+            encoder,
+            options.reading,
+            request.split,
+            stop_at_problem=options.on_error == "stop",
+            deduplicate=options.deduplicate,
+            near_duplicates=options.near_duplicates,
+            cleaning=None if counting else self.cleaning,
+            write_text=options.write_text,
+            counting=counting,
+        )
+        documents = request.documents
+        if request.on_ray:
+            from pretrain_tools.preparation.ray_workers import encode_parts_on_ray
+
+            # Only this machine need have a dataset, so it reads that itself.
+            pieces = documents.pieces if isinstance(documents, Files) else documents.parts
+            return encode_parts_on_ray(pieces(options.reading, start), settings, request.workers, request.ray_address)
+        parts = timed(documents.parts(options.reading, start), self.stages, "read")
+        return encode_parts(parts, settings, request.workers)
+
+    def _commit(self, writer: ShardWriter, tally: Tally, position: Position, complete: bool) -> None:
+        began = time.perf_counter()
+        state = {"position": position, "complete": complete, "tally": asdict(tally), "writer": writer.sync()}
+        write_durably(self.progress_path, as_json(state))
+        self.stages["sync"] += time.perf_counter() - began
+
+    def _finish(self, tally: Tally, shards: list[Shard]) -> Manifest:
+        changed = source_differences(self.plan["sources"], self.request.documents.description())
+        if changed:
+            raise InputError(
+                f"{self.output}: the input changed while it was read: {'; '.join(changed[:8])}; "
+                f"remove {self.output} and prepare it again"
+            )
+        manifest = {**SHARDS_FORMAT, **self.plan}
+        sources = manifest.pop("sources")
+        manifest["shards"] = [asdict(shard) for shard in shards]
+        manifest["totals"] = {split: counts_in(shards, split) for split in SPLITS}
+        manifest["skipped"] = tally.skipped()
+        if self.request.options.cleaning is not None:
+            manifest["cleaning"] = tally.cleaning.as_manifest()
+            write_durably(self.output / SAMPLES_FILE, as_json(tally.cleaning.samples))
+        manifest["sources"] = sources
+        sync_folder(self.output)
+        write_durably(self.output / MANIFEST_FILE, as_json(manifest))
+        shutil.rmtree(self.output / UNFINISHED_FOLDER, ignore_errors=True)
+        return read_manifest(self.output)
+
+
+def search_of_slice(request: PreparationRequest, say: Callable[[str], None] = print) -> str:
+    """Performs a prepared slice's share of the search for near duplicates, as far as the others' work allows.
+
+    request: of the whole, with its slice. Returns what it waits for, in words; '' when the search is complete.
+    """
+    number, count = request.slice
+    folders = [slice_of(request, other, count).output for other in range(count)]
+    near, work = request.options.near_duplicates, search_folder(request)
+    with _stop_signals() as stopped:
+        progress = StageProgress(say, partial(_stop_if_asked, stopped))
+        own = DuplicateSearch([read_manifest(folders[number])], near, work, request.tokenizer)
+        perform_missing(own, ["keys"], request, progress)
+        if waiting := sum(not (folder / MANIFEST_FILE).is_file() for folder in folders):
+            return f"{waiting} of {count} slices are not prepared"
+        require_slices(replace(request, slice=None, merge_slices=count))
+        search = DuplicateSearch([read_manifest(folder) for folder in folders], near, work, request.tokenizer)
+        if search.missing("keys"):
+            return "other slices have not written their keys"
+        left = perform_missing(search, ["candidates", "pairs"], request, progress, (number, count))
+    return f"{left:,} tasks of other slices in the search for near duplicates are to be done" if left else ""
+
+
+def _stop_if_asked(stopped: list[int]) -> None:
+    if stopped:
+        raise StoppedError(stopped[0])
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM so that work stops between parts; a second one acts at once."""
+    received: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        received.append(number)
+        signal.signal(number, previous[number])
+
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,176 @@
+"""A preparation divided over machines that do not communicate, and the merge of what they made.
+
+Slice i of n takes consecutive parts of the input and makes a prepared folder of its own, FOLDER.slices/i-of-n. The
+merge reads the slices' documents in the order of the input and writes the same bytes as a single machine would.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.data.document_index import DOCUMENT, document_table
+from pretrain.data.input_order import InputOrder
+from pretrain.data.manifest import MANIFEST_FILE, SPLITS, Manifest, id_dtype
+from pretrain.data.shards import ShardReader, read_manifest
+from pretrain.errors import InputError, Problems
+from pretrain_tools.preparation.cleaning.account import recorded_account
+from pretrain_tools.preparation.deduplicate import document_hashes
+from pretrain_tools.preparation.documents.sources import Position
+from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest, refuse_differences
+from pretrain_tools.preparation.text_files import has_text, lines_of, stored_lines
+from pretrain_tools.preparation.worker import EncodedPart, Problem
+
+TOKENS_PER_PART = 1 << 22
+DOCUMENTS_PER_PART = 1 << 16
+
+
+def parse_slice(text: str) -> tuple[int, int]:
+    """'3/16' -> (3, 16). Raises InputError for what is no slice."""
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 0 <= int(number) < int(count)):
+        raise InputError(f"--slice {text}: must be i/n with i from 0 to n - 1, such as 0/16 to 15/16")
+    return int(number), int(count)
+
+
+def slice_problems(options: PreparationOptions) -> list[str]:
+    """Why a preparation with these options cannot be divided."""
+    limits = {"max_documents": options.max_documents, "max_tokens": options.max_tokens}
+    given = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]
+    return [f"--slice: slices do not know of each other, so {' and '.join(given)} must be left out"] if given else []
+
+
+def slice_of(request: PreparationRequest, number: int, count: int) -> PreparationRequest:
+    """The preparation of slice `number` of `count`. Raises InputError where the documents cannot be divided."""
+    # Which document is a copy is known only when all are together.
+    label = f"part {number} of {count}"
+    options = replace(request.options, slice=label, deduplicate=False, megatron=False)
+    output = slices_folder(request) / f"{number}-of-{count}"
+    return replace(request, documents=request.documents.sliced(number, count), options=options, output=output)
+
+
+def slices_folder(request: PreparationRequest) -> Path:
+    """The folder of all slices of the output."""
+    return request.output.with_name(request.output.name + ".slices")
+
+
+def search_folder(request: PreparationRequest) -> Path:
+    """What all slices see of the search for near duplicates."""
+    return slices_folder(request) / "near_duplicates"
+
+
+def require_slices(request: PreparationRequest) -> list[Path]:
+    """The folders of the slices to merge. Raises InputError naming each that is unfinished or of something else."""
+    if request.merge_slices is None:
+        return []
+    plan = request.plan()
+    folders, problems = [], Problems()
+    for number in range(request.merge_slices):
+        of_slice = slice_of(request, number, request.merge_slices)
+        folder = of_slice.output
+        if not (folder / MANIFEST_FILE).is_file():
+            command = f"--slice {number}/{request.merge_slices}"
+            problems.append(f"{folder}: is not complete; run the same command with {command}")
+            continue
+        made_from = json.loads((folder / MANIFEST_FILE).read_bytes())
+        plan_of_slice = plan | {"options": of_slice.options.as_plan()}
+        problems.attempt(refuse_differences, folder, made_from, plan_of_slice, "was finished")
+        folders.append(folder)
+    problems.stop_if_any()
+    return folders
+
+
+def merged_parts(
+    folders: Sequence[Path],
+    start: Position,
+    input_bytes: int,
+    deduplicate: bool,
+    removed: np.ndarray | None = None,
+) -> Iterator[EncodedPart]:
+    """The documents of all slices in order, from a position on: (slice, number of its next part).
+
+    removed: ascending numbers, over all slices, of near duplicates to leave out.
+    """
+    removed = np.empty(0, np.uint32) if removed is None else removed
+    first_of_slice = 0
+    for number, folder in enumerate(folders):
+        manifest = read_manifest(folder)
+        if number >= start.source:
+            first = start.part if number == start.source else 0
+            share = input_bytes // len(folders)
+            parts = slice_parts(manifest, number, share, deduplicate, removed, first_of_slice)
+            yield from itertools.islice(parts, first, None)
+        first_of_slice += sum(shard.documents for shard in manifest.shards)
+
+
+def slice_parts(
+    manifest: Manifest, number: int, input_bytes: int, deduplicate: bool, removed: np.ndarray, first_of_slice: int
+) -> Iterator[EncodedPart]:
+    """A slice's documents in the order of its input, some at a time; the last part has the counts."""
+    order = InputOrder([manifest])
+    readers = {split: ShardReader(manifest, split) for split in SPLITS}
+    text = {split: stored_lines(manifest, split) for split in SPLITS} if has_text(manifest) else None
+    read = dict.fromkeys(SPLITS, 0)
+    all_tokens = sum(reader.tokens for reader in readers.values())
+    part = first = 0
+    while first < order.documents:
+        documents, is_validation = order.table(first, min(first + DOCUMENTS_PER_PART, order.documents))
+        ends = np.cumsum(documents["end"].astype(np.int64))
+        taken = max(1, int(np.searchsorted(ends, TOKENS_PER_PART, side="right")))
+        documents, is_validation, ends = documents[:taken], is_validation[:taken], ends[:taken]
+        tokens = documents["end"].astype(np.int64)
+        ids = np.empty(int(ends[-1]), id_dtype(manifest.dtype))
+        runs = np.flatnonzero(np.diff(is_validation)) + 1
+        start = 0
+        for run, stop in zip([0, *runs], ends[np.append(runs, taken) - 1].tolist(), strict=True):
+            split = SPLITS[int(is_validation[run])]
+            readers[split].read(read[split], ids[start:stop])
+            read[split] += stop - start
+            start = stop
+        names, sources = np.unique(documents["source"], return_inverse=True)
+        number_of_first = first_of_slice + first
+        left, right = np.searchsorted(removed, (number_of_first, number_of_first + taken))
+        kept = np.ones(taken, bool)
+        kept[removed[left:right].astype(np.int64) - number_of_first] = False
+        encoded = EncodedPart(
+            ids=ids,
+            documents=document_table(tokens, documents["text_bytes"], sources, documents["place"]),
+            source_names=tuple(manifest.source_names[name] for name in names),
+            is_validation=is_validation,
+            hashes=document_hashes(ids, ends) if deduplicate else None,
+            lines=lines_of(is_validation.tolist(), text) if text else None,
+            after=Position(number, part + 1),
+            near_duplicate_documents=int(right - left),
+            near_duplicate_bytes=int(documents["text_bytes"][~kept].sum()),
+            input_bytes=round(input_bytes * len(ids) / all_tokens),
+        )
+        yield encoded.keeping(kept)
+        part, first = part + 1, first + taken
+    yield _counts_of(manifest.folder, manifest, number)
+
+
+def _counts_of(folder: Path, manifest: Manifest, number: int) -> EncodedPart:
+    """A part without documents, which adds what the slice left out to the counts."""
+    made = json.loads((folder / MANIFEST_FILE).read_bytes())
+    skipped = made["skipped"]
+    named = [example.partition(": ") for example in skipped["first_bad_records"]]
+    problems = [Problem(0, name, name, reason) for name, _, reason in named]
+    if problems:
+        # A slice names as many as the merged folder will, so the others need no name.
+        problems[-1] = problems[-1]._replace(records=1 + skipped["bad_records"] - len(problems))
+    return EncodedPart(
+        ids=np.empty(0, id_dtype(manifest.dtype)),
+        documents=np.empty(0, DOCUMENT),
+        source_names=(),
+        is_validation=np.empty(0, bool),
+        hashes=np.empty(0, np.uint64),
+        after=Position(number + 1, 0),
+        empty_documents=skipped["empty_documents"],
+        filtered_documents=skipped["filtered_documents"],
+        unread_members=skipped.get("unread_members", {}),
+        problems=tuple(problems),
+        cleaning=recorded_account(folder, made),
+    )

@@ -1,0 +1,72 @@
+"""The documents themselves, as compressed JSON lines beside the shards: cleaned once, they serve every tokenizer.
+
+While a shard grows its lines are plain, so that they can be cut off where a preparation continues; they are compressed
+when the shard is full. So the bytes depend on the documents alone, not on parts, workers or kills.
+"""
+
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pretrain.data.manifest import Manifest
+from pretrain.errors import InputError
+from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
+
+TEXT_FOLDER = "text"
+"""In the prepared folder."""
+TEXT_SUFFIX = ".jsonl.zst"
+LEVEL = 3
+LINE_BYTES_AT_ONCE = 1 << 20
+
+
+def document_line(text: bytes, source: str, place: int, is_validation: bool, url: str | None = None) -> bytes:
+    """A document as a line of JSON, from which `prepare_data.py` reads the same text."""
+    fields = {"text": text.decode(), "id": f"{source}:{place}", "source": source}
+    fields["split"] = "validation" if is_validation else "train"
+    if url is not None:
+        fields["url"] = url
+    # Half of a surrogate pair, which a URL may hold, stays an escape.
+    return json.dumps(fields, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+
+
+def compress(plain: Path, path: Path) -> None:
+    """Compresses a file durably. The same content gives the same bytes, however many cores there are."""
+    import zstandard
+
+    path.parent.mkdir(exist_ok=True)
+    # One thread or more, never none: with threads zstd makes other frames than without.
+    compressor = zstandard.ZstdCompressor(level=LEVEL, threads=max(1, os.cpu_count() or 1))
+    with plain.open("rb") as source, path.open("wb") as target:
+        compressor.copy_stream(source, target, size=plain.stat().st_size)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def text_name(shard: str) -> str:
+    """The name, in the prepared folder, of the text of a shard: train-00000.bin -> text/train-00000.jsonl.zst."""
+    return f"{TEXT_FOLDER}/{Path(shard).stem}{TEXT_SUFFIX}"
+
+
+def has_text(manifest: Manifest) -> bool:
+    """Whether the text of a folder's documents is beside its shards."""
+    return any(text_name(shard.file) in shard.beside for shard in manifest.shards)
+
+
+def stored_lines(manifest: Manifest, split: str) -> Iterator[bytes]:
+    """The lines of one split in order; InputError where there are none left, for its shards have as many documents."""
+    folder = manifest.folder
+    try:
+        for shard in manifest.of_split(split):
+            stream = ByteStream(str(folder / text_name(shard.file)), "zst")
+            with io.BufferedReader(stream, LINE_BYTES_AT_ONCE) as lines:
+                yield from lines
+    except (OSError, DamagedFileError) as error:
+        raise InputError(f"{folder / TEXT_FOLDER}: cannot be read ({error}); prepare {folder} again") from None
+    raise InputError(f"{folder / TEXT_FOLDER}: has fewer documents than the shards; prepare {folder} again")
+
+
+def lines_of(is_validation: Iterable[bool], by_split: dict[str, Iterator[bytes]]) -> list[bytes]:
+    """The lines of documents in input order, from those of both splits."""
+    return [next(by_split["validation" if held_out else "train"]) for held_out in is_validation]

@@ -1,0 +1,197 @@
+"""Trains byte-level BPE tokenizers: any text encodes and decodes back exactly, and equal input gives equal bytes."""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.data.tokenizer import USUAL_END_OF_DOCUMENT, load_tokenizer
+from pretrain.errors import InputError
+from pretrain.files import as_json
+from pretrain_tools.preparation.documents.records import Record
+from pretrain_tools.preparation.documents.sources import BEGINNING
+from pretrain_tools.preparation.encode import ReferenceEncoder
+from pretrain_tools.preparation.plan import PreparationRequest, refuse_differences, refuse_other_files
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SMALLEST_VOCABULARY = 257
+HELD_OUT_BYTES = 2 << 20
+# The pre-tokeniser's memory is many times its text; where a long document is cut does not matter to the counts.
+LONGEST_PIECE_CHARACTERS = 1 << 20
+RECORD_FILE = "training.json"
+GPT2_NAMES = ("openai-community/gpt2", "gpt2")
+# The splitting of GPT-4 (cl100k_base, openai/tiktoken): contractions in any case, words with one leading character
+# that is no letter, at most three digits, runs of signs, line ends, and spaces but for the one before a word.
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass
+class Sample:
+    """The text to train on as it is drawn, and what is held out to measure the result."""
+
+    fraction: float
+    limit_bytes: int
+    documents: int = 0
+    text_bytes: int = 0
+    bad_records: int = 0
+    held_out: tuple[bytes, ...] = ()
+
+    @property
+    def is_full(self) -> bool:
+        return self.text_bytes >= self.limit_bytes
+
+
+def train_tokenizer(request: PreparationRequest) -> None:
+    """Trains on at most `sample_bytes` of the documents' text and writes a Hugging Face tokenizer folder.
+
+    Larger inputs are sampled by the hash of each document's text. Documents of the validation split are never trained
+    on; the bytes per token are measured on them. Raises InputError, leaving nothing behind.
+    """
+    output, size, limit = request.output, request.vocabulary_size, request.sample_bytes
+    if size < SMALLEST_VOCABULARY:
+        raise InputError(
+            f"--train_tokenizer {size}: must be at least {SMALLEST_VOCABULARY}: "
+            f"the 256 bytes and {USUAL_END_OF_DOCUMENT}"
+        )
+    asked = {"vocabulary_size": size, "sample_bytes": limit}
+    record = {**asked, "options": request.options.as_plan(), "sources": request.documents.description()}
+    record |= request.split.as_plan()
+    refuse_other_files(output, RECORD_FILE)
+    if (output / RECORD_FILE).is_file():
+        refuse_differences(output, json.loads((output / RECORD_FILE).read_bytes()), record, "was trained")
+        print(f"{output}: already complete")
+        return
+    started = time.monotonic()
+    # All documents are drawn where the amount of text cannot be known.
+    expected = request.documents.expected_text_bytes
+    sample = Sample(min(1.0, limit / expected) if expected else 1.0, limit)
+    backend = _trained(_texts(request, sample), size)
+    if not sample.documents:
+        held_out = "; all it holds is for validation, so use --validation_fraction 0" if sample.held_out else ""
+        raise InputError(f"the input holds no documents to train on{held_out}; give files that contain text")
+    temporary = output.with_name(output.name + ".tmp")
+    try:
+        _write(backend, temporary, record)
+        if output.is_dir():
+            output.rmdir()
+        os.replace(temporary, output)
+    except OSError as error:
+        raise InputError(f"--output {output}: {error.strerror}; give a writable folder with room") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    _print_summary(output, backend.get_vocab_size(), size, sample, time.monotonic() - started)
+
+
+def _texts(request: PreparationRequest, sample: Sample) -> Iterator[str]:
+    held_out: list[bytes] = []
+    held_out_bytes = 0
+    records = _usable_records(request, sample)
+    pieces = (piece for record in records for piece in request.split.pieces(record.text, record.is_validation))
+    for text, is_validation, _ in pieces:
+        if is_validation:
+            if held_out_bytes < HELD_OUT_BYTES:
+                held_out.append(text)
+                held_out_bytes += len(text)
+        elif not sample.is_full and _is_drawn(text, sample.fraction):
+            sample.documents += 1
+            sample.text_bytes += len(text)
+            characters = text.decode()
+            for start in range(0, len(characters), LONGEST_PIECE_CHARACTERS):
+                yield characters[start : start + LONGEST_PIECE_CHARACTERS]
+        if sample.is_full and (held_out_bytes >= HELD_OUT_BYTES or not request.options.validation_fraction):
+            break
+    sample.held_out = tuple(held_out)
+
+
+def _is_drawn(text: bytes, fraction: float) -> bool:
+    """By other bytes of the hash than the validation split's, or the two choices would depend on each other."""
+    return int.from_bytes(hashlib.sha256(text).digest()[8:16], "big") < fraction * 2.0**64
+
+
+def _usable_records(request: PreparationRequest, sample: Sample) -> Iterator[Record]:
+    taken, options = 0, request.options
+    for part in request.documents.parts(options.reading, BEGINNING):
+        for source, record in part.records(options.reading):
+            if record.problem is not None:
+                sample.bad_records += record.problem_records
+                allowed = options.max_errors if options.on_error == "skip" else 0
+                if sample.bad_records > allowed:
+                    raise InputError(
+                        f"{source.place(record.place)}: {record.problem}; fix the input, or use --on_error skip "
+                        "with a large enough --max_errors"
+                    )
+            elif record.text:
+                if taken == options.max_documents:
+                    return
+                taken += 1
+                yield record
+
+
+def _trained(texts: Iterator[str], vocabulary_size: int) -> "Tokenizer":
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=[USUAL_END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _write(backend: "Tokenizer", folder: Path, record: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": USUAL_END_OF_DOCUMENT,
+        "eos_token": USUAL_END_OF_DOCUMENT,
+        "pad_token": USUAL_END_OF_DOCUMENT,
+        "add_prefix_space": False,
+        # True would drop spaces before punctuation when decoding.
+        "clean_up_tokenization_spaces": False,
+    }
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_bytes(as_json(config))
+    (folder / RECORD_FILE).write_bytes(as_json(record))
+
+
+def _bytes_per_token(tokenizer: Path, texts: tuple[bytes, ...]) -> float:
+    tokens = sum(len(ids) for ids in ReferenceEncoder(load_tokenizer(tokenizer)).encode(texts))
+    return sum(map(len, texts)) / max(1, tokens)
+
+
+def _print_summary(output: Path, size: int, asked: int, sample: Sample, seconds: float) -> None:
+    from huggingface_hub import try_to_load_from_cache
+
+    print(f"{output}: {size:,} tokens, trained on {sample.text_bytes:,} bytes of {sample.documents:,} documents")
+    if size < asked:
+        print(f"  The text has no more pairs to merge: {size:,} tokens instead of {asked:,}. Use more text for more.")
+    if sample.bad_records:
+        print(f"  {sample.bad_records:,} bad records were skipped.")
+    if sample.held_out:
+        held_out_bytes = sum(len(text) for text in sample.held_out)
+        where = f"on {held_out_bytes:,} bytes of validation documents, held out"
+        print(f"  {_bytes_per_token(output, sample.held_out):.3f} bytes per token {where}")
+        # Where the Hub's cache on this machine has it; nothing is downloaded.
+        cached = (try_to_load_from_cache(name, "tokenizer.json") for name in GPT2_NAMES)
+        if gpt2 := next((path for path in cached if isinstance(path, str)), None):
+            rate = _bytes_per_token(Path(gpt2), sample.held_out)
+            print(f"  {rate:.3f} bytes per token of GPT-2's (50,257 tokens) there")
+    print(f"  {seconds:.1f} s")

@@ -1,0 +1,394 @@
+"""What slows a run down: rules over the ranks' steps, each with its threshold and its figures in words.
+
+Everything is a median over the profiled steps, so that one odd step accuses nobody. What a rank needs for itself is
+compared with the others; the time it waits for them is not its own.
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pretrain.units import bytes_text, counted
+from pretrain_tools.profiling.expected_step import ExpectedStep
+from pretrain_tools.profiling.trace_events import (
+    BACKWARD,
+    BETWEEN_STEPS,
+    COMMUNICATION,
+    FORWARD,
+    POINTWISE,
+    UPDATE,
+    StepRecord,
+)
+
+DATA_SHARE = 0.10
+"""Of a step that a rank waits for its data."""
+SLOW_SHARE = 0.15
+"""Of a step that a rank takes longer for itself than the others' median."""
+COMMUNICATION_SHARE = 0.30
+"""Of a step, beyond what the plan expects."""
+BUSY_SHARE = 0.15
+"""Of a step that a rank could have run, and had to wait for a core."""
+IDLE_SHARE = 0.15
+"""Of a step that a GPU has nothing to do."""
+IDLE_SHARE_OF_CPU = 0.60
+"""The same of a CPU, where Python between small operators is a part of every step."""
+BETWEEN_SHARE = 0.15
+"""Of a step, for what is done after its update: logs, agreement of the ranks."""
+POINTWISE_SHARE = 0.45
+"""Of a GPU's kernels, for those that compute little with what they read."""
+ATTENTION_FACTOR = 3.0
+"""Times what a plan expects of attention's share, where it is a fifth of a step."""
+BUSY = "busy machine"
+PASSES = (FORWARD, BACKWARD, UPDATE)
+LEAST_SECONDS = 1e-3
+"""Per step, below which nothing of the above is said."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A finding."""
+
+    name: str
+    seconds: float
+    """Lost per step, as far as known."""
+    text: str
+    """With figures."""
+    remedy: str
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """What a rank recorded: its summary with the steps as records."""
+
+    facts: dict[str, Any]
+    steps: list[StepRecord]
+
+    @classmethod
+    def of(cls, summary: dict[str, Any]) -> "RankSteps":
+        return cls(summary, [StepRecord(**step) for step in summary["steps"]])
+
+    @property
+    def rank(self) -> int:
+        return self.facts["rank"]
+
+    def typical(self, of: Callable[[StepRecord], float]) -> float:
+        """Median over the steps."""
+        return statistics.median(of(step) for step in self.steps)
+
+    def typical_sum(self, name: str) -> dict[str, float]:
+        """{key: median} of one of the records' mappings."""
+        keys = dict.fromkeys(key for step in self.steps for key in getattr(step, name))
+        return {key: self.typical(lambda step, key=key: getattr(step, name).get(key, 0.0)) for key in keys}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that the rules look at."""
+
+    ranks: list[RankSteps]
+    micro_steps: int
+    on_device: bool
+    expected: ExpectedStep | None = None
+    read_bytes: int = 0
+    """Of a micro-batch, on disk."""
+    compile_mode: str = "none"
+    seconds: float = field(init=False)
+    """Of a step: the ranks' steps are as long as each other, since they wait for the slowest."""
+    communication: float = field(init=False)
+    """Seconds in which nobody computes and no rank is late: the least that any rank was blocked, part by part."""
+
+    def __post_init__(self):
+        object.__setattr__(self, "seconds", statistics.median(r.typical(lambda s: s.seconds) for r in self.ranks))
+        blocked = [rank.typical_sum("blocked_in") for rank in self.ranks]
+        parts = dict.fromkeys(part for of_rank in blocked for part in of_rank)
+        least = sum(min(of_rank.get(part, 0.0) for of_rank in blocked) for part in parts)
+        object.__setattr__(self, "communication", least if len(self.ranks) > 1 else 0.0)
+
+    def each(self, of: Callable[[StepRecord], float]) -> list[float]:
+        """Median over the steps, of every rank."""
+        return [rank.typical(of) for rank in self.ranks]
+
+    def waiting(self, rank: RankSteps) -> float:
+        """Seconds of a step in which this rank waits for a slower one."""
+        return max(0.0, rank.typical(lambda step: step.blocked) - self.communication)
+
+    @property
+    def device(self) -> str:
+        return "GPU" if self.on_device else "main thread"
+
+
+def find_causes(evidence: Evidence) -> list[Cause]:
+    """The costliest first, but before them a busy machine, which may be behind the others; [] if nothing is wrong."""
+    rules = (
+        busy_machine, slow_data, slow_rank, slow_communication, recompilations, synchronising_lines, idle_device,
+        slow_between_steps, full_memory, wasteful_kernels,
+    )  # fmt: skip
+    found = [cause for rule in rules if (cause := rule(evidence)) is not None]
+    return sorted(found, key=lambda cause: (cause.name != BUSY, -cause.seconds))
+
+
+def named(ranks: list[RankSteps]) -> str:
+    """'rank 1', 'ranks 0, 1 and 5', 'all 8 ranks'; of many the first."""
+    numbers = [f"{rank.rank}" for rank in ranks]
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    if len(numbers) > 6:
+        return f"ranks {', '.join(numbers[:5])} and {len(numbers) - 5} more"
+    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def milliseconds(seconds: float) -> str:
+    """0.0312 -> '31 ms'"""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+
+
+def starved_of(step: StepRecord) -> float:
+    return step.starved
+
+
+def own_of(step: StepRecord) -> float:
+    """What the rank took for itself, less the time that others on the machine kept it from a core."""
+    return step.own - min(step.starved, step.own)
+
+
+def busy_machine(evidence: Evidence) -> Cause | None:
+    starved = evidence.each(starved_of)
+    worst = max(range(len(starved)), key=starved.__getitem__)
+    if starved[worst] < max(BUSY_SHARE * evidence.seconds, LEAST_SECONDS):
+        return None
+    rank = evidence.ranks[worst]
+    text = (
+        f"the machine is busy: {rank.typical(lambda step: step.runnable):.0f} runnable processes and threads for "
+        f"{counted(rank.facts['cores'], 'core')} on {rank.facts['host']}; {named([rank])} waited "
+        f"{milliseconds(starved[worst])} of a step of {milliseconds(evidence.seconds)} "
+        f"({starved[worst] / evidence.seconds:.0%}) for a core"
+    )
+    remedy = (
+        "end what else runs there, or give this run fewer threads (OMP_NUM_THREADS) or processes; what is said of "
+        "ranks and communication below may be its effect"
+    )
+    return Cause(BUSY, starved[worst], text, remedy)
+
+
+def slow_data(evidence: Evidence) -> Cause | None:
+    waits = evidence.each(lambda step: step.data)
+    least = max(DATA_SHARE * evidence.seconds, LEAST_SECONDS)
+    late = [rank for rank, seconds in zip(evidence.ranks, waits, strict=True) if seconds >= least]
+    if not late:
+        return None
+    worst, seconds = max(zip(evidence.ranks, waits, strict=True), key=lambda pair: pair[1])
+    reads = worst.facts["read_seconds"]
+    read = statistics.median(reads) if reads else math.inf
+    detail = ""
+    if evidence.read_bytes and 0 < read < math.inf:
+        detail = (
+            f"; a read of {bytes_text(evidence.read_bytes)} takes {milliseconds(read)}, "
+            f"{evidence.read_bytes / read / 1e6:.2g} MB/s"
+        )
+    others = "" if len(late) == len(evidence.ranks) else f"; the others wait for {'it' if len(late) == 1 else 'them'}"
+    text = (
+        f"{named(late)} {'waits' if len(late) == 1 else 'wait'} for data {seconds / evidence.seconds:.0%} of the step "
+        f"({milliseconds(seconds)} of {milliseconds(evidence.seconds)}) on {worst.facts['host']}{detail}{others}"
+    )
+    remedy = "copy the shards to a disk of the machine itself, or look at what else loads the disk or the network"
+    return Cause("waiting for data", seconds, text, remedy)
+
+
+def slow_rank(evidence: Evidence) -> Cause | None:
+    if len(evidence.ranks) == 1:
+        return None
+    own = evidence.each(own_of)
+    worst = max(range(len(own)), key=own.__getitem__)
+    others = [rank for number, rank in enumerate(evidence.ranks) if number != worst]
+    excess = own[worst] - statistics.median(own[:worst] + own[worst + 1 :])
+    if excess < max(SLOW_SHARE * evidence.seconds, LEAST_SECONDS):
+        return None
+    rank = evidence.ranks[worst]
+    median = statistics.median(own[:worst] + own[worst + 1 :])
+    idle = rank.typical(lambda step: step.idle)
+    usual_idle = statistics.median(other.typical(lambda step: step.idle) for other in others)
+    where = _phase_of_excess(rank, others)
+    how = "computing"
+    if idle - usual_idle > excess / 2:
+        how = "the GPU idle" if evidence.on_device else "outside of any operator: Python, a lock or a sleep"
+    waits = ", ".join(
+        f"rank {other.rank} {milliseconds(evidence.waiting(other))}"
+        for other in sorted(others, key=evidence.waiting, reverse=True)[:3]
+    )
+    text = (
+        f"rank {rank.rank} on {rank.facts['host']} ({rank.facts['device']}) takes {milliseconds(excess)} per step "
+        f"longer for itself than the others' median ({milliseconds(own[worst])} against {milliseconds(median)}, "
+        f"{excess / evidence.seconds:.0%} of the step), most of it in {where}, {how}; the others wait for it: {waits}"
+    )
+    remedy = (
+        "look at that machine: other processes, a GPU that is hot or clocked down (nvidia-smi -q -d PERFORMANCE), "
+        "code that only this rank runs; or leave the machine out"
+    )
+    return Cause("slow rank", excess, text, remedy)
+
+
+def _phase_of_excess(rank: RankSteps, others: list[RankSteps]) -> str:
+    """The phase in which it takes longer than the others, waiting for them aside."""
+
+    def own_phases(of: RankSteps) -> dict[str, float]:
+        phases = of.typical_sum("phases")
+        for part, seconds in of.typical_sum("blocked_in").items():
+            phases[part.partition("/")[2]] -= seconds
+        return phases
+
+    mine, theirs = own_phases(rank), [own_phases(other) for other in others]
+    longer = {name: mine[name] - statistics.median(phases.get(name, 0.0) for phases in theirs) for name in mine}
+    return max(longer, key=longer.get)
+
+
+def slow_communication(evidence: Evidence) -> Cause | None:
+    seconds = evidence.communication
+    planned = evidence.expected.communication if evidence.expected else 0.0
+    if seconds - planned < max(COMMUNICATION_SHARE * evidence.seconds, LEAST_SECONDS):
+        return None
+    plan = f", where plan.py expects {milliseconds(planned)}" if evidence.expected else ""
+    text = (
+        f"communication takes {seconds / evidence.seconds:.0%} of the step ({milliseconds(seconds)} of "
+        f"{milliseconds(evidence.seconds)}) in which nothing is computed and no rank is late{plan}"
+    )
+    remedy = (
+        "more micro-steps or larger micro-batches per exchange, another strategy (plan.py ranks them), or a faster "
+        "link: NCCL_DEBUG=INFO names the one that is used"
+    )
+    return Cause(COMMUNICATION, seconds - planned, text, remedy)
+
+
+def recompilations(evidence: Evidence) -> Cause | None:
+    found = [compiled for rank in evidence.ranks for compiled in rank.facts["compilations"]]
+    if not found:
+        return None
+    longest, steps = max(found, key=lambda compiled: compiled["seconds"]), len(evidence.ranks[0].steps)
+    seconds = max(sum(c["seconds"] for c in r.facts["compilations"]) for r in evidence.ranks) / steps
+    reason = f": {longest['reason']}" if longest["reason"] else ""
+    compiling = [rank for rank in evidence.ranks if rank.facts["compilations"]]
+    text = (
+        f"{counted(len(found), 'compilation')} in {counted(steps, 'step')} after the warm-up, "
+        f"{milliseconds(seconds)} per step, on {named(compiling)}; "
+        f"{longest['place']}{reason}"
+    )
+    return Cause(
+        "recompilation", seconds, text, "keep shapes and Python values in the model the same from step to step"
+    )
+
+
+def synchronising_lines(evidence: Evidence) -> Cause | None:
+    """Those of every micro-step; what waits once in an update is no more than a report's line."""
+    per_step: dict[tuple[str, str, str], float] = {}
+    for rank in evidence.ranks:
+        for line in rank.facts["sync_lines"]:
+            if line["phase"] in (FORWARD, BACKWARD):
+                key = line["place"], line["call"], line["phase"]
+                per_step[key] = max(per_step.get(key, 0.0), line["count"] / len(rank.steps))
+    lines = sorted(
+        (key for key, count in per_step.items() if count >= evidence.micro_steps), key=per_step.get, reverse=True
+    )
+    if not lines:
+        return None
+    said = ", ".join(
+        f"{place} ({call} in {phase}, {per_step[place, call, phase]:,.0f} times per step)"
+        for place, call, phase in lines[:5]
+    )
+    more = f" and {len(lines) - 5} more" if len(lines) > 5 else ""
+    idle = statistics.median(evidence.each(lambda step: step.idle)) if evidence.on_device else 0.0
+    cost = (
+        f"the GPU is idle {milliseconds(idle)} per step"
+        if evidence.on_device
+        else "on a CPU it costs little; on a GPU the host waits there for all that it has launched"
+    )
+    text = (
+        f"{counted(len(lines), 'line')} {'waits' if len(lines) == 1 else 'wait'} for the device in every micro-step: "
+        f"{said}{more}; {cost}"
+    )
+    remedy = "keep the value on the device (torch.where, masks), or read it once per step after the update"
+    return Cause("synchronising line", idle, text, remedy)
+
+
+def idle_device(evidence: Evidence) -> Cause | None:
+    """Of the least idle rank: what one alone does is another rule's."""
+    idle = min(evidence.each(lambda step: sum(step.idle_in.get(phase, 0.0) for phase in PASSES) - step.starved))
+    share = idle / evidence.seconds
+    if share < (IDLE_SHARE if evidence.on_device else IDLE_SHARE_OF_CPU) or idle < LEAST_SECONDS:
+        return None
+    if not evidence.on_device:
+        text = (
+            f"Python takes {share:.0%} of the step ({milliseconds(idle)} of {milliseconds(evidence.seconds)}) between "
+            "operators: they are too small"
+        )
+        return Cause("host", idle, text, "compile: regional, and larger micro-batches")
+    kernels = max(evidence.each(lambda step: step.launched))
+    text = (
+        f"the GPU is idle {share:.0%} of the step ({milliseconds(idle)} of {milliseconds(evidence.seconds)}): the "
+        f"host is too slow to launch {kernels:,.0f} kernels per step"
+    )
+    remedy = "compile: regional or full makes fewer kernels, larger micro-batches larger ones; a faster core helps too"
+    return Cause("host", idle, text, remedy)
+
+
+def slow_between_steps(evidence: Evidence) -> Cause | None:
+    def seconds_of(step: StepRecord) -> float:
+        return step.idle_in.get(BETWEEN_STEPS, 0.0) + step.idle_in.get("logging", 0.0)
+
+    seconds = max(evidence.each(seconds_of))
+    if seconds < max(BETWEEN_SHARE * evidence.seconds, LEAST_SECONDS):
+        return None
+    text = (
+        f"what is done between steps takes {seconds / evidence.seconds:.0%} of the step ({milliseconds(seconds)} of "
+        f"{milliseconds(evidence.seconds)}): logs, trackers, the agreement of the ranks"
+    )
+    remedy = "a larger logging.every_steps, fewer trackers, a run folder on a faster disk"
+    return Cause("between steps", seconds, text, remedy)
+
+
+def full_memory(evidence: Evidence) -> Cause | None:
+    retries = {rank.rank: rank.facts["memory"].get("retries_per_step", 0.0) for rank in evidence.ranks}
+    swapped = {rank.rank: rank.facts["memory"].get("swapped_per_step", 0.0) for rank in evidence.ranks}
+    worst, most = max(retries, key=retries.get), max(swapped, key=swapped.get)
+    if retries[worst] > 0:
+        text = (
+            f"the GPU's memory is too full: on rank {worst} torch gave its caches back and asked again "
+            f"{retries[worst]:.1f} times per step"
+        )
+        return Cause("memory", 0.0, text, "smaller micro-batches, or PYTORCH_ALLOC_CONF=expandable_segments:True")
+    if swapped[most] >= 1000:
+        text = f"the machine of rank {most} swaps: {swapped[most]:,.0f} pages per step are read back from its disk"
+        return Cause("memory", 0.0, text, "fewer processes on it, or smaller micro-batches")
+    return None
+
+
+def kernel_shares(evidence: Evidence) -> dict[str, tuple[float, float]]:
+    """{kind: (seconds per step, part of the step)}, median over the ranks; communication is what nothing hides."""
+    sums = [rank.typical_sum("kernels") for rank in evidence.ranks]
+    found = {kind: statistics.median(of_rank.get(kind, 0.0) for of_rank in sums) for kind in sums[0]}
+    found[COMMUNICATION] = evidence.communication
+    return {kind: (seconds, seconds / evidence.seconds) for kind, seconds in found.items()}
+
+
+def wasteful_kernels(evidence: Evidence) -> Cause | None:
+    """On a GPU: what a small model computes on a CPU is hardly anything but overhead."""
+    if not evidence.on_device:
+        return None
+    shares = kernel_shares(evidence)
+    computed = sum(seconds for kind, (seconds, _) in shares.items() if kind != COMMUNICATION)
+    moved = sum(shares.get(kind, (0.0, 0.0))[0] for kind in (POINTWISE, "copies"))
+    if computed and moved / computed >= POINTWISE_SHARE and moved >= LEAST_SECONDS:
+        text = (
+            f"pointwise kernels and copies take {moved / computed:.0%} of the GPU's work ({milliseconds(moved)} per "
+            f"step): they move memory and compute little; compile is {evidence.compile_mode}"
+        )
+        return Cause("kernels", moved - 0.25 * computed, text, "compile: regional joins them")
+    attention, share = shares.get("attention", (0.0, 0.0))
+    planned = evidence.expected.shares.get("attention", 0.0) if evidence.expected else 0.0
+    if share >= 0.2 and planned and share >= ATTENTION_FACTOR * planned:
+        text = (
+            f"attention takes {share:.0%} of the step ({milliseconds(attention)}), where plan.py expects {planned:.0%}"
+        )
+        remedy = "a faster kernel: the banner of the run names those it does not use, and why"
+        return Cause("kernels", (share - planned) * evidence.seconds, text, remedy)
+    return None

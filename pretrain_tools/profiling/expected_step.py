@@ -1,0 +1,66 @@
+"""What plan.py expects of a step: its time and the parts of it, by the formulas and rates that a plan is made with."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from pretrain.config import RunConfig
+from pretrain.gpus import gpu_called
+from pretrain.hardware import cpu_as_gpu
+from pretrain.model.flops import attention_width, matrix_parameters
+from pretrain.parallel.strategy import Strategy
+from pretrain.training.run_plan import RunPlan
+from pretrain_tools.planning.candidates import work_of_run
+from pretrain_tools.planning.step_time import Hardware, Speed, default_mfu
+from pretrain_tools.profiling.trace_events import COMMUNICATION
+
+
+@dataclass(frozen=True)
+class ExpectedStep:
+    """Seconds, as in a plan: with communication that nothing hides."""
+
+    seconds: float
+    mfu: float
+    at_peak: dict[str, float] = field(default_factory=dict)
+    """{kind of kernels: seconds at the device's peak}; those of which a plan knows the arithmetic."""
+    communication: float = 0.0
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """{kind: part of the step}: the arithmetic at the plan's MFU."""
+        kinds = {kind: seconds / self.mfu / self.seconds for kind, seconds in self.at_peak.items()}
+        return kinds | {COMMUNICATION: self.communication / self.seconds}
+
+
+def expected_step(
+    config: RunConfig, run: RunPlan, strategy: Strategy, step: int, peak_flops: float | None
+) -> ExpectedStep | None:
+    """None for a GPU that is not in the table.
+
+    peak_flops: of one process.
+    """
+    stage, ranks = run.stage(step), strategy.ranks.count
+    if strategy.device.type == "cpu":
+        gpu = cpu_as_gpu(ranks, peak_flops)
+    else:
+        gpu = gpu_called(torch.cuda.get_device_name(strategy.device))
+    if gpu is None or not peak_flops:
+        return None
+    work, layout = work_of_run(config, stage.model_config), strategy.running_layout()
+    mfu, source = default_mfu(work.active, strategy.device.type)
+    hardware = Hardware(gpu, ranks, layout.machines)
+    seconds, exposed = Speed(mfu, source).step_seconds(config, work, hardware, layout, stage.sequences_per_micro_batch)
+    tokens = run.ramp.sequences_at(step) * run.batches.window.sequence_length / ranks
+    model = stage.model_config
+    head = min(model.vocab_size * model.hidden_size, matrix_parameters(model))
+    attention = 12 * model.num_hidden_layers * attention_width(model) * stage.window.sequence_length
+    flops = {
+        "matrix products": 6 * (matrix_parameters(model) - head) * work.recompute,
+        "attention": attention * work.recompute,
+        "loss": 6 * head,
+    }
+    at_peak = {kind: count * tokens / peak_flops for kind, count in flops.items()}
+    # A pipeline's bubble is waiting that a plan counts as computing.
+    idle = type(strategy).idle(config, layout)
+    waiting = exposed + (seconds - exposed) * idle / (1 + idle)
+    return ExpectedStep(seconds, mfu, at_peak, waiting)

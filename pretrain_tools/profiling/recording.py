@@ -1,0 +1,209 @@
+"""What one rank records of the steps of a profile: its trace, the machine beside it, memory, lines that wait.
+
+A step of a large model has 100,000 events of torch, so they are collected in blocks of steps that fit into the host's
+memory, and only the last block's trace is kept as a file.
+"""
+
+import os
+import resource
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretrain.errors import one_line
+from pretrain.training.housekeeping import Housekeeping
+from pretrain.training.prefetch import ReadAhead
+from pretrain_tools.profiling.phases import PhaseMarks
+from pretrain_tools.profiling.sync_lines import SyncLines, short_path
+from pretrain_tools.profiling.trace_events import StepRecord, read_events, read_steps
+
+EVENTS_OF_BLOCK = 300_000
+"""Some 100 MB of a trace as JSON, 5 MB compressed."""
+STEPS_DRAWN = 3
+MEMORY_EVENTS = 100_000
+SCHEDSTAT, LOADAVG, VMSTAT = (Path("/proc") / name for name in ("thread-self/schedstat", "loadavg", "vmstat"))
+
+
+class Recording:
+    """From its making to `close`; the first step warms the profiler up, and has the history of a GPU's memory.
+
+    Args:
+        folder: of the profile; where it cannot be written, `problems` says so and training goes on.
+    """
+
+    def __init__(self, housekeeping: Housekeeping, read_ahead: ReadAhead, folder: Path):
+        strategy = housekeeping.strategy
+        self.folder, self.strategy, self.read_ahead = folder, strategy, read_ahead
+        self.on_device = strategy.device.type == "cuda"
+        self.problems: list[str] = []
+        self.records: list[StepRecord] = []
+        self.timeline: list[list[Any]] = []
+        self._marks = PhaseMarks(housekeeping, read_ahead)
+        self._lines = SyncLines(lambda: self._marks.phase, strategy.device.type)
+        self._beside: list[dict[str, Any]] = []
+        self._events = 0
+        self._began = time.time()
+        self._swapped, self._retries = pages_swapped_in(), self._count_retries()
+        if self.on_device:
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=MEMORY_EVENTS)
+
+    def begin_block(self, step: int, align: Callable[[], None]) -> None:
+        """step: the next. align: returns on all ranks at the same moment."""
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler talks on stderr
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_device else [])]
+        self._profiler = profile(activities=activities)
+        try:
+            self._profiler.start()
+        except RuntimeError as error:
+            self._problem(error)
+        self._lines.begin()
+        align()
+        self._marks.align()
+        self._begin_step(step)
+
+    def _begin_step(self, step: int) -> None:
+        self._marks.begin_step(step)
+        self._machine = read_machine()
+
+    def end_step(self, *, following: int | None) -> None:
+        """following: the next step, if it is in the same block."""
+        self._marks.end_step()
+        now = read_machine()
+        was, self._machine = self._machine, now
+        self._beside.append(
+            {name: now[name] - was[name] for name in ("cpu", "starved")} | {"runnable": now["runnable"]}
+        )
+        if following is not None:
+            self._begin_step(following)
+
+    def end_block(self, *, is_first: bool, is_last: bool) -> int:
+        """Returns the events of a step."""
+        self._lines.end()
+        events, records, timeline = [], [], []
+        try:
+            self._profiler.stop()
+            events = read_events(self._profiler)
+            records, timeline = read_steps(events, on_device=self.on_device, drawn=STEPS_DRAWN)
+        except Exception as error:  # a trace that cannot be read is no reason to end a run
+            self._problem(error)
+        if is_first:
+            self._beside.clear()
+            self._lines.forget()
+            self._save_memory()
+        else:
+            self.records += records
+            self.timeline = timeline
+        if is_last:
+            self._save(lambda: self._profiler.export_chrome_trace(str(self._path("trace", "json.gz"))))
+        del self._profiler
+        return len(events) // max(1, len(records))
+
+    def close(self) -> None:
+        """Takes the marks away; what was begun and not ended as well."""
+        self._lines.end()
+        self._marks.remove()
+        if self.on_device:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def abandon(self) -> None:
+        """In the middle of a block."""
+        self._profiler.stop()
+        self.close()
+
+    def _path(self, name: str, ending: str) -> Path:
+        return self.folder / f"{name}-rank-{self.strategy.ranks.rank:05d}.{ending}"
+
+    def _save(self, write: Callable[[], None]) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write()
+        except (OSError, RuntimeError) as error:
+            self._problem(error)
+
+    def _problem(self, error: Exception) -> None:
+        self.problems.append(f"rank {self.strategy.ranks.rank}: {one_line(error)}")
+
+    def _save_memory(self) -> None:
+        """torch's snapshot of a GPU's memory over a step, for pytorch.org/memory_viz."""
+        if self.on_device:
+            self._save(lambda: torch.cuda.memory._dump_snapshot(str(self._path("memory", "pickle"))))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def summary(self) -> dict[str, Any]:
+        """All that the verdict needs of this rank; plain values."""
+        for record, beside in zip(self.records, self._beside, strict=False):
+            record.cpu, record.starved, record.runnable = beside["cpu"], beside["starved"], beside["runnable"]
+        name = torch.cuda.get_device_name(self.strategy.device) if self.on_device else "CPU"
+        return {
+            "rank": self.strategy.ranks.rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "device": name,
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "steps": [asdict(record) for record in self.records],
+            "timeline": self.timeline,
+            "sync_lines": self._lines.found()[:20],
+            "compilations": compilations_since(self._began),
+            "read_seconds": list(self.read_ahead.last_seconds),
+            "memory": self._memory(),
+            "problems": self.problems,
+        }
+
+    def _memory(self) -> dict[str, float]:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        found = {"resident_peak": peak, "swapped_per_step": self._per_step(pages_swapped_in() - self._swapped)}
+        if self.on_device:
+            found["retries_per_step"] = self._per_step(self._count_retries() - self._retries)
+            found["allocated_peak"] = torch.cuda.max_memory_allocated(self.strategy.device)
+            found["reserved_peak"] = torch.cuda.max_memory_reserved(self.strategy.device)
+            found["total"] = torch.cuda.get_device_properties(self.strategy.device).total_memory
+        return found
+
+    def _per_step(self, count: float) -> float:
+        return count / max(1, len(self.records))
+
+    def _count_retries(self) -> int:
+        """How often a GPU's memory was too full, and torch gave its caches back and asked again."""
+        return torch.cuda.memory_stats(self.strategy.device).get("num_alloc_retries", 0) if self.on_device else 0
+
+
+def pages_swapped_in() -> int:
+    """So far, by the whole machine; 0 where it does not say."""
+    with suppress(OSError):
+        return next((int(line.split()[1]) for line in VMSTAT.open() if line.startswith("pswpin ")), 0)
+    return 0
+
+
+def read_machine() -> dict[str, float]:
+    """Seconds that this thread ran, and waited for a core, so far; how many threads run or could (Linux; else 0)."""
+    starved, runnable = 0.0, 0
+    with suppress(OSError, ValueError, IndexError):
+        starved = int(SCHEDSTAT.read_text().split()[1]) / 1e9
+        runnable = int(LOADAVG.read_text().split()[3].partition("/")[0])
+    return {"cpu": time.thread_time(), "starved": starved, "runnable": runnable}
+
+
+def compilations_since(began: float) -> list[dict[str, Any]]:
+    """{place, reason, seconds} of what torch.compile has compiled since then."""
+    if "torch._dynamo" not in sys.modules:
+        return []
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return [
+        {
+            "place": f"{found.co_name} in {short_path(found.co_filename or '?')}:{found.co_firstlineno}",
+            "reason": found.recompile_reason,
+            "seconds": (found.duration_us or 0) / 1e6,
+        }
+        for found in get_compilation_metrics()
+        if (found.start_time_us or 0) / 1e6 >= began
+    ]

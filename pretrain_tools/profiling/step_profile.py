@@ -1,0 +1,161 @@
+"""Takes a profile of some steps while a run trains, because --profile or `runs.py profile` asked for it."""
+
+from pathlib import Path
+
+from pretrain.checkpoint.run_state import Request
+from pretrain.errors import InputError, one_line
+from pretrain.runs.run_folder import PROFILE_FOLDER
+from pretrain.training.housekeeping import Housekeeping
+from pretrain.training.prefetch import ReadAhead
+from pretrain_tools.profiling.causes import Evidence, RankSteps, find_causes
+from pretrain_tools.profiling.expected_step import expected_step
+from pretrain_tools.profiling.recording import EVENTS_OF_BLOCK, Recording
+from pretrain_tools.profiling.report import verdict_of, write_json, write_profile
+
+WARM_UP_STEPS = 5
+"""After the start: those that compile, and create the optimizer's state."""
+USUAL_STEPS, MOST_STEPS = 20, 100
+"""Unless a request says how many."""
+
+
+def profile_problem(steps: int, begins_at: int, total_steps: int) -> str | None:
+    """Why this many steps cannot be profiled; None if they can. The first, after step `begins_at`, is left out."""
+    if not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
+        return f"{steps!r} steps cannot be profiled; give 1 to {MOST_STEPS}"
+    left = max(0, total_steps - begins_at - 1)
+    if steps <= left:
+        return None
+    remedy = f"give {left} or fewer" if left else "nothing is left to profile"
+    return (
+        f"{steps} steps from step {begins_at + 2:,} on are more than the {left} that the run of {total_steps:,} has; "
+        f"{remedy}"
+    )
+
+
+def refuse_profile(steps: int | None, first_step: int, total_steps: int) -> None:
+    """Raises InputError where --profile asks for steps that a run that starts here has not."""
+    if steps is not None and (problem := profile_problem(steps, first_step + WARM_UP_STEPS, total_steps)):
+        raise InputError(f"--profile: {problem}")
+
+
+class StepProfile:
+    """All ranks call together; what is done is decided alike.
+
+    Args:
+        steps: asked for by --profile, and checked by `refuse_profile`; None: only when runs.py asks.
+        first_step: at which this process began to train.
+    """
+
+    def __init__(self, housekeeping: Housekeeping, read_ahead: ReadAhead, steps: int | None, first_step: int):
+        self.housekeeping, self.read_ahead = housekeeping, read_ahead
+        self.strategy, self.supervisor, self.metrics = (
+            housekeeping.strategy, housekeeping.supervisor, housekeeping.metrics,
+        )  # fmt: skip
+        self._warm_at = first_step + WARM_UP_STEPS
+        self._begins_at: int | None = None
+        self._request_id: str | None = None
+        self._steps = 0
+        self._recording: Recording | None = None
+        if steps is not None:
+            self._plan(steps)
+
+    def _plan(self, steps: int) -> str | None:
+        """Plans a profile; returns why there can be none."""
+        if self._begins_at is not None:
+            return f"a profile is being taken already, up to step {self._begins_at + 1 + self._steps:,}; ask after it"
+        begins_at = max(self._warm_at, self.housekeeping.state.step)
+        problem = profile_problem(steps, begins_at, self.housekeeping.continuation.run.total_steps)
+        if problem is None:
+            self._begins_at, self._steps = begins_at, steps
+        return problem
+
+    def after_step(self) -> None:
+        """Between two steps. Does nothing, without a profile."""
+        if self._recording is not None:
+            self._go_on()
+        if self.supervisor.request == Request.PROFILE:
+            self._take_request()
+        if self._begins_at == self.housekeeping.state.step and self._recording is None:
+            self._begin()
+
+    def _take_request(self) -> None:
+        asked = self.strategy.ranks.gather(self.supervisor.control.asked)[0]
+        self.supervisor.refusal = self._plan(asked.get("steps", USUAL_STEPS))
+        if self.supervisor.refusal is None:
+            self._request_id = asked["id"]
+
+    @property
+    def folder(self) -> Path:
+        """Of the profile, named by its first step."""
+        return self.housekeeping.config.output / PROFILE_FOLDER / f"step-{self._begins_at + 2:08d}"
+
+    def _begin(self) -> None:
+        step = self.housekeeping.state.step
+        self.metrics.say(f"profiling {self._steps} steps from step {step + 2:,} on; training goes on")
+        self._recording = Recording(self.housekeeping, self.read_ahead, self.folder)
+        self._next, self._block_ends, self._ends = step + 1, step + 1, step + 1 + self._steps
+        self._recording.begin_block(step + 1, self.strategy.ranks.barrier)
+
+    def _go_on(self) -> None:
+        step = self.housekeeping.state.step
+        if step != self._next:  # the run went back
+            self._recording.abandon()
+            return self._finish({"problem": f"given up: the run went back to step {step:,} in the profiled steps"})
+        self._next, is_first = step + 1, step == self._begins_at + 1
+        self._recording.end_step(following=step + 1 if step < self._block_ends else None)
+        if step < self._block_ends:
+            return None
+        with self.housekeeping.pausing("the profile"):
+            events = self._recording.end_block(is_first=is_first, is_last=step == self._ends)
+            self.supervisor.watch.beat()
+            if step < self._ends:
+                most = max(self.strategy.ranks.gather(events))
+                self._block_ends = min(self._ends, step + max(1, EVENTS_OF_BLOCK // max(1, most)))
+                return self._recording.begin_block(step + 1, self.strategy.ranks.barrier)
+            self._recording.close()
+            summaries = self.strategy.ranks.gather(self._recording.summary())
+            return self._finish(self._report(summaries) if self.strategy.ranks.is_main else {})
+
+    def _report(self, summaries: list[dict]) -> dict:
+        """Writes the report; its sentence. Whatever goes wrong with it, the run goes on."""
+        config, run = self.housekeeping.config, self.housekeeping.continuation.run
+        stage, batches = run.stage(self._ends - 1), run.batches
+        width = batches.readers[batches.folders[0]].manifest.bytes_per_id
+        sequences = stage.sequences_per_micro_batch * self.strategy.micro_batches_per_call
+        if short := [summary for summary in summaries if len(summary["steps"]) < self._steps]:
+            return {"problem": f"cannot be read: {'; '.join(short[0]['problems']) or 'steps are missing'}"}
+        try:
+            expected = expected_step(config, run, self.strategy, self._ends - 1, self.housekeeping.peak_flops)
+            evidence = Evidence(
+                [RankSteps.of(summary) for summary in summaries],
+                run.micro_steps(self._ends - 1),
+                self.strategy.device.type == "cuda",
+                expected,
+                read_bytes=sequences * (stage.window.sequence_length + 1) * width,
+                compile_mode=config.compile,
+            )
+            causes = find_causes(evidence)
+            text = write_profile(self.folder, config.output, evidence, causes, request_id=self._request_id)
+        except Exception as error:  # a report is no reason to end a run
+            return {"problem": f"no report: {one_line(error)}"}
+        self.metrics.say(text)
+        return {"verdict": verdict_of(evidence, causes), "causes": [cause.name for cause in causes]}
+
+    def _finish(self, outcome: dict) -> None:
+        folder = self.folder
+        if self.strategy.ranks.is_main:
+            if "problem" in outcome:
+                self.metrics.write(
+                    "warning", step=self.housekeeping.state.step, message=f"profile {outcome['problem']}"
+                )
+                self._try_to_answer(folder, outcome)
+            else:
+                self.metrics.write("profile", step=self.housekeeping.state.step, path=str(folder), **outcome)
+        self._recording = self._begins_at = self._request_id = None
+
+    def _try_to_answer(self, folder: Path, outcome: dict) -> None:
+        """For who waits for the report."""
+        try:
+            write_json(folder, {"request": self._request_id, **outcome})
+        except OSError as error:
+            self.metrics.say(f"{folder} cannot be written: {error}")

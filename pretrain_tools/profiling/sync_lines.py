@@ -1,0 +1,117 @@
+"""Lines of code at which the host waits for the device: `.item()`, `if tensor:`, `.tolist()`, `.cpu()`, boolean masks.
+
+Each of them empties the queue of a GPU, which then idles until the host has launched more. Counted at the methods
+themselves, and on a GPU by torch's own warnings as well; without a profiler's stacks, which would slow every call.
+"""
+
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretrain.files import ROOT
+from pretrain_tools.profiling.trace_events import BACKWARD, FORWARD, UPDATE, WAITING_FOR_DATA
+
+METHODS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+"""Of a tensor: what takes its values to Python."""
+SPELLED = {"__bool__": "bool()", "__int__": "int()", "__float__": "float()", "__index__": "an index"}
+PASSED_OVER = (str(Path(torch.__file__).parent), __file__, warnings.__file__)
+"""Code that is not the line to name."""
+READS_OF_THE_HOST = tuple(
+    str(ROOT / "pretrain" / name) for name in ("model/cpu_attention", "parallel/pipeline_stages")
+)
+"""What reads tensors that are the host's own even beside a GPU; without one they look like all others."""
+PHASES = (WAITING_FOR_DATA, FORWARD, BACKWARD, UPDATE)
+OF_THE_PASSES = type(threading.main_thread()), threading._DummyThread
+"""Threads: the loop's, and those that autograd starts; Python's own write checkpoints and read ahead."""
+WARNING = "called a synchronizing CUDA operation"
+
+
+class SyncLines:
+    """Counts, from `begin` to `end`, the lines that wait for the device.
+
+    Args:
+        phase: tells the part of the step that is under way; between steps a run may wait.
+        device_type: of the device that computes.
+    """
+
+    def __init__(self, phase: Callable[[], str], device_type: str):
+        self._phase, self._device_type = phase, device_type
+        self._counts, self._undo = Counter(), ExitStack()
+        self._is_inside = False
+
+    def begin(self) -> None:
+        for name in METHODS:
+            self._replace(name)
+        if self._device_type == "cuda":
+            self._undo.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("always", message=WARNING)
+            shown, warnings.showwarning = warnings.showwarning, self._warned
+            self._undo.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
+            torch.cuda.set_sync_debug_mode("warn")
+            self._shown = shown
+
+    def end(self) -> None:
+        """Everything is as it was."""
+        self._undo.close()
+
+    def forget(self) -> None:
+        """Nothing was counted yet."""
+        self._counts.clear()
+
+    def found(self) -> list[dict[str, Any]]:
+        """{place: 'file:line', call, phase, count}, the most frequent first."""
+        rows = [dict(zip(("place", "call", "phase"), key, strict=True)) for key in self._counts]
+        rows = [row | {"count": count} for row, count in zip(rows, self._counts.values(), strict=True)]
+        return sorted(rows, key=lambda row: -row["count"])
+
+    def _replace(self, name: str) -> None:
+        method = getattr(torch.Tensor, name)
+        if own := vars(torch.Tensor).get(name):
+            self._undo.callback(setattr, torch.Tensor, name, own)
+        else:
+            self._undo.callback(delattr, torch.Tensor, name)
+        called = SPELLED.get(name, f".{name}()")
+
+        def counted_method(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+            was, self._is_inside = self._is_inside, True
+            try:
+                if not was and tensor.device.type == self._device_type:  # a host's tensor is there already
+                    self._count(called)
+                return method(tensor, *arguments, **named)
+            finally:
+                self._is_inside = was
+
+        # Compiled code does not come here; where it breaks off and a tensor is read, torch must not compile this.
+        compiles = "torch._dynamo" in sys.modules
+        setattr(torch.Tensor, name, torch.compiler.disable(counted_method) if compiles else counted_method)
+
+    def _warned(self, message: Any, *about: Any, **named: Any) -> None:
+        if WARNING not in str(message):
+            self._shown(message, *about, **named)
+        elif not self._is_inside:
+            self._count("an operation that waits for the device")
+
+    def _count(self, called: str) -> None:
+        if self._phase() not in PHASES or not isinstance(threading.current_thread(), OF_THE_PASSES):
+            return
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(PASSED_OVER):
+            frame = frame.f_back
+        if frame is not None and not frame.f_code.co_filename.startswith(READS_OF_THE_HOST):
+            self._counts[f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}", called, self._phase()] += 1
+
+
+def short_path(path: str) -> str:
+    """As people name a file: within the project from its root, of a library from its package."""
+    inside = Path(path)
+    if inside.is_relative_to(ROOT) and ".venv" not in inside.parts:
+        return str(inside.relative_to(ROOT))
+    _, packages, rest = path.rpartition("site-packages/")
+    return rest if packages else path

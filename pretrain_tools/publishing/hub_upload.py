@@ -1,0 +1,111 @@
+"""Uploads by huggingface_hub, which skips what is there already: the same call completes an interrupted upload.
+
+Also in a process of its own during training.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import InputError
+from pretrain.files import PICTURE_FILE, SEAL_FILE, SIGNATURE_FILE
+from pretrain.units import count_text
+from pretrain_tools.publishing.publish import Model, PublishError
+
+REPLACED_ON_HUB = (
+    "*.safetensors", "*.safetensors.index.json", "*.py", PICTURE_FILE, "trainer_state.json", SEAL_FILE,
+    SIGNATURE_FILE,
+)  # fmt: skip
+"""Files of an earlier model that stay in the repository unless this one replaces them."""
+
+
+def open_repository(repository: str, *, private: bool) -> str:
+    """Creates the repository if it does not exist; returns its URL.
+
+    Raises InputError for what the user must change (login, rights, visibility), PublishError for all else.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    api = HfApi(token=get_token())
+    with hub_errors(repository, api.token):
+        api.whoami()
+        url = api.create_repo(repository, private=private, exist_ok=True)
+        if private and not api.model_info(repository).private:
+            raise InputError(
+                f"{repository} is already public, not private as requested: make it private in its settings on the "
+                "Hub, or publish without --private"
+            )
+    return str(url)
+
+
+def upload(folder: Path, model: Model, repository: str, *, message: str | None) -> str:
+    """Makes the model's branch of an existing repository hold this folder; returns the commit.
+
+    Raises InputError where the Hub refuses the model card, PublishError for all else.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    api = HfApi(token=get_token())
+    tokens = f", {count_text(model.tokens)} tokens" if model.tokens else ""
+    with hub_errors(repository, api.token):
+        if model.revision != "main":
+            api.create_branch(repository, branch=model.revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            revision=model.revision,
+            commit_message=message or f"Step {model.step:,}{tokens}",
+            delete_patterns=list(REPLACED_ON_HUB),
+        )
+        set_tag(api, repository, model)
+    return commit.oid
+
+
+def set_tag(api: Any, repository: str, model: Model) -> None:
+    """Points the model's tag at its branch, unless the tag is that of another step: two may round to one name."""
+    if model.tag is None:
+        return
+    references = api.list_repo_refs(repository)
+    heads = {branch.name: branch.target_commit for branch in references.branches}
+    tagged = {tag.name: tag.target_commit for tag in references.tags}.get(model.tag)
+    if tagged == heads[model.revision]:
+        return
+    others = [name for name, commit in heads.items() if commit == tagged and name.startswith("step-")]
+    if others:
+        print(f"{model.tag} stays with {others[0]}: the two steps have the same rounded number of tokens")
+        return
+    if tagged is not None:
+        api.delete_tag(repository, tag=model.tag)
+    api.create_tag(repository, tag=model.tag, revision=model.revision)
+
+
+@contextmanager
+def hub_errors(repository: str, token: str) -> Iterator[None]:
+    """Turns errors of the Hub into InputError or PublishError, in words and without the token."""
+    from huggingface_hub import constants
+
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # whatever the network, the server and three libraries may raise
+        response = getattr(error, "response", None)
+        status = getattr(response, "status_code", None)
+        text = " ".join(str(error).split())[:500].replace(token, "***")
+        if status == 401:
+            raise InputError(
+                f"{constants.ENDPOINT} does not accept the token: log in again with `hf auth login`, or set HF_TOKEN"
+            ) from None
+        if status == 403:
+            raise InputError(
+                f"--repo {repository}: the token may not write there ({text}); use a token with write access, or a "
+                "repository of your own account or organisation"
+            ) from None
+        if isinstance(error, ValueError) and "README.md" in text:
+            why = " ".join(str(error.__cause__ or error).split())
+            raise InputError(f"the Hub does not accept the model card: {why}; see --license and --language") from None
+        raise PublishError(
+            f"publishing to {repository} at {constants.ENDPOINT} failed: {type(error).__name__}: {text or 'no reason'}"
+            "\nThe run is unchanged and uploaded files are kept: run the same command to resume."
+        ) from error

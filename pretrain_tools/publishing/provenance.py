@@ -1,0 +1,135 @@
+"""provenance.json of a published folder: every file's sha256, and what the model was made from; and its check.
+
+The file holds its own hash as well, its seal: sha256 of its bytes with 64 zeros in the seal's place. So whatever
+changes by accident shows, in any file. Someone who can write the folder can also write a provenance.json that fits.
+"""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import InputError
+from pretrain.files import PROVENANCE_FILE, SIGNATURE_FILE, damage_of_file, seal
+from pretrain_tools.publishing.card import CARD_MEASURES, Publication, lineage_text, without_folders
+from pretrain_tools.publishing.card_facts import CardFacts, read_card_facts
+
+PROVENANCE_FORMAT = {"format": "groundwork-provenance", "version": 1}
+UNSEALED = "0" * 64
+
+
+def write_provenance(run: Path, folder: Path, publication: Publication, *, step: int, signed: bool = False) -> None:
+    """Writes provenance.json into a folder that is otherwise complete. The same run and files give the same bytes.
+
+    step: the model's optimizer step. signed: whether a signature is to come.
+    """
+    facts = read_card_facts(run, step, folder)
+    files = {name: seal(path) for name, path in sorted(files_of(folder).items())}
+    contents = {"seal": UNSEALED, **PROVENANCE_FORMAT, "signed": signed, **provenance_of(facts, publication)}
+    contents["files"] = files
+    text = json.dumps(contents, indent=1, ensure_ascii=False, default=str) + "\n"
+    (folder / PROVENANCE_FILE).write_text(text.replace(UNSEALED, digest_of(text.encode()), 1), encoding="utf-8")
+
+
+def provenance_of(facts: CardFacts, publication: Publication) -> dict[str, Any]:
+    """What a model was made from, as the run's files say it; None where they do not."""
+    return {
+        "model": {
+            "run": facts.run_name,
+            "repository": publication.repository,
+            "revision": publication.revision,
+            "step": facts.step,
+            "tokens": facts.tokens,
+            "parameters": facts.parameters,
+        },
+        "code_commit": facts.environment.get("commit"),
+        "packages": facts.environment.get("packages"),
+        "data": [
+            {**dataclasses.asdict(source), "contamination": len(source.contamination)} for source in facts.sources
+        ],
+        "lineage": [line.removeprefix("- ") for line in lineage_text(facts).splitlines()],
+        "validation": [
+            {"source": source, "step": event["step"], **{name: event.get(name) for name, _ in CARD_MEASURES}}
+            for source, event in facts.validation.items()
+        ],
+        "evaluations": [dataclasses.asdict(score) for score in facts.scores],
+        "recipe": without_folders(facts.config),
+    }
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """{name: file} of all that a provenance covers: not itself, its signature, and hidden files, which downloads and
+    the Hub add and nothing reads."""
+    found = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
+    beside = (PROVENANCE_FILE, SIGNATURE_FILE)
+    return {
+        name.as_posix(): path
+        for name, path in found.items()
+        if str(name) not in beside and not any(part.startswith(".") for part in name.parts)
+    }
+
+
+def digest_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def provenance_problems(folder: Path) -> list[str]:
+    """Every file of a published folder that was changed, is missing or was added, by name; [] if none."""
+    try:
+        content = (folder / PROVENANCE_FILE).read_bytes()
+        contents = json.loads(content)
+        recorded = {name: (entry["bytes"], entry["sha256"]) for name, entry in contents["files"].items()}
+        is_whole = digest_of(content.replace(contents["seal"].encode(), UNSEALED.encode(), 1)) == contents["seal"]
+    except FileNotFoundError:
+        return [f"{PROVENANCE_FILE} is missing; without it no other file can be checked"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = f"cannot be read ({type(error).__name__}: {error})"
+        return [f"{PROVENANCE_FILE} was changed: it {why}; without it no other file can be checked"]
+    problems = []
+    if not is_whole:
+        problems.append(f"{PROVENANCE_FILE} was changed: it does not have its own sha256 (seal)")
+    elif {key: contents.get(key) for key in PROVENANCE_FORMAT} != PROVENANCE_FORMAT:
+        return [f"{PROVENANCE_FILE} is not of {PROVENANCE_FORMAT['format']} version {PROVENANCE_FORMAT['version']}"]
+    present = files_of(folder)
+    if contents.get("signed") is not (folder / SIGNATURE_FILE).exists():
+        problems.append(f"{SIGNATURE_FILE} {'is missing' if contents.get('signed') else 'was added'}")
+    problems += [f"{name} was added" for name in sorted(present.keys() - recorded)]
+    problems += [f"{name} is missing" for name in sorted(recorded.keys() - present)]
+    for name in sorted(recorded.keys() & present):
+        found = damage_of_file(present[name], name, *recorded[name])
+        problems += [f"{name} was changed: it {problem.removeprefix(name + ' ')}" for problem in found]
+    return problems
+
+
+def published_folder(place: str) -> Path:
+    """A folder, or that of a download of OWNER/NAME or OWNER/NAME@REVISION. Raises InputError if there is neither."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    folder = Path(place).expanduser()
+    if folder.is_dir():
+        return folder
+    repository, _, revision = place.partition("@")
+    if folder.exists() or place.startswith((".", "/", "~")) or len(Path(repository).parts) != 2:
+        raise InputError(
+            f"--verify {place}: neither a folder nor a repository of the Hub; give a folder that publish.py wrote, or "
+            "OWNER/NAME or OWNER/NAME@REVISION"
+        )
+    try:
+        return Path(snapshot_download(repository, revision=revision or None))
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(
+            f"--verify {place}: not a folder here, and it cannot be read from the Hub ({type(error).__name__}: "
+            f"{reason}); give a folder, or a repository that this machine can reach"
+        ) from error
+
+
+def provenance_text(folder: Path) -> str:
+    """One line on a folder whose provenance was found whole: how many files, which step, from which code."""
+    content = (folder / PROVENANCE_FILE).read_bytes()
+    contents = json.loads(content)
+    model = contents["model"]
+    made = f"step {model['step']:,} of {model['run']}, code {contents['code_commit'] or 'not recorded'}"
+    return f"{len(contents['files'])} files and {PROVENANCE_FILE} as published: {made}; sha256 {digest_of(content)}"

@@ -1,0 +1,215 @@
+"""Runs as text: a one-page summary, a side-by-side comparison, a CSV export."""
+
+import csv
+import itertools
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from pretrain.runs.history import History, is_number
+from pretrain.runs.run_folder import read_config, read_json
+from pretrain.units import bytes_text, count_text, duration_text, energy_text, table
+from pretrain_tools.preparation.cleaning.decontamination import contamination_text
+from pretrain_tools.runs.status import RunStatus, number_text, state_text
+
+SMOOTHED_LINES = 10
+SHOWN_STEPS = 10
+EXPORTED = ("train", "validation", "evaluation")
+WIDEST_CELL = 44
+
+
+def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:
+    """{'a': {'b': 1}} -> {'a.b': 1}; lists of plain values stay whole, others go by position."""
+    if isinstance(values, dict) and values:
+        return {
+            key: leaf
+            for name, value in values.items()
+            for key, leaf in flatten_settings(value, f"{prefix}{name}.").items()
+        }
+    if isinstance(values, list) and any(isinstance(value, dict | list) for value in values):
+        return flatten_settings(dict(enumerate(values)), prefix)
+    return {prefix.removesuffix("."): values}
+
+
+def recorded_settings(run: Path) -> dict[str, Any]:
+    """Every setting that the run's folder records, by dotted name; missing files are left out."""
+    records = {"": read_config(run)}
+    records |= {f"{name}.": read_json(run / f"{name}.json") for name in ("model", "strategy", "environment")}
+    return {
+        f"{prefix}{key}": value
+        for prefix, record in records.items()
+        for key, value in flatten_settings(record).items()
+        if key
+    }
+
+
+def setting_differences(settings: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """{name: its value in each run} of the settings that differ; None where a run has no such setting."""
+    names = dict.fromkeys(itertools.chain.from_iterable(settings))
+    rows = {name: [of_run.get(name) for of_run in settings] for name in names}
+    return {name: row for name, row in rows.items() if any(value != row[0] for value in row)}
+
+
+def smoothed_loss(history: History) -> float | None:
+    """Mean training loss of the last logged lines: a single step's is too noisy."""
+    losses = [e["loss"] for e in history.of("train")[-SMOOTHED_LINES:] if is_number(e.get("loss"))]
+    return statistics.fmean(losses) if losses else None
+
+
+def results_of(history: History, status: RunStatus) -> dict[str, str]:
+    """The results of a run, by name, as text."""
+    results = {
+        "state": state_text(status),
+        "step": _text(status.step, "{:,}"),
+        "of steps": _text(status.total_steps or None, "{:,}"),
+        "tokens": _text(history.last("train").get("tokens"), "{:,}"),
+        f"training loss, last {SMOOTHED_LINES} lines": _text(smoothed_loss(history), "{:.4f}"),
+    }
+    for source, events in history.validation().items():
+        measured = [e for e in events if is_number(e.get("loss"))]
+        if measured:
+            best = min(measured, key=lambda e: e["loss"])
+            per_byte = _text(measured[-1].get("bits_per_byte"), ", {:.4f} bits/byte") or ""
+            results[f"validation {source}"] = f"{measured[-1]['loss']:.4f}{per_byte}"
+            average = measured[-1].get("average_loss")
+            results[f"validation {source}, average"] = _text(average, "{:.4f}")
+            results[f"best validation {source}"] = f"{best['loss']:.4f} at step {best['step']:,}"
+    for name, scores in history.scores().items():
+        results[name] = f"{scores[-1].value:.4f}" + (_text(scores[-1].standard_error, " ± {:.4f}") or "")
+    results |= _costs(history)
+    return {name: text for name, text in results.items() if text is not None}
+
+
+def _costs(history: History) -> dict[str, str | None]:
+    peaks = [event.get("peak_memory_bytes") for event in history.of("train")]
+    memory = max(filter(is_number, peaks), default=None)
+    counts = {name: len(history.of(name)) for name in ("resume", "rollback", "spike", "skip", "warning")}
+    return {
+        "running time": duration_text(history.events[-1]["hours"] * 3600),
+        "tokens per second, median": _text(history.median("tokens_per_second"), "{:,.0f}"),
+        "MFU, median": _text(history.median("mfu"), "{:.1%}"),
+        "peak memory": bytes_text(memory) if memory is not None else None,
+        "energy": _energy(history),
+        **{f"{name} events": str(count) for name, count in counts.items() if count},
+    }
+
+
+def _energy(history: History) -> str | None:
+    if history.joules is None:
+        return None
+    grid = flatten_settings(read_config(history.folder)).get("energy.grid_grams_per_kwh")
+    return energy_text(history.joules, history.last("start").get("energy"), grid)
+
+
+def _text(value: float | None, form: str) -> str | None:
+    return form.format(value) if is_number(value) else None
+
+
+def comparison_text(runs: list[tuple[History, RunStatus]]) -> str:
+    """Settings that differ and results, one column per run."""
+    histories = [history for history, _ in runs]
+    header = ["", *names_of(histories)]
+    settings = [recorded_settings(history.folder) for history in histories]
+    differ = setting_differences(settings)
+    # Where a run writes is its name, which heads the column.
+    shown = {name: row for name, row in differ.items() if name not in ("output", "model.transformers_version")}
+    lines = ["settings that differ"]
+    if shown:
+        rows = [[name, *(_cell(value) for value in row)] for name, row in shown.items()]
+        lines.append(table([header, *rows]))
+    else:
+        lines.append("  none")
+    results = [results_of(history, status) for history, status in runs]
+    names = dict.fromkeys(itertools.chain.from_iterable(results))
+    rows = [[name, *(result.get(name, "-") for result in results)] for name in names]
+    return "\n".join([*lines, "", "results", table([header, *rows])])
+
+
+def names_of(histories: list[History]) -> list[str]:
+    """A name for each run: the folder's own, or its path where two share one."""
+    names = [history.folder.name for history in histories]
+    return [str(h.folder) if names.count(h.folder.name) > 1 else h.folder.name for h in histories]
+
+
+def _cell(value: Any) -> str:
+    text = "-" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= WIDEST_CELL else f"{text[: WIDEST_CELL - 3]}..."
+
+
+def summary_text(history: History, status: RunStatus) -> str:
+    """A run on one page: its settings, its results, its course."""
+    settings = recorded_settings(history.folder)
+    start = history.last("start")
+    total, active = start.get("parameters"), start.get("active_parameters")
+    parameters = _text(total, ", {:,} parameters") or ""
+    parameters += (_text(active, ", {:,} active") or "") if active != total else ""
+    data = [value for key, value in settings.items() if key.startswith("data.") and key.endswith(".shards")]
+    optim = {key: settings.get(f"optim.{key}") for key in ("name", "learning_rate", "schedule", "warmup_steps")}
+    batch, length = settings.get("batch.tokens_per_step"), settings.get("data.sequence_length", "?")
+    ranks = settings.get("strategy.ranks")
+    processes = f"{ranks} process{'es' if ranks != 1 else ''}" if ranks is not None else None
+    machine = (settings.get("strategy.strategy"), processes, settings.get("environment.device"))
+    about = {
+        "model": f"{settings.get('model', settings.get('model.config', '?'))}{parameters}",
+        "data": f"{' + '.join(dict.fromkeys(map(str, data))) or '?'}, {length} tokens per sequence",
+        "batch": _text(batch, "{:,} tokens per step") or "?",
+        "optimizer": f"{optim['name']}, learning rate {optim['learning_rate']}, {optim['schedule']}, "
+        f"{optim['warmup_steps']} warmup steps",
+        "ran on": ", ".join(filter(None, machine)) or "?",
+        "precision": str(settings.get("strategy.precision", settings.get("precision", "?"))),
+        "seed": str(settings.get("seed", "?")),
+        "code": str(settings.get("environment.commit", "?"))[:12],
+    }
+    kept_out = {
+        contamination_text(row): None
+        for record in read_json(history.folder / "data.json").values()
+        for row in record.get("contamination") or []
+    }
+    about |= {"kept out of the data": "; ".join(kept_out)} if kept_out else {}
+    rows = [[name, value] for name, value in (about | results_of(history, status)).items()]
+    return "\n".join([str(history.folder), "", table(rows), "", *_curve_lines(history)])
+
+
+def _curve_lines(history: History) -> list[str]:
+    """The run at some steps, evenly spread."""
+    train = [e for e in history.of("train") if is_number(e.get("loss"))]
+    if not train:
+        return ["no steps logged yet"]
+    count = min(SHOWN_STEPS, len(train))
+    picked = sorted({round(n * (len(train) - 1) / max(1, count - 1)) for n in range(count)})
+    header = ["step", "tokens", "loss", "grad norm", "learning rate", "tok/s", "running time"]
+    rows = [
+        [
+            f"{event['step']:,}",
+            count_text(event.get("tokens") or 0),
+            f"{event['loss']:.4f}",
+            number_text(event.get("grad_norm"), "{:.3f}"),
+            number_text(event.get("learning_rate"), "{:.2e}"),
+            number_text(event.get("tokens_per_second"), "{:,.0f}"),
+            duration_text(event["hours"] * 3600),
+        ]
+        for event in (train[number] for number in picked)
+    ]
+    return [table([header, *rows], right=set(range(7)))]
+
+
+def write_csv(histories: list[History], path: Path) -> int:
+    """Writes every line of the curves as a table, one row per line, `run` and `event` first; returns the rows.
+
+    Columns are the union of the lines' own names; a cell is empty where a line has no such number. Raises OSError.
+    """
+    rows = [
+        {"run": name, **event}
+        for name, history in zip(names_of(histories), histories, strict=True)
+        for event in history.events
+        if event["event"] in EXPORTED
+    ]
+    columns = dict.fromkeys(["run", "event", "step", "tokens", "hours", "time", *itertools.chain.from_iterable(rows)])
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with open(unfinished, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    unfinished.replace(path)
+    return len(rows)

@@ -1,0 +1,196 @@
+"""What a step was trained on: each sequence's source, shard and place in it, and its documents as text."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.config import Data
+from pretrain.data.batches import Batches, DataPosition
+from pretrain.data.document_index import read_index
+from pretrain.data.manifest import Manifest, Shard, id_dtype
+from pretrain.data.tokenizer import load_decoder
+from pretrain.errors import InputError
+from pretrain.optim.batch_ramp import BatchRamp
+from pretrain.runs.history import read_history
+from pretrain.runs.run_folder import checkpoint_folders, read_config, read_state
+from pretrain_tools.preparation.documents.sources import place_text
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One training sequence of a step."""
+
+    number: int
+    """From 1 within the step; ranks take them in turn."""
+    source: str
+    file: str
+    offset: int
+    """Of its first token within the file, in tokens."""
+    ids: np.ndarray
+    """(sequence_length + 1,): the last one is a target only."""
+    first_document: int
+    """The number within the file, from 1, of the document that the first token belongs to."""
+    documents: list[tuple[int, np.ndarray]]
+    """(how many after the first, ids) of each document in it, without end-of-document ids; the outer may be parts."""
+    origins: list[str | None]
+    """The source and line of each document; None for shards that do not record it."""
+    begins_inside: bool
+    """Whether its first document began in an earlier sequence."""
+
+
+def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
+    """The first `limit` sequences of a step, `characters` of each document, as text.
+
+    step: as logged, the first is 1. Raises InputError for a step outside the run, and for shards that are missing or
+    differ from those that the run was trained on.
+    """
+    batches, first_sample, samples = open_step(run, step)
+    span = batches.span_at(first_sample)
+    count = samples // span
+    sequences = [read_sequence(batches, first_sample + n * span, n + 1) for n in range(min(limit, count))]
+    lines = [
+        f"{run} · step {step:,}: {count:,} sequences of {span * batches.window.sequence_length:,} tokens, "
+        f"samples {first_sample:,} to {first_sample + samples - 1:,} of the run"
+    ]
+    decoders = {source: load_decoder(reader.manifest.tokenizer_folder) for source, reader in batches.readers.items()}
+    for sequence in sequences:
+        lines += ["", *_sequence_lines(sequence, decoders[sequence.source], characters)]
+    if count > limit:
+        lines += ["", f"{count - limit:,} more sequences: --limit {count}"]
+    if any(origin is None for sequence in sequences for origin in sequence.origins):
+        lines += ["", "Some shards do not record the source file and line of their documents; search for the text."]
+    return "\n".join(lines)
+
+
+def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
+    """(the run's batches, the first sample of the step, its number of samples).
+
+    Needs only the run's records and the shards, neither its model nor its hardware.
+    """
+    history = read_history(run)
+    last = history.last("train").get("step", 0)
+    if step > last:
+        raise InputError(f"--step {step:,}: {run} has reached step {last:,}; give 1 to {last:,}")
+    settings = read_config(run)
+    # Of the newest checkpoint that can be read.
+    newest = next(filter(None, map(read_state, reversed(checkpoint_folders(run).values()))), {})
+    state = newest.get("state", {})
+    # A larger budget moves the stages of a curriculum that were still to come: the start in effect at that step
+    # counts. A decay on command shortens the run without moving them, so a start within it says nothing of them.
+    before = min(step, state.get("anneal_from") or step)
+    start = next((start for start in reversed(history.of("start")) if start["step"] < before), {})
+    try:
+        data, seed = Data.model_validate(start.get("data") or settings["data"]), int(settings["seed"])
+        ramp = BatchRamp(
+            tuple(start["sequences_per_level"]),
+            tuple(start["first_steps"]),
+            start["total_steps"],
+            tuple(start.get("first_sequences", ())),
+        )
+        origin = DataPosition.of_json(start["origin"]) if "origin" in start else None
+    except (KeyError, ValueError) as error:
+        raise InputError(
+            f"{run}: config.yaml and the start event do not say what its data was ({error}); restore them"
+        ) from None
+    left_out = [tuple(entry["samples"]) for entry in state.get("rollbacks") or [] if entry.get("samples")]
+    passed = start.get("stage_starts", [])[1:]
+    batches = Batches(data, seed=seed, ramp=ramp, passed=passed, origin=origin).leaving_out(left_out)
+    if problems := changed_sources(batches, newest.get("identity", {})):
+        raise InputError(*problems)
+    return batches, ramp.sequences_before(step - 1), ramp.sequences_at(step - 1)
+
+
+def changed_sources(batches: Batches, identity: dict) -> list[str]:
+    """The sources whose shards are not those that the run's checkpoints name by hash."""
+    stages = identity.get("data.train") or identity.get("data.stages") or []
+    trained_on = {source[0]: source[1] for stage in stages for source in stage.get("train", [])}
+    return [
+        f"{folder}: the run was trained on shards with the hash {trained_on[folder]}, these have "
+        f"{reader.manifest.sha256[:16]}; restore those to see what it was trained on"
+        for folder, reader in batches.readers.items()
+        if folder in trained_on and not reader.manifest.sha256.startswith(trained_on[folder])
+    ]
+
+
+def read_sequence(batches: Batches, sample: int, number: int) -> Sequence:
+    """The window at `sample` of the run."""
+    (source, start), *_ = batches.locate(sample, 1)
+    reader = batches.readers[batches.folders[source]]
+    ids = np.empty(batches.span_at(sample) * batches.window.sequence_length + 1, batches.dtype)
+    reader.read(start, ids)
+    shards = reader.manifest.of_split(reader.split)
+    place, offset = place_in_shards(shards, start)
+    end = reader.manifest.end_of_document_id
+    before = np.empty(1, batches.dtype)
+    if start:
+        reader.read(start - 1, before)
+    first_document = 1 + ends_before(reader.manifest, shards[place], offset)
+    documents = split_documents(ids[:-1], end)
+    return Sequence(
+        number=number,
+        source=batches.folders[source],
+        file=shards[place].file,
+        offset=offset,
+        ids=ids,
+        first_document=first_document,
+        documents=documents,
+        origins=[origin_of(reader.manifest, shards[place:], first_document + n) for n, _ in documents],
+        begins_inside=bool(start) and before[0] != end and ids[0] != end,
+    )
+
+
+def split_documents(ids: np.ndarray, end: int) -> list[tuple[int, np.ndarray]]:
+    """(how many documents after the first one's, its ids) of each document that has text in the ids."""
+    parts = np.split(ids, np.flatnonzero(ids == end))
+    # The end-of-document id opens the segment of the next document and belongs to no text.
+    texts = [(number, part[part != end]) for number, part in enumerate(parts)]
+    return [(number, text) for number, text in texts if len(text)]
+
+
+def place_in_shards(shards: list[Shard], start: int) -> tuple[int, int]:
+    """(number of the shard, offset within it in tokens) of a place in the shards' stream of tokens."""
+    for number, shard in enumerate(shards):
+        if start < shard.tokens:
+            return number, start
+        start -= shard.tokens
+    raise IndexError(f"{start} tokens beyond the last shard")
+
+
+def ends_before(manifest: Manifest, shard: Shard, offset: int) -> int:
+    """Documents that end before that place in a shard."""
+    path = manifest.folder / shard.file
+    if (index := read_index(path, shard.documents)) is not None:
+        return int(np.searchsorted(index["end"], offset, side="right"))
+    ids = np.memmap(path, id_dtype(manifest.dtype), mode="r")[:offset]
+    return int(np.count_nonzero(ids == manifest.end_of_document_id))
+
+
+def origin_of(manifest: Manifest, shards: list[Shard], number: int) -> str | None:
+    """Source and line of document `number` of the shards, counted from 1; None where they do not record it."""
+    for shard in shards:
+        if number <= shard.documents:
+            index = read_index(manifest.folder / shard.file, shard.documents)
+            if index is None:
+                return None
+            entry = index[number - 1]
+            return place_text(manifest.source_names[entry["source"]], manifest.input_format, int(entry["place"]))
+        number -= shard.documents
+    return None
+
+
+def _sequence_lines(sequence: Sequence, decoder, characters: int) -> list[str]:
+    count = len(sequence.documents)
+    lines = [
+        f"sequence {sequence.number} · {sequence.source}/{sequence.file} · tokens {sequence.offset:,} to "
+        f"{sequence.offset + len(sequence.ids) - 2:,} · {count} document{'s' if count != 1 else ''}"
+    ]
+    for (number, ids), origin in zip(sequence.documents, sequence.origins, strict=True):
+        text = decoder.decode(ids.tolist(), skip_special_tokens=False)
+        cut = f" [... {len(text) - characters:,} more characters]" if len(text) > characters else ""
+        part = ", continued from an earlier sequence" if number == 0 and sequence.begins_inside else ""
+        lines.append(f"  document {sequence.first_document + number:,} of the file, {len(ids):,} tokens{part}")
+        if origin is not None:
+            lines.append(f"    from {origin}")
+        lines += [f"    | {line}" for line in (text[:characters] + cut).splitlines()]
+    return lines
