@@ -35,6 +35,8 @@ def end_of(budget, clock, seconds_of, decay=0.2, most=100_000):
         lambda step: 30.0 if step == 1 else 0.1,  # the first compiles
         lambda step: 0.1 + 3.0 * (step % 400 == 0),  # validation and checkpoints in between
         lambda step: 0.1 if step < 300 else 0.2,  # another process since
+        lambda step: 6.0,  # few steps
+        lambda step: 0.05 + 0.4 * (step * 7919 % 10 == 0) + 0.2 * (step % 200 < 60),  # a machine that others use
     ],
 )
 def test_a_run_ends_within_its_minutes(clock, seconds_of):
