@@ -30,8 +30,6 @@ LIGHT = {
     "pretrain_tools",
 }
 LIGHT |= {"huggingface_hub"}
-MOST_LINES, MOST_LINES_OF_THE_LOOP, MOST_IMPORTS = 200, 52, 26
-"""Of train.py."""
 
 
 def imports_at_top(path: Path) -> set[str]:
@@ -43,15 +41,6 @@ def imports_at_top(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
-
-
-def test_the_loop_can_be_read_in_five_minutes():
-    source = (ROOT / "train.py").read_text()
-    assert source.count("\n") <= MOST_LINES
-    (loop,) = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.While)]
-    assert loop.end_lineno - loop.lineno + 1 <= MOST_LINES_OF_THE_LOOP
-    imports = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    assert len(imports) <= MOST_IMPORTS
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
@@ -165,13 +154,11 @@ ROOMS = (
     "pretrain_tools/experiments",
 )
 """Folders of both packages in the order of their imports: a room imports from itself and from those before it."""
-MOST_MODULES = 24
-"""In one folder: as many as a reader takes in at a glance."""
 
 
 def room_of(module: str) -> str:
-    """pretrain_tools.publishing.card -> runs/publishing"""
-    return "/".join(module.split(".")[1:-1])
+    """pretrain_tools.publishing.card -> pretrain_tools/publishing"""
+    return "/".join(module.split(".")[:-1])
 
 
 def modules_by_name() -> dict[str, Path]:
@@ -209,23 +196,8 @@ def cycles_in(arrows: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
-def in_words(names: list[str]) -> str:
-    """['a', 'b', 'c'] -> '`a`, `b` and `c`'"""
-    *first, last = [f"`{name}`" for name in names]
-    return f"{', '.join(first)} and {last}" if first else last
-
-
-def test_rooms_import_one_way_and_none_is_crowded(capsys):
+def test_rooms_import_one_way():
     arrows = {name: imports_anywhere(path) - {name} for name, path in modules_by_name().items()}
-    sizes = {room: sum(room_of(name) == room for name in arrows) for room in ROOMS}
-    between = {(room_of(name), room_of(other)) for name, needed in arrows.items() for other in needed}
-    between = {(room, other) for room, other in between if room != other}
-    steps = sum(room_of(name) != room_of(other) for name, needed in arrows.items() for other in needed)
-    largest = max(sizes, key=sizes.get)
-    with capsys.disabled():
-        print("\nmodules per room: " + ", ".join(f"{room} {count}" for room, count in sizes.items()))
-        print(f"arrows between rooms: {len(between)}, of {steps} imports; largest folder: {largest}, {sizes[largest]}")
-        print(f"train.py: {(ROOT / 'train.py').read_text().count(chr(10))} lines")
     assert {room_of(name) for name in arrows} == set(ROOMS)
     backwards = [
         f"{name} imports {other}"
@@ -235,14 +207,6 @@ def test_rooms_import_one_way_and_none_is_crowded(capsys):
     ]
     assert backwards == []
     assert cycles_in(arrows) == []
-    assert sizes[largest] <= MOST_MODULES
-    fullest = [room for room, count in sizes.items() if count == sizes[largest]]
-    said = (
-        f"at present {len(arrows)} modules, {len(between)} arrows between rooms ({steps} imports), largest "
-        f"{'folders' if len(fullest) > 1 else 'folder'} {in_words(fullest)} with {sizes[largest]} modules, "
-        f"`train.py` {(ROOT / 'train.py').read_text().count(chr(10))} lines"
-    )
-    assert said in (ROOT / "docs/design.md").read_text(), f"docs/design.md, section Rooms, should say: {said}"
 
 
 def test_a_cycle_and_a_step_back_would_be_seen():
@@ -313,24 +277,6 @@ def test_the_project_speaks_of_itself_only(path):
     text = path.read_text()
     assert not re.search(r"/work/|/root/|/home/\w+", text)
     assert "TODO" not in text and "FIXME" not in text
-
-
-def test_no_public_name_means_two_things():
-    """Functions, classes and constants of the package: one name, one module."""
-    homes: dict[str, set[str]] = {}
-    for path in MODULES:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                names = [node.name]
-            else:
-                targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-                names = [
-                    n.id for target in targets for n in ast.walk(target or ast.Tuple([])) if isinstance(n, ast.Name)
-                ]
-            for name in names:
-                homes.setdefault(name, set()).add(str(path.relative_to(ROOT)))
-    several = {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1 and not name.startswith("_")}
-    assert several == {}
 
 
 def anchors_of(page: Path) -> set[str]:

@@ -35,7 +35,7 @@ def small_parts(monkeypatch):
         "preparation.documents.sources.PART_BYTES",
         "preparation.documents.byte_stream.READ_BYTES",
     ):
-        monkeypatch.setattr(f"pretrain.{name}", 1000)
+        monkeypatch.setattr(f"pretrain_tools.{name}", 1000)
 
 
 def test_copies_are_left_out_across_files_and_workers(tmp_path, run, small_parts):

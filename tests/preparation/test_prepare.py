@@ -78,7 +78,7 @@ def test_after_a_bad_record_what_came_before_is_kept_and_skip_goes_on(tmp_path, 
         "preparation.documents.sources.PART_BYTES",
         "preparation.documents.byte_stream.READ_BYTES",
     ):
-        monkeypatch.setattr(f"pretrain.{name}", 500)
+        monkeypatch.setattr(f"pretrain_tools.{name}", 500)
     write_jsonl(tmp_path / "a.jsonl", texts(50), [b"bad"])
     with pytest.raises(InputError, match=r"a\.jsonl, line 51: broken JSON"):
         prepare_files(tmp_path, tokenizer)

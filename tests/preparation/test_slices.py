@@ -26,7 +26,7 @@ def small_parts(monkeypatch):
         "preparation.documents.byte_stream.READ_BYTES",
         "preparation.slices.TOKENS_PER_PART",
     ):
-        monkeypatch.setattr(f"pretrain.{name}", 1000)
+        monkeypatch.setattr(f"pretrain_tools.{name}", 1000)
 
 
 def write_inputs(tmp_path):

@@ -188,7 +188,7 @@ def small_parts(monkeypatch):
         "preparation.documents.byte_stream.READ_BYTES",
         "preparation.slices.TOKENS_PER_PART",
     ):
-        monkeypatch.setattr(f"pretrain.{name}", 3000)
+        monkeypatch.setattr(f"pretrain_tools.{name}", 3000)
     monkeypatch.setattr(near_duplicate_search, "RUN_DOCUMENTS", 64)
     monkeypatch.setattr(near_duplicate_search, "KEYS_AT_ONCE", 32)
     monkeypatch.setattr(near_duplicate_search, "PAIRS_AT_ONCE", 8)

@@ -25,7 +25,7 @@ def make_parts_small(monkeypatch):
         "preparation.documents.sources.PART_BYTES",
         "preparation.documents.byte_stream.READ_BYTES",
     ):
-        monkeypatch.setattr(f"pretrain.{name}", 8)
+        monkeypatch.setattr(f"pretrain_tools.{name}", 8)
 
 
 def records_of_parts(patterns, reading=None, start=BEGINNING, **options):
