@@ -31,123 +31,133 @@ from pretrain.checkpoint.run_state import Request
 from pretrain.config import RunConfig
 from pretrain.data.batches import key_of
 from pretrain.data.shards import PREPARED_BY
-from pretrain.hardware import peak_flops, seed_dropout
+from pretrain.hardware import seed_dropout
 from pretrain.parallel.registry import make_strategy, micro_batches_launched, share_shards, strategy_class
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.attempt import attempt
+from pretrain.training.between_steps import (
+    decay,
+    evaluate,
+    log_step,
+    report_saves,
+    sample,
+    save,
+    show_progress,
+    validate,
+)
 from pretrain.training.build import build_training
 from pretrain.training.continued_plan import next_start_in_words
-from pretrain.training.housekeeping import Housekeeping
+from pretrain.training.ending import end_early, finish
 from pretrain.training.metrics import Metrics
 from pretrain.training.prefetch import ReadAhead
-from pretrain.training.resume import Continuation
+from pretrain.training.resuming import load_checkpoint, open_run, roll_back
+from pretrain.training.run import Run
 from pretrain.training.run_plan import Cadences, derive, settled
-from pretrain.training.run_records import announce, banner
-from pretrain.training.supervisor import Supervisor
+from pretrain.training.run_records import banner
+from pretrain.training.steps import begin, begin_step, count_step
+from pretrain.training.supervision import after_step, answer, compare_copies
 from pretrain.training.validation import data_problems, open_validation
 
 
-def main(asked: CommandLine, config: RunConfig, strategy: Strategy, steps: int | None, metrics: Metrics) -> int:
-    """Trains to the end, or only the first `steps` steps; returns the exit status. All ranks."""
-    plan = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
+def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: int | None, log: Metrics) -> int:
+    """Trains to the end, or to `last_step`; returns the exit status. All ranks."""
+    recipe_plan = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
     validation_readers = open_validation(config.data)
-    continuation = Continuation(config, plan, asked, strategy, metrics, steps)  # at its newest intact checkpoint
-    run, state = continuation.run, continuation.state
-    if continuation.is_done:
-        message = f"{config.output} is already complete: {state.step:,} steps, model in {config.output}/final."
+    run = open_run(config, recipe_plan, asked, strategy, log, last_step)  # at its newest intact checkpoint
+    if run.is_complete:
+        message = f"{config.output} is already complete: {run.state.step:,} steps, model in {config.output}/final."
         strategy.ranks.print(message)
         return EXIT_DONE
     if asked.profile is not None:
         from pretrain_tools.profiling.step_profile import refuse_profile
 
-        refuse_profile(asked.profile, state.step, run.total_steps)
+        refuse_profile(asked.profile, run.state.step, run.plan.total_steps)
 
-    # Model and optimizer: from the checkpoint, from a pretrained model, or initialised by the seed.
-    built = build_training(
+    # Model and optimizer: from the checkpoint, from a pretrained model, or initialized by the seed.
+    run.built = build_training(
         config,
-        run,
+        run.plan,
         strategy,
-        learning_rate=run.peak_learning_rate,
-        from_pretrained=config.init == "pretrained" and not continuation.found,
+        learning_rate=run.plan.peak_learning_rate,
+        from_pretrained=config.init == "pretrained" and run.loaded_from is None,
     )
-    model, experts = built.model, built.experts
-    continuation.load()
-    experts.load(state.expert_counts)
+    load_checkpoint(run)
+    begin(run, validation_readers)
+    model = run.built.model
+    experts = run.built.experts
+    throughput = run.speed.throughput
+    read_ahead = ReadAhead(strategy)
+    cadences = Cadences.of(config, run.plan)
+    first_step = run.state.step
+    if run.state.validation_loss is None and (
+        (first_step == 0 and cadences.validates) or first_step == run.plan.total_steps
+    ):
+        validate(run)
 
-    # What feeds the steps, what supervises them, and what is done between them.
-    peak = peak_flops(strategy.device, run.precision)
-    start_id = announce(continuation, peak)
-    supervisor = Supervisor(continuation, start_id)
-    housekeeping = Housekeeping(continuation, supervisor, built, validation_readers, peak[0])
-    cadences, throughput, read_ahead = Cadences.of(config, run), housekeeping.throughput, ReadAhead(strategy)
-    supervisor.watch.start()  # from here on a signal is a request, heard after the step
-    begins, has_ended = state.step == 0 and cadences.measures, state.step == run.total_steps
-    if state.validation_loss is None and (begins or has_ended):
-        housekeeping.measure()
-
-    profile, first_step = None, state.step
+    profile = None
     model.train()
-    while state.step < run.total_steps:
+    while run.state.step < run.plan.total_steps:
         # The step: the same function of the step's number in every run of this recipe.
-        step = housekeeping.begin_step(run)  # where a stage begins, the model takes its windows and positions
-        learning_rate = run.learning_rate(step) * state.learning_rate_factor
+        step = begin_step(run)  # where a stage begins, the model takes its windows and positions
+        plan = run.plan
+        learning_rate = plan.learning_rate(step) * run.state.learning_rate_factor
         strategy.set_learning_rate(learning_rate)
-        micro_steps = run.micro_steps(step)
+        micro_steps = plan.micro_steps(step)
         experts.begin_step(micro_steps)
         step_loss = torch.zeros((), device=strategy.device)
         for micro_step in range(micro_steps):
             with throughput.loading_data():
-                batch = read_ahead.micro_batch(run, step, micro_step)
+                batch = read_ahead.micro_batch(plan, step, micro_step)
             seed_dropout(key_of(config.seed, step, micro_step, strategy.dropout_rank) % 2**63, strategy.device)
             with strategy.accumulate(is_last=micro_step == micro_steps - 1):
                 loss, cross_entropy = model(**batch)
                 strategy.backward(loss / micro_steps)
             experts.count()
             step_loss += cross_entropy / micro_steps
-            supervisor.watch.beat()
+            run.watch.beat()
         grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
         experts.end_step(skipped)
         throughput.step_done()
+        count_step(run)  # its weights enter their average, if the run keeps one
 
         # Between steps: all ranks agree on what happened, on what was asked for, and so on what to do.
-        continuation.step_taken(run)  # its weights enter their average, if the run keeps one
-        due = cadences.after(state.step, run.total_steps)
-        outcome = supervisor.after_step(state.step, (step_loss, grad_norm, skipped), run, settle=due.settles)
-        state.skipped_steps += outcome.skipped_steps
+        due = cadences.after(run.state.step, plan.total_steps)
+        outcome = after_step(run, step_loss, grad_norm, skipped, settle=due.settles)
         if due.logs:
-            housekeeping.log(outcome.report, learning_rate)
-        housekeeping.keep_up(outcome.reports)
-        if outcome.bad is not None:  # to a checkpoint from before it, and on with other data or a lower rate
-            run, state = housekeeping.go_back(outcome.bad)
+            log_step(run, outcome.report, learning_rate)
+        show_progress(run, outcome.reports)
+        report_saves(run)
+        if outcome.bad is not None:
+            roll_back(run, outcome.bad)  # to a checkpoint from before it, and on with other data or a lower rate
             continue
-        if due.measures:
-            housekeeping.measure()
-        if supervisor.request in (Request.SHORTEN, Request.ANNEAL):  # before the save, so that the checkpoint knows
-            run = housekeeping.anneal()
-        if due.saves or supervisor.wants_save:
-            housekeeping.save(wait=due.evaluates or supervisor.request != Request.NONE, required=due.is_last)
+        if due.validates:
+            validate(run)
+        if run.wants_decay:
+            decay(run)  # before the save, so that the checkpoint knows
+        if due.saves or run.wants_save:
+            save(run, wait=due.evaluates or run.request != Request.NONE, required=due.is_last)
         if due.evaluates:
-            housekeeping.evaluate()
+            evaluate(run)
         if due.samples:
-            housekeeping.sample()
+            sample(run)
         if due.compares_copies:
-            supervisor.compare_copies()
-        if supervisor.ends or due.pauses:
-            return housekeeping.end_early()
-        if profile is None and (asked.profile is not None or supervisor.request == Request.PROFILE):
-            profile = open_profile(housekeeping, read_ahead, asked.profile, first_step)
+            compare_copies(run)
+        if run.ends or due.pauses:
+            return end_early(run)
+        if profile is None and (asked.profile is not None or run.request == Request.PROFILE):
+            profile = open_profile(run, read_ahead, asked.profile, first_step)
         if profile is not None:
             profile.after_step()
-        supervisor.answer()
+        answer(run)
 
-    return housekeeping.finish()
+    return finish(run)
 
 
-def open_profile(housekeeping: Housekeeping, read_ahead: ReadAhead, steps: int | None, first_step: int):
+def open_profile(run: Run, read_ahead: ReadAhead, steps: int | None, first_step: int):
     """Returns what takes profiles between steps, as --profile or `runs.py profile` asks for."""
     from pretrain_tools.profiling.step_profile import StepProfile
 
-    return StepProfile(housekeeping, read_ahead, steps, first_step)
+    return StepProfile(run, read_ahead, steps, first_step)
 
 
 def check(asked: CommandLine) -> None:
@@ -180,8 +190,8 @@ def start(asked: CommandLine) -> None:
     settled_config = settled(asked.config)
     strategy = make_strategy(settled_config)
 
-    def train(config: RunConfig, steps: int | None = None) -> int:
-        return attempt(config, strategy, lambda metrics: main(asked, config, strategy, steps, metrics))
+    def train(config: RunConfig, last_step: int | None = None) -> int:
+        return attempt(config, strategy, lambda log: main(asked, config, strategy, last_step, log))
 
     if asked.smoke:
         from pretrain_tools.planning.smoke import smoke_test

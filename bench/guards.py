@@ -44,7 +44,7 @@ class GuardCost:
     step: float
     """Median time of a step, the guards' part included."""
     after_step: float
-    """Median time of Supervisor.after_step."""
+    """Median time of `after_step`."""
     watch: float
     """CPU time of the watching thread in a step."""
     compare: float
@@ -95,48 +95,50 @@ def measure(shape: Shape, processes: int, steps: int) -> GuardCost:
 
 def train_and_time(report: Path, steps: int) -> None:
     """In a launched process: runs train.py, whose loop ends after `steps` steps."""
-    from pretrain.training.supervisor import Supervisor
+    from pretrain.training import supervision
 
-    after_step = Supervisor.after_step
+    after_step = supervision.after_step
     begun: list[float] = []
     seconds: list[float] = []
 
-    def timed(supervisor, *arguments, settle, **named):
+    def timed(run, *arguments, settle, **named):
         begun.append(time.perf_counter())
-        outcome = after_step(supervisor, *arguments, settle=settle, **named)
+        outcome = after_step(run, *arguments, settle=settle, **named)
         if not settle:
             seconds.append(time.perf_counter() - begun[-1])
         if len(begun) == WARM_UP_STEPS + steps + 1:
-            cost = cost_of(supervisor, begun, seconds)
-            if supervisor.strategy.ranks.is_main:
+            cost = cost_of(run, begun, seconds)
+            if run.strategy.ranks.is_main:
                 report.write_text(json.dumps(vars(cost)))
-            supervisor.strategy.ranks.exit(0)
+            run.strategy.ranks.exit(0)
         return outcome
 
-    Supervisor.after_step = timed
+    supervision.after_step = timed
     sys.argv[0] = str(ROOT / "train.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def cost_of(supervisor, begun: list[float], seconds: list[float]) -> GuardCost:
+def cost_of(run, begun: list[float], seconds: list[float]) -> GuardCost:
     """Computed from when the loop called the guards, and how long each call took."""
     import psutil
 
+    from pretrain.training.supervision import compare_copies
+
     measured = begun[WARM_UP_STEPS:]
-    thread = supervisor.watch.thread_id
+    thread = run.watch.thread_id
     watch = next(times.user_time + times.system_time for times in psutil.Process().threads() if times.id == thread)
-    supervisor.compare_copies()
+    compare_copies(run)
     compares = []
     for _ in range(3):
-        supervisor.strategy.ranks.barrier()
+        run.strategy.ranks.barrier()
         start = time.perf_counter()
-        supervisor.compare_copies()
+        compare_copies(run)
         compares.append(time.perf_counter() - start)
     return GuardCost(
         step=statistics.median(after - before for before, after in itertools.pairwise(measured)),
         after_step=statistics.median(seconds[WARM_UP_STEPS:]),
         watch=watch / len(begun),
-        compare=min(compares) if supervisor.strategy.ranks.count > 1 else 0.0,
+        compare=min(compares) if run.strategy.ranks.count > 1 else 0.0,
     )
 
 

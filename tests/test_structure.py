@@ -96,7 +96,7 @@ def test_every_setting_is_read_somewhere():
     [
         ("pretrain/training/background_jobs.py", "settings.device", ("Evaluation", "device")),
         ("pretrain/training/run_plan.py", "interval(config.samples)", ("Samples", "every_steps")),
-        ("pretrain/training/resume.py", "guard.roll_back ==", ("Guard", "roll_back")),
+        ("pretrain/training/resuming.py", "guard.roll_back ==", ("Guard", "roll_back")),
     ],
 )
 def test_a_setting_without_its_reader_would_be_seen(module, reader, unread):

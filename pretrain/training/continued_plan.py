@@ -227,7 +227,7 @@ def continued(
     )
     if len(plan.stages) > 1 and stage_starts is not None:
         batches = batches.passing(stage_starts, sample)
-    # Without what is left out: `Continuation.run` leaves it out, also after a later rollback.
+    # Without what is left out: `Run.replan` leaves it out, also after a later rollback.
     batches = batches.continued(ramp, (), batches.passed, batches.origin)
     schedule = _continued_schedule(config, total_steps, contents, state, changes)
     return replace(plan, ramp=ramp, ramp_steps=ramp_steps, batches=batches, schedule=schedule)

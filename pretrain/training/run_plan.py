@@ -203,7 +203,7 @@ class Due:
     """What is to be done between a step and the next."""
 
     logs: bool
-    measures: bool
+    validates: bool
     saves: bool
     evaluates: bool
     samples: bool
@@ -214,7 +214,7 @@ class Due:
     @property
     def settles(self) -> bool:
         """Whether the figures of this very step are needed."""
-        return self.logs or self.measures or self.saves
+        return self.logs or self.validates or self.saves
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class Cadences:
     """Steps between two events of a kind; None: never."""
 
     logs: int
-    measures: int | None
+    validates: int | None
     saves: int | None
     evaluates: int | None
     samples: int | None
@@ -242,7 +242,7 @@ class Cadences:
 
         return cls(
             logs=max(1, round(config.logging.every_steps * config.cadence)),
-            measures=interval(config.validation),
+            validates=interval(config.validation),
             saves=interval(config.checkpoint),
             evaluates=interval(config.evaluation),
             samples=interval(config.samples),
@@ -258,7 +258,7 @@ class Cadences:
         is_last = step == total_steps
         due["pauses"] = step == self.pauses_at and not is_last
         due["logs"] |= is_last or due["pauses"]
-        due["measures"] |= is_last or due["pauses"]
+        due["validates"] |= is_last or due["pauses"]
         due["samples"] |= is_last and self.samples is not None
         due["saves"] |= (is_last and self.saves_at_end) or due["evaluates"]  # what is evaluated is a checkpoint
         return Due(**due, is_last=is_last)

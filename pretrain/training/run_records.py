@@ -26,7 +26,7 @@ from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.recipe import as_yaml
 from pretrain.runs.run_folder import read_json
 from pretrain.training.cautions import cautions
-from pretrain.training.resume import Continuation
+from pretrain.training.run import Run
 from pretrain.training.run_plan import ModelPlan, RunPlan
 from pretrain.units import count_text, counted
 
@@ -35,49 +35,59 @@ SPLIT_TOTALS = ("tokens", "documents", "text_bytes")
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
 
 
-def announce(continuation: Continuation, peak: tuple[float | None, str]) -> str:
+def announce(run: Run, peak_source: str) -> str:
     """Writes the record, the banner, warnings and the first events, once model and optimizer are built.
 
     Args:
-        peak: FLOP/s of one process, and where that number is from.
+        peak_source: where `run.peak_flops` is from.
 
     Returns an id of this start, to which commands of runs.py are addressed.
     """
-    config, run, state = continuation.config, continuation.run, continuation.state
-    strategy, metrics, found = continuation.strategy, continuation.metrics, continuation.found
-    missing = [name for name in RECORD_FILES if continuation.is_new or not (config.output / name).exists()]
-    if strategy.ranks.is_main and missing:
-        write_record(config, run, strategy, missing)
-    meter = EnergyMeter(strategy.device, strategy.ranks.count) if strategy.ranks.is_main else None
-    sizes = {"parameters": run.parameters, "active_parameters": run.active_parameters}
-    sizes |= {"flops_per_token": run.stages[0].flops_per_token, "ranks": strategy.ranks.count}
-    metrics.begin(config, total_steps=run.total_steps, meter=meter, facts={**sizes, "total_steps": run.total_steps})
-    peak_flops, peak_source = peak
+    config = run.config
+    plan = run.plan
+    strategy = run.strategy
+    log = run.log
+    is_main = strategy.ranks.is_main
+    missing = [name for name in RECORD_FILES if run.is_new or not (config.output / name).exists()]
+    if is_main and missing:
+        write_record(config, plan, strategy, missing)
+    meter = EnergyMeter(strategy.device, strategy.ranks.count) if is_main else None
+    sizes = {
+        "parameters": plan.parameters,
+        "active_parameters": plan.active_parameters,
+        "flops_per_token": plan.stages[0].flops_per_token,
+        "ranks": strategy.ranks.count,
+    }
+    log.begin(config, total_steps=plan.total_steps, meter=meter, facts={**sizes, "total_steps": plan.total_steps})
+    peak = f"{run.peak_flops / 1e12:.3g} TFLOP/s per process ({peak_source})" if run.peak_flops else peak_source
     built = {
         "strategy": f"{strategy.name}, {counted(strategy.ranks.count, 'process')} on {strategy.device.type}",
         "optimizer": strategy.optimizer_built,
-        "peak for MFU": f"{peak_flops / 1e12:.3g} TFLOP/s per process ({peak_source})" if peak_flops else peak_source,
+        "peak for MFU": peak,
     }
     if meter is not None and meter.how is not None:
         built["energy"] = meter.how
-    metrics.say(banner(config, run, built))
-    if continuation.standing:
-        metrics.say(continuation.standing)
-    for caution in cautions(config, run, continuation.overridden, strategy.device) if strategy.ranks.is_main else ():
-        metrics.write("warning", step=state.step, message=caution)
+    log.say(banner(config, plan, built))
+    if run.continues:
+        log.say(run.continues)
+    step = run.state.step
+    overridden = run.command_line.overridden
+    for caution in cautions(config, plan, overridden, strategy.device) if is_main else ():
+        log.write("warning", step=step, message=caution)
     start_id = uuid.uuid4().hex
-    facts = {"start_id": start_id, **sizes}
-    facts |= dataclasses.asdict(run.schedule) | dataclasses.asdict(run.ramp)
-    facts |= {"stage_starts": run.batches.stage_starts} if len(run.stages) > 1 else {}
-    if run.batches.origin is not None:  # other data than config.yaml's, from here on
-        facts |= {"origin": dataclasses.asdict(run.batches.origin), "data": config.data.model_dump(mode="json")}
+    facts = {"start_id": start_id, **sizes, **dataclasses.asdict(plan.schedule), **dataclasses.asdict(plan.ramp)}
+    if len(plan.stages) > 1:
+        facts["stage_starts"] = plan.batches.stage_starts
+    if plan.batches.origin is not None:  # other data than config.yaml's, from here on
+        facts["origin"] = dataclasses.asdict(plan.batches.origin)
+        facts["data"] = config.data.model_dump(mode="json")
     facts["energy"] = meter and meter.how
-    metrics.write("start", step=state.step, **facts)
-    if found:
-        event = "branch" if continuation.is_new else "resume"
-        metrics.write(event, step=state.step, path=found.name, run=str(found.parents[1]))
-    if state.step < run.total_steps:
-        metrics.expect("First step" if config.compile == "none" else "First step, which compiles the model")
+    log.write("start", step=step, **facts)
+    if run.loaded_from:
+        event = "branch" if run.is_new else "resume"
+        log.write(event, step=step, path=run.loaded_from.name, run=str(run.loaded_from.parents[1]))
+    if step < plan.total_steps:
+        log.expect("First step" if config.compile == "none" else "First step, which compiles the model")
     return start_id
 
 

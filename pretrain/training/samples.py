@@ -86,10 +86,11 @@ def sample_texts(
     model_config: PreTrainedConfig,
     tokenizer_folder: Path,
     settings: config.Samples,
+    *,
     seed: int,
     beat: Callable[[], None],
 ) -> list[tuple[str, str]]:
-    """(prompt, prompt and continuation) of every prompt of the recipe, on the main rank; [] on the others.
+    """Returns (prompt, prompt and continuation) of every prompt of the recipe, on the main rank; [] on the others.
 
     All ranks call together. The main rank gathers a copy of the weights in host memory, tensor by tensor, since under
     most strategies no process could generate alone; it generates on the device if that holds the whole model anyway.

@@ -64,7 +64,7 @@ def source_name(folder: Path, taken: dict) -> str:
 
 
 @torch.no_grad()
-def validate(
+def measure(
     model: torch.nn.Module,
     readers: dict[str, ShardReader],
     strategy: Strategy,
@@ -75,7 +75,7 @@ def validate(
     attention: str,
     after_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
-    """{source: {loss, perplexity, bits_per_byte, tokens, ...}}: mean loss per token in nats over the windows.
+    """Returns {source: {loss, perplexity, bits_per_byte, tokens, ...}}: mean loss per token in nats over the windows.
 
     bits_per_byte = loss / ln 2 x tokens / UTF-8 bytes, with the split's own ratio of tokens to bytes.
     loss_by_position and tokens_by_position are by range of positions, as {"0-127": ..., "128-255": ...}: how many
@@ -85,7 +85,9 @@ def validate(
         after_batch: called by all ranks after the same batches; may raise to skip the rest.
     """
     model.eval()
-    results, ranges, rows = {}, position_ranges(window.sequence_length), sequences_per_micro_batch
+    results = {}
+    ranges = position_ranges(window.sequence_length)
+    rows = sequences_per_micro_batch
     try:
         for name, reader in readers.items():
             starts = windows_of(reader, window, sequences)

@@ -25,7 +25,7 @@ from pretrain.parallel.strategy import Strategy, device_type, resolve_precision
 from pretrain.recipe import read_run_config
 from pretrain.runs.addresses import ModelAddress
 from pretrain.training.probe import probe
-from pretrain.training.validation import source_name, validate
+from pretrain.training.validation import measure, source_name
 
 LONGEST_DEFAULT_SEQUENCE = 2048
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -201,7 +201,7 @@ def measure_shards(
         sequences = min(settings.sequences or windows, windows)
         autocast = torch.autocast(strategy.device.type, dtype=dtype, enabled=dtype is not None)
         with _progress(model, name, sequences, strategy, settings), autocast:
-            results |= validate(
+            results |= measure(
                 model,
                 {name: reader},
                 strategy,

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from pretrain.errors import one_line
-from pretrain.training.housekeeping import Housekeeping
 from pretrain.training.prefetch import ReadAhead
+from pretrain.training.run import Run
 from pretrain_tools.profiling.phases import PhaseMarks
 from pretrain_tools.profiling.sync_lines import SyncLines, short_path
 from pretrain_tools.profiling.trace_events import StepRecord, read_events, read_steps
@@ -38,14 +38,14 @@ class Recording:
         folder: of the profile; where it cannot be written, `problems` says so and training goes on.
     """
 
-    def __init__(self, housekeeping: Housekeeping, read_ahead: ReadAhead, folder: Path):
-        strategy = housekeeping.strategy
+    def __init__(self, run: Run, read_ahead: ReadAhead, folder: Path):
+        strategy = run.strategy
         self.folder, self.strategy, self.read_ahead = folder, strategy, read_ahead
         self.on_device = strategy.device.type == "cuda"
         self.problems: list[str] = []
         self.records: list[StepRecord] = []
         self.timeline: list[list[Any]] = []
-        self._marks = PhaseMarks(housekeeping, read_ahead)
+        self._marks = PhaseMarks(run, read_ahead)
         self._lines = SyncLines(lambda: self._marks.phase, strategy.device.type)
         self._beside: list[dict[str, Any]] = []
         self._events = 0

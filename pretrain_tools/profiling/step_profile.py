@@ -5,8 +5,8 @@ from pathlib import Path
 from pretrain.checkpoint.run_state import Request
 from pretrain.errors import InputError, one_line
 from pretrain.runs.run_folder import PROFILE_FOLDER
-from pretrain.training.housekeeping import Housekeeping
 from pretrain.training.prefetch import ReadAhead
+from pretrain.training.run import Run
 from pretrain_tools.profiling.causes import Evidence, RankSteps, find_causes
 from pretrain_tools.profiling.expected_step import expected_step
 from pretrain_tools.profiling.recording import EVENTS_OF_BLOCK, Recording
@@ -46,11 +46,11 @@ class StepProfile:
         first_step: at which this process began to train.
     """
 
-    def __init__(self, housekeeping: Housekeeping, read_ahead: ReadAhead, steps: int | None, first_step: int):
-        self.housekeeping, self.read_ahead = housekeeping, read_ahead
-        self.strategy, self.supervisor, self.metrics = (
-            housekeeping.strategy, housekeeping.supervisor, housekeeping.metrics,
-        )  # fmt: skip
+    def __init__(self, run: Run, read_ahead: ReadAhead, steps: int | None, first_step: int):
+        self.run = run
+        self.read_ahead = read_ahead
+        self.strategy = run.strategy
+        self.log = run.log
         self._warm_at = first_step + WARM_UP_STEPS
         self._begins_at: int | None = None
         self._request_id: str | None = None
@@ -63,8 +63,8 @@ class StepProfile:
         """Plans a profile; returns why there can be none."""
         if self._begins_at is not None:
             return f"a profile is being taken already, up to step {self._begins_at + 1 + self._steps:,}; ask after it"
-        begins_at = max(self._warm_at, self.housekeeping.state.step)
-        problem = profile_problem(steps, begins_at, self.housekeeping.continuation.run.total_steps)
+        begins_at = max(self._warm_at, self.run.state.step)
+        problem = profile_problem(steps, begins_at, self.run.plan.total_steps)
         if problem is None:
             self._begins_at, self._steps = begins_at, steps
         return problem
@@ -73,31 +73,31 @@ class StepProfile:
         """Between two steps. Does nothing, without a profile."""
         if self._recording is not None:
             self._go_on()
-        if self.supervisor.request == Request.PROFILE:
+        if self.run.request == Request.PROFILE:
             self._take_request()
-        if self._begins_at == self.housekeeping.state.step and self._recording is None:
+        if self._begins_at == self.run.state.step and self._recording is None:
             self._begin()
 
     def _take_request(self) -> None:
-        asked = self.strategy.ranks.gather(self.supervisor.control.asked)[0]
-        self.supervisor.refusal = self._plan(asked.get("steps", USUAL_STEPS))
-        if self.supervisor.refusal is None:
+        asked = self.strategy.ranks.gather(self.run.control.asked)[0]
+        self.run.refusal = self._plan(asked.get("steps", USUAL_STEPS))
+        if self.run.refusal is None:
             self._request_id = asked["id"]
 
     @property
     def folder(self) -> Path:
         """Of the profile, named by its first step."""
-        return self.housekeeping.config.output / PROFILE_FOLDER / f"step-{self._begins_at + 2:08d}"
+        return self.run.config.output / PROFILE_FOLDER / f"step-{self._begins_at + 2:08d}"
 
     def _begin(self) -> None:
-        step = self.housekeeping.state.step
-        self.metrics.say(f"profiling {self._steps} steps from step {step + 2:,} on; training goes on")
-        self._recording = Recording(self.housekeeping, self.read_ahead, self.folder)
+        step = self.run.state.step
+        self.log.say(f"profiling {self._steps} steps from step {step + 2:,} on; training goes on")
+        self._recording = Recording(self.run, self.read_ahead, self.folder)
         self._next, self._block_ends, self._ends = step + 1, step + 1, step + 1 + self._steps
         self._recording.begin_block(step + 1, self.strategy.ranks.barrier)
 
     def _go_on(self) -> None:
-        step = self.housekeeping.state.step
+        step = self.run.state.step
         if step != self._next:  # the run went back
             self._recording.abandon()
             return self._finish({"problem": f"given up: the run went back to step {step:,} in the profiled steps"})
@@ -105,9 +105,9 @@ class StepProfile:
         self._recording.end_step(following=step + 1 if step < self._block_ends else None)
         if step < self._block_ends:
             return None
-        with self.housekeeping.pausing("the profile"):
+        with self.run.pausing("the profile"):
             events = self._recording.end_block(is_first=is_first, is_last=step == self._ends)
-            self.supervisor.watch.beat()
+            self.run.watch.beat()
             if step < self._ends:
                 most = max(self.strategy.ranks.gather(events))
                 self._block_ends = min(self._ends, step + max(1, EVENTS_OF_BLOCK // max(1, most)))
@@ -118,17 +118,17 @@ class StepProfile:
 
     def _report(self, summaries: list[dict]) -> dict:
         """Writes the report; its sentence. Whatever goes wrong with it, the run goes on."""
-        config, run = self.housekeeping.config, self.housekeeping.continuation.run
-        stage, batches = run.stage(self._ends - 1), run.batches
+        config, plan = self.run.config, self.run.plan
+        stage, batches = plan.stage(self._ends - 1), plan.batches
         width = batches.readers[batches.folders[0]].manifest.bytes_per_id
         sequences = stage.sequences_per_micro_batch * self.strategy.micro_batches_per_call
         if short := [summary for summary in summaries if len(summary["steps"]) < self._steps]:
             return {"problem": f"cannot be read: {'; '.join(short[0]['problems']) or 'steps are missing'}"}
         try:
-            expected = expected_step(config, run, self.strategy, self._ends - 1, self.housekeeping.peak_flops)
+            expected = expected_step(config, plan, self.strategy, self._ends - 1, self.run.peak_flops)
             evidence = Evidence(
                 [RankSteps.of(summary) for summary in summaries],
-                run.micro_steps(self._ends - 1),
+                plan.micro_steps(self._ends - 1),
                 self.strategy.device.type == "cuda",
                 expected,
                 read_bytes=sequences * (stage.window.sequence_length + 1) * width,
@@ -138,19 +138,17 @@ class StepProfile:
             text = write_profile(self.folder, config.output, evidence, causes, request_id=self._request_id)
         except Exception as error:  # a report is no reason to end a run
             return {"problem": f"no report: {one_line(error)}"}
-        self.metrics.say(text)
+        self.log.say(text)
         return {"verdict": verdict_of(evidence, causes), "causes": [cause.name for cause in causes]}
 
     def _finish(self, outcome: dict) -> None:
         folder = self.folder
         if self.strategy.ranks.is_main:
             if "problem" in outcome:
-                self.metrics.write(
-                    "warning", step=self.housekeeping.state.step, message=f"profile {outcome['problem']}"
-                )
+                self.log.write("warning", step=self.run.state.step, message=f"profile {outcome['problem']}")
                 self._try_to_answer(folder, outcome)
             else:
-                self.metrics.write("profile", step=self.housekeeping.state.step, path=str(folder), **outcome)
+                self.log.write("profile", step=self.run.state.step, path=str(folder), **outcome)
         self._recording = self._begins_at = self._request_id = None
 
     def _try_to_answer(self, folder: Path, outcome: dict) -> None:
@@ -158,4 +156,4 @@ class StepProfile:
         try:
             write_json(folder, {"request": self._request_id, **outcome})
         except OSError as error:
-            self.metrics.say(f"{folder} cannot be written: {error}")
+            self.log.say(f"{folder} cannot be written: {error}")

@@ -130,25 +130,27 @@ def session(tmp_path, monkeypatch):
     monkeypatch.setattr(step_profile, "Recording", NoRecording)
     said, state = [], SimpleNamespace(step=0)
     ranks = SimpleNamespace(gather=lambda value: [value], barrier=lambda: None, is_main=True)
-    supervisor = SimpleNamespace(
-        request=Request.NONE, refusal=None, control=SimpleNamespace(asked={}), watch=SimpleNamespace(beat=lambda: None)
-    )
-    housekeeping = SimpleNamespace(
+    run = SimpleNamespace(
         state=state,
-        supervisor=supervisor,
+        request=Request.NONE,
+        refusal=None,
+        control=SimpleNamespace(asked={}),
+        watch=SimpleNamespace(beat=lambda: None),
         strategy=SimpleNamespace(ranks=ranks),
-        metrics=SimpleNamespace(say=said.append, write=lambda event, **values: said.append(values["message"])),
+        log=SimpleNamespace(say=said.append, write=lambda event, **values: said.append(values["message"])),
         config=SimpleNamespace(output=tmp_path),
-        continuation=SimpleNamespace(run=SimpleNamespace(total_steps=100)),
+        plan=SimpleNamespace(total_steps=100),
         pausing=lambda work: nullcontext(),
     )
-    profile = step_profile.StepProfile(housekeeping, None, None, first_step=0)
+    profile = step_profile.StepProfile(run, None, None, first_step=0)
 
     def step_to(step, **asked):
-        state.step, supervisor.control.asked = step, asked
-        supervisor.request, supervisor.refusal = Request.PROFILE if asked else Request.NONE, None
+        state.step = step
+        run.control.asked = asked
+        run.request = Request.PROFILE if asked else Request.NONE
+        run.refusal = None
         profile.after_step()
-        return supervisor.refusal
+        return run.refusal
 
     return step_to, said
 

@@ -32,7 +32,7 @@ import psutil
 import torch
 
 import pretrain.checkpoint.checkpoints
-import pretrain.training.housekeeping
+import pretrain.training.ending
 import pretrain.training.samples
 from pretrain.data.batches import Batches
 from pretrain.model.architectures import register
@@ -138,7 +138,7 @@ def strike_around_a_step(faults: Faults) -> None:
 def strike_between_steps(faults: Faults) -> None:
     """Patches what the main rank does in a thread while the others wait."""
     generate_text = pretrain.training.samples.generate_text
-    verify_export = pretrain.training.housekeeping.verify_export
+    verify_export = pretrain.training.ending.verify_export
 
     def generate_text_with_faults(*arguments):
         faults.at("sample")
@@ -149,7 +149,7 @@ def strike_between_steps(faults: Faults) -> None:
         return verify_export(*arguments, **named)
 
     pretrain.training.samples.generate_text = generate_text_with_faults
-    pretrain.training.housekeeping.verify_export = verify_export_with_faults
+    pretrain.training.ending.verify_export = verify_export_with_faults
 
 
 def strike_in_a_save(faults: Faults) -> None:

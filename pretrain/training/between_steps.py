@@ -1,0 +1,238 @@
+"""What the loop does between two steps: logs, validation, checkpoints, evaluations, samples, an early decay.
+
+All ranks call together. Long work does not count as training time, and ends early if the run is asked to end.
+"""
+
+import copy
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from pretrain.checkpoint.checkpoints import SaveError
+from pretrain.checkpoint.export import describe_model
+from pretrain.checkpoint.run_state import Request
+from pretrain.training.background_jobs import evaluate_beside, publish_beside
+from pretrain.training.continued_plan import standing_to_save
+from pretrain.training.metrics import peak_memory_bytes
+from pretrain.training.run import Run
+from pretrain.training.run_plan import StagePlan
+from pretrain.training.samples import sample_texts
+from pretrain.training.step_reports import StepReport
+from pretrain.training.supervision import (
+    compare_copies,
+    listen,
+    listen_or_leave,
+    may_be_cut_short,
+    steps_of_decay,
+    steps_of_decay_left,
+)
+from pretrain.training.validation import measure, perplexity_of
+
+
+def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
+    """Writes the figures since the last log; collects finished evaluations and news of the mirror."""
+    state = run.state
+    speed = run.speed
+    tokens = state.tokens - speed.tokens_at_log
+    flops_so_far = run.plan.flops_before(state.step)
+    flops = flops_so_far - speed.flops_at_log
+    speed.tokens_at_log = state.tokens
+    speed.flops_at_log = flops_so_far
+    figures = {
+        "loss": report.loss,
+        "perplexity": perplexity_of(report.loss),
+        "grad_norm": report.grad_norm,
+        "learning_rate": learning_rate,
+        **speed.throughput.read(tokens, flops, run.peak_flops, run.strategy.ranks.count),
+        **run.built.experts.figures(),
+        "peak_memory_bytes": peak_memory_bytes(run.strategy.device),
+        **run.log.energy(),
+    }
+    run.log.pace = speed.throughput.pace
+    run.log.seconds_left = run.clock.left
+    run.log.write("train", step=state.step, tokens=state.tokens, **figures)
+    on_gpu = run.strategy.device.type == "cuda"
+    warnings = [
+        speed.guard.judge(figures["tokens_per_second"]),
+        speed.guard.judge_mfu(figures["mfu"]) if on_gpu else None,
+        run.built.experts.newly_dead(),
+    ]
+    for warning in filter(None, warnings):
+        run.log.write("warning", step=state.step, message=warning)
+    run.evaluations.fetch()
+    run.mirror.look()
+
+
+def show_progress(run: Run, reports: list[StepReport]) -> None:
+    """Moves the live line, from what the host knows anyway: on a GPU the loss is that of the step before."""
+    run.log.stands_at(run.state.step, run.state.tokens)
+    if not run.log.is_live:
+        return
+    speed = run.speed
+    step = run.state.step
+    total_steps = run.log.total_steps
+    live = speed.live
+    live.step = step
+    live.total_steps = total_steps
+    live.seconds_left = run.clock.left
+    live.losses.extend(report.loss for report in reports)
+    tokens = run.state.tokens - speed.tokens_shown
+    speed.tokens_shown = run.state.tokens
+    seconds = speed.throughput.recent_step_seconds
+    if seconds and tokens > 0:  # else the figures from before the pause stay
+        live.step_seconds = seconds
+        live.tokens_per_second = tokens / seconds
+        rate = live.tokens_per_second / run.strategy.ranks.count
+        live.mfu = run.stage.flops_per_token * rate / run.peak_flops if run.peak_flops else None
+    every = speed.saves_every or total_steps
+    live.next_save = min((step // every + 1) * every, total_steps)
+    run.log.show(live)
+
+
+def validate(run: Run) -> None:
+    """Measures and logs the validation loss of every source, of the weights and of their average. All ranks."""
+    began = time.perf_counter()
+    with may_be_cut_short(run, "validation"):
+        sequences = run.config.validation.sequences
+        results = losses_of_sources(run, sequences)
+        averages = {}
+        if run.stage.window != run.config.data.window:
+            for source, result in losses_of_sources(run, sequences, run.stage).items():
+                results[source] |= {
+                    "loss_by_position": result["loss_by_position"],
+                    "tokens_by_position": result["tokens_by_position"],
+                    "stage_loss": result["loss"],
+                    "stage_sequence_length": run.stage.window.sequence_length,
+                }
+        if run.state.average:
+            with run.strategy.averaged():
+                averages = losses_of_sources(run, sequences)
+        for source, result in results.items():
+            average = {"average_loss": averages[source]["loss"]} if averages else {}
+            run.log.write("validation", step=run.state.step, source=source, **result, **average)
+        if results:
+            run.state.validation_loss = sum(result["loss"] for result in results.values()) / len(results)
+    run.clock.validation_seconds = time.perf_counter() - began
+
+
+def losses_of_sources(run: Run, sequences: int, stage: StagePlan | None = None) -> dict[str, dict[str, Any]]:
+    """Measures each source on so many windows of data.window, as `measure` does.
+
+    stage: measure on about as many tokens in this stage's windows instead, of the sources that have one.
+    """
+    window = run.config.data.window
+    rows = run.config.batch.sequences_per_micro_batch
+    readers = run.validation_readers
+    if stage is not None:
+        sequences = -(-sequences * window.sequence_length // stage.window.sequence_length)
+        window = stage.window
+        rows = stage.sequences_per_micro_batch
+        readers = {name: reader for name, reader in readers.items() if window.count_in(reader.tokens)}
+    with run.pausing("validation"):
+        return measure(
+            run.built.model,
+            readers,
+            run.strategy,
+            window=window,
+            sequences=sequences,
+            sequences_per_micro_batch=rows * run.strategy.micro_batches_per_call,
+            attention=run.plan.attention,
+            after_batch=partial(listen_or_leave, run),
+        )
+
+
+def save(run: Run, *, wait: bool, required: bool = False) -> None:
+    """Starts saving a checkpoint of this step, if there is none. All ranks together.
+
+    Args:
+        wait: return when it is written.
+        required: wait, and raise SaveError on all ranks if it fails.
+    """
+    with run.pausing("saving"):
+        compare_copies(run)  # before the save: a checkpoint must not keep copies that differ
+        run.state.expert_counts = run.built.experts.counts()
+        if run.clock.is_limited:
+            run.state.seconds = run.clock.seconds
+        if run.checkpoints.begun_step != run.state.step:
+            _begin_save(run)
+        if wait or required:
+            run.checkpoints.wait(run.beat)
+            report_saves(run)
+            if required and not run.is_saved:
+                raise SaveError(f"the checkpoint of step {run.state.step:,} could not be written: see train.log")
+            listen(run)  # a signal during the save ends the run here, not one step and save later
+
+
+def _begin_save(run: Run) -> None:
+    strategy = run.strategy
+    groups = {"model": strategy.model_tensors(), "optimizer": strategy.optimizer_tensors()}
+    if run.state.average is not None:
+        groups["average"] = strategy.average_tensors()
+    contents = {
+        **standing_to_save(run.command_line.config, run.whole_plan, run.plan, run.state),
+        "strategy": strategy.state(),
+        "guard": run.guard.state(),
+        "validation_loss": run.state.validation_loss,
+    }
+    run.checkpoints.save(run.state.step, contents, groups, model_describer(run), run.beat)
+    report_saves(run)
+
+
+def model_describer(run: Run) -> Callable[..., None]:
+    """Returns what writes the files of a model folder other than the weights, as the model is now."""
+    # A save in the background may write them when the model has entered its next stage.
+    described = copy.copy(run.built.causal_lm)
+    described.config = copy.deepcopy(described.config)
+    return partial(describe_model, described, run.tokenizer)
+
+
+def report_saves(run: Run) -> None:
+    """Logs the saves that have finished since the last call; ranks need not call in the same step."""
+    while (save := run.checkpoints.finished()) is not None:
+        if save.problem is not None:
+            message = (
+                f"the checkpoint of step {save.step:,} was not saved: {save.problem}; training continues; earlier "
+                "checkpoints are unaffected"
+            )
+            run.log.write("warning", step=save.step, message=message)
+            continue
+        figures = {"bytes": save.bytes, "seconds": save.seconds, "stall_seconds": save.stall_seconds}
+        run.log.write("checkpoint", step=save.step, path=save.folder.name, **figures)
+        milestones = run.config.checkpoint.milestones_every
+        if run.config.hub.every == "milestones" and milestones and save.step % milestones == 0:
+            publish_beside(run.config, save.step, run.log)
+
+
+def evaluate(run: Run) -> None:
+    """Evaluates this step's checkpoint in a separate process, if it was written."""
+    if not run.is_saved:
+        return
+    with run.pausing("evaluation"), may_be_cut_short(run, "evaluation"):
+        beat = partial(listen_or_leave, run)
+        evaluate_beside(run.evaluations, run.strategy.ranks, run.newest_checkpoint, run.config.evaluation, beat)
+
+
+def sample(run: Run) -> None:
+    """Logs the model's continuations of the recipe's prompts. All ranks together."""
+    with run.pausing("samples"), may_be_cut_short(run, "samples"):
+        beat = partial(listen_or_leave, run)
+        step = run.state.step
+        texts = sample_texts(
+            run.strategy, run.stage.model_config, run.tokenizer, run.config.samples, seed=step, beat=beat
+        )
+        for prompt, text in texts:
+            run.log.write("sample", step=step, prompt=prompt, text=text)
+
+
+def decay(run: Run) -> None:
+    """Carries out a request for the final decay: begins it now, or halves what is left of it."""
+    state = run.state
+    left = steps_of_decay_left(run)
+    if run.request == Request.SHORTEN and left > 1:
+        state.anneal_steps = state.step + left // 2 - state.anneal_from
+    elif run.request == Request.ANNEAL and state.anneal_from is None:
+        state.anneal_steps = max(1, round(steps_of_decay(run)))
+        state.anneal_from = state.step
+    run.replan()
+    run.log.change_total(run.plan.total_steps)

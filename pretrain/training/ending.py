@@ -1,0 +1,95 @@
+"""Ends a run: early and to be continued, or with the exported model."""
+
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+from pretrain.checkpoint.average_folder import average_folder
+from pretrain.checkpoint.export import export_final
+from pretrain.checkpoint.export_check import ExportCheck, TrainingLosses, verify_export
+from pretrain.checkpoint.run_state import Request
+from pretrain.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from pretrain.training.background_jobs import publish_beside
+from pretrain.training.between_steps import losses_of_sources, model_describer, save
+from pretrain.training.run import Run
+from pretrain.training.supervision import answer, listen_or_leave, may_be_cut_short
+
+REASONS = {
+    Request.PREEMPT: "preempted",
+    Request.INTERRUPT: "interrupted",
+    Request.PAUSE: "paused as checkpoint.pause_at says",
+    Request.STOP: "stopped",
+    Request.ABORT: "aborted",
+}
+"""Reasons of a requested end, as logged."""
+
+
+def end_early(run: Run) -> int:
+    """Ends the run on request or for a pause, after a save unless it is aborted; returns the exit status."""
+    if not run.ends:
+        run.request = Request.PAUSE
+    if run.request != Request.ABORT:
+        save(run, wait=True, required=True)
+    run.evaluations.stop()
+    run.mirror.settle(run.beat)
+    request = run.request  # a more urgent one may have come during the save
+    saved = "nothing saved" if request == Request.ABORT else f"saved at step {run.state.step:,}"
+    how = "give it a later step, or null, to" if request == Request.PAUSE else "run the same command to"
+    answer(run)
+    run.watch.close()
+    code = EXIT_PREEMPTED if request == Request.PREEMPT else EXIT_INTERRUPTED
+    run.log.end(code, f"{REASONS[request]}, {saved}; {how} resume")
+    run.mirror.close()
+    return code
+
+
+def finish(run: Run) -> int:
+    """Exports the trained model to final/, checks it and publishes it; returns the exit status."""
+    final = _export_and_publish(run) if run.config.checkpoint.at_end else None
+    state = run.state
+    run.evaluations.fetch()
+    if names := ", ".join(run.evaluations.names):
+        run.log.say(f"Evaluations still running, with results to come in metrics.jsonl: {names}")
+    run.mirror.settle(run.beat)
+    run.watch.close()
+    run.log.end(EXIT_DONE, "done", step=state.step, tokens=state.tokens, skipped_steps=state.skipped_steps)
+    run.mirror.close()
+    if final:
+        run.strategy.ranks.print(f"The model is in {final}. Try: python evaluate.py --model {final} --interactive")
+    return EXIT_DONE
+
+
+def _export_and_publish(run: Run) -> Path:
+    weights = run.config.export.weights
+    if weights == "average" and not run.state.average:
+        message = "export.weights: average, and the run has ended before there was one: final/ has the raw weights"
+        run.log.write("warning", step=run.state.step, message=message)
+        weights = "raw"
+    with run.strategy.averaged() if weights == "average" else nullcontext():
+        final = _export(run, weights)
+    publish_beside(run.config, None, run.log)
+    return final
+
+
+def _export(run: Run, weights: str) -> Path:
+    """Writes final/ with the weights that the model has, raw or average as `weights` says, and checks it."""
+    config = run.config
+    dtype = config.export.dtype
+    with run.log.doing("exporting the model"):
+        final = export_final(config.output, run.strategy, dtype, model_describer(run), run.beat)
+    with run.log.doing("checking the export"), may_be_cut_short(run, f"the check of {final}"):
+        losses = {source: result["loss"] for source, result in losses_of_sources(run, sequences=1).items()}
+        trained = TrainingLosses(losses, run.validation_readers, config.data.window)
+        newest = run.newest_checkpoint
+
+        def verification() -> ExportCheck:
+            with average_folder(newest) if weights == "average" else nullcontext(newest) as checkpoint:
+                return verify_export(
+                    final, checkpoint, dtype=dtype, precision=run.whole_plan.precision, trained=trained
+                )
+
+        verdict = run.strategy.ranks.by_main(verification, partial(listen_or_leave, run))
+        if verdict is not None:
+            run.log.write("export", step=run.state.step, weights=weights, problems=verdict.problems)
+            run.log.say(verdict.in_words())
+    return final

@@ -1,0 +1,206 @@
+"""Opens a run where it stands, loads its checkpoint, and rolls it back."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pretrain.checkpoint.checkpoints import Checkpoints, SaveError, load_saved
+from pretrain.checkpoint.mirror_fetch import fetch_earlier
+from pretrain.checkpoint.run_state import NumericStopError, RunState, record_rollbacks, recorded_rollbacks
+from pretrain.config import RunConfig
+from pretrain.errors import InputError, Problems
+from pretrain.files import SEAL_FILE
+from pretrain.model.published_names import JoinedTensors, PublishedNames
+from pretrain.optim.averaging import averages_after, can_continue
+from pretrain.parallel.strategy import Strategy
+from pretrain.recipe import CommandLine
+from pretrain.runs.addresses import trunk_checkpoint
+from pretrain.runs.run_folder import step_of
+from pretrain.training.attempt import refuse_crash_loop
+from pretrain.training.background_jobs import publish_cut_short
+from pretrain.training.continued_plan import (
+    FoundCheckpoint,
+    Standing,
+    no_stable_checkpoint,
+    rollback_entry,
+    stand,
+    standing_in_words,
+)
+from pretrain.training.guard import Finding
+from pretrain.training.metrics import Metrics
+from pretrain.training.run import Run
+from pretrain.training.run_plan import RunPlan
+from pretrain.training.supervision import new_guard
+
+
+def open_run(
+    config: RunConfig,
+    plan: RunPlan,
+    asked: CommandLine,
+    strategy: Strategy,
+    log: Metrics,
+    last_step: int | None = None,
+) -> Run:
+    """Opens the run at its newest intact checkpoint, at the one that it branches from, or at its beginning.
+
+    All ranks together. The tensors are loaded by `load_checkpoint`, once there is a model.
+
+    Args:
+        plan: the plan of the recipe alone, as for a new run.
+        asked: the command line, with settings that may differ from the checkpoint's.
+        last_step: the step at which to end; None trains to the end.
+
+    Raises InputError if the checkpoint has other settings, NoValidCheckpointError if all are damaged, and
+    CrashLoopError if the run has failed here too often.
+    """
+    checkpoints = Checkpoints(config.output, strategy.ranks, config.checkpoint)
+    run = Run(config, asked, strategy, log, checkpoints, plan, last_step)
+    run.loaded_from = checkpoints.newest_valid(log=run.warn)
+    run.is_new = run.loaded_from is None
+    if run.is_new and config.branch_from is not None:
+        run.loaded_from = checkpoints.valid(trunk_checkpoint(config.branch_from))
+    has_final = strategy.ranks.gather((config.output / "final" / SEAL_FILE).exists())[0]
+    if run.loaded_from:
+        run.saved = load_saved(run.loaded_from)
+        _resume(run, has_final)
+    step = run.state.step
+    log.stands_at(step, run.state.tokens)
+    run.is_complete = step >= run.plan.total_steps and has_final
+    if not run.is_complete:
+        pause_at = config.checkpoint.pause_at
+        if pause_at is not None and step >= pause_at:
+            raise InputError(
+                f"checkpoint.pause_at: {pause_at:,}, but the run is at step {step:,}; give a later step, or null, to "
+                "continue"
+            )
+        refuse_crash_loop(config.output, step, strategy.ranks)
+    publish_cut_short(config, log)
+    return run
+
+
+def _resume(run: Run, has_final: bool) -> None:
+    """Goes on from the checkpoint found, or from an earlier one if the budget was raised after the final decay."""
+    standing = _take_up(run, is_finished=has_final)
+    if standing.stable_until is not None:
+        _fetch_earlier(run, standing.stable_until)
+        stable = run.checkpoints.newest_valid(run.warn, at_most=standing.stable_until)
+        if stable is None:
+            raise no_stable_checkpoint(run.saved.contents["plan"])
+        ranks = run.strategy.ranks
+        final = run.config.output / "final"
+        with ranks.together(SaveError):
+            if ranks.is_main and final.exists():
+                final.rename(final.with_name(f"final-{run.loaded_from.name}"))
+        ranks.print(f"resuming from {stable.name}, the last checkpoint before the learning-rate decay")
+        run.checkpoints.discard_after(step_of(stable))
+        run.loaded_from = stable
+        run.saved = load_saved(stable)
+        standing = _take_up(run, is_finished=has_final)
+    run.continues = standing_in_words(run.plan, run.state, standing.changes, run.loaded_from)
+
+
+def _take_up(run: Run, *, is_finished: bool = False) -> Standing:
+    """Takes state and plan from the checkpoint in `run.saved` and from the recipe."""
+    standing = stand(
+        run.config,
+        run.recipe_plan,
+        run.command_line,
+        FoundCheckpoint(run.loaded_from, run.saved.contents),
+        rollbacks=_recorded_rollbacks(run),
+        begins_branch=run.is_new,
+        is_finished=is_finished,
+    )
+    run.state = standing.state
+    run.whole_plan = standing.plan
+    run.replan()
+    return standing
+
+
+def _recorded_rollbacks(run: Run) -> list[dict[str, Any]]:
+    """Returns those that the main rank reads. Raises InputError on all ranks if the file is damaged."""
+    ranks = run.strategy.ranks
+    problems = Problems()
+    recorded = problems.attempt(recorded_rollbacks, run.config.output) if ranks.is_main else None
+    problems, recorded = ranks.gather((problems, recorded))[0]
+    problems.stop_if_any()
+    return recorded
+
+
+def _fetch_earlier(run: Run, at_most: int, beat: Callable[[], None] = lambda: None) -> None:
+    """Fetches an earlier checkpoint from the mirror, if the run that came from there has only its newest."""
+    run.checkpoints.wait(beat)
+    fetch_earlier(run.config.output, run.config.checkpoint, run.strategy.ranks, at_most, beat)
+
+
+def load_checkpoint(run: Run) -> None:
+    """Loads the checkpoint, if there is one, into the model, the optimizer, the average and the counts of experts."""
+    strategy = run.strategy
+    state = run.state
+    run.built.experts.load(state.expert_counts)
+    if not run.saved:
+        return
+    names = PublishedNames.of(strategy.causal_lm.config)
+    strategy.load(JoinedTensors(run.saved.model, names), run.saved.optimizer)
+    strategy.load_state(run.saved.contents["strategy"])
+    settings = run.config.averaging
+    total_steps = run.plan.total_steps
+    if settings.kind != "none" and can_continue(settings, state.average, total_steps):
+        strategy.load_average(run.saved.average)
+        return
+    state.average = None
+    strategy.average = None
+    if settings.kind != "none" and state.step > averages_after(settings, total_steps):
+        message = f"averaging: the checkpoint has no average of kind {settings.kind}; one begins from its weights"
+        run.log.write("warning", step=state.step, message=message)
+
+
+def roll_back(run: Run, finding: Finding) -> None:
+    """Goes back to a checkpoint from before the finding, and on from there with other data or a lower rate.
+
+    Pending figures of later steps are discarded; requests are kept. Raises NumericStopError if the recipe, the number
+    of rollbacks or the lack of a checkpoint rules a rollback out.
+    """
+    with run.pausing("rolling back"):
+        _go_back(run, finding)
+        run.request = max([run.request, *(report.request for report in run.consensus.settle())])
+        run.guard = new_guard(run)
+    run.speed.tokens_at_log = run.state.tokens
+    run.speed.flops_at_log = run.plan.flops_before(run.state.step)
+
+
+def _go_back(run: Run, finding: Finding) -> None:
+    guard = run.config.guard
+    ranks = run.strategy.ranks
+    earlier_rollbacks = run.state.rollbacks
+    if not finding.roll_back or guard.roll_back == "off" or len(earlier_rollbacks) >= guard.max_rollbacks:
+        raise NumericStopError(f"{finding.message}; {len(earlier_rollbacks)} earlier rollbacks")
+    first, last = finding.roll_back
+    skips = guard.roll_back == "skip_data"
+    # What is skipped is counted in the samples of this data: a checkpoint from before has others.
+    origin = run.whole_plan.batches.origin if skips else None
+    at_least = origin.step if origin is not None else 0
+    distant = max(first - 1 - guard.distance, at_least)
+    _fetch_earlier(run, distant, run.beat)
+    target = run.checkpoints.newest_valid(ranks.print, at_most=distant, beat=run.beat)
+    target = target or run.checkpoints.newest_valid(ranks.print, at_most=first - 1, beat=run.beat)
+    if target is None or step_of(target) < at_least:
+        since = f" since its data changed at step {at_least:,}" if at_least else ""
+        raise NumericStopError(f"{finding.message}; there is no earlier checkpoint{since} to roll back to")
+    run.loaded_from = target
+    run.saved = load_saved(target)
+    run.is_new = False
+    to_step = RunState(**run.saved.contents["state"]).step
+    rollback = {
+        "to_step": to_step,
+        **rollback_entry(run.whole_plan, run.plan, run.state, (first, last), skips=skips),
+        "reason": finding.message,
+    }
+    # In this order: if killed in between, the run gets here again by the same steps. In the other order it could
+    # resume from a checkpoint after the data that it claims to skip.
+    run.checkpoints.discard_after(to_step)
+    if ranks.is_main:
+        record_rollbacks(run.config.output, [*earlier_rollbacks, rollback])
+    ranks.barrier()  # all read what the main rank has recorded
+    _take_up(run)
+    load_checkpoint(run)
+    change = f"skipping the data of steps {first:,} to {last:,}" if skips else "halving the learning rate"
+    run.log.write("rollback", step=run.state.step, **rollback, change=change)

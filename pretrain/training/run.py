@@ -1,0 +1,138 @@
+"""One run: what the functions that the loop calls between steps share."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pretrain.checkpoint.checkpoints import Checkpoints, SavedRun
+from pretrain.checkpoint.run_state import Request, RunState
+from pretrain.config import RunConfig
+from pretrain.data.shards import ShardReader
+from pretrain.parallel.strategy import Strategy
+from pretrain.recipe import CommandLine
+from pretrain.runs.control import Control
+from pretrain.runs.run_folder import checkpoint_name
+from pretrain.training.background_jobs import Evaluations, MirrorCopies
+from pretrain.training.build import Built
+from pretrain.training.guard import StepGuard
+from pretrain.training.metrics import Metrics
+from pretrain.training.run_plan import RunPlan, StagePlan
+from pretrain.training.speed import Speed
+from pretrain.training.step_reports import Consensus
+from pretrain.training.time_budget import TimeBudget
+from pretrain.training.watchdog import Watch
+
+
+@dataclass
+class Run:
+    """A run from its start in this process to its end. Every rank has one; `open_run` makes it.
+
+    What is below `plan` is set in this order: `open_run`, `build_training` and `begin`.
+    """
+
+    config: RunConfig
+    """The recipe, with every `auto` settled."""
+    command_line: CommandLine
+    strategy: Strategy
+    log: Metrics
+    checkpoints: Checkpoints
+    recipe_plan: RunPlan
+    """The plan of the recipe alone, as for a new run."""
+    last_step: int | None = None
+    """The step at which a shortened run ends, as in the smoke test; None: train to the end."""
+
+    state: RunState = field(default_factory=RunState)
+    whole_plan: RunPlan = field(init=False)
+    """The plan of all steps as they go on from the checkpoint, without skipped data or a requested decay."""
+    plan: RunPlan = field(init=False)
+    """The plan in effect: without skipped data, and with the end that was asked for. `replan` updates it."""
+    loaded_from: Path | None = None
+    """The checkpoint that the run resumed from, branched from or rolled back to."""
+    saved: SavedRun | None = None
+    """The contents of that checkpoint."""
+    is_new: bool = True
+    """True if nothing was trained in this folder before."""
+    is_complete: bool = False
+    """True if all steps are trained and final/ is written."""
+    continues: str = ""
+    """How the run goes on from its checkpoint, in words."""
+
+    built: Built = field(init=False)
+
+    validation_readers: dict[str, ShardReader] = field(init=False)
+    """Held-out tokens by the name of their source."""
+    peak_flops: float | None = field(init=False)
+    """FLOP/s of one process; None if unknown."""
+    tokenizer: Path = field(init=False)
+    stage: StagePlan = field(init=False)
+    """The stage of the last step, whose windows and positions the model has."""
+    steps_begun: int = 0
+    speed: Speed = field(init=False)
+    mirror: MirrorCopies = field(init=False)
+    evaluations: Evaluations = field(init=False)
+
+    request: Request = Request.NONE
+    """The pending request, known to all ranks."""
+    refusal: str | None = None
+    """Why the request cannot be carried out."""
+    consensus: Consensus = field(init=False)
+    guard: StepGuard = field(init=False)
+    control: Control = field(init=False)
+    clock: TimeBudget = field(init=False)
+    watch: Watch = field(init=False)
+
+    def __post_init__(self):
+        self.whole_plan = self.recipe_plan
+        self.replan()
+
+    def replan(self) -> None:
+        """Derives the plan in effect from the whole plan and the state."""
+        plan = self.whole_plan.leaving_out(self.state.left_out)
+        self.plan = plan.annealing(self.state.anneal_from, self.state.anneal_steps).cut(self.last_step)
+
+    @property
+    def guard_state(self) -> dict[str, Any] | None:
+        """The guard's memory in the checkpoint that the run continues from."""
+        return self.saved.contents["guard"] if self.saved else None
+
+    @property
+    def newest_checkpoint(self) -> Path:
+        """The checkpoint that was written last."""
+        return self.checkpoints.folder / checkpoint_name(self.checkpoints.last_step)
+
+    @property
+    def is_saved(self) -> bool:
+        """True if this step's checkpoint is written; alike on all ranks after `save(run, wait=True)`."""
+        return self.checkpoints.last_step == self.state.step
+
+    @property
+    def ends(self) -> bool:
+        """True if the run was asked to end."""
+        return self.request > Request.ANNEAL
+
+    @property
+    def wants_save(self) -> bool:
+        """True if the run was asked for a checkpoint, and goes on."""
+        return self.request in (Request.SAVE, Request.SHORTEN, Request.ANNEAL)
+
+    @property
+    def wants_decay(self) -> bool:
+        """True if the run was asked to begin its final decay, or to shorten it."""
+        return self.request in (Request.SHORTEN, Request.ANNEAL)
+
+    def warn(self, message: str) -> None:
+        """Writes a warning event."""
+        self.log.write("warning", message=message)
+
+    @property
+    def beat(self) -> Callable[[], None]:
+        """Tells the watchdog that long work is alive."""
+        return self.watch.beat
+
+    @contextmanager
+    def pausing(self, work: str) -> Iterator[None]:
+        """Names work between steps in the live line; its time doesn't count as training."""
+        with self.speed.throughput.paused(), self.log.doing(work):
+            yield

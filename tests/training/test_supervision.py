@@ -1,0 +1,143 @@
+"""What was asked for is heard between steps too, by all ranks alike, and is not forgotten before it is done."""
+
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pretrain.checkpoint.run_state import Request
+from pretrain.config import Guard
+from pretrain.training import resuming, supervision
+from pretrain.training.metrics import Metrics, Throughput
+from pretrain.training.resuming import roll_back
+from pretrain.training.run import Run
+from pretrain.training.supervision import (
+    CutShortError,
+    after_step,
+    answer,
+    listen_or_leave,
+    may_be_cut_short,
+    watch_over,
+)
+from support.save_and_die import strategy_of
+
+START = "start-1"
+
+
+def run_of(folder, rank=0, ranks=1) -> Run:
+    """A run of a rank that trains nothing, in a folder of its own."""
+    run = object.__new__(Run)
+    run.config = SimpleNamespace(output=folder, guard=Guard(), budget=SimpleNamespace(minutes=None))
+    run.strategy = strategy_of(rank, ranks, folder.with_name("meeting_point"))
+    run.log = Metrics(folder, is_main=rank == 0)
+    run.state = SimpleNamespace(step=1, tokens=0, seconds=0.0, skipped_steps=0)
+    run.whole_plan = SimpleNamespace(precision="fp32")
+    batches = SimpleNamespace(begins_segment=lambda step: False)
+    run.plan = SimpleNamespace(total_steps=100, batches=batches, flops_before=lambda step: 0.0)
+    run.checkpoints = SimpleNamespace(last_step=1)
+    run.speed = SimpleNamespace(throughput=Throughput())
+    watch_over(run, START)
+    return run
+
+
+def ask(run, command):
+    (run / "control").mkdir(parents=True, exist_ok=True)
+    (run / "control/request.json").write_text(json.dumps({"id": command, "command": command, "start_id": START}))
+
+
+def step(run, number):
+    run.state.step = number
+    one = torch.ones(())
+    return after_step(run, one, one, torch.zeros(()), settle=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_load(monkeypatch):
+    monkeypatch.setattr(resuming, "_go_back", lambda run, finding: None)
+
+
+def answered(run) -> dict:
+    path = run / "control/answer.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def test_a_command_on_the_step_that_goes_back_is_done_after_it(tmp_path):
+    run = run_of(tmp_path)
+    step(run, 1)
+    assert run.request == Request.NONE
+    ask(tmp_path, "save")
+    step(run, 2)
+    roll_back(run, None)  # nothing was done about it
+    step(run, 1)
+    assert run.request == Request.SAVE and answered(tmp_path) == {}
+    answer(run)
+    assert run.request == Request.NONE
+    assert (answered(tmp_path)["command"], answered(tmp_path)["step"]) == ("save", 1)
+    step(run, 2)
+    assert run.request == Request.NONE, "done once"
+
+
+def test_a_command_whose_report_is_under_way_while_the_run_goes_back_is_not_lost(tmp_path):
+    """As on a GPU, where the report of a step comes with the next."""
+    run = run_of(tmp_path)
+    figures = torch.ones(()), torch.ones(()), torch.zeros(())
+    ask(tmp_path, "stop")
+    run.consensus.exchange(1, *figures, supervision._asked(run))
+    assert run.request == Request.NONE
+    roll_back(run, None)
+    assert run.request == Request.STOP
+
+
+def test_a_save_that_failed_is_not_answered_and_not_tried_for_ever(tmp_path):
+    run = run_of(tmp_path)
+    ask(tmp_path, "save")
+    step(run, 1)
+    run.checkpoints.last_step = 0
+    answer(run)
+    assert run.request == Request.NONE and answered(tmp_path) == {}
+
+
+def test_a_save_is_no_reason_to_leave_validation(tmp_path):
+    run = run_of(tmp_path)
+    ask(tmp_path, "save")
+    listen_or_leave(run)
+    assert run.request == Request.SAVE, "and is done after it"
+    ask(tmp_path, "stop")
+    with pytest.raises(CutShortError):
+        listen_or_leave(run)
+
+
+def leave(tmp_path, rank) -> list:
+    """Rank 1 alone is told to end while the main rank computes for a long time, and both wait for it."""
+    run = run_of(tmp_path / "run", rank, 2)
+    heard, begun = 0, time.monotonic()
+
+    def listen():
+        nonlocal heard
+        heard += 1
+        if rank == 1 and heard == 3:
+            run.watch.request = Request.PREEMPT
+        listen_or_leave(run)
+
+    with may_be_cut_short(run, "the work"):
+        run.strategy.ranks.by_main(lambda: time.sleep(600), listen)
+    return [heard, run.request.name, run.ends, time.monotonic() - begun < 300]
+
+
+def test_all_ranks_leave_long_work_at_the_same_place_whoever_was_told(tmp_path):
+    children = []
+    for rank in (0, 1):
+        if (child := os.fork()) == 0:
+            try:
+                (tmp_path / f"{rank}.json").write_text(json.dumps(leave(tmp_path, rank)))
+            finally:
+                os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [[3, "PREEMPT", True, True]] * 2
+    (warning,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert warning["message"] == "the work skipped: the run is stopping"
