@@ -1,21 +1,27 @@
-"""Reads the next micro-batch in a thread while the model computes, so that a slow disk does not delay the step."""
+"""Reads the micro-batches of this process, the next one in a thread while the model computes.
+
+A slow disk then does not delay the step. With data.dispatch_batches the first process reads for all, a step ahead.
+"""
 
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from pretrain.model.inputs import HostBatch
+import numpy as np
+
+from pretrain.model.inputs import HostBatch, host_batch
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.run_plan import RunPlan
 
-QUICK_READ_SECONDS, READS_JUDGED = 1e-3, 64
-"""If none of the last READS_JUDGED took longer, they stay in the main thread: on a CPU whose cores all compute, waking
-another costs a step ten times what such a read takes."""
+QUICK_READ_SECONDS = 1e-3
+"""Prefetching stops while none of the last READS_JUDGED took longer: on a CPU whose cores all compute, waking another
+thread costs a step ten times what such a read takes."""
+READS_JUDGED = 64
 
 
 class ReadAhead:
-    """The micro-batches of this process, in any order; those asked for in the order of training are prefetched where
+    """Gives the loop its micro-batches, in any order; those asked for in the order of training are prefetched where
     reading is slow."""
 
     def __init__(self, strategy: Strategy):
@@ -26,40 +32,71 @@ class ReadAhead:
         self._step: tuple[RunPlan, int, list[HostBatch]] | None = None
         self._next_step: tuple[RunPlan, int, Future[list[HostBatch]]] | None = None
         self.last_seconds: deque[float] = deque(maxlen=READS_JUDGED)
-        """How long the last reads took, whoever waited for them."""
+        """Duration of the last reads, in whichever thread."""
 
     def micro_batch(self, run: RunPlan, step: int, micro_step: int) -> dict[str, Any]:
         """The model's arguments for one call of this process, on its device; begins to read what comes after.
 
         Raises InputError for shards that have been damaged since the start.
         """
-        if self.strategy.dispatcher is not None:
-            return self._dispatched(run, step)[micro_step].on_device(self.strategy.device, run.attention)
-        begun, self._begun = self._begun, None
-        # A run that went back, or that ends earlier, is a different one: its steps have other samples.
-        prefetched = begun is not None and begun[0] is run and begun[1:3] == (step, micro_step)
-        batch = begun[3].result() if prefetched else self._read(run, step, micro_step)
+        if self.strategy.dispatcher is None:
+            batch = self._prefetched(run, step, micro_step)
+        else:
+            batch = self._dispatched(run, step)[micro_step]
+        return batch.on_device(self.strategy.device, run.attention)
+
+    def _prefetched(self, run: RunPlan, step: int, micro_step: int) -> HostBatch:
+        begun = self._begun
+        self._begun = None
+        # `is`: a run that went back, or that ends earlier, is a different plan, and its steps have other samples.
+        if begun is not None and begun[0] is run and begun[1:3] == (step, micro_step):
+            batch = begun[3].result()
+        else:
+            batch = self._read(run, step, micro_step)
         following = (step, micro_step + 1) if micro_step + 1 < run.micro_steps(step) else (step + 1, 0)
         if following[0] < run.total_steps and max(self.last_seconds) > QUICK_READ_SECONDS:
             self._begun = (run, *following, self._thread.submit(self._read, run, *following))
-        return batch.on_device(self.strategy.device, run.attention)
+        return batch
 
     def _dispatched(self, run: RunPlan, step: int) -> list[HostBatch]:
-        """Of a step that the first process reads for all, while they compute the one before it.
+        """The micro-batches of a step that the first process reads for all, while they compute the one before it.
 
         Which steps are asked for, and when, follows from the loop alone: all ranks take part in the same exchanges.
         """
         if self._step is None or self._step[0] is not run or self._step[1] != step:
             begun = self._next_step
             if begun is None or begun[0] is not run or begun[1] != step:
-                begun = (run, step, run.dispatched_step(step, self.strategy))
+                begun = (run, step, self._request(run, step))
             self._step = (run, step, begun[2].result())
             following = step + 1 < run.total_steps
-            self._next_step = (run, step + 1, run.dispatched_step(step + 1, self.strategy)) if following else None
+            self._next_step = (run, step + 1, self._request(run, step + 1)) if following else None
         return self._step[2]
+
+    def _request(self, run: RunPlan, step: int) -> Future[list[HostBatch]]:
+        """Asks the first process for this process' part of a step; all ranks ask for the same steps."""
+        micro_steps = range(run.micro_steps(step))
+        return self.strategy.dispatcher.take(
+            step,
+            (len(micro_steps), self._rows(run, step), run.stage(step).window.sequence_length + 1),
+            run.batches.dtype,
+            lambda data_rank: np.stack([self._ids(run, step, number, data_rank) for number in micro_steps]),
+            lambda ids: [self._host_batch(run, step, part) for part in ids],
+        )
 
     def _read(self, run: RunPlan, step: int, micro_step: int) -> HostBatch:
         start = time.perf_counter()
-        batch = run.micro_batch(step, micro_step, self.strategy)
+        batch = self._host_batch(run, step, self._ids(run, step, micro_step, self.strategy.data_rank))
         self.last_seconds.append(time.perf_counter() - start)
         return batch
+
+    def _ids(self, run: RunPlan, step: int, micro_step: int, data_rank: int) -> np.ndarray:
+        rows = self._rows(run, step)
+        return run.batches.read(step, micro_step, data_rank, ranks=self.strategy.data_ranks, sequences=rows)
+
+    def _host_batch(self, run: RunPlan, step: int, ids: np.ndarray) -> HostBatch:
+        end = run.batches.end_of_document_id
+        return host_batch(ids, run.stage(step).window, end_of_document_id=end, device=self.strategy.device)
+
+    def _rows(self, run: RunPlan, step: int) -> int:
+        """Sequences that one call of the model takes."""
+        return run.stage(step).sequences_per_micro_batch * self.strategy.micro_batches_per_call

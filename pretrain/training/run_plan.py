@@ -9,11 +9,8 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from pretrain.checkpoint.mirror_store import mirror_problems
 from pretrain.config import Cadence, CurriculumStage, ModelSource, RunConfig, Source, WindowSpec
@@ -25,7 +22,6 @@ from pretrain.model.attention import choose_attention
 from pretrain.model.build import check_vocabulary, count_parameters, set_end_of_document, shape_changes
 from pretrain.model.compile import checkpointing_problems
 from pretrain.model.flops import active_parameters, flops_per_token
-from pretrain.model.inputs import HostBatch, host_batch
 from pretrain.model.loss import loss_problems
 from pretrain.model.model_config import load_model_config
 from pretrain.model.positions import configs_of_stages
@@ -41,7 +37,7 @@ from pretrain.optim.learning_rate import (
 from pretrain.optim.optimizers import optimizer_problems
 from pretrain.parallel.auto_settings import settled
 from pretrain.parallel.registry import requested_strategy
-from pretrain.parallel.strategy import Strategy, device_type, resolve_precision
+from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.runs.addresses import trunk_checkpoint
 from pretrain.runs.hub import login_problems, offer_problems
 from pretrain.runs.run_folder import checkpoint_folders, output_problem
@@ -136,30 +132,6 @@ class RunPlan(ModelPlan):
         stage = self.stage(step)
         tokens = self.ramp.sequences_at(step) * self.batches.window.sequence_length
         return tokens // (stage.window.sequence_length * stage.sequences_per_micro_batch * self.ranks)
-
-    def micro_batch(self, step: int, micro_step: int, strategy: Strategy) -> HostBatch:
-        """What one call of the model in this process takes, still on the host."""
-        return self._host_batch(step, self._read(step, micro_step, strategy.data_rank, strategy), strategy)
-
-    def dispatched_step(self, step: int, strategy: Strategy) -> Future[list[HostBatch]]:
-        """The micro-batches of a step in this process, which the first one reads; all ranks ask for the same steps."""
-        stage, micro_steps = self.stage(step), range(self.micro_steps(step))
-        rows = stage.sequences_per_micro_batch * strategy.micro_batches_per_call
-        return strategy.dispatcher.take(
-            step,
-            (len(micro_steps), rows, stage.window.sequence_length + 1),
-            self.batches.dtype,
-            lambda data_rank: np.stack([self._read(step, number, data_rank, strategy) for number in micro_steps]),
-            lambda ids: [self._host_batch(step, part, strategy) for part in ids],
-        )
-
-    def _read(self, step: int, micro_step: int, data_rank: int, strategy: Strategy) -> np.ndarray:
-        rows = self.stage(step).sequences_per_micro_batch * strategy.micro_batches_per_call
-        return self.batches.read(step, micro_step, data_rank, ranks=strategy.data_ranks, sequences=rows)
-
-    def _host_batch(self, step: int, ids: np.ndarray, strategy: Strategy) -> HostBatch:
-        end = self.batches.end_of_document_id
-        return host_batch(ids, self.stage(step).window, end_of_document_id=end, device=strategy.device)
 
     def learning_rate(self, step: int) -> float:
         return self.schedule.learning_rate(step, self.peak_learning_rate)

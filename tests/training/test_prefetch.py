@@ -21,26 +21,35 @@ WAIT_SECONDS = 120
 
 @dataclass
 class Run:
-    """A run of 3 steps of 2 micro-steps whose tokens tell where they are from."""
+    """A run of 3 steps of 2 micro-steps, and its batches, whose tokens tell where they are from."""
 
     name: int = 0
     total_steps: int = 3
     attention: str = "groundwork_sdpa"
+    end_of_document_id: int = 0
+    dtype: type = np.uint16
     damaged: tuple[int, int] | None = None
     reads: list[tuple[int, int]] = field(default_factory=list)
     is_read: threading.Event = field(default_factory=threading.Event)
 
+    @property
+    def batches(self):
+        return self
+
     def micro_steps(self, step):
         return 2
 
-    def micro_batch(self, step, micro_step, strategy):
+    def stage(self, step):
+        return SimpleNamespace(window=WindowSpec(8, False), sequences_per_micro_batch=1)
+
+    def read(self, step, micro_step, rank, *, ranks, sequences):
+        assert (rank, ranks, sequences) == (1, 4, 2)
         self.reads.append((step, micro_step))
         if (step, micro_step) == self.damaged:
             raise InputError("the shards are damaged")
         if len(self.reads) == 2:
             self.is_read.set()
-        ids = np.full((2, 9), 100 * self.name + 10 * step + micro_step, np.uint16)
-        return host_batch(ids, WindowSpec(8, False), end_of_document_id=0, device=CPU)
+        return np.full((2, 9), 100 * self.name + 10 * step + micro_step, np.uint16)
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +57,9 @@ def every_read_is_slow(monkeypatch):
     monkeypatch.setattr(prefetch, "QUICK_READ_SECONDS", 0.0)
 
 
-def reader():
-    return ReadAhead(SimpleNamespace(device=CPU, dispatcher=None))
+def reader(dispatcher=None):
+    of_ranks = {"data_rank": 1, "data_ranks": 4, "micro_batches_per_call": 2}
+    return ReadAhead(SimpleNamespace(device=CPU, dispatcher=dispatcher, **of_ranks))
 
 
 def token(batch):
@@ -91,28 +101,30 @@ def test_an_error_is_that_of_the_step_that_asks_for_the_batch():
         ahead.micro_batch(run, 0, 1)
 
 
-@dataclass
-class DispatchedRun(Run):
-    """What the first process reads for all."""
+class FirstProcess:
+    """What reads for all, at once."""
 
-    exchanges: list[int] = field(default_factory=list)
+    def __init__(self):
+        self.steps = []
 
-    def dispatched_step(self, step, strategy):
-        self.exchanges.append(step)
+    def take(self, step, shape, dtype, read, then):
+        self.steps.append(step)
         future = Future()
-        future.set_result([self.micro_batch(step, number, strategy) for number in range(2)])
+        ids = read(1)
+        assert ids.shape == shape and ids.dtype == dtype
+        future.set_result(then(ids))
         return future
 
 
 def test_dispatched_steps_are_asked_for_once_each_one_ahead_and_alike_whatever_the_time(monkeypatch):
     monkeypatch.setattr(prefetch, "QUICK_READ_SECONDS", float("inf"))
-    run, other = DispatchedRun(), DispatchedRun(name=1)
-    ahead = ReadAhead(SimpleNamespace(device=CPU, dispatcher="asked for"))
-    assert [token(ahead.micro_batch(run, 0, number)) for number in range(2)] == [0, 1] and run.exchanges == [0, 1]
+    run, other, first = Run(), Run(name=1), FirstProcess()
+    ahead = reader(first)
+    assert [token(ahead.micro_batch(run, 0, number)) for number in range(2)] == [0, 1] and first.steps == [0, 1]
     assert [token(ahead.micro_batch(run, 1, number)) for number in range(2)] == [10, 11]
     assert token(ahead.micro_batch(other, 1, 0)) == 110, "the run went back, and its data is other data"
     assert token(ahead.micro_batch(other, 2, 1)) == 121
-    assert (run.exchanges, other.exchanges) == ([0, 1, 2], [1, 2]), "each step in one, and nothing beyond the end"
+    assert first.steps == [0, 1, 2, 1, 2], "each step in one exchange, and nothing beyond the end"
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
