@@ -46,7 +46,7 @@ from pretrain.training.between_steps import (
     validate,
 )
 from pretrain.training.build import build_training
-from pretrain.training.continued_plan import next_start_in_words
+from pretrain.training.continued_plan import describe_next_start
 from pretrain.training.ending import end_early, finish
 from pretrain.training.metrics import Metrics
 from pretrain.training.prefetch import ReadAhead
@@ -169,7 +169,7 @@ def check(asked: CommandLine) -> None:
     problems, config = Problems(), settled(asked.config)
     problems.attempt(strategy_class, config)
     run = problems.attempt(derive, config, ranks=micro_batches_launched())
-    standing = problems.attempt(next_start_in_words, config, run, asked) if run else None
+    continuation = problems.attempt(describe_next_start, config, run, asked) if run else None
     validation = problems.attempt(open_validation, config.data)
     if problems and set(problems) <= set(data_problems(config.data)):
         print(*judgement_without_data(config, sys.argv[1:]), sep="\n", flush=True)
@@ -177,8 +177,8 @@ def check(asked: CommandLine) -> None:
     if asked.verbose:
         print(explain(asked))
     print(banner(config, run, {}))
-    if standing:
-        print(standing)
+    if continuation:
+        print(continuation)
     lines = judgement(config, run, asked.overridden, validation, sys.argv[1:])
     print(*lines, sep="\n")
     print(f"{warnings_in_words(lines)}: this run can start.")

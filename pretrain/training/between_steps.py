@@ -13,7 +13,7 @@ from pretrain.checkpoint.checkpoints import SaveError
 from pretrain.checkpoint.export import describe_model
 from pretrain.checkpoint.run_state import Request
 from pretrain.training.background_jobs import evaluate_beside, publish_beside
-from pretrain.training.continued_plan import standing_to_save
+from pretrain.training.continued_plan import trainer_state
 from pretrain.training.metrics import peak_memory_bytes
 from pretrain.training.run import Run
 from pretrain.training.run_plan import StagePlan
@@ -170,7 +170,7 @@ def _begin_save(run: Run) -> None:
     if run.state.average is not None:
         groups["average"] = strategy.average_tensors()
     contents = {
-        **standing_to_save(run.command_line.config, run.whole_plan, run.plan, run.state),
+        **trainer_state(run.command_line.config, run.whole_plan, run.plan, run.state),
         "strategy": strategy.state(),
         "guard": run.guard.state(),
         "validation_loss": run.state.validation_loss,

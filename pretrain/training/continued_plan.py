@@ -25,7 +25,7 @@ from pretrain.optim.learning_rate import Schedule
 from pretrain.recipe import CommandLine
 from pretrain.runs.addresses import trunk_checkpoint
 from pretrain.runs.run_folder import checkpoint_folders, read_config, read_state, setting, step_of
-from pretrain.training.run_plan import RunPlan, identity_problems, schedule_of, target_sequences
+from pretrain.training.run_plan import RunPlan, schedule_of, target_sequences
 from pretrain.units import counted, duration_text
 
 BUDGET = ("budget.tokens_per_parameter", "budget.tokens", "budget.steps", "budget.minutes")
@@ -41,6 +41,11 @@ SHAPE = (
     "optim.anneal_fraction",
 )
 DATA = ("data.train", "data.stages", "data.sequence_length")
+MIXTURES = ("data.train", "data.stages")
+"""Of which a recipe has one."""
+ORDER_OF_DATA = ("seed", "data.sampling", "data.sequence_length")
+"""Settings that a run cannot change on its way: it would read some of its data twice and some never."""
+
 OTHERS = ("optim.learning_rate", "optim.base_learning_rate", "batch.tokens_per_step", "batch.ramp")
 
 
@@ -87,8 +92,8 @@ class Changes:
         return any(map(self.touched, paths))
 
 
-def standing_to_save(asked: RunConfig, plan: RunPlan, run: RunPlan, state: RunState) -> dict[str, Any]:
-    """What trainer_state.json needs so that the run can go on from it; see `stand`.
+def trainer_state(asked: RunConfig, plan: RunPlan, run: RunPlan, state: RunState) -> dict[str, Any]:
+    """What trainer_state.json needs so that the run can go on from it; see `continue_from`.
 
     Args:
         asked: the recipe with `auto` where the user wrote it.
@@ -411,7 +416,7 @@ def stage_starts_of(contents: Mapping[str, Any]) -> list[int] | None:
     return contents["plan"].get("stage_starts", alone)
 
 
-def standing_in_words(run: RunPlan, state: RunState, changes: Changes, found: Path) -> str:
+def describe_continuation(run: RunPlan, state: RunState, changes: Changes, found: Path) -> str:
     """One paragraph on how the run goes on: from which step, at which learning rate, to which end."""
     step, total = state.step, run.total_steps
     begins = "branches" if changes.begins_branch else "continues"
@@ -440,7 +445,7 @@ def standing_in_words(run: RunPlan, state: RunState, changes: Changes, found: Pa
 
 
 @dataclass(frozen=True)
-class FoundCheckpoint:
+class SavedState:
     """A checkpoint without its tensors."""
 
     folder: Path
@@ -449,7 +454,7 @@ class FoundCheckpoint:
 
 
 @dataclass(frozen=True)
-class Standing:
+class Continuation:
     """How a run goes on from a checkpoint."""
 
     plan: RunPlan
@@ -460,16 +465,16 @@ class Standing:
     """The last step before the final decay, where the run must go back to such a checkpoint (see `rewind_step`)."""
 
 
-def stand(
+def continue_from(
     config: RunConfig,
     plan: RunPlan,
     asked: CommandLine,
-    found: FoundCheckpoint,
+    found: SavedState,
     *,
     rollbacks: list[dict[str, Any]],
     begins_branch: bool,
     is_finished: bool,
-) -> Standing:
+) -> Continuation:
     """How the run of this recipe goes on from that checkpoint.
 
     Args:
@@ -493,11 +498,11 @@ def stand(
     if problems := [*problems, *time_problems(config, whole, state)]:
         raise InputError(*problems)
     state = without_ranges_ahead(state, whole, identity)
-    return Standing(whole, state, changes, rewind_step(whole, contents, changes))
+    return Continuation(whole, state, changes, rewind_step(whole, contents, changes))
 
 
-def next_start_in_words(config: RunConfig, plan: RunPlan, asked: CommandLine) -> str:
-    """How the next start would go on, as `standing_in_words` has it; "" for a run that has no checkpoint.
+def describe_next_start(config: RunConfig, plan: RunPlan, asked: CommandLine) -> str:
+    """How the next start would go on, as `describe_continuation` has it; "" for a run that has no checkpoint.
 
     Reads the newest checkpoint's trainer_state.json without verifying its files. Raises InputError as a start would.
     """
@@ -507,22 +512,22 @@ def next_start_in_words(config: RunConfig, plan: RunPlan, asked: CommandLine) ->
         folders = [trunk_checkpoint(config.branch_from)]
     if not folders or not (contents := read_state(folders[-1])):
         return ""
-    found = FoundCheckpoint(folders[-1], contents)
+    found = SavedState(folders[-1], contents)
     how = {
         "rollbacks": recorded_rollbacks(config.output),
         "begins_branch": begins_branch,
         "is_finished": (config.output / "final" / SEAL_FILE).exists(),
     }
-    standing = stand(config, plan, asked, found, **how)
-    if standing.stable_until is not None:
-        stable = [folder for folder in folders if step_of(folder) <= standing.stable_until]
+    continuation = continue_from(config, plan, asked, found, **how)
+    if continuation.stable_until is not None:
+        stable = [folder for folder in folders if step_of(folder) <= continuation.stable_until]
         if not stable:
             raise no_stable_checkpoint(contents["plan"])
-        found = FoundCheckpoint(stable[-1], read_state(stable[-1]))
-        standing = stand(config, plan, asked, found, **how)
-    state = standing.state
-    run = standing.plan.leaving_out(state.left_out).annealing(state.anneal_from, state.anneal_steps)
-    return standing_in_words(run, state, standing.changes, found.folder)
+        found = SavedState(stable[-1], read_state(stable[-1]))
+        continuation = continue_from(config, plan, asked, found, **how)
+    state = continuation.state
+    run = continuation.plan.leaving_out(state.left_out).annealing(state.anneal_from, state.anneal_steps)
+    return describe_continuation(run, state, continuation.changes, found.folder)
 
 
 def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]]) -> None:
@@ -560,3 +565,39 @@ def continuation_problems(
     else:
         return others
     return [f"model: {found} was trained with {changes}: {what_now}", *others]
+
+
+def identity_problems(
+    saved: dict[str, Any], now: dict[str, Any], overridden: frozenset[str], *, begins_branch: bool = False
+) -> list[str]:
+    """Lists what differs from the checkpoint and cannot, or is not named on the command line.
+
+    begins_branch: a new run that starts from the checkpoint of another, whose recipe may differ without being named.
+    """
+    problems = []
+    for path in sorted(saved.keys() | now.keys()):
+        if saved.get(path) == now.get(path):
+            continue
+        if path in MIXTURES and now.get(path) is None:  # the recipe has the other one, which is compared too
+            continue
+        before = next(filter(None, map(saved.get, MIXTURES)), None) if path in MIXTURES else saved.get(path)
+        found = f"{path}: the run was started with {json.dumps(before)}, "
+        paths = MIXTURES if path in MIXTURES else (path,)
+        named = any(name == each or name.startswith(f"{each}.") for name in overridden for each in paths)
+        if path == "optim.name":  # whose state is another: named or not, it could not be loaded
+            problems.append(
+                f"{found}whose state {json.dumps(now.get(path))} cannot use; restore it, or choose another --output "
+                "(with --init pretrained --model RUN/final it begins with this run's weights)"
+            )
+        elif path in ORDER_OF_DATA and not (begins_branch and path == "data.sequence_length"):
+            branch = " with --branch_from RUN@STEP" if path == "data.sequence_length" else ""
+            problems.append(
+                f"{found}and {json.dumps(now.get(path))} would read its data in another order, some of it twice and "
+                f"some never; restore it, or choose another --output{branch}"
+            )
+        elif not (named or (begins_branch and path != "model")):
+            problems.append(
+                f"{found}the recipe now says {json.dumps(now.get(path))}; restore it, choose another --output, or "
+                f"accept it with --{path} on the command line: it then holds from the checkpoint's step on"
+            )
+    return problems

@@ -18,12 +18,12 @@ from pretrain.runs.run_folder import step_of
 from pretrain.training.attempt import refuse_crash_loop
 from pretrain.training.background_jobs import publish_cut_short
 from pretrain.training.continued_plan import (
-    FoundCheckpoint,
-    Standing,
+    Continuation,
+    SavedState,
+    continue_from,
+    describe_continuation,
     no_stable_checkpoint,
     rollback_entry,
-    stand,
-    standing_in_words,
 )
 from pretrain.training.guard import Finding
 from pretrain.training.metrics import Metrics
@@ -79,10 +79,10 @@ def open_run(
 
 def _resume(run: Run, has_final: bool) -> None:
     """Goes on from the checkpoint found, or from an earlier one if the budget was raised after the final decay."""
-    standing = _take_up(run, is_finished=has_final)
-    if standing.stable_until is not None:
-        _fetch_earlier(run, standing.stable_until)
-        stable = run.checkpoints.newest_valid(run.warn, at_most=standing.stable_until)
+    continuation = _take_up(run, is_finished=has_final)
+    if continuation.stable_until is not None:
+        _fetch_earlier(run, continuation.stable_until)
+        stable = run.checkpoints.newest_valid(run.warn, at_most=continuation.stable_until)
         if stable is None:
             raise no_stable_checkpoint(run.saved.contents["plan"])
         ranks = run.strategy.ranks
@@ -94,25 +94,25 @@ def _resume(run: Run, has_final: bool) -> None:
         run.checkpoints.discard_after(step_of(stable))
         run.loaded_from = stable
         run.saved = load_saved(stable)
-        standing = _take_up(run, is_finished=has_final)
-    run.continues = standing_in_words(run.plan, run.state, standing.changes, run.loaded_from)
+        continuation = _take_up(run, is_finished=has_final)
+    run.continues = describe_continuation(run.plan, run.state, continuation.changes, run.loaded_from)
 
 
-def _take_up(run: Run, *, is_finished: bool = False) -> Standing:
+def _take_up(run: Run, *, is_finished: bool = False) -> Continuation:
     """Takes state and plan from the checkpoint in `run.saved` and from the recipe."""
-    standing = stand(
+    continuation = continue_from(
         run.config,
         run.recipe_plan,
         run.command_line,
-        FoundCheckpoint(run.loaded_from, run.saved.contents),
+        SavedState(run.loaded_from, run.saved.contents),
         rollbacks=_recorded_rollbacks(run),
         begins_branch=run.is_new,
         is_finished=is_finished,
     )
-    run.state = standing.state
-    run.whole_plan = standing.plan
+    run.state = continuation.state
+    run.whole_plan = continuation.plan
     run.replan()
-    return standing
+    return continuation
 
 
 def _recorded_rollbacks(run: Run) -> list[dict[str, Any]]:

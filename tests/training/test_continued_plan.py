@@ -21,7 +21,7 @@ import yaml
 from pretrain.checkpoint.run_state import RunState
 from pretrain.recipe import read_command_line
 from pretrain.training import run_plan
-from pretrain.training.continued_plan import FoundCheckpoint, rollback_entry, stand, standing_to_save
+from pretrain.training.continued_plan import SavedState, continue_from, rollback_entry, trainer_state
 from support.numbered_shards import write_shards
 from support.tiny_models import TINY_LLAMA
 
@@ -206,17 +206,17 @@ class History:
             self.asked = replace(self.asked, overridden=frozenset({"output"}))
         self.plan, self.state = run_plan.derive(self.asked.config, ranks=1), RunState()
         if contents is not None:
-            standing = stand(
+            continuation = continue_from(
                 self.asked.config,
                 self.plan,
                 self.asked,
-                FoundCheckpoint(Path("nowhere"), json.loads(json.dumps(contents))),
+                SavedState(Path("nowhere"), json.loads(json.dumps(contents))),
                 rollbacks=self.rollbacks,
                 begins_branch=begins_branch,
                 is_finished=False,
             )
-            assert standing.stable_until is None, "no history raises the budget within the final decay"
-            self.plan, self.state = standing.plan, standing.state
+            assert continuation.stable_until is None, "no history raises the budget within the final decay"
+            self.plan, self.state = continuation.plan, continuation.state
         self.read_plan()
 
     def read_plan(self) -> None:
@@ -267,7 +267,7 @@ class History:
     def save(self) -> None:
         if self.saved and self.saved[-1][1].step == self.state.step:
             return
-        contents = standing_to_save(self.asked.config, self.plan, self.run, self.state)
+        contents = trainer_state(self.asked.config, self.plan, self.run, self.state)
         self.saved.append((json.loads(json.dumps(contents)), self.account.copy()))
 
     def resume(self, number: int = -1) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from pretrain.checkpoint.run_state import RunState, record_rollbacks, recorded_rollbacks
 from pretrain.files import write_durably
-from pretrain.training.run_plan import identity_problems
+from pretrain.training.continued_plan import identity_problems
 
 SAVED = {
     "model": "1234",
