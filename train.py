@@ -166,7 +166,8 @@ def check(asked: CommandLine) -> None:
 
     PREPARED_BY.update(preparations(asked.recipe))
     share_shards(asked.config.data)
-    problems, config = Problems(), settled(asked.config)
+    problems = Problems()
+    config = settled(asked.config)
     problems.attempt(strategy_class, config)
     run = problems.attempt(derive, config, ranks=micro_batches_launched())
     continuation = problems.attempt(describe_next_start, config, run, asked) if run else None

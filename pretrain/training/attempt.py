@@ -124,7 +124,7 @@ def remove_if_empty(run: Path) -> None:
 
 
 def end_to_repeat(run: Path) -> int | None:
-    """The exit code with which a restart by the launcher should exit at once; None to continue.
+    """Returns the exit code with which a restart by the launcher should exit at once; None to continue.
 
     torchrun restarts a group whatever its exit codes were; a run that was preempted, stopped by its guard or by a
     user, or caught in a crash loop must not continue.
@@ -147,7 +147,7 @@ def refuse_crash_loop(run: Path, step: int, ranks: Ranks) -> None:
 
 
 def crashes_without_progress(run: Path, step: int) -> tuple[int, int]:
-    """(starts from `step` in a row that crashed without progress, the furthest step that they reached).
+    """Counts the starts from `step` in a row that crashed without progress; returns (count, furthest step reached).
 
     Progress is a checkpoint later than `step`, or a later step than any attempt before.
     """
@@ -162,7 +162,7 @@ def crashes_without_progress(run: Path, step: int) -> tuple[int, int]:
 
 
 def starts_and_ends(run: Path) -> list[dict]:
-    """The `start` and `end` events of a run, each start with the last step `reached` after it."""
+    """Returns the `start` and `end` events of a run, each start with the last step `reached` after it."""
     found, start = [], {}
     for event in read_metrics(run) if (run / METRICS_FILE).exists() else ():
         if event["event"] == "train":
@@ -176,7 +176,7 @@ def starts_and_ends(run: Path) -> list[dict]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the device is out of memory; on a CPU torch has no dedicated exception for that."""
+    """Tells if the device is out of memory; on a CPU torch has no dedicated exception for that."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 

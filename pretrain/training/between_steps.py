@@ -1,4 +1,4 @@
-"""What the loop does between two steps: logs, validation, checkpoints, evaluations, samples, an early decay.
+"""Work of the loop between two steps: logs, validation, checkpoints, evaluations, samples, an early decay.
 
 All ranks call together. Long work does not count as training time, and ends early if the run is asked to end.
 """

@@ -21,10 +21,10 @@ from pretrain.training.run_plan import ModelPlan
 
 @dataclass(frozen=True)
 class Built:
-    """What `build_training` returns."""
+    """The model in training, from `build_training`."""
 
     model: nn.Module
-    """To be called with a micro-batch; returns (loss, cross entropy)."""
+    """Takes a micro-batch; returns (loss, cross entropy)."""
     causal_lm: PreTrainedModel
     """The model inside; checkpoints use its parameter names."""
     experts: Experts
@@ -62,7 +62,7 @@ def build_training(
 
 
 def modes_of(config: RunConfig, plan: ModelPlan, strategy: Strategy, causal_lm: PreTrainedModel) -> tuple[str, str]:
-    """(mode of `compile_model`, key of LOSS_BACKENDS): the recipe's, or what its auto is here."""
+    """Returns (mode of `compile_model`, key of LOSS_BACKENDS): the recipe's, or what its `auto` is here."""
     kind = strategy.device.type
     is_plain = config.activation_checkpointing == "none" and plan.active_parameters == plan.parameters
     is_alone = strategy.name == "single"

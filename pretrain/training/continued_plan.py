@@ -1,4 +1,4 @@
-"""What a run does from a checkpoint on, whatever has changed in its recipe since the checkpoint was written.
+"""Plans how a run goes on from a checkpoint, whatever has changed in its recipe since the checkpoint was written.
 
 The checkpoint says where the run stands: its step, the tokens it has seen, what it has read of each source, the batch
 and the schedule so far. Everything up to there stays. The recipe says how the run goes on from there. So the batch,
@@ -42,7 +42,7 @@ SHAPE = (
 )
 DATA = ("data.train", "data.stages", "data.sequence_length")
 MIXTURES = ("data.train", "data.stages")
-"""Of which a recipe has one."""
+"""Settings for the data, of which a recipe has one."""
 ORDER_OF_DATA = ("seed", "data.sampling", "data.sequence_length")
 """Settings that a run cannot change on its way: it would read some of its data twice and some never."""
 
@@ -50,7 +50,7 @@ OTHERS = ("optim.learning_rate", "optim.base_learning_rate", "batch.tokens_per_s
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """The settings, as the user gave them, that decide how a run goes on; stored in its checkpoints."""
+    """Returns the settings, as the user gave them, that decide how a run goes on. Checkpoints store them."""
     values = config.model_dump(mode="json", by_alias=True)
     return {path: setting(values, path) for path in (*BUDGET, *CLOCK, *SHAPE, *OTHERS)}
 
@@ -62,10 +62,10 @@ def is_named(path: str, overridden: frozenset[str]) -> bool:
 
 @dataclass(frozen=True)
 class Changes:
-    """What differs between the recipe and the checkpoint that a run continues from."""
+    """Differences between the recipe and the checkpoint that a run continues from."""
 
     before: dict[str, Any]
-    """What the checkpoint says of the settings that have changed."""
+    """The checkpoint's values of the settings that have changed."""
     now: dict[str, Any]
     """The recipe's values of the settings that have changed."""
     named: frozenset[str]
@@ -92,20 +92,20 @@ class Changes:
         return any(map(self.touched, paths))
 
 
-def trainer_state(asked: RunConfig, plan: RunPlan, run: RunPlan, state: RunState) -> dict[str, Any]:
-    """What trainer_state.json needs so that the run can go on from it; see `continue_from`.
+def trainer_state(asked: RunConfig, whole: RunPlan, plan: RunPlan, state: RunState) -> dict[str, Any]:
+    """Returns the fields of trainer_state.json from which `continue_from` goes on.
 
     Args:
         asked: the recipe with `auto` where the user wrote it.
-        plan: of the whole run.
-        run: the same without skipped data, and with the end that was asked for.
+        whole: the plan of the whole run.
+        plan: the same without skipped data, and with the end that was asked for.
     """
     return {
         "state": asdict(state),
-        "identity": plan.identity,
-        "plan": run.planned(),
+        "identity": whole.identity,
+        "plan": plan.planned(),
         "settings": settings_of(asked),
-        "data": asdict(run.batches.position(state.step)),
+        "data": asdict(plan.batches.position(state.step)),
     }
 
 
@@ -135,11 +135,12 @@ def changes_since(
 def _settings_of_old_checkpoint(
     contents: Mapping[str, Any], now: dict[str, Any], plan: RunPlan, trunk: str | None
 ) -> dict[str, Any]:
-    """What can be known of them: a checkpoint from before they were stored has the schedule and the length alone."""
+    """Reconstructs the settings of a checkpoint from before they were stored: its schedule, length and batch."""
     if trunk is not None and (recorded := read_config(Path(trunk))):
         # Where the recipe says auto, config.yaml has the number.
         return {path: setting(recorded, path) for path in now if now[path] != "auto"}
-    planned, identity = contents["plan"], contents["identity"]
+    planned = contents["plan"]
+    identity = contents["identity"]
     schedule = planned["schedule"]
     batch = {"batch.tokens_per_step": identity["batch.tokens_per_step"], "batch.ramp": identity.get("batch.ramp")}
     before = batch | {"optim.schedule": schedule["name"]}
@@ -149,7 +150,7 @@ def _settings_of_old_checkpoint(
 
 
 def _planned_steps(planned: Mapping[str, Any], state: Mapping[str, Any]) -> int:
-    """The length that the checkpoint's run was planned for, without a decay that was asked for."""
+    """Returns the length that the checkpoint's run was planned for, without a decay that was asked for."""
     is_old = "ramp" not in planned  # such a run, extended, could have kept the end of its schedule
     return (
         planned["total_steps"] if is_old and state.get("anneal_from") is None else planned["schedule"]["total_steps"]
@@ -157,14 +158,15 @@ def _planned_steps(planned: Mapping[str, Any], state: Mapping[str, Any]) -> int:
 
 
 def rewind_step(plan: RunPlan, contents: Mapping[str, Any], changes: Changes) -> int | None:
-    """The step from before the final decay that an extended run must go back to; None: it goes on from where it is.
+    """Returns the step before the final decay that an extended run must go back to; None if it goes on from here.
 
     Another schedule goes on from the decayed model.
 
     Args:
         plan: as it goes on from the checkpoint (see `continued`).
     """
-    planned, step = contents["plan"], contents["state"]["step"]
+    planned = contents["plan"]
+    step = contents["state"]["step"]
     if changes.begins_branch or changes.clock or not changes.budget:
         return None
     is_longer = plan.total_steps > planned["total_steps"]
@@ -180,7 +182,7 @@ def continued(
     *,
     is_finished: bool = False,
 ) -> RunPlan:
-    """The plan of the run that goes on from a checkpoint, for all its steps.
+    """Plans all steps of a run that goes on from a checkpoint.
 
     Args:
         plan: of the recipe alone, as for a new run.
@@ -190,7 +192,8 @@ def continued(
 
     Raises InputError for a change that would make it unknown what was read, and for a budget that the run has passed.
     """
-    planned, identity = contents["plan"], contents["identity"]
+    planned = contents["plan"]
+    identity = contents["identity"]
     length = config.data.sequence_length
     if state.tokens % length:
         raise InputError(
@@ -244,7 +247,7 @@ def data_changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 
 
 def data_digest(plan: RunPlan) -> str:
-    """A short hash of what is read in which order: plans of one digest count the same samples.
+    """Hashes what is read in which order: plans with the same digest count the same samples.
 
     plan: of the whole run, without what rollbacks leave out.
     """
@@ -253,13 +256,13 @@ def data_digest(plan: RunPlan) -> str:
 
 
 def rollback_entry(
-    plan: RunPlan, run: RunPlan, state: RunState, steps: tuple[int, int], *, skips: bool
+    whole: RunPlan, plan: RunPlan, state: RunState, steps: tuple[int, int], *, skips: bool
 ) -> dict[str, Any]:
-    """What a rollback changes from now on, to be recorded with the run.
+    """Returns the record of a rollback: what it changes from now on.
 
     Args:
-        plan: of the whole run when it went wrong.
-        run: the same without what earlier rollbacks leave out.
+        whole: the plan of the whole run when it went wrong.
+        plan: the same without what earlier rollbacks leave out.
         steps: the first and the last step that went wrong, counted from 1.
         skips: leave their data out; else halve the learning rate.
     """
@@ -267,8 +270,8 @@ def rollback_entry(
     return {
         "first_step": first,
         "last_step": last,
-        "samples": run.batches.samples_of(first - 1, last - 1) if skips else None,
-        "data": data_digest(plan),
+        "samples": plan.batches.samples_of(first - 1, last - 1) if skips else None,
+        "data": data_digest(whole),
         "learning_rate_factor": 1.0 if skips else 0.5,
         "anneal_from": state.anneal_from,
         "anneal_steps": state.anneal_steps,
@@ -276,14 +279,15 @@ def rollback_entry(
 
 
 def without_ranges_ahead(state: RunState, plan: RunPlan, identity: Mapping[str, Any]) -> RunState:
-    """The state without samples to skip that lie ahead and, after a change of data, are other text now.
+    """Drops samples to skip that lie ahead if, after a change of data, they are other text now.
 
     Args:
         plan: of the whole run, as it goes on from the checkpoint.
         identity: the checkpoint's.
     """
     length = plan.batches.window.sequence_length
-    here, digest = moved_past(state.left_out, state.tokens // length), data_digest(plan)
+    here = moved_past(state.left_out, state.tokens // length)
+    digest = data_digest(plan)
 
     def holds(rollback: Mapping[str, Any]) -> bool:
         if identity["data.sequence_length"] != length:
@@ -298,9 +302,11 @@ def without_ranges_ahead(state: RunState, plan: RunPlan, identity: Mapping[str, 
 def _past_ramp(
     config: RunConfig, plan: RunPlan, contents: Mapping[str, Any], state: RunState
 ) -> tuple[BatchRamp, tuple[int, ...]]:
-    """(the batch of all steps that were taken, the steps at which the levels of batch.ramp begin)."""
-    planned, identity = contents["plan"], contents["identity"]
-    length, sequences = config.data.sequence_length, state.tokens // config.data.sequence_length
+    """Returns (the batch of all steps that were taken, the steps at which the levels of batch.ramp begin)."""
+    planned = contents["plan"]
+    identity = contents["identity"]
+    length = config.data.sequence_length
+    sequences = state.tokens // config.data.sequence_length
     if "ramp" in planned:
         recorded = planned["ramp"]
         ramp = BatchRamp(
@@ -312,7 +318,8 @@ def _past_ramp(
         ramp_steps = tuple(planned["ramp_steps"])
     else:
         # An earlier version stored neither. A budget in steps is what its runs were extended by.
-        settings, full = identity.get("batch.ramp"), identity["batch.tokens_per_step"]
+        settings = identity.get("batch.ramp")
+        full = identity["batch.tokens_per_step"]
         ramp = batch_ramp(
             full // identity["data.sequence_length"],
             total_steps=_planned_steps(planned, contents["state"]),
@@ -344,7 +351,7 @@ def _continued_schedule(
 
 
 def continued_state(config: RunConfig, contents: Mapping[str, Any], changes: Changes, trunk: str | None) -> RunState:
-    """The state that a run goes on with from a checkpoint.
+    """Returns the state that a run goes on with from a checkpoint.
 
     A branch that is given neither a budget nor a schedule decays from its first step to a finished model.
 
@@ -371,7 +378,8 @@ def decay_problems(plan: RunPlan, contents: Mapping[str, Any], changes: Changes,
         plan: as it goes on from the checkpoint (see `continued`).
         trunk: branch_from as the user gave it.
     """
-    planned, saved = contents["plan"], contents["state"]
+    planned = contents["plan"]
+    saved = contents["state"]
     if changes.begins_branch and not changes.clock and saved["step"] > planned["stable_until"]:
         return [
             f"branch_from: {trunk} has begun to decay its learning rate; take a checkpoint of step "
@@ -401,7 +409,7 @@ def time_problems(config: RunConfig, plan: RunPlan, state: RunState) -> list[str
 
 
 def no_stable_checkpoint(planned: Mapping[str, Any]) -> InputError:
-    """The error of a run that is to be extended and has only checkpoints from within its final decay."""
+    """Returns the error for a run that is to be extended and has only checkpoints from within its final decay."""
     return InputError(
         f"budget: the run of {planned['total_steps']:,} steps has decayed its learning rate since step "
         f"{planned['stable_until']:,}, and no checkpoint from before is left; keep one with "
@@ -411,33 +419,35 @@ def no_stable_checkpoint(planned: Mapping[str, Any]) -> InputError:
 
 
 def stage_starts_of(contents: Mapping[str, Any]) -> list[int] | None:
-    """The first sample of each stage in the plan of a checkpoint; None if it does not say."""
+    """Returns the first sample of each stage in the plan of a checkpoint; None if it doesn't say."""
     alone = [0] if "data.train" in contents["identity"] else None
     return contents["plan"].get("stage_starts", alone)
 
 
-def describe_continuation(run: RunPlan, state: RunState, changes: Changes, found: Path) -> str:
-    """One paragraph on how the run goes on: from which step, at which learning rate, to which end."""
-    step, total = state.step, run.total_steps
+def describe_continuation(plan: RunPlan, state: RunState, changes: Changes, found: Path) -> str:
+    """Says in one paragraph how the run goes on: from which step, at which learning rate, to which end."""
+    step = state.step
+    total = plan.total_steps
     begins = "branches" if changes.begins_branch else "continues"
     lines = [f"{begins} from {found} at step {step:,}, after {state.tokens:,} tokens"]
     if step < total:
         factor = state.learning_rate_factor
-        first, last = run.learning_rate(step) * factor, run.learning_rate(total - 1) * factor
-        batch = run.ramp.sequences_at(step) * run.batches.window.sequence_length
+        first = plan.learning_rate(step) * factor
+        last = plan.learning_rate(total - 1) * factor
+        batch = plan.ramp.sequences_at(step) * plan.batches.window.sequence_length
         lines += [
-            f"  to step {total:,}: {counted(total - step, 'step')}, {run.total_tokens - state.tokens:,} tokens, "
+            f"  to step {total:,}: {counted(total - step, 'step')}, {plan.total_tokens - state.tokens:,} tokens, "
             f"{batch:,} tokens per step",
-            f"  learning rate {first:.3g} at the first of them, {last:.3g} at the last ({run.schedule.name})",
+            f"  learning rate {first:.3g} at the first of them, {last:.3g} at the last ({plan.schedule.name})",
         ]
-        if first == last and isinstance(run.schedule, Schedule) and run.schedule.progress(step) >= 1.0:
+        if first == last and isinstance(plan.schedule, Schedule) and plan.schedule.progress(step) >= 1.0:
             lines.append(
-                f"  warning: that is the floor, at which the {run.schedule.name} schedule has ended; another schedule "
-                "or warmup begins again at the peak, such as --optim.schedule constant"
+                f"  warning: that is the floor, at which the {plan.schedule.name} schedule has ended; another "
+                "schedule or warmup begins again at the peak, such as --optim.schedule constant"
             )
     if state.seconds:
         lines.append(f"  {duration_text(state.seconds)} of budget.minutes are over")
-    origin = run.batches.origin
+    origin = plan.batches.origin
     if origin is not None and origin.step == step:
         lines.append("  data: another mixture from here on; each source goes on where the run left it")
     lines += [f"  {path}: {changes.before[path]} until now, {now} from here on" for path, now in changes.now.items()]
@@ -455,10 +465,10 @@ class SavedState:
 
 @dataclass(frozen=True)
 class Continuation:
-    """How a run goes on from a checkpoint."""
+    """The plan and state with which a run goes on from a checkpoint."""
 
     plan: RunPlan
-    """Of the whole run, without rollbacks or annealing."""
+    """The plan of the whole run, without rollbacks or annealing."""
     state: RunState
     changes: Changes
     stable_until: int | None
@@ -475,7 +485,7 @@ def continue_from(
     begins_branch: bool,
     is_finished: bool,
 ) -> Continuation:
-    """How the run of this recipe goes on from that checkpoint.
+    """Decides how the run of this recipe goes on from that checkpoint.
 
     Args:
         plan: of the recipe alone, as for a new run.
@@ -485,7 +495,8 @@ def continue_from(
 
     Raises InputError with what differs from the checkpoint and cannot, or is not named on the command line.
     """
-    contents, identity = found.contents, found.contents["identity"]
+    contents = found.contents
+    identity = found.contents["identity"]
     if not begins_branch and config.branch_from is not None:
         refuse_other_branch(config, contents["state"].get("lineage", []))
     trunk = config.branch_from.rpartition("@")[0] if begins_branch else None
@@ -502,7 +513,7 @@ def continue_from(
 
 
 def describe_next_start(config: RunConfig, plan: RunPlan, asked: CommandLine) -> str:
-    """How the next start would go on, as `describe_continuation` has it; "" for a run that has no checkpoint.
+    """Says how the next start would go on, like `describe_continuation`; "" for a run that has no checkpoint.
 
     Reads the newest checkpoint's trainer_state.json without verifying its files. Raises InputError as a start would.
     """
@@ -526,8 +537,8 @@ def describe_next_start(config: RunConfig, plan: RunPlan, asked: CommandLine) ->
         found = SavedState(stable[-1], read_state(stable[-1]))
         continuation = continue_from(config, plan, asked, found, **how)
     state = continuation.state
-    run = continuation.plan.leaving_out(state.left_out).annealing(state.anneal_from, state.anneal_steps)
-    return describe_continuation(run, state, continuation.changes, found.folder)
+    effective = continuation.plan.leaving_out(state.left_out).annealing(state.anneal_from, state.anneal_steps)
+    return describe_continuation(effective, state, continuation.changes, found.folder)
 
 
 def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]]) -> None:
@@ -548,7 +559,7 @@ def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]])
 def continuation_problems(
     found: Path, saved: Mapping[str, Any], plan: RunPlan, overridden: frozenset[str], *, begins_branch: bool = False
 ) -> list[str]:
-    """Why a run cannot continue from a checkpoint of that identity; the model's keys by name.
+    """Lists why a run can't continue from a checkpoint of that identity; names the model's keys.
 
     A model of another shape is refused even if the command line asks for it: fewer layers would load silently.
     """

@@ -47,7 +47,8 @@ class StepGuard:
 
     def __init__(self, settings: config.Guard, state: Mapping[str, Any] | None = None, *, scales_loss: bool = False):
         state = state or {}
-        self.settings, self.scales_loss = settings, scales_loss
+        self.settings = settings
+        self.scales_loss = scales_loss
         self._losses: deque[float] = deque(state.get("losses", []), maxlen=settings.window)
         self._fast: float | None = state.get("fast")
         self._slow: float | None = state.get("slow")
@@ -55,16 +56,16 @@ class StepGuard:
         self._diverging: bool = state.get("diverging", False)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint stores."""
+        """Returns what a checkpoint stores."""
         averages = {"fast": self._fast, "slow": self._slow, "diverging": self._diverging}
         return {"losses": list(self._losses), "strikes": list(self._strikes), **averages}
 
     def forget(self) -> None:
-        """Called where the data changes, as between stages: earlier losses say nothing about later ones."""
+        """Forgets earlier losses where the data changes, as between stages: they say nothing about later ones."""
         self.__init__(self.settings, scales_loss=self.scales_loss)
 
     def judge(self, report: StepReport) -> list[Finding]:
-        """The problems of a step; [] if there are none."""
+        """Returns the problems of a step; [] if there are none."""
         finite = math.isfinite(report.loss) and math.isfinite(report.grad_norm) and not report.skipped
         findings = self._judge_norm(report) if finite else []
         spike, hard = self._judge_loss(report) if math.isfinite(report.loss) else (None, True)
@@ -83,11 +84,12 @@ class StepGuard:
         return findings
 
     def _judge_loss(self, report: StepReport) -> tuple[Finding | None, bool]:
-        """(the spike, if the loss is one; whether it exceeds the rollback threshold)"""
+        """Returns (the spike, if the loss is one; True if it exceeds the rollback threshold)."""
         if len(self._losses) < FEWEST_FOR_MEAN:
             return None, False
         mean = statistics.fmean(self._losses)
-        alert, limit = self.settings.alert_above * mean, self.settings.roll_back_above * mean
+        alert = self.settings.alert_above * mean
+        limit = self.settings.roll_back_above * mean
         if len(self._losses) >= FEWEST_FOR_DEVIATION:
             variance = math.fsum((loss - mean) ** 2 for loss in self._losses) / (len(self._losses) - 1)
             sigmas = mean + self.settings.roll_back_sigmas * math.sqrt(variance)
@@ -105,12 +107,13 @@ class StepGuard:
         return [Finding("explosion", report.step, message, {"grad_norm": report.grad_norm})]
 
     def _judge_trend(self, report: StepReport) -> list[Finding]:
-        """Two time scales: a run diverges when the fast average of its loss exceeds the slow one."""
+        """Compares two time scales: a run diverges when the fast average of its loss exceeds the slow one."""
         if self._slow is None:
             self._fast = self._slow = report.loss
         self._fast += FAST * (report.loss - self._fast)
         self._slow += SLOW * (report.loss - self._slow)
-        was, self._diverging = self._diverging, self._fast - self._slow > self.settings.divergence
+        was = self._diverging
+        self._diverging = self._fast - self._slow > self.settings.divergence
         if was or not self._diverging:
             return []
         message = f"the loss averages {self._fast:.4f} over the last steps and {self._slow:.4f} over many"
@@ -118,7 +121,8 @@ class StepGuard:
         return [Finding("divergence", report.step, message, values, stop=self.settings.on_divergence == "stop")]
 
     def _strike_out(self, report: StepReport) -> Finding:
-        first, last = self._strikes[0], self._strikes[-1]
+        first = self._strikes[0]
+        last = self._strikes[-1]
         self._strikes.clear()
         message = f"loss {report.loss:.4f}, gradient norm {report.grad_norm:.4g} in steps {first:,} to {last:,}"
         values = {"loss": report.loss, "grad_norm": report.grad_norm}
@@ -126,7 +130,7 @@ class StepGuard:
 
 
 USUAL_MFU = 0.4
-"""As plan.py takes it for models up to 500M parameters; larger ones reach more."""
+"""MFU that plan.py assumes for models up to 500M parameters; larger ones reach more."""
 
 
 class SpeedGuard:
@@ -139,10 +143,11 @@ class SpeedGuard:
         self._slow = False
 
     def judge(self, tokens_per_second: float) -> str | None:
-        """What to warn of, once each time the speed falls below the median's share."""
+        """Returns a warning, once each time the speed falls below the share of its median; else None."""
         median = statistics.median(self._readings[-1000:]) if len(self._readings) >= FEWEST_FOR_MEAN else None
         self._readings.append(tokens_per_second)
-        was, self._slow = self._slow, median is not None and tokens_per_second < (1 - self.drop) * median
+        was = self._slow
+        self._slow = median is not None and tokens_per_second < (1 - self.drop) * median
         if was or not self._slow:
             return None
         return f"{tokens_per_second:,.0f} tokens/s, {1 - tokens_per_second / median:.0%} below this run's median"

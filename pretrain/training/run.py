@@ -1,4 +1,4 @@
-"""One run: what the functions that the loop calls between steps share."""
+"""The Run: state that the functions called by the loop share."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -55,7 +55,7 @@ class ModelPlan:
     model_config: Any
     parameters: int
     active_parameters: int
-    """Those that one token uses: of a mixture of experts, without the experts that it is not routed to."""
+    """Parameters that one token uses: a mixture of experts without the experts that it is not routed to."""
     router_losses: RouterLosses
     flops_per_token: float
     attention: str
@@ -67,18 +67,18 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What a stage of the curriculum may change of a step beside its data."""
+    """The parts of a step, other than its data, that a stage of the curriculum may change."""
 
     number: int
-    """From 1."""
+    """Number of the stage, from 1."""
     window: WindowSpec
     model_config: Any
-    """The run's, with the stage's positions."""
+    """The run's model configuration, with the stage's positions."""
     flops_per_token: float
     sequences_per_micro_batch: int
 
     def differs_from(self, other: "StagePlan") -> bool:
-        """Whether the model takes other windows or has other positions than in the other stage."""
+        """Returns True if the model takes other windows or has other positions than in the other stage."""
         return self.window != other.window or self.model_config is not other.model_config
 
 
@@ -111,11 +111,11 @@ class RunPlan(ModelPlan):
         return self.flops_before(self.total_steps)
 
     def tokens_before(self, step: int) -> int:
-        """Training tokens of all steps before `step`."""
+        """Counts the training tokens of all steps before `step`, over all ranks."""
         return self.ramp.sequences_before(step) * self.batches.window.sequence_length
 
     def flops_before(self, step: int) -> float:
-        """Of all steps before `step`, forward and backward."""
+        """Counts the FLOPs of all steps before `step`, forward and backward, over all ranks."""
         starts = [min(start, step) for start in self.batches.first_steps]
         tokens = [self.tokens_before(step) for step in (*starts, step)]
         return sum(
@@ -124,11 +124,11 @@ class RunPlan(ModelPlan):
         )
 
     def stage(self, step: int) -> StagePlan:
-        """The stage that `step` is in."""
+        """Returns the stage that `step` is in."""
         return self.stages[self.batches.stage_at(step)]
 
     def micro_steps(self, step: int) -> int:
-        """Forward and backward passes of each process in `step`."""
+        """Counts the forward and backward passes of each process in `step`."""
         stage = self.stage(step)
         tokens = self.ramp.sequences_at(step) * self.batches.window.sequence_length
         return tokens // (stage.window.sequence_length * stage.sequences_per_micro_batch * self.ranks)
@@ -137,28 +137,30 @@ class RunPlan(ModelPlan):
         return self.schedule.learning_rate(step, self.peak_learning_rate)
 
     def leaving_out(self, ranges: Sequence[SkippedRange]) -> "RunPlan":
-        """The same run without these samples; later ones take their place."""
+        """Returns the plan without these samples; later ones take their place."""
         return replace(self, batches=self.batches.leaving_out(ranges)) if ranges else self
 
     def annealing(self, from_step: int | None, steps: int | None) -> "RunPlan":
-        """The same run, ended by a decay over `steps` steps from `from_step`; None: unchanged."""
+        """Returns the plan ended by a decay over `steps` steps from `from_step`; None leaves it unchanged."""
         if from_step is None:
             return self
         schedule = Annealing(self.schedule, from_step, steps)
         return replace(self, schedule=schedule, ramp=replace(self.ramp, total_steps=from_step + steps))
 
     def cut(self, steps: int | None) -> "RunPlan":
-        """The first `steps` steps of the same run, on the schedule of the whole."""
+        """Returns the plan of the first `steps` steps, on the schedule of the whole run."""
         if steps is None or steps >= self.total_steps:
             return self
         return replace(self, ramp=replace(self.ramp, total_steps=steps))
 
     def planned(self) -> dict[str, Any]:
-        """What a checkpoint records of its plan."""
+        """Returns the fields of the plan that a checkpoint records."""
         if isinstance(self.schedule, Annealing):
-            schedule, stable_until = self.schedule.schedule, self.schedule.from_step
+            schedule = self.schedule.schedule
+            stable_until = self.schedule.from_step
         else:
-            schedule, stable_until = self.schedule, self.schedule.decays_from
+            schedule = self.schedule
+            stable_until = self.schedule.decays_from
         return {
             "total_steps": self.total_steps,
             "schedule": asdict(schedule),
@@ -172,7 +174,7 @@ class RunPlan(ModelPlan):
 
 @dataclass(frozen=True)
 class Due:
-    """What is to be done between a step and the next."""
+    """Work that is due between a step and the next."""
 
     logs: bool
     validates: bool
@@ -185,7 +187,7 @@ class Due:
 
     @property
     def settles(self) -> bool:
-        """Whether the figures of this very step are needed."""
+        """True if the figures of this very step are needed."""
         return self.logs or self.validates or self.saves
 
 
@@ -204,9 +206,9 @@ class Cadences:
     saves_at_end: bool = True
 
     @classmethod
-    def of(cls, config: RunConfig, run: RunPlan) -> "Cadences":
-        """Those of a recipe, some of which it may give in tokens."""
-        tokens_per_step = run.ramp.sequences_per_level[-1] * run.batches.window.sequence_length
+    def of(cls, config: RunConfig, plan: RunPlan) -> "Cadences":
+        """Reads the recipe, which may give some of them in tokens."""
+        tokens_per_step = plan.ramp.sequences_per_level[-1] * plan.batches.window.sequence_length
 
         def interval(cadence: Cadence) -> int | None:
             steps = cadence.every_tokens / tokens_per_step if cadence.every_tokens else cadence.every_steps
@@ -224,7 +226,7 @@ class Cadences:
         )
 
     def after(self, step: int, total_steps: int) -> Due:
-        """What is due after `step`, counted from 1; only what is written down must not miss the last."""
+        """Returns what is due after `step`, counted from 1. Logs, validation and checkpoints also follow the last."""
         due = {name: bool(every) and step % every == 0 for name, every in vars(self).items()}
         del due["pauses_at"], due["saves_at_end"]
         is_last = step == total_steps
@@ -301,7 +303,12 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
 
 
 def stages_of(config: RunConfig, configs: Sequence[Any], ranks: int, parts: int) -> tuple[StagePlan, ...]:
-    """The plan of each stage. configs: the model's in each of them; ranks and parts: see `sequences_of`."""
+    """Plans each stage.
+
+    Args:
+        configs: the model's configuration in each stage.
+        ranks, parts: see `sequences_of`.
+    """
     return tuple(
         StagePlan(
             number=number + 1,
@@ -323,7 +330,7 @@ def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> in
 
 
 def unfitting_weights(source: ModelSource, model_config: Any) -> list[str]:
-    """What a recipe changes of a pretrained model so that its weights do not fit; positions and dropout, say, may."""
+    """Lists changes of a pretrained model that its weights don't fit; positions and dropout may change."""
     changes = shape_changes(load_model_config(source.config), model_config)
     if not changes:
         return []
@@ -358,15 +365,17 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
 
 
 def plan_without_data(config: RunConfig) -> tuple[ModelPlan, str]:
-    """(model, precision) of a recipe that `derive` refuses for its data alone."""
+    """Returns (model, precision) of a recipe that `derive` refuses for its data alone."""
     model_config = planned_model_config(config)
     model = plan_model(config, model_config, router_losses(config.loss, model_config))
     return model, resolve_precision(config.precision)
 
 
 def place_problems(config: RunConfig) -> Problems:
-    """What is wrong with the places and names outside the recipe: folder, trunk, benchmarks, trackers, repository."""
-    problems, evaluation, hub = Problems(), config.evaluation, config.hub
+    """Lists problems of what the recipe names: folder, trunk, mirror, benchmarks, trackers, repository."""
+    problems = Problems()
+    evaluation = config.evaluation
+    hub = config.hub
     output = output_problem(config.output)
     problems += [output] if output else []
     problems += mirror_problems(config.output, config.checkpoint)
@@ -454,7 +463,7 @@ def target_sequences(config: RunConfig, active: int) -> int | None:
 
 
 def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRamp:
-    """The batch over the run. active: parameters that a token uses, which tokens_per_parameter is relative to."""
+    """Plans the batch over the run. active: parameters that a token uses, to which tokens_per_parameter refers."""
     ramp = config.batch.ramp
     return batch_ramp(
         sequences_per_step,
@@ -468,8 +477,9 @@ def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRam
 def schedule_of(
     config: RunConfig, total_steps: int, *, first_step: int = 0, warmup_steps: int | None = None
 ) -> Schedule:
-    """The recipe's schedule over the steps from `first_step` to the end. warmup_steps: None takes the recipe's."""
-    optim, steps = config.optim, total_steps - first_step
+    """Returns the schedule over the steps from `first_step` to the end. warmup_steps: None takes the recipe's."""
+    optim = config.optim
+    steps = total_steps - first_step
     return Schedule(
         name=optim.schedule,
         total_steps=total_steps,
@@ -494,7 +504,7 @@ def peak_learning_rate(config: RunConfig, sequences_per_step: int) -> float:
 
 
 def too_long(model_config: Any, sequence_length: int) -> list[str]:
-    """The problem, if the sequences are longer than the model's positions."""
+    """Returns [problem] if the sequences are longer than the model's positions, else []."""
     longest = getattr(model_config, "max_position_embeddings", None)
     if longest is None or sequence_length <= longest:
         return []

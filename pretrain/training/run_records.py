@@ -107,7 +107,7 @@ def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy, names: It
 
 
 def data_record(reader: ShardReader) -> dict:
-    """What a run keeps of its shards' manifest, for its card and for when the shards are gone."""
+    """Returns what a run keeps of its shards' manifest, for its card and for when the shards are gone."""
     manifest = reader.manifest
     splits = {split: dict(zip(SPLIT_TOTALS, manifest.totals(split), strict=True)) for split in SPLITS}
     fields = read_json(manifest.folder / MANIFEST_FILE)
@@ -131,7 +131,7 @@ def environment(strategy: Strategy) -> dict:
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
-    """{package: version} of those that are installed."""
+    """Returns {package: version} of those that are installed."""
     versions = {}
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -140,7 +140,7 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def commit_of(folder: Path) -> str | None:
-    """The code's commit, with '+changes' where the working tree differs from it; None outside a repository."""
+    """Returns the code's commit, with '+changes' if the working tree differs from it; None outside a repository."""
     git = ["git", "-C", str(folder)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
@@ -151,7 +151,7 @@ def commit_of(folder: Path) -> str | None:
 
 
 def averaging_in_words(settings: Averaging, total_steps: int) -> dict[str, str]:
-    """{} where nothing is averaged."""
+    """Describes the average of the weights; {} if there is none."""
     lengths = {
         "tail": f"uniform mean of the steps after {averages_after(settings, total_steps):,}",
         "ema": f"exponential, half life {settings.half_life_fraction * total_steps:,.0f} steps",
@@ -162,13 +162,15 @@ def averaging_in_words(settings: Averaging, total_steps: int) -> dict[str, str]:
 
 
 def stages_in_words(plan: RunPlan) -> dict[str, str]:
-    """What changes from stage to stage beside the data, and what is read again at another length; {} for nothing."""
-    rows, batches = {}, plan.batches
+    """Describes what changes from stage to stage, and what is read again at another length; {} if nothing does."""
+    rows = {}
+    batches = plan.batches
     for number, stage in enumerate(plan.stages):
         before = plan.stages[max(number - 1, 0)]
         if not (stage.differs_from(before) or stage.window != batches.window):
             continue
-        step, length = batches.first_steps[number], stage.window.sequence_length
+        step = batches.first_steps[number]
+        length = stage.window.sequence_length
         sequences = plan.ramp.sequences_at(step) * batches.window.sequence_length // length
         parts = [f"from step {step:,} on {counted(sequences, 'sequence')} of {length:,} tokens per step"]
         parts += [f"{stage.sequences_per_micro_batch:,} per micro-batch"]
@@ -184,14 +186,17 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
 
 
 def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
-    """The numbers of the run in effect, one per line. `built` adds what only the built objects know."""
-    ramp, length, micro = plan.ramp, config.data.sequence_length, config.batch.sequences_per_micro_batch
+    """Lists the numbers of the run in effect, one per line. `built` adds what only the built objects know."""
+    ramp = plan.ramp
+    length = config.data.sequence_length
+    micro = config.batch.sequences_per_micro_batch
     full_micro_steps = ramp.sequences_per_level[-1] // (micro * plan.ranks)
     levels = " -> ".join(f"{level * length:,}" for level in ramp.sequences_per_level)
     is_sparse = plan.active_parameters < plan.parameters
     per_parameter = f"{plan.total_tokens / plan.active_parameters:.1f} per {'active ' if is_sparse else ''}parameter"
     limit = f"; at most {config.budget.minutes:g} min" if config.budget.minutes is not None else ""
-    readers, epochs = plan.batches.readers, plan.batches.epochs_at(plan.total_steps)
+    readers = plan.batches.readers
+    epochs = plan.batches.epochs_at(plan.total_steps)
     vocabulary = vocabulary_text(plan.model_config.vocab_size, plan.batches.vocabulary_size)
     rows = {
         **rows_of_model(config, plan, plan.precision, vocabulary),
@@ -212,7 +217,7 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
 
 
 def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabulary: str) -> dict[str, str]:
-    """The rows of the banner that do not depend on the data."""
+    """Returns the rows of the banner that don't depend on the data."""
     device = torch.device(device_type())
     is_fallback = config.precision == "auto" and precision == "fp32"
     reason = f" (auto: {missing_bf16(device.type)})" if is_fallback else ""
@@ -237,6 +242,6 @@ def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabular
 
 
 def in_rows(rows: dict[str, str]) -> str:
-    """One line each, the values below each other."""
+    """Formats {name: value} as lines, with the values below each other."""
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())

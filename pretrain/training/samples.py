@@ -16,16 +16,16 @@ from pretrain.parallel.strategy import Strategy
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: greedily, or sampled at `temperature` from the most likely."""
+    """Choice of the next token: greedy, or sampled at `temperature` from the most likely."""
 
     max_new_tokens: int
     temperature: float | None = None
-    """None: greedy."""
+    """Temperature of sampling; None: greedy."""
     top_k: int | None = None
-    """From so many; None: all tokens."""
+    """Number of most likely tokens to sample from; None: all."""
     seed: int = 0
     top_p: float | None = None
-    """From the fewest whose probabilities reach this sum (Holtzman et al., arXiv 1904.09751); None: all."""
+    """Sample from the fewest tokens whose probabilities reach this sum (Holtzman et al., arXiv 1904.09751)."""
 
 
 def encode_prompt(
@@ -55,7 +55,7 @@ def encode_prompt(
 def generate_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids_BT: torch.Tensor, sampling: Sampling
 ) -> str:
-    """Prompt and continuation as text. The same seed gives the same text on the same device."""
+    """Returns prompt and continuation as text. The same seed gives the same text on the same device."""
     ids_BT = ids_BT.to(model.device)
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
@@ -65,7 +65,7 @@ def generate_text(
 
 
 def generation_arguments(model: PreTrainedModel, ids_BT: torch.Tensor, sampling: Sampling) -> dict:
-    """What `model.generate` is told: nothing of the model's own generation config but its ids decides."""
+    """Returns arguments for `model.generate`, which leave nothing but token ids to the model's generation config."""
     if sampling.temperature is None:
         choice = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     else:
@@ -104,7 +104,8 @@ def sample_texts(
         TensorsInMemory(tensors).fill(model, "")
         model.tie_weights()
         model.eval().to(device)
-        tokenizer, texts = AutoTokenizer.from_pretrained(tokenizer_folder), []
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+        texts = []
         sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_k, seed, settings.top_p)
         for prompt in settings.prompts:
             ids_BT = encode_prompt(tokenizer, prompt, max_new_tokens=settings.max_new_tokens, max_positions=None)

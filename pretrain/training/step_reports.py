@@ -1,4 +1,4 @@
-"""What every rank knows of a step: its loss over all data, its gradient norm, and any rank's requests.
+"""Exchanges what every rank knows of a step: its loss over all data, its gradient norm, and any rank's requests.
 
 Figures travel from the device to the host, and then between the ranks, while later steps run, so no step waits for its
 own. All ranks get the same reports at the same step, and so decide alike without further communication.
@@ -17,14 +17,14 @@ from pretrain.parallel.strategy import Strategy
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step as all ranks know it."""
+    """An optimizer step as all ranks know it."""
 
     step: int
     """Steps taken, this one included."""
     loss: float
     """Cross entropy per token, mean over all tokens of the step, in nats."""
     grad_norm: float
-    """Of the whole model, before clipping."""
+    """Gradient norm of the whole model, before clipping."""
     skipped: bool
     """The gradient was not finite, and the weights stayed as they were."""
     request: Request
@@ -71,7 +71,7 @@ class Consensus:
         return [self._receive() for _ in range(len(self._pending) - (1 if arrived is None else 2))]
 
     def agree(self, request: Request) -> Request:
-        """The most urgent of all ranks' requests, now; between steps, all ranks together."""
+        """Returns the most urgent of all ranks' requests, now. All ranks call together, between steps."""
         if self.ranks.count == 1:
             return request
         most_urgent = torch.tensor(int(request))

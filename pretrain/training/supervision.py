@@ -1,4 +1,4 @@
-"""What all ranks agree on after a step: its figures, the guard's findings, and what users and schedulers ask for."""
+"""Agreement of all ranks after a step: its figures, the guard's findings, requests of users and schedulers."""
 
 import os
 import socket
@@ -35,17 +35,17 @@ class CutShortError(Exception):
 
 @dataclass
 class StepOutcome:
-    """What all ranks know and decide after a step; identical on all ranks."""
+    """Knowledge and decision after a step, identical on all ranks."""
 
     reports: list[StepReport]
     """Reports of the steps whose figures have arrived; including this one if it was settled."""
     bad: Finding | None = None
-    """Why training must not simply continue."""
+    """The finding that rules out going on as planned."""
     skipped_steps: int = 0
 
     @property
     def report(self) -> StepReport:
-        """The last step's."""
+        """The report of the last step."""
         return self.reports[-1]
 
 

@@ -5,7 +5,7 @@ import time
 from collections import deque
 
 SHARE_FOR_THE_END, SECONDS_FOR_THE_END, MOST_FOR_THE_END = 0.02, 4.0, 0.2
-"""What the last checkpoint, the export and its check take, beside what validation takes between steps anyway."""
+"""Time kept for the last checkpoint, the export and its check; validation is measured and comes on top."""
 RECENT_STEPS, LATE = 2, 0.03
 """A decay is shortened if, at the pace of so many steps, the run would take longer than its time by this share."""
 
@@ -22,12 +22,13 @@ class TimeBudget:
     def __init__(self, minutes: float | None, spent: float, began: float):
         self.is_limited = minutes is not None
         self._given = 60 * minutes if self.is_limited else math.inf
-        self._spent, self._began = spent, began
+        self._spent = spent
+        self._began = began
         self._first: float | None = None
         self._steps = 0
         self._has_asked = False
         self.validation_seconds = 0.0
-        """Of the last validation: another one follows the last step."""
+        """Seconds of the last validation: another one follows the last step."""
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS + 1)
 
     @property

@@ -24,7 +24,7 @@ SHORTEST_RANGE = 128
 
 
 def open_validation(data: Data) -> dict[str, ShardReader]:
-    """{name: reader} of what validation measures, by folder name. Raises InputError with every problem found."""
+    """Opens what validation measures, as {folder name: reader}. Raises InputError with every problem found."""
     if data.validation is not None:
         wanted = [(source.shards, source.split, source.tokenizer) for source in data.validation]
     else:
@@ -34,7 +34,8 @@ def open_validation(data: Data) -> dict[str, ShardReader]:
             for folder, tokenizer in sources.items()
             if data.window.count_in(read_manifest(folder, tokenizer).totals("validation")[0]) > 0
         ]
-    readers, problems = {}, Problems()
+    readers = {}
+    problems = Problems()
     for folder, split, tokenizer in wanted:
         reader = problems.attempt(open_shards, folder, split, tokenizer)
         if reader is None:
@@ -51,7 +52,7 @@ def open_validation(data: Data) -> dict[str, ShardReader]:
 
 
 def data_problems(data: Data) -> Problems:
-    """What is wrong with the shards of a run, and with nothing else."""
+    """Lists problems of the shards of a run, and of nothing else."""
     problems = Problems()
     problems.attempt(open_training, data)
     problems.attempt(open_validation, data)
@@ -59,7 +60,7 @@ def data_problems(data: Data) -> Problems:
 
 
 def source_name(folder: Path, taken: dict) -> str:
-    """The folder's own name, or its whole path where two folders share one."""
+    """Returns the folder's own name, or its whole path if two folders share one."""
     return folder.name if folder.name not in taken else str(folder)
 
 
@@ -124,7 +125,7 @@ def measure(
 
 
 def position_ranges(length: int) -> list[range]:
-    """0 to 127, 128 to 255, 256 to 511, ... up to the last position of a window."""
+    """Returns the ranges 0 to 127, 128 to 255, 256 to 511, ... up to the last position of a window."""
     starts = [0]
     while (following := max(SHORTEST_RANGE, 2 * starts[-1])) < length:
         starts.append(following)
@@ -132,7 +133,7 @@ def position_ranges(length: int) -> list[range]:
 
 
 def positions_of(batch: dict[str, Any], strategy: Strategy) -> np.ndarray:
-    """(N,) positions of this process' tokens in their documents; without document_mask, in their windows."""
+    """Returns (N,) positions of this process' tokens in their documents; without document_mask, in their windows."""
     positions_BT = batch.get("position_ids")
     if positions_BT is None:
         positions_BT = torch.arange(batch["input_ids_BT"].shape[1]).expand(batch["input_ids_BT"].shape)
@@ -140,7 +141,7 @@ def positions_of(batch: dict[str, Any], strategy: Strategy) -> np.ndarray:
 
 
 def sums_by_range(losses_N: Tensor, positions_N: np.ndarray, ranges: list[range]) -> Tensor:
-    """(2 R,) fp64 on the host: sums of the losses in each range, then numbers of tokens."""
+    """Returns (2 R,) fp64 on the host: sums of the losses in each range, then numbers of tokens."""
     losses = losses_N.cpu().double().numpy()
     place = np.searchsorted([r.start for r in ranges], positions_N, side="right") - 1
     sums = [np.bincount(place, weights, minlength=len(ranges)) for weights in (losses, None)]
@@ -148,7 +149,7 @@ def sums_by_range(losses_N: Tensor, positions_N: np.ndarray, ranges: list[range]
 
 
 def by_position(ranges: list[range], sums: list[float]) -> dict[str, dict[str, float | None]]:
-    """The measures of `sums_by_range` over all batches; ranges that no document reaches are left out."""
+    """Returns losses and tokens by range from `sums_by_range` over all batches, without ranges no document reaches."""
     names = [f"{r.start}-{r.stop - 1}" for r in ranges]
     found = [(n, s, t) for n, s, t in zip(names, sums, sums[len(ranges) :], strict=False) if t]
     return {
@@ -158,12 +159,12 @@ def by_position(ranges: list[range], sums: list[float]) -> dict[str, dict[str, f
 
 
 def perplexity_of(loss: float) -> float:
-    """exp of a mean loss in nats per token, at most exp(700), which a float holds."""
+    """Returns exp of a mean loss in nats per token, at most exp(700), which a float holds."""
     return math.exp(min(loss, 700))
 
 
 def summary(loss: float, tokens: int, reader: ShardReader) -> dict[str, float]:
-    """The measures of one source from its mean loss per token in nats."""
+    """Returns the measures of one source from its mean loss per token in nats."""
     split_tokens, _, split_bytes = reader.manifest.totals(reader.split)
     return {
         "loss": loss,
