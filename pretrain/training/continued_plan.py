@@ -208,7 +208,8 @@ def continued(
     else:
         ramp_steps = plan.ramp.first_steps
     ramp = future.after(past, state.step, state.tokens // length)
-    total_steps = config.budget.steps or ramp.steps_to_reach(target_sequences(config, plan.active_parameters))
+    sequences = target_sequences(config.budget, length, plan.active_parameters)
+    total_steps = config.budget.steps or ramp.steps_to_reach(sequences)
     if total_steps < state.step:
         if not is_finished and not (changes.begins_branch and not changes.budget):
             raise InputError(
@@ -341,10 +342,12 @@ def _continued_schedule(
     decayed = recorded.get("decayed")
     before = Schedule(**{**recorded, "decayed": tuple(decayed) if decayed else None})
     step = state.step
+    optim = config.optim
+    per_step = config.batch.tokens_per_step
     if changes.clock:
         warmup = None if changes.touched("optim.warmup_steps") else 0
-        return schedule_of(config, total_steps, first_step=step, warmup_steps=warmup)
-    planned = schedule_of(config, total_steps, first_step=before.first_step, warmup_steps=before.warmup_steps)
+        return schedule_of(optim, per_step, total_steps, first_step=step, warmup_steps=warmup)
+    planned = schedule_of(optim, per_step, total_steps, first_step=before.first_step, warmup_steps=before.warmup_steps)
     if total_steps != _planned_steps(contents["plan"], contents["state"]):
         return before.moved_to(total_steps, step, planned)
     return replace(planned, decayed=before.decayed) if changes.shape else before

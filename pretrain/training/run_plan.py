@@ -13,7 +13,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pretrain.checkpoint.mirror_store import mirror_problems
-from pretrain.config import Cadence, CurriculumStage, ModelSource, RunConfig, Source, WindowSpec
+from pretrain.config import (
+    Batch,
+    Budget,
+    Cadence,
+    CurriculumStage,
+    ModelSource,
+    Optim,
+    RunConfig,
+    Source,
+    WindowSpec,
+)
 from pretrain.data.batches import Batches, SkippedRange, open_training
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError, Problems
@@ -282,7 +292,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
 
     ramp = problems.attempt(ramp_of, config, sequences_per_step, model.active_parameters)
     if ramp is not None:
-        schedule = problems.attempt(schedule_of, config, ramp.total_steps)
+        schedule = problems.attempt(schedule_of, config.optim, config.batch.tokens_per_step, ramp.total_steps)
         problems += averaging_problems(config, ramp.total_steps)
     problems += of_data
     problems.stop_if_any()
@@ -296,7 +306,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         ramp=ramp,
         ramp_steps=ramp.first_steps,
         schedule=schedule,
-        peak_learning_rate=peak_learning_rate(config, sequences_per_step),
+        peak_learning_rate=peak_learning_rate(config.optim, sequences_per_step),
         batches=batches,
         identity=identity_of(config, model_config, batches),
     )
@@ -325,7 +335,7 @@ def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> in
     """Sequences per micro-batch in a stage of a recipe that `sequences_of` accepts: the most that divide its batch."""
     length = config.data.windows[number].sequence_length
     most = config.as_stage(number).batch.sequences_per_micro_batch
-    per_rank = config.batch.tokens_per_step // (length * ranks * ramp_levels(config))
+    per_rank = config.batch.tokens_per_step // (length * ranks * ramp_levels(config.batch))
     return max(n for n in range(parts, most + 1, parts) if per_rank % n == 0)
 
 
@@ -408,7 +418,7 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
     tokens = config.batch.tokens_per_step
     micro_batch = config.batch.sequences_per_micro_batch
     length = config.data.sequence_length
-    levels = ramp_levels(config)
+    levels = ramp_levels(config.batch)
     if micro_batch % parts:
         below = micro_batch // parts * parts
         above = below + parts
@@ -448,26 +458,28 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
     return tokens // length
 
 
-def ramp_levels(config: RunConfig) -> int:
-    """Sizes of the batch over the run."""
-    return round(1 / config.batch.ramp.start) if config.batch.ramp else 1
+def ramp_levels(batch: Batch) -> int:
+    """Counts the sizes that the batch has over the run."""
+    return round(1 / batch.ramp.start) if batch.ramp else 1
 
 
-def target_sequences(config: RunConfig, active: int) -> int | None:
-    """Sequences that the budget asks for; None where it is in steps. active: parameters that a token uses."""
-    budget = config.budget
+def target_sequences(budget: Budget, length: int, active: int) -> int | None:
+    """Counts the sequences of `length` tokens that the budget asks for; None if it is in steps.
+
+    active: parameters that a token uses, to which tokens_per_parameter refers.
+    """
     if budget.steps:
         return None
     tokens = round(budget.tokens_per_parameter * active) if budget.tokens_per_parameter else budget.tokens
-    return math.ceil(tokens / config.data.sequence_length)
+    return math.ceil(tokens / length)
 
 
 def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRamp:
-    """Plans the batch over the run. active: parameters that a token uses, to which tokens_per_parameter refers."""
+    """Plans the batch over the run. active: see `target_sequences`."""
     ramp = config.batch.ramp
     return batch_ramp(
         sequences_per_step,
-        total_sequences=target_sequences(config, active),
+        total_sequences=target_sequences(config.budget, config.data.sequence_length, active),
         total_steps=config.budget.steps,
         ramp_from=ramp.start if ramp else 1.0,
         ramp_over=ramp.over if ramp else 0.0,
@@ -475,10 +487,9 @@ def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRam
 
 
 def schedule_of(
-    config: RunConfig, total_steps: int, *, first_step: int = 0, warmup_steps: int | None = None
+    optim: Optim, tokens_per_step: int, total_steps: int, *, first_step: int = 0, warmup_steps: int | None = None
 ) -> Schedule:
     """Returns the schedule over the steps from `first_step` to the end. warmup_steps: None takes the recipe's."""
-    optim = config.optim
     steps = total_steps - first_step
     return Schedule(
         name=optim.schedule,
@@ -488,7 +499,7 @@ def schedule_of(
         decay_steps=round(optim.decay_fraction * steps) if optim.schedule == "wsd" else None,
         decay_shape=optim.decay_shape,
         cooldown_steps=cooldown_steps_of_infinite(
-            steps, config.batch.tokens_per_step, optim.min_cooldown_tokens, optim.cooldown_fraction
+            steps, tokens_per_step, optim.min_cooldown_tokens, optim.cooldown_fraction
         ),
         constant_ratio=optim.constant_ratio,
         anneal_steps=round(optim.anneal_fraction * steps) if optim.schedule == "infinite" else 0,
@@ -496,8 +507,8 @@ def schedule_of(
     )
 
 
-def peak_learning_rate(config: RunConfig, sequences_per_step: int) -> float:
-    optim = config.optim
+def peak_learning_rate(optim: Optim, sequences_per_step: int) -> float:
+    """Returns the recipe's peak, or its base rate scaled to the batch."""
     if optim.base_learning_rate is not None:
         return learning_rate_for_batch(optim.base_learning_rate, sequences_per_step)
     return optim.learning_rate
