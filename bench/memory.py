@@ -158,10 +158,11 @@ def measure_here(case: Case, folder: Path) -> int:
     from pretrain.config import RunConfig
     from pretrain.parallel.registry import make_strategy
     from pretrain_tools.planning.calibration import measure_peak
+    from pretrain_tools.planning.footprints import planned_memory
 
     config: RunConfig = config_of(case, folder)
     strategy = make_strategy(config)
-    predicted = strategy.planned_memory(config)
+    predicted = planned_memory(strategy, config)
     measured = measure_peak(config, strategy, case.micro_steps)
     sys.stdout.write(json.dumps({"measured": measured, "predicted": predicted.total}) + "\n")
     sys.stdout.flush()

@@ -2,7 +2,7 @@
 
 The trainer: what is loaded while a model trains. The scripts at the root use it, and pretrain_tools; nothing in it
 imports either. A room imports only from those named before it (tests/test_structure.py holds the order): these files,
-model, optim, data, memory, parallel, runs, checkpoint, training. The files next to this one import from no room, so
+model, optim, data, parallel, runs, checkpoint, training. The files next to this one import from no room, so
 all rooms may use them:
 
     config, recipe: every setting of a run; reading it from YAML and the command line

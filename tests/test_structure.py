@@ -137,7 +137,6 @@ ROOMS = (
     "pretrain/model",
     "pretrain/optim",
     "pretrain/data",
-    "pretrain/memory",
     "pretrain/parallel",
     "pretrain/runs",
     "pretrain/checkpoint",

@@ -1,8 +1,9 @@
-"""One recipe under any strategy: how the model and the data are divided, and how processes rendezvous.
+"""One recipe under any strategy: how the model and the data are divided, and how processes find each other.
 
-The loop never asks which strategy runs: strategy gives it the verbs. How to add one: docs/strategies.md.
+The loop never asks which strategy runs: strategy gives it the verbs. How to add one: docs/strategies.md. Memory,
+traffic and layouts, which a plan needs and a run does not, are in pretrain_tools/planning.
 
-    registry: every strategy by name, and which one the launcher asks for
+    registry: every strategy by name
     strategy: what all have in common: one process, and DDP
     ranks: the processes of a launch, and their communication on the host
     tensor_group: whole tensors by name, for checkpoints
@@ -12,8 +13,6 @@ The loop never asks which strategy runs: strategy gives it the verbs. How to add
     model_parallel, pipeline, pipeline_stages, tensor_parallel, expert_parallel: models cut between processes
     replicas: copies of the weights compared bit by bit
     auto_settings: numbers in place of a recipe's `auto`
-    layout: what a plan knows of a run under a strategy
-    memory_advice: what to change when memory runs out
-    launcher, launcher_files: what the launcher asks for; what its files may contain
+    launcher, launcher_files: the strategy that the launcher names; what its files may contain
     rendezvous: where restarted processes meet
 """

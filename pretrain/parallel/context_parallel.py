@@ -15,13 +15,10 @@ heads, E width of a head.
 import functools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import patch_environment
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
@@ -30,7 +27,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from pretrain.config import RunConfig, WindowSpec
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
-from pretrain.memory.parts import FP32, Memory, PlannedRun, sizes_of
 from pretrain.model.attention import in_one_dtype, sdpa
 from pretrain.model.build import build_model
 from pretrain.model.initial_weights import InitialWeights
@@ -47,15 +43,14 @@ from pretrain.model.reference import (
     relative_difference,
 )
 from pretrain.model.small_copy import in_a_line
-from pretrain.optim.optimizers import OptimizerSpec
 from pretrain.parallel.fully_sharded import FullySharded
-from pretrain.parallel.launcher import environment_flag, processes_launched
-from pretrain.parallel.layout import Layout, StepTraffic
+from pretrain.parallel.launcher import processes_launched
 from pretrain.parallel.strategy import OptimizerBuilder
 
-SIZE_VARIABLE, SIZE_SETTING = "PARALLELISM_CONFIG_CP_SIZE", "parallelism_config_cp_size"
+SIZE_VARIABLE = "PARALLELISM_CONFIG_CP_SIZE"
+SIZE_SETTING = "parallelism_config_cp_size"
 OTHER_SIZES = ("dp_replicate_size", "tp_size", "sp_size")
-"""Of parallelism_config, that are not combined with this."""
+"""Settings of parallelism_config that are not combined with this."""
 PER_HEAD = ("s_aux", "position_bias")
 """Arguments of an attention that have a value for each head, or pair of positions."""
 EXCHANGING, FOLDED = "groundwork_exchanging", "groundwork_folded"
@@ -69,16 +64,12 @@ class ContextParallel(FullySharded):
     """FSDP2 over all processes, with the positions of each sequence divided among those of a group."""
 
     @classmethod
-    def requested(cls) -> str | None:
-        asked = environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG") and os.environ.get(SIZE_VARIABLE, "1") != "1"
-        return "cp" if asked and FullySharded.requested() in ("fsdp2", "hsdp") else None
-
-    @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         problems = super().problems(config, name)
         if of_size := size_problems():
             return problems + of_size
-        parts, length = parts_requested(), config.data.sequence_length
+        parts = parts_requested()
+        length = config.data.sequence_length
         if length % parts:
             below = length // parts * parts
             problems.append(
@@ -91,54 +82,6 @@ class ContextParallel(FullySharded):
             problem = None  # `derive` says what is wrong with the model
         return [*problems, *([problem] if problem else [])]
 
-    @classmethod
-    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
-        """The processes of a machine share their sequences: they exchange in every layer."""
-        parts = ranks // machines
-        options = option_of(parts) if machines > 1 else ""
-        problem = "needs several GPUs in each machine" if ranks > 1 and parts < 2 else None
-        layout = super().layout(name, ranks, machines)
-        environment = {SIZE_VARIABLE: str(parts)}
-        return replace(
-            layout, parts=parts, environment=environment, options=options, problem=layout.problem or problem
-        )
-
-    @classmethod
-    def layouts(cls, name: str, ranks: int, machines: int = 1) -> list[Layout]:
-        """By how many processes share a sequence: the fewer, the less is exchanged, and the more is held."""
-        whole = cls.layout(name, ranks, machines)
-        sizes = [n for n in range(2, whole.parts) if whole.parts % n == 0]
-        few = [replace(whole, parts=n, environment={SIZE_VARIABLE: str(n)}, options=option_of(n)) for n in sizes]
-        return [whole] if whole.problem else [*few, whole]
-
-    @classmethod
-    def launched_layout(cls, name: str) -> Layout:
-        return replace(super().launched_layout(name), parts=max(1, parts_requested()))
-
-    @classmethod
-    def micro_batches(cls, layout: Layout) -> int:
-        return max(1, layout.ranks // layout.parts)
-
-    @classmethod
-    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-        """As under FSDP2 with a part of each sequence, and what the exchanges copy."""
-        data, sizes = run.config.data, sizes_of(run.model_config)
-        length = data.sequence_length // layout.parts
-        config = run.config.model_copy(update={"data": data.model_copy(update={"sequence_length": length})})
-        memory = super().footprint(replace(run, config=config), layout, sequences)
-        bytes_per_layer = sequences * length * (FP32 if run.precision == "fp32" else 2)
-        copied = bytes_per_layer * sizes.exchanged_width  # on its way there, or back
-        if config.activation_checkpointing == "none":  # each layer keeps its output on both sides of the exchange
-            copied += bytes_per_layer * sizes.layers * sizes.width
-        return replace(memory, activations=memory.activations + copied) if memory.moment != "update" else memory
-
-    @classmethod
-    def exchange_seconds(cls, layout: Layout, step: StepTraffic, optimizer: OptimizerSpec) -> float:
-        """Of heads, twice in each layer and direction, beside those of matrices for the update."""
-        tokens = step.micro_steps * step.tokens / layout.parts
-        sent = 2 * 2 * step.sizes.layers * step.sizes.exchanged_width * tokens * (layout.parts - 1) / layout.parts
-        return super().exchange_seconds(layout, step, optimizer) + sent / step.inside
-
     def __init__(self, precision: str, config: RunConfig | None = None):
         super().__init__(precision, config)
         self.sequence_parts = parts_requested()
@@ -146,14 +89,8 @@ class ContextParallel(FullySharded):
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("data", "context"))
         self.context_group: dist.ProcessGroup = mesh.get_group("context")
         self.part = mesh.get_local_rank("context")
-        self.data_rank, self.data_ranks = mesh.get_local_rank("data"), shape[0]
-
-    def make_accelerator(self) -> Accelerator:
-        with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false"):  # accelerate's own drops every mask
-            return super().make_accelerator()
-
-    def running_layout(self) -> Layout:
-        return replace(super().running_layout(), parts=self.sequence_parts)
+        self.data_rank = mesh.get_local_rank("data")
+        self.data_ranks = shape[0]
 
     @property
     def dropout_rank(self) -> int:
@@ -175,18 +112,14 @@ class ContextParallel(FullySharded):
 
 
 def parts_requested() -> int:
-    """Processes that share each sequence, as the launcher says; its 0 means all of them."""
+    """Returns the processes that share each sequence, as the launcher says; its 0 means all of them."""
     return int(os.environ.get(SIZE_VARIABLE, "1")) or processes_launched()
 
 
-def option_of(parts: int) -> str:
-    """Of the launcher."""
-    return f" --{SIZE_SETTING} {parts}"
-
-
 def size_problems() -> list[str]:
-    """What is wrong with the number of processes that are to share a sequence, and what it is combined with."""
-    launched, parts = processes_launched(), parts_requested()
+    """Returns what is wrong with the number of processes that are to share a sequence, or combined with it."""
+    launched = processes_launched()
+    parts = parts_requested()
     problems = [
         f"launcher: parallelism_config_{name}: {size} is not combined with {SIZE_SETTING}; use 1, or another strategy"
         for name in OTHER_SIZES
@@ -202,12 +135,12 @@ def size_problems() -> list[str]:
 
 
 def model_problem(model_config: PreTrainedConfig, parts: int) -> str | None:
-    """Why so many processes cannot share a sequence of this model. Raises InputError as `reference_of`."""
+    """Returns why so many processes cannot share a sequence of this model. Raises InputError as `reference_of`."""
     return mixing_problem(model_config) or heads_problem(model_config, parts)
 
 
 def heads_problem(model_config: PreTrainedConfig, parts: int) -> str | None:
-    """Why this model's heads cannot be divided, with what works; None if they can."""
+    """Returns why this model's heads cannot be divided, with what works; None if they can."""
     heads = getattr(model_config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return f"model: {model_config.model_type} does not run under cp: its layers differ in their heads; use fsdp2"
@@ -223,12 +156,12 @@ def heads_problem(model_config: PreTrainedConfig, parts: int) -> str | None:
 
 
 def divides(heads: int, key_heads: int, parts: int) -> bool:
-    """Whether each process can have as many query heads, and the key heads that they need."""
+    """Returns True if each process can have as many query heads, and the key heads that they need."""
     return heads % parts == 0 and (key_heads % parts == 0 or parts % key_heads == 0)
 
 
 def part_of_batch(part: int, parts: int, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """A pre-hook of `LanguageModelLoss`: of the batch the positions of this part; what attention needs stays whole."""
+    """Cuts, as a pre-hook of `LanguageModelLoss`, this part's positions out of a batch; attention's arguments stay."""
     batch = {**dict(zip(("input_ids_BT", "targets_BT"), args, strict=False)), **kwargs}
     length = batch["input_ids_BT"].shape[1] // parts
     if "position_ids" not in batch:
@@ -245,7 +178,7 @@ def exchange_heads(causal_lm: PreTrainedModel, parts: int, group: str) -> None:
 
     Raises InputError for an attention of the library that makes masks of what it takes for whole sequences.
     """
-    name = causal_lm.config._attn_implementation
+    name = causal_lm.config._attn_implementation  # transformers has no public name for it
     if name in ("sdpa", "eager"):
         raise InputError(
             f"model: {causal_lm.config.model_type} computes correctly only with the library's own {name}, which would "
@@ -266,7 +199,7 @@ def exchanging(
     attention_mask: Any,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """`attend` over whole sequences by some of the heads, from parts of them with all heads, and back."""
+    """Calls `attend` on whole sequences with some of the heads, from parts of them with all heads, and goes back."""
     refuse_per_head(kwargs)
     query_BHPE, key_BGPE, value_BGPE = in_one_dtype(query_BHPE, key_BGPE, value_BGPE)
     copies = max(1, parts // key_BGPE.shape[1])  # fewer key heads than processes: some get the same
@@ -277,7 +210,7 @@ def exchanging(
 
 
 def to_whole(tensors: Sequence[Tensor], parts: int, group: str) -> list[Tensor]:
-    """(B, heads, P, E) of this process's positions to (B, heads / N, T, E), in one message for all tensors."""
+    """Turns (B, heads, P, E) of this process's positions into (B, heads / N, T, E), in one message for all tensors."""
     sent = [x.unflatten(1, (parts, -1)).permute(1, 0, 3, 2, 4) for x in tensors]  # (N, B, P, heads / N, E)
     received_NBPW = exchange(torch.cat([x.flatten(3) for x in sent], dim=-1), parts, group)
     whole_BTW = received_NBPW.transpose(0, 1).flatten(1, 2)
@@ -286,19 +219,20 @@ def to_whole(tensors: Sequence[Tensor], parts: int, group: str) -> list[Tensor]:
 
 
 def to_parts(out_BTHE: Tensor, parts: int, group: str) -> Tensor:
-    """(B, T, H / N, E) of this process's heads to (B, P, H, E)."""
+    """Turns (B, T, H / N, E) of this process's heads into (B, P, H, E)."""
     sent_NBPW = out_BTHE.flatten(2).unflatten(1, (parts, -1)).transpose(0, 1)
     received_NBPW = exchange(sent_NBPW, parts, group)
     return received_NBPW.permute(1, 2, 0, 3).unflatten(-1, out_BTHE.shape[2:]).flatten(2, 3)
 
 
 def exchange(x: Tensor, parts: int, group: str) -> Tensor:
-    """(N, ...): entry n goes to process n of the group, and the one that it has for this process comes in its place.
+    """Sends entry n of (N, ...) to process n of the group, and puts the one that it has for this process in its place.
 
-    By torch's functional collective, which autograd and torch.compile know: a recomputed layer exchanges again, all
-    processes at the same point.
+    A recomputed layer exchanges again, all processes at the same point.
     """
     ones = [1] * parts
+    # The operator under torch's functional collectives, whose module is private too: autograd and torch.compile know
+    # it, and not the public dist.all_to_all_single.
     received = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), ones, ones, group)
     return torch.ops._c10d_functional.wait_tensor(received)
 
@@ -309,7 +243,7 @@ def refuse_per_head(arguments: dict[str, Any]) -> None:
 
 
 def folded(parts: int, module, query_RHPE, key_RGPE, value_RGPE, attention_mask, **kwargs) -> tuple[Tensor, None]:
-    """What `exchanging` computes, in one process: the parts of a sequence are rows of the batch, R = B x N."""
+    """Computes what `exchanging` does, in one process: the parts of a sequence are rows of the batch, R = B x N."""
     refuse_per_head(kwargs)
     whole = [x.unflatten(0, (-1, parts)).transpose(1, 2).flatten(2, 3) for x in (query_RHPE, key_RGPE, value_RGPE)]
     out_BTHE, _ = without_cap(module, *whole, attention_mask, **kwargs)
@@ -317,7 +251,7 @@ def folded(parts: int, module, query_RHPE, key_RGPE, value_RGPE, attention_mask,
 
 
 def without_cap(module, query, key, value, attention_mask, softcap=None, **kwargs) -> tuple[Tensor, None]:
-    """`sdpa` of scores that are not capped, which is as good for finding out where else positions meet."""
+    """Calls `sdpa` with scores that are not capped, which is as good for finding out where else positions meet."""
     return sdpa(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -326,7 +260,7 @@ AttentionInterface.register(f"{FOLDED}_whole", without_cap)
 
 
 def mixing_problem(model_config: PreTrainedConfig) -> str | None:
-    """Why a process cannot compute this model's layers from its own positions; None if it can.
+    """Returns why a process cannot compute this model's layers from its own positions; None if it can.
 
     Found by running a small copy in two halves that meet in its attention alone. Raises InputError as `reference_of`.
     """
@@ -336,7 +270,8 @@ def mixing_problem(model_config: PreTrainedConfig) -> str | None:
 @functools.lru_cache(maxsize=64)
 @one_thread()
 def _mixing_problem(keyed: KeyedConfig) -> str | None:
-    reference, model_type = reference_of(keyed), keyed.config.model_type
+    reference = reference_of(keyed)
+    model_type = keyed.config.model_type
     ids_BT = ReferenceWindow.of(reference.config).ids_BT
     window = WindowSpec(ids_BT.shape[1] - 1, document_mask=True)
     found = []

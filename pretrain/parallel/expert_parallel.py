@@ -11,7 +11,6 @@ hold copies of the same ones.
 """
 
 import os
-from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -29,33 +28,24 @@ from transformers.distributed.expert_parallel import (
 
 import pretrain.model.expert_products  # noqa: F401  (experts compute in the precision of the run)
 from pretrain.config import RunConfig
-from pretrain.memory.parts import FP32, Memory, PlannedRun
 from pretrain.model.build import build_meta_model
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.routers import expert_parameters, routers_of
 from pretrain.optim.matrix_exchange import Holders
-from pretrain.optim.optimizers import OptimizerSpec
 from pretrain.parallel.launcher import parallel_size
-from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.model_parallel import ModelParallel, sum_in_place
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import OptimizerBuilder, Strategy, replicated
+from pretrain.parallel.strategy import OptimizerBuilder, Strategy
 from pretrain.parallel.tensor_parallel import AutocastModel, separate_kinds
-
-EXCHANGES = 4
-"""Of rows, in a layer and micro-step: there and back, in both directions."""
 
 
 class ExpertParallel(ModelParallel):
     """The experts of each layer over the processes of a group; several groups hold copies of them."""
 
-    name = "ep"
-    launcher_flag = "ACCELERATE_USE_MEGATRON_LM"  # the only settings for experts that the launcher passes on
     size_variable = "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE"
     size_setting = "megatron_lm_expert_model_parallel_size"
     all_processes = "all"  # of `null` the launcher passes nothing on
-    spans_machines = False
     # Rows are exchanged four times per layer: their processes are neighbours.
     mesh_order = ("data", "model")
     parameter_form = "sharded"
@@ -64,39 +54,8 @@ class ExpertParallel(ModelParallel):
     def __init__(self, precision: str, config: RunConfig | None = None):
         super().__init__(precision, config)
         self.expert_copies = self.data_ranks
-        self.data_rank, self.data_ranks = self.ranks.rank, self.ranks.count
-
-    @classmethod
-    def requested(cls) -> str | None:
-        return super().requested() if cls.size_variable in os.environ else None
-
-    @classmethod
-    def micro_batches(cls, layout: Layout) -> int:
-        return layout.ranks
-
-    @classmethod
-    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-        """As DDP's, with a part of the experts; and the rows of a layer that are underway, if experts share evenly."""
-        work = run.work(sequences, layout.ranks)
-        part = replace(work, sizes=work.sizes.in_parts(layout.per_group))
-        memory = replicated(part, part.update_bytes("whole", layout.ranks), is_ddp=False)
-        rows = work.compute * work.tokens * work.sizes.choices * work.sizes.width
-        return replace(memory, buffers=memory.buffers + 2 * rows)
-
-    @classmethod
-    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
-        """Rows in bf16, then sums of the gradients; nothing to hide behind."""
-        sizes = step.sizes
-        rows = EXCHANGES * 2 * step.micro_steps * step.tokens * sizes.routers * sizes.choices * sizes.width
-        sums = 2 * FP32 * (sizes.total - sizes.experts) * layout.ring
-        sums += 2 * FP32 * sizes.experts / layout.per_group * (layout.groups - 1) / layout.groups
-        return rows * (layout.per_group - 1) / layout.per_group / step.inside + sums / step.across, 0.0
-
-    @classmethod
-    def exchange_seconds(cls, layout: Layout, step: StepTraffic, optimizer: OptimizerSpec) -> float:
-        """Of what every process has; it updates its own experts alone."""
-        whole = type(optimizer)(optimizer.model.in_parts(0))
-        return whole.exchanged_bytes("whole", layout.ranks) / step.across
+        self.data_rank = self.ranks.rank
+        self.data_ranks = self.ranks.count
 
     @classmethod
     def size_problems(cls) -> list[str]:
@@ -109,8 +68,10 @@ class ExpertParallel(ModelParallel):
 
     @classmethod
     def model_problem(cls, model_config: PreTrainedConfig, config: RunConfig, knows_size: bool) -> str | None:
-        model, kind = build_meta_model(model_config), model_config.model_type
-        experts, routers = expert_modules(model), routers_of(model)
+        model = build_meta_model(model_config)
+        kind = model_config.model_type
+        experts = expert_modules(model)
+        routers = routers_of(model)
         counts = {module.num_experts for module in experts.values()}
         names = {f"{name}.{own}" for name, module in experts.items() for own, _ in module.named_parameters()}
         if not counts:
@@ -128,9 +89,6 @@ class ExpertParallel(ModelParallel):
             f"{parallel_size(cls.size_variable)} expert-parallel processes; {', '.join(works)} can be used, as "
             f"{cls.size_setting}"
         )
-
-    def running_layout(self) -> Layout:
-        return replace(super().running_layout(), groups=self.expert_copies)
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
@@ -154,7 +112,7 @@ class ExpertParallel(ModelParallel):
         return True
 
     def combine_gradients(self) -> None:
-        """Those of experts are sums already, over all processes that sent them tokens."""
+        """Averages over processes; gradients of experts are sums already, over the processes that sent them tokens."""
         gradients = [parameter.grad for parameter in self.name_of if parameter.grad is not None]
         whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
         of_experts = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
@@ -174,7 +132,7 @@ class ExpertParallel(ModelParallel):
         return Strategy.copies(self)
 
     def replicas(self) -> list[ReplicaGroup]:
-        """All but the experts, over all processes; experts, over the groups that hold copies of them."""
+        """Returns all but the experts, over all processes; experts, over the groups that hold copies of them."""
         parts = {name: parameter for parameter, name in self.name_of.items() if isinstance(parameter, DTensor)}
         whole = {name: parameter.detach() for parameter, name in self.name_of.items() if name not in parts}
         groups: list[ReplicaGroup] = [(None, whole)]
@@ -187,15 +145,19 @@ class ExchangeOfOwnBatches(AllToAllEP):
     """transformers' exchange where every process has a batch of its own."""
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: None = None):
-        self.experts_forward, self.num_local_experts = experts.forward, experts.num_experts
-        self.ep_mesh, self.tp_mesh = ep_mesh, SimpleNamespace(size=lambda: 1)
+        # Its own __init__ divides the rows of a batch among the ranks of a tensor-parallel mesh.
+        self.experts_forward = experts.forward
+        self.num_local_experts = experts.num_experts
+        self.ep_mesh = ep_mesh
+        self.tp_mesh = SimpleNamespace(size=lambda: 1)
 
 
 EPImplementationInterface.register("own_batches", ExchangeOfOwnBatches)
 
 
 def expert_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """{name: module} of the experts inside that transformers' experts interface runs, (E, ...) in each parameter."""
+    """Returns {name: module} of the experts that transformers' experts interface runs, (E, ...) in each parameter."""
+    # The interface leaves this private attribute on them, and no other sign.
     return {name: inner for name, inner in module.named_modules() if hasattr(inner, "_is_expert_parallel")}
 
 
@@ -204,7 +166,8 @@ def divide_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     sharding = MoEParamShard(Shard(0), shards_expert_dim=True)
     for name in list(experts._parameters):
         sharding.shard_param(experts, name, mesh)
-    experts._is_expert_parallel = False  # no row comes for an expert that is elsewhere, and none has to be masked
+    # The library's switch for masking rows of experts that are elsewhere: no such row comes here.
+    experts._is_expert_parallel = False
     EpDispatchExpertsParallel().install_forward(experts, mesh, tp_mesh=None, ep_implementation="own_batches")
     exchanged = experts.forward
 

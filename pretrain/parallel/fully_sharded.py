@@ -7,7 +7,6 @@ Accelerate starts the processes and reads the launcher's file. It does not wrap 
 head into a group whose hooks run around the head's own forward, and the loss uses the head's weight without one.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,17 +15,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, patch_environment
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak
 from pretrain.model.compile import layers_of
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.gradient_norm import total_norm
-from pretrain.parallel.launcher import environment_flag, replicas_requested
-from pretrain.parallel.layout import Layout, StepTraffic
+from pretrain.parallel.launcher import replicas_requested
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import OptimizerBuilder, Strategy, device_type
 
@@ -39,63 +36,6 @@ class FullySharded(Strategy):
     compilations = ("auto", "none", "regional")  # compiled whole, the graph would break at every hook of a layer
     holds_whole_model = False
 
-    @classmethod
-    def requested(cls) -> str | None:
-        if not environment_flag("ACCELERATE_USE_FSDP"):
-            return None
-        if os.environ.get("FSDP_VERSION", "1") != "2":
-            return "fsdp1"
-        return "hsdp" if replicas_requested() > 1 else "fsdp2"
-
-    @classmethod
-    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
-        """hsdp: a group per machine, or two on one machine."""
-        layout = super().layout(name, ranks, machines)
-        if name != "hsdp":
-            return layout
-        groups = machines if machines > 1 else min(2, ranks)
-        options = f" --parallelism_config_dp_replicate_size {groups}" if groups != 2 else ""  # 2 is what the file says
-        problem = "needs at least two GPUs in each of its groups; use ddp" if ranks < 2 * groups else None
-        return replace(layout, groups=groups, options=options, problem=layout.problem or problem)
-
-    @classmethod
-    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-        """1/shards of everything, and the layers at work whole."""
-        work = run.work(sequences, layout.ranks)
-        sizes, compute, share = work.sizes, work.compute, 1 / layout.per_group
-        act = work.activation_bytes(work.activations_in_bf16, compute, compute * sizes.vocabulary * sizes.width)
-        gradients = FP32 * sizes.total * share
-        resident = gradients if work.accumulates else 0.0
-        if work.accumulates and run.config.batch.reduce_once:  # whole, until the last backward pass has come to them
-            resident, gradients = FP32 * sizes.total, gradients + FP32 * (sizes.root + sizes.layer)
-        root, layer = compute * sizes.root, compute * sizes.layer
-        # A layer is gathered into one flat tensor and copied out of it; the next one is fetched meanwhile. Its
-        # gradients are copied into a flat fp32 tensor, and that of the layer before is still being summed.
-        gathered = 3 * layer
-        reduced = layer + 2 * FP32 * sizes.layer
-        moments = {
-            "loss": (resident, act["loss"], root + layer + FP32 * sizes.layer),
-            "backward": (resident, act["backward"], root + gathered + reduced),
-            "first layer": (gradients, act["first layer"], root + gathered + reduced),
-            "embedding": (gradients, act["embedding"], root + compute * sizes.embedding + FP32 * sizes.root + layer),
-            "update": (FP32 * sizes.total * share, work.update_bytes("sharded", layout.per_group), layer),
-        }
-        return at_peak(moments, FP32 * sizes.total * share, work.optimizer_bytes(share))
-
-    @classmethod
-    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
-        # Weights in bf16 forward and again backward, but for what is beside the layers; gradients in fp32.
-        total = step.sizes.total
-        gathered = 2 * (2 * total - step.sizes.root) * step.micro_steps + FP32 * total * step.reductions
-        if layout.groups == 1:
-            return gathered * layout.ring / step.across, 0.9
-        sums = 2 * FP32 * total / layout.per_group / step.across
-        return gathered * ((layout.per_group - 1) / layout.per_group) / step.inside + sums, 0.9
-
-    @classmethod
-    def reduces_by_choice(cls, name: str, precision: str) -> bool:
-        return True
-
     def make_accelerator(self) -> Accelerator:
         plugin = FullyShardedDataParallelPlugin()
         if device_type() == "cpu":
@@ -103,11 +43,12 @@ class FullySharded(Strategy):
             PartialState(cpu=True)
             if not dist.is_initialized():  # one process
                 dist.init_process_group("gloo")
+            # The public attribute cannot be set.
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         # The mesh is made here: accelerate's own check refuses 2 replicas of 1 shard, which is what two processes are.
-        self.replica_count = replicas_requested()
-        os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
-        accelerator = Accelerator(fsdp_plugin=plugin, step_scheduler_with_optimizer=False)
+        self.replica_count = replicas_requested() if self.name == "hsdp" else 1
+        with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false"):  # its context parallelism drops every mask
+            accelerator = Accelerator(fsdp_plugin=plugin, step_scheduler_with_optimizer=False)
         if not accelerator.is_fsdp2:
             raise RuntimeError(f"FSDP2 was asked for, but accelerate runs {accelerator.distributed_type}")
         return accelerator
@@ -164,10 +105,11 @@ def shard_layers(
 
     Args:
         fill: gives the unit of this name its weights.
-        reshards: whether gathered weights are freed after the forward pass.
+        reshards: if True, gathered weights are freed after the forward pass.
         settings: for fully_shard.
     """
-    causal_lm, inside = model.causal_lm, MixedPrecisionPolicy()
+    causal_lm = model.causal_lm
+    inside = MixedPrecisionPolicy()
     if precision == "bf16":
         # Compute in bf16 on copies of fp32 weights; reduce gradients in fp32 (accelerate's policy would in bf16).
         inside = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -186,13 +128,14 @@ def shard_layers(
 
 
 def reshard_without_backward(model: FSDPModule, *_) -> None:
-    """A forward hook. Weights that stayed for a backward pass which does not come would outlive the next update."""
+    """Frees, as a forward hook, weights that stayed for a backward pass which does not come: they would outlive the
+    next update."""
     if not torch.is_grad_enabled():
         model.reshard()
 
 
 def device_mesh(device: str, replicas: int, processes: int) -> DeviceMesh:
-    """One dimension, over which parameters are sharded; for HSDP a first one over which they are replicated."""
+    """Makes one dimension, over which parameters are sharded; for HSDP a first one over which they are replicated."""
     if replicas == 1:
         return init_device_mesh(device, (processes,), mesh_dim_names=("dp_shard",))
     shape = (replicas, processes // replicas)

@@ -1,4 +1,4 @@
-"""What the launcher asks for: which strategy, and whether its settings contradict the recipe.
+"""Reads the launcher's environment: which strategy it asks for, and which of its settings contradict the recipe.
 
 `accelerate launch --config_file F` passes F on to the processes as environment variables, typos included; so they are
 read and checked here before anything starts.
@@ -13,20 +13,70 @@ from pretrain.files import ROOT
 from pretrain.parallel.launcher_files import command_problems, conflict, deepspeed_problems
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
-"""Our names to accelerate's."""
+"""{the recipe's precision: accelerate's}."""
 
-OF_SEVERAL_PROCESSES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-OF_SEVERAL_PROCESSES += ("ACCELERATE_", "FSDP_")
+FLAGS = {
+    "DEEPSPEED": "ACCELERATE_USE_DEEPSPEED",
+    "FSDP": "ACCELERATE_USE_FSDP",
+    "MEGATRON_LM": "ACCELERATE_USE_MEGATRON_LM",
+}
+"""{distributed_type in a launcher's file: the variable that the launcher sets for it}; MULTI_GPU has none."""
+DIVISIONS = ("cp", "tp", "dp_replicate")
+"""Sizes in parallelism_config. The first that is not 1 is looked up below; a strategy refuses those beside its own."""
+LAUNCHES: dict[tuple[str, str | None], str] = {
+    ("MULTI_GPU", None): "ddp",
+    ("MULTI_GPU", "tp"): "tp",
+    ("FSDP", None): "fsdp2",
+    ("FSDP", "dp_replicate"): "hsdp",
+    ("FSDP", "tp"): "fsdp_tp",
+    ("FSDP", "cp"): "cp",
+    # The launcher passes sizes of pipelines and experts on in Megatron-LM's section alone, which does not run here.
+    ("MEGATRON_LM", "pp"): "pp",
+    ("MEGATRON_LM", "ep"): "ep",
+}
+"""{(distributed_type, the size that the file gives): strategy}. One process of ddp is `single`; DeepSpeed's stage, in
+a JSON of its own, is in the name of its strategy."""
+
+OF_SEVERAL_PROCESSES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
+    *("ACCELERATE_", "FSDP_"),
+)
 """Beginnings of the names by which a process knows that it is one of several."""
 
 
+def launched_strategy() -> str:
+    """Names the strategy that the launcher asks for; a name that is not in STRATEGIES if that does not run."""
+    kinds = [kind for kind, variable in FLAGS.items() if environment_flag(variable)] or ["MULTI_GPU"]
+    size = launched_division(kinds[0])
+    if kinds == ["DEEPSPEED"] and size is None:
+        return f"zero{deepspeed_file().get('zero_optimization', {}).get('stage', 0)}"
+    if kinds == ["FSDP"] and os.environ.get("FSDP_VERSION", "1") != "2":
+        return "fsdp1"
+    if kinds == ["MULTI_GPU"] and size is None and processes_launched() == 1:
+        return "single"
+    unknown = f"{' and '.join(kinds)} with {size}_size" if size else " and ".join(kinds)
+    return LAUNCHES.get((kinds[0], size), unknown) if len(kinds) == 1 else unknown
+
+
+def launched_division(kind: str) -> str | None:
+    """Returns the size that a launcher's file of this distributed_type gives; None if it gives none."""
+    if kind == "MEGATRON_LM":
+        return "ep" if "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE" in os.environ else "pp"
+    if not environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return None
+    given = [name for name in DIVISIONS if os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1") != "1"]
+    if kind == "MULTI_GPU" and not given:
+        return "tp"  # of one process, which TensorParallel refuses in words
+    return given[0] if given else None
+
+
 def environment_alone() -> dict[str, str]:
-    """The environment for a process that this one starts and that does not take part in the training."""
+    """Returns the environment for a process that this one starts and that does not take part in the training."""
     return {name: value for name, value in os.environ.items() if not name.startswith(OF_SEVERAL_PROCESSES)}
 
 
 def python_path() -> str:
-    """PYTHONPATH for a process that runs a module of this package, wherever it starts."""
+    """Returns the PYTHONPATH for a process that runs a module of this project, wherever it starts."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
@@ -35,19 +85,19 @@ def environment_flag(name: str) -> bool:
 
 
 def processes_launched() -> int:
-    """How many processes the launcher started, over all machines."""
+    """Returns how many processes the launcher started, over all machines."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def replicas_requested() -> int:
-    """Over how many groups of processes a sharded model is replicated; 1 unless the launcher's file is for HSDP."""
+    """Returns over how many groups of processes a sharded model is replicated; 1 unless the file is for HSDP."""
     if not environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return 1
     return int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
 
 
 def deepspeed_file() -> dict:
-    """What the DeepSpeed JSON says that the launcher's file names; {} where it cannot be read."""
+    """Reads the DeepSpeed JSON that the launcher's file names; {} where it cannot be read."""
     try:
         return json.loads(Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text(encoding="utf-8"))
     except (KeyError, OSError, ValueError):
@@ -55,7 +105,7 @@ def deepspeed_file() -> dict:
 
 
 def parallel_size(variable: str) -> int:
-    """Processes that share one model, as the launcher says in this variable; all of them for null and all.
+    """Returns the processes that share one model, by this variable of the launcher; all of them for null and all.
 
     Raises ValueError for anything but these and a number that is at least 1.
     """
@@ -67,7 +117,7 @@ def parallel_size(variable: str) -> int:
 
 
 def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[str]:
-    """Settings of the launcher that contradict the recipe, or that this project does not run."""
+    """Returns messages for settings of the launcher that contradict the recipe, or that this project does not run."""
     problems = []
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", PRECISIONS[precision]):
@@ -93,7 +143,7 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
 
 
 def replica_problems(processes: int) -> list[str]:
-    """What is wrong with HSDP's numbers of groups and of processes in each, as the launcher passes them on."""
+    """Returns what is wrong with HSDP's numbers of groups and of processes in each, as the launcher passes them on."""
     replicas = replicas_requested()
     shards = os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "None") if replicas > 1 else "None"
     if processes % replicas:

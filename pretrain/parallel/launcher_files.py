@@ -13,7 +13,6 @@ import yaml
 
 from pretrain.config import RunConfig
 from pretrain.errors import did_you_mean
-from pretrain.files import ROOT
 
 FROM_RECIPE = {
     "train_batch_size": "batch.tokens_per_step",
@@ -145,12 +144,6 @@ def deepspeed_problems(path: str | None, config: RunConfig) -> list[str]:
         if key not in AIO_KEYS
     ]
     return problems + zero_problems(name, settings.get("zero_optimization"))
-
-
-def shipped_deepspeed(name: str) -> dict[str, Any]:
-    """The DeepSpeed JSON that a file in accelerate_configs/ names."""
-    launcher = yaml.safe_load((ROOT / f"accelerate_configs/{name}.yaml").read_text(encoding="utf-8"))
-    return json.loads((ROOT / launcher["deepspeed_config"]["deepspeed_config_file"]).read_text(encoding="utf-8"))
 
 
 def zero_problems(name: str, settings: Any) -> list[str]:

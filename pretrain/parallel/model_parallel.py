@@ -1,4 +1,4 @@
-"""What pipeline, tensor and expert parallel have in common: processes that share one model, and copies of the group.
+"""The base of pipeline, tensor and expert parallel: processes that share one model, and copies of their group.
 
 The processes form a mesh, data x model: those along `model` hold one model together and see the same data (each its
 own under expert parallel), those along `data` hold the same part of it and see different data.
@@ -7,7 +7,6 @@ own under expert parallel), those along `data` hold the same part of it and see 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -24,8 +23,7 @@ from pretrain.model.build import build_meta_model
 from pretrain.model.routers import routers_of
 from pretrain.optim.gradient_norm import total_norm
 from pretrain.optim.matrix_exchange import Holders
-from pretrain.parallel.launcher import environment_flag, parallel_size, processes_launched
-from pretrain.parallel.layout import Layout
+from pretrain.parallel.launcher import FLAGS, parallel_size, processes_launched
 from pretrain.parallel.strategy import Strategy
 
 
@@ -37,18 +35,12 @@ class ModelParallel(Strategy, ABC):
     holds_whole_model = False
     experts_problem: ClassVar[str | None]
     """Why mixtures of experts do not run; None: they do."""
-    name: str
-    """In STRATEGIES."""
-    launcher_flag: ClassVar[str]
-    """Environment variable by which the launcher asks for this strategy."""
     size_variable: ClassVar[str]
     """Environment variable in which the launcher passes on how many processes share a model."""
     size_setting: ClassVar[str]
-    """What that is called in the launcher's file."""
+    """Name of that in the launcher's file."""
     all_processes: ClassVar[str] = "null"
-    """What stands there for as many as there are."""
-    spans_machines: ClassVar[bool]
-    """Whether processes that share a model communicate little enough to be on several machines, in a plan."""
+    """Word that stands there for as many as there are."""
     mesh_order: ClassVar[tuple[str, str]]
     """Dimensions of the mesh, the last being that of neighbouring processes, whose link is the fastest."""
 
@@ -59,32 +51,21 @@ class ModelParallel(Strategy, ABC):
         mesh = init_device_mesh(
             self.device.type, tuple(sizes[name] for name in self.mesh_order), mesh_dim_names=self.mesh_order
         )
-        self.model_mesh, self.model_group = mesh["model"], mesh.get_group("model")
-        self.data_mesh, self.data_group = mesh["data"], mesh.get_group("data")
+        self.model_mesh = mesh["model"]
+        self.model_group = mesh.get_group("model")
+        self.data_mesh = mesh["data"]
+        self.data_group = mesh.get_group("data")
         self.model_rank: int = mesh.get_local_rank("model")
-        self.data_rank, self.data_ranks = mesh.get_local_rank("data"), sizes["data"]
+        self.data_rank = mesh.get_local_rank("data")
+        self.data_ranks = sizes["data"]
         self.ranks_of_mesh: torch.Tensor = mesh.mesh
         self.micro_steps = 0
-        """Taken since the last update."""
-
-    @classmethod
-    def requested(cls) -> str | None:
-        # HSDP's sizes come under the flag of tensor parallelism.
-        is_requested = environment_flag(cls.launcher_flag) and not environment_flag("ACCELERATE_USE_FSDP")
-        return cls.name if is_requested else None
-
-    @classmethod
-    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
-        """All processes share one model, or those of a machine do."""
-        groups = 1 if cls.spans_machines else machines
-        environment = {cls.launcher_flag: "true", cls.size_variable: str(ranks // groups)}
-        options = f" --{cls.size_setting} {ranks // groups}" if groups > 1 else ""
-        layout = super().layout(name, ranks, machines)
-        return replace(layout, groups=groups, environment=environment, options=options)
+        """Micro-steps since the last update."""
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
-        problems, of_size = super().problems(config, name), cls.size_problems()
+        problems = super().problems(config, name)
+        of_size = cls.size_problems()
         try:
             model_config = planned_model_config(config)
             if cls.experts_problem and routers_of(build_meta_model(model_config)):
@@ -101,11 +82,14 @@ class ModelParallel(Strategy, ABC):
     @classmethod
     @abstractmethod
     def model_problem(cls, model_config: PreTrainedConfig, config: RunConfig, knows_size: bool) -> str | None:
-        """Why this model cannot be divided; knows_size: whether the launcher's number of processes is in order."""
+        """Returns why this model cannot be divided.
+
+        knows_size: False if the launcher's number of processes is out of order.
+        """
 
     @classmethod
     def size_problems(cls) -> list[str]:
-        """What is wrong with the number of processes that are to share a model."""
+        """Returns what is wrong with the number of processes that are to share a model."""
         launched = processes_launched()
         works = [str(size) for size in range(2, launched + 1) if launched % size == 0]
         remedy = "another strategy, or --num_processes 2"
@@ -121,31 +105,32 @@ class ModelParallel(Strategy, ABC):
 
     def make_accelerator(self) -> Accelerator:
         # To accelerate these are plain processes: the parallelism is not Megatron-LM's nor transformers'.
-        with patch_environment(**{self.launcher_flag: "false"}):
+        flags = (FLAGS["MEGATRON_LM"], FLAGS["FSDP"], "ACCELERATE_USE_PARALLELISM_CONFIG")
+        with patch_environment(**dict.fromkeys(flags, "false")):
             return super().make_accelerator()
 
     @property
     def reports_loss(self) -> bool:
-        """Whether this process is the one of its group whose figures count, so that no data is counted twice."""
+        """True of the one process of a group whose figures count, so that no data is counted twice."""
         return self.model_rank == 0
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the groups, each of which sees different data, on all ranks."""
+        """Sums over the groups, each of which sees different data, on all ranks."""
         return super().sum(tensor if self.reports_loss else torch.zeros_like(tensor))
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
-        """Around the forward and backward of a micro-step; gradients are exchanged in `update`."""
+        """Goes around the forward and backward of a micro-step; gradients are exchanged in `update`."""
         self.micro_steps += 1
         yield
 
     @abstractmethod
     def combine_gradients(self) -> None:
-        """Makes every gradient that of the whole batch: what is called before they are measured."""
+        """Makes every gradient that of the whole batch, before they are measured."""
 
     @abstractmethod
     def local_gradients(self) -> list[tuple[torch.Tensor, bool]]:
-        """(this process's part of a gradient, whether it counts in the sum over the group) of each parameter."""
+        """Returns (this process's part of a gradient, True if it counts in the group's sum) of each parameter."""
 
     def gradient_norm(self) -> torch.Tensor:
         self.combine_gradients()

@@ -4,7 +4,6 @@ The schedules are torch.distributed.pipelining's. One call of the model runs a w
 the loop stays what it is. See docs/strategies.md.
 """
 
-import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,11 +18,9 @@ from transformers import PreTrainedConfig
 
 from pretrain.config import Pipeline, RunConfig
 from pretrain.hardware import seed_dropout
-from pretrain.memory.parts import FP32, Memory, PlannedRun, at_peak, loss_bytes
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.parallel.launcher import parallel_size
-from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.model_parallel import ModelParallel
 from pretrain.parallel.pipeline_stages import (
     Stage,
@@ -49,7 +46,7 @@ class StageLayout:
     """Gradients of inputs and of weights are computed apart, which fills the waiting time (arXiv 2401.10241)."""
 
     def owners(self, ranks: int) -> list[int]:
-        """The rank, within the pipeline, of each stage."""
+        """Returns the rank, within the pipeline, of each stage."""
         if self.is_v:
             return [*range(ranks), *reversed(range(ranks))]
         return [stage % ranks for stage in range(ranks * self.stages_per_rank)]
@@ -90,13 +87,16 @@ class PipelineModel(nn.Module):
         super().__init__()
         self.stages = nn.ModuleList(stages.values())
         self.numbered = stages
-        self.owners, self.schedule_name = owners, settings.schedule
+        self.owners = owners
+        self.schedule_name = settings.schedule
         self.microbatches = len(owners) * settings.microbatch_scale
-        """Into how many a micro-batch is split."""
-        self.hidden_size, self.group, self.device = hidden_size, group, device
+        """Pipeline microbatches into which a micro-batch is split."""
+        self.hidden_size = hidden_size
+        self.group = group
+        self.device = device
         self.rank = dist.get_rank(group)
         self.schedules: dict[tuple[int, ...], Any] = {}
-        """torch's schedule by the shape (B, T) that its buffers are for."""
+        """torch's schedules by the shape (B, T) of their buffers."""
 
     @property
     def last_stage(self) -> Stage | None:
@@ -136,7 +136,7 @@ class PipelineModel(nn.Module):
         self.schedules[shape].step(*inputs, target=target, return_outputs=False, number=numbers)
 
     def build_schedule(self, batch: int, length: int) -> Any:
-        """torch's schedule for micro-batches of this shape. Shapes are stated, so that none has to be tried out."""
+        """Builds torch's schedule for micro-batches of this shape: stated, it does not have to be tried out."""
         rows = batch // self.microbatches
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
         hidden = torch.empty(rows, length, self.hidden_size, device="meta", requires_grad=True)
@@ -161,7 +161,7 @@ class PipelineModel(nn.Module):
         )
 
     def run_forward(self, input_ids_BT: Tensor) -> None:
-        """Every microbatch through every stage; at each tick a stage takes the one after that of its last tick."""
+        """Sends every microbatch through every stage; at each tick a stage takes the one after its last one."""
         ids = input_ids_BT.chunk(self.microbatches)
         last = len(self.owners) - 1
         arrived: dict[tuple[int, int], Tensor] = {}
@@ -192,7 +192,7 @@ class PipelineModel(nn.Module):
 
 
 def output_as_loss(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage has computed the loss already; torch's schedules want a function that does."""
+    """Returns the last stage's output, which is the loss already; torch's schedules want a function for it."""
     return output
 
 
@@ -216,12 +216,9 @@ class StagedTensors(TensorGroup):
 class PipelineParallel(ModelParallel):
     """Stages of the model on different processes; several pipelines share the data."""
 
-    name = "pp"
-    launcher_flag = "ACCELERATE_USE_MEGATRON_LM"  # the only settings for pipelines that the launcher passes on
     size_variable = "MEGATRON_LM_PP_DEGREE"
     size_setting = "megatron_lm_pp_degree"
     experts_problem = "the loads that balance experts are counted by micro-step, not by microbatch of a stage"
-    spans_machines = True
     # Stages exchange little, copies of a stage all its gradients: those are neighbours.
     mesh_order = ("model", "data")
     parameter_form = "stage"
@@ -237,59 +234,15 @@ class PipelineParallel(ModelParallel):
         return STAGE_LAYOUTS[config.pipeline.schedule].stages_per_rank * config.pipeline.microbatch_scale
 
     @classmethod
-    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-        """The process that needs most is either the first, with the embedding, or the last, with head and loss."""
-        settings, ranks = run.config.pipeline, layout.per_group
-        work = run.work(sequences, layout.ranks, cls.parts_of_micro_batch(run.config))  # of one pipeline microbatch
-        sizes, act, schedule = work.sizes, work.activations, STAGE_LAYOUTS[settings.schedule]
-        stages = len(schedule.owners(ranks))
-        microbatches = stages * settings.microbatch_scale
-        layers = math.ceil(sizes.layers / ranks)
-        kept_layers = sizes.layers / stages * microbatches * schedule.stages_per_rank  # of all microbatches at once
-        in_flight = {"1F1B": ranks, "Interleaved1F1B": (3 * ranks - 1) / 2 * schedule.stages_per_rank / 2}
-        if settings.schedule in in_flight:
-            kept_layers = min(kept_layers, layers * in_flight[settings.schedule])
-        kept = act.outside(work.sequences) * microbatches + kept_layers * act.per_layer(work.sequences)
-        loss = loss_bytes(work, work.parameter_bytes, act.hidden(work.sequences))
-        first = layers * sizes.layer + sizes.embedding
-        last = layers * sizes.layer + (sizes.head or sizes.embedding)
-        both = last + (sizes.embedding if sizes.head else 0)
-        # Hidden states travel in fp32: what arrives and what leaves, for every microbatch under way.
-        travelling = 2 * FP32 * microbatches * work.tokens * sizes.width
-        ends = {
-            "backward": (first, kept + act.backward(work.sequences)),
-            "loss": (both if schedule.is_v else last, (kept if schedule.is_v else kept / 2) + loss),
-        }
-        found = []
-        for moment, (elements, activations) in ends.items():
-            moments = {moment: (FP32 * elements, activations), "update": (FP32 * elements, work.update_bytes("stage"))}
-            share = elements / sizes.total
-            found.append(at_peak(moments, FP32 * elements, work.optimizer_bytes(share), travelling))
-        return max(found, key=lambda memory: memory.total)
-
-    @classmethod
-    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
-        """Next to nothing: hidden states between neighbours."""
-        return 0.0, 0.0
-
-    @classmethod
-    def idle(cls, config: RunConfig, layout: Layout) -> float:
-        """The bubble (Narayanan et al., arXiv 2104.04473)."""
-        stages = STAGE_LAYOUTS[config.pipeline.schedule]
-        if stages.splits_backward:
-            return 0.0
-        microbatches = len(stages.owners(layout.per_group)) * config.pipeline.microbatch_scale
-        return (layout.per_group - 1) / (microbatches * stages.stages_per_rank)
-
-    @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
-        problems, name = super().problems(config, name), config.pipeline.schedule
-        schedule = STAGE_LAYOUTS[name]
+        problems = super().problems(config, name)
+        schedule = STAGE_LAYOUTS[config.pipeline.schedule]
         if schedule.splits_backward and config.activation_checkpointing != "none":
             others = ", ".join(other for other in STAGE_LAYOUTS if not STAGE_LAYOUTS[other].splits_backward)
             problems.append(
                 f"activation_checkpointing: {config.activation_checkpointing} does not run with pipeline.schedule "
-                f"{name}, which computes the gradients of inputs and of weights apart; use none, or one of {others}"
+                f"{config.pipeline.schedule}, which computes the gradients of inputs and of weights apart; use none, "
+                f"or one of {others}"
             )
         if config.attention == "flex_attention":
             problems.append("attention: flex_attention does not run under a pipeline; use auto")
@@ -301,7 +254,8 @@ class PipelineParallel(ModelParallel):
             return problem
         if not knows_size:
             return None
-        ranks, name = parallel_size(cls.size_variable), config.pipeline.schedule
+        ranks = parallel_size(cls.size_variable)
+        name = config.pipeline.schedule
         return layer_problem(model_config, len(STAGE_LAYOUTS[name].owners(ranks)), ranks, name)
 
     @property
@@ -337,9 +291,11 @@ class PipelineParallel(ModelParallel):
         return self.model
 
     def group_of_tied_head(self) -> dist.ProcessGroup | None:
-        """The processes of the first and the last stage, where they hold copies of one matrix; on them alone."""
-        head, embedding = self.causal_lm.get_output_embeddings(), self.causal_lm.get_input_embeddings()
-        first, last = self.owners[0], self.owners[-1]
+        """Returns the processes of the first and the last stage, on them alone, if they hold copies of one matrix."""
+        head = self.causal_lm.get_output_embeddings()
+        embedding = self.causal_lm.get_input_embeddings()
+        first = self.owners[0]
+        last = self.owners[-1]
         if head.weight is not embedding.weight or first == last:
             return None
         # Every process has to take part in making every group.
@@ -348,7 +304,7 @@ class PipelineParallel(ModelParallel):
         return group if self.model_rank in (first, last) else None
 
     def backward(self, loss: Tensor) -> None:
-        """Nothing is left to do: the call of the model has left the gradients behind."""
+        """Does nothing: the call of the model has left the gradients behind."""
 
     def combine_gradients(self) -> None:
         gradients = [parameter.grad for parameter in self.name_of if parameter.grad is not None]
@@ -372,7 +328,7 @@ class PipelineParallel(ModelParallel):
         return self.staged(super().average_tensors().tensors)
 
     def staged(self, mine: dict[str, Tensor]) -> StagedTensors:
-        """The tensors of all stages, of which this process has these; in the whole model's order on every rank."""
+        """Returns the tensors of all stages, of which this process has `mine`, in the whole model's order."""
         facts = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in mine.items()}
         facts_of_rank: list[dict] = [{} for _ in range(self.model_ranks)]
         dist.all_gather_object(facts_of_rank, facts, group=self.model_group)
@@ -383,7 +339,7 @@ class PipelineParallel(ModelParallel):
         return StagedTensors(shapes, dtypes, mine, owners, self.model_group, self.device)
 
     def place_of(self, name: str) -> tuple[int, str]:
-        """Where a tensor stands: parameters and their optimizer state in the model's order, buffers after them."""
+        """Returns a tensor's place: parameters and their optimizer state in the model's order, buffers after them."""
         parameter = name if name in self.parameter_order else name.rpartition(".")[0]
         return self.parameter_order.get(parameter, len(self.parameter_order)), name
 
@@ -393,7 +349,7 @@ class PipelineParallel(ModelParallel):
         super().load(model, {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine})
 
     def replicas(self) -> list[ReplicaGroup]:
-        """A stage, over the pipelines; a tied embedding, over the first and the last stage."""
+        """Returns a stage, over the pipelines; a tied embedding, over the first and the last stage."""
         groups: list[ReplicaGroup] = []
         if self.data_ranks > 1:
             groups.append((self.data_group, {name: parameter for parameter, name in self.name_of.items()}))

@@ -1,4 +1,4 @@
-"""Every strategy by name, and the choice of the one that the launcher asks for."""
+"""Every strategy by name, and the making of the one that the launcher asks for."""
 
 import os
 
@@ -6,10 +6,10 @@ from pretrain.config import Data, RunConfig
 from pretrain.data.dispatch import believe, describe_shards
 from pretrain.data.shards import FOUND
 from pretrain.errors import InputError
-from pretrain.parallel.context_parallel import ContextParallel
+from pretrain.parallel.context_parallel import ContextParallel, parts_requested
 from pretrain.parallel.expert_parallel import ExpertParallel
 from pretrain.parallel.fully_sharded import FullySharded
-from pretrain.parallel.launcher import launcher_problems, processes_launched
+from pretrain.parallel.launcher import launched_strategy, launcher_problems, parallel_size, processes_launched
 from pretrain.parallel.pipeline import PipelineParallel
 from pretrain.parallel.rendezvous import told_by_first
 from pretrain.parallel.strategy import Strategy, resolve_precision
@@ -35,21 +35,24 @@ STRATEGIES: dict[str, type[Strategy]] = {
 """{file in accelerate_configs/: class}, simplest first, which is the order in which a plan lists them."""
 
 
-def requested_strategy() -> tuple[str, type[Strategy]]:
-    """(name, class) that the launcher's environment asks for; the name is not in STRATEGIES where it does not run."""
-    # The last that recognises the environment: the first ones are content with any.
-    claims = [(name, strategy) for strategy in dict.fromkeys(STRATEGIES.values()) if (name := strategy.requested())]
-    return claims[-1]
-
-
 def micro_batches_launched() -> int:
-    """How many micro-batches the processes that were launched take together in a micro-step."""
-    name, strategy = requested_strategy()
-    return strategy.micro_batches(strategy.launched_layout(name))
+    """Returns how many micro-batches the processes that were launched take together in a micro-step."""
+    name = launched_strategy()
+    try:
+        sharing = parallel_size(TensorParallel.size_variable) if name in ("tp", "fsdp_tp") else 1
+        sharing = parts_requested() if name == "cp" else sharing
+    except ValueError:  # which the strategy's own check refuses
+        sharing = 1
+    return max(1, processes_launched() // sharing)
+
+
+def parts_of_micro_batch(config: RunConfig) -> int:
+    """Returns what batch.sequences_per_micro_batch has to be a multiple of under the strategy that was launched."""
+    return STRATEGIES.get(launched_strategy(), Strategy).parts_of_micro_batch(config)
 
 
 def make_strategy(config: RunConfig) -> Strategy:
-    """The strategy that the launcher asks for, ready to prepare a model. Raises InputError as `strategy_class`."""
+    """Makes the strategy that the launcher asks for. Raises InputError as `strategy_class`."""
     strategy = strategy_class(config)(resolve_precision(config.precision), config)
     if config.data.dispatch_batches:
         strategy.dispatch_batches()
@@ -57,23 +60,23 @@ def make_strategy(config: RunConfig) -> Strategy:
 
 
 def share_shards(data: Data) -> None:
-    """With data.dispatch_batches the first process says what is in the shards, before anything else opens them."""
+    """Makes the first process say what is in the shards, before anything opens them, if it reads for all."""
     FOUND.clear()
     if data.dispatch_batches and processes_launched() > 1:
-        description = told_by_first(lambda: describe_shards(data))
+        description = told_by_first("shards", lambda: describe_shards(data))
         if os.environ["RANK"] != "0":
             believe(description)
 
 
 def strategy_class(config: RunConfig) -> type[Strategy]:
-    """The class of the strategy that the launcher asks for.
+    """Returns the class of the strategy that the launcher asks for.
 
     Raises InputError with everything in the launcher's settings that contradicts the recipe or cannot run.
     """
-    name, strategy = requested_strategy()
+    name = launched_strategy()
     problems = launcher_problems(config, resolve_precision(config.precision), name)
     if name in STRATEGIES:
-        problems += strategy.problems(config, name)
+        problems += STRATEGIES[name].problems(config, name)
     elif not problems:
         problems.append(
             f"launcher: {name} is not among the strategies that run: {', '.join(STRATEGIES)}; take a file of "
@@ -81,13 +84,13 @@ def strategy_class(config: RunConfig) -> type[Strategy]:
         )
     if problems:
         raise InputError(*problems)
-    return strategy
+    return STRATEGIES[name]
 
 
 def evaluation_strategy() -> Strategy:
-    """The strategy for scripts that train nothing: whole models on every process. Raises InputError for any other."""
-    name, strategy = requested_strategy()
-    if strategy is not Strategy:
+    """Makes the strategy of scripts that train nothing: whole models on every process; InputError for any other."""
+    name = launched_strategy()
+    if name not in ("single", "ddp"):
         raise InputError(
             f"launcher: {name} is for training; use accelerate_configs/single.yaml or ddp.yaml here: a "
             "checkpoint of any strategy can be read under them"

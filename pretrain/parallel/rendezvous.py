@@ -1,11 +1,11 @@
-"""Where the processes of a group meet, and which network they use.
+"""Lets the processes of a group find each other: the store where they meet, and the network that they use.
 
 torch's launcher gives every restart the store of the first attempt, in which its static rendezvous, the one of our
 launcher files, leaves the addresses of the processes that have died: the new ones would wait for them and fail.
 """
 
+import functools
 import ipaddress
-import itertools
 import os
 import socket
 import sys
@@ -17,15 +17,21 @@ from torch.distributed import TCPStore
 
 from pretrain.errors import InputError
 
-OWN: list[TCPStore] = []
-"""The store that this process hosts, kept for as long as it lives."""
 INTERFACE_SETTINGS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """NCCL takes a name as the beginning of one, unless it follows '='."""
 PATIENCE = timedelta(minutes=5)
-"""How long processes wait for the first one, which may be on another machine."""
+"""Time for which processes wait for the first one, which may be on another machine."""
 READING = timedelta(hours=1)
-"""How long for what it has to read first."""
-_TOLD = itertools.count()
+"""Time that it may take to read what it tells."""
+
+
+@functools.cache
+def host_store(address: str, port: int) -> TCPStore:
+    """Hosts a store at this port, any if it is 0, and keeps it for as long as this process lives.
+
+    A store that torch opens here at the same port is the same server.
+    """
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 def meet_afresh() -> None:
@@ -39,24 +45,24 @@ def meet_afresh() -> None:
     launchers = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=PATIENCE)
     key = f"port-of-attempt-{attempt}"
     if os.environ["RANK"] == "0":
-        # Hosted from here on, so that nobody takes the port meanwhile; what torch opens then is the same server.
-        OWN[:] = [TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False, multi_tenant=True)]
-        launchers.set(key, str(OWN[0].port))
+        # Hosted from here on, so that nobody takes the port meanwhile.
+        launchers.set(key, str(host_store(os.environ["MASTER_ADDR"], 0).port))
     os.environ["MASTER_PORT"] = launchers.get(key).decode()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
 
-def told_by_first(text: Callable[[], str]) -> str:
-    """What `text` returns in the first process, in all that were launched, before they form a group.
+def told_by_first(subject: str, text: Callable[[], str]) -> str:
+    """Returns what `text` returns in the first process to all that were launched, before they form a group.
 
-    All call, in the same order.
+    All call, once for each subject.
     """
-    address, port, agents = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), "TORCHELASTIC_USE_AGENT_STORE"
-    is_first, is_launchers = os.environ["RANK"] == "0", os.environ.get(agents) == "True"
-    if is_first and not is_launchers and not OWN:  # torch takes this one when it opens its own
-        OWN[:] = [TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)]
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    is_first = os.environ["RANK"] == "0"
+    if is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # nobody hosts one yet
+        host_store(address, port)
     store = TCPStore(address, port, is_master=False, timeout=PATIENCE)
-    key = f"told-by-first-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{next(_TOLD)}"
+    key = f"told-by-first-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{subject}"
     if is_first:
         store.set(key, text())
     store.wait([key], READING)
@@ -64,7 +70,7 @@ def told_by_first(text: Callable[[], str]) -> str:
 
 
 def choose_interface() -> None:
-    """Where several machines take part: gloo and NCCL use the interface of the route to the main address.
+    """Makes gloo and NCCL use the interface of the route to the main address, where several machines take part.
 
     Left alone, gloo advertises the address that the host's own name resolves to, on many systems 127.0.1.1, and NCCL
     that of the first interface, which may be a bridge of containers: the others then hang. Sets GLOO_SOCKET_IFNAME and
@@ -98,7 +104,7 @@ def choose_interface() -> None:
 
 
 def own_name_is_loopback() -> bool:
-    """Whether this host's name resolves to no address that another machine could use."""
+    """Returns True if this host's name resolves to no address that another machine could use."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}
     except OSError:
@@ -111,7 +117,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interfaces_by_address() -> dict[str, str]:
-    """{IP address: interface} of this machine's interfaces that are up."""
+    """Returns {IP address: interface} of this machine's interfaces that are up."""
     import psutil
 
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
@@ -124,7 +130,7 @@ def interfaces_by_address() -> dict[str, str]:
 
 
 def local_address_towards(host: str) -> str | None:
-    """This machine's address on the route to another; None if there is none but loopback. Sends nothing."""
+    """Returns this machine's address on the route to another; None if there is none but loopback. Sends nothing."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as udp, suppress(OSError):

@@ -7,21 +7,17 @@ columns needs nothing from the other processes, the one by rows after it one sum
 1909.08053). Embedding, head and norms stay whole on every process; each computes the loss of its part of the tokens.
 """
 
-import copy
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate import Accelerator
-from accelerate.utils import patch_environment
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -29,18 +25,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.config import RunConfig
-from pretrain.memory.parts import FP32, Memory, PlannedRun
 from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.inputs import IGNORED
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.matrix_exchange import Holders
-from pretrain.optim.optimizers import OptimizerSpec
-from pretrain.parallel.fully_sharded import FullySharded, shard_layers
+from pretrain.parallel.fully_sharded import shard_layers
 from pretrain.parallel.launcher import environment_flag, parallel_size, processes_launched
-from pretrain.parallel.layout import Layout, StepTraffic
 from pretrain.parallel.model_parallel import ModelParallel, sum_in_place
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import OptimizerBuilder, replicated
+from pretrain.parallel.strategy import OptimizerBuilder
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 SUMMED = "replicated_with_grad_allreduce"
@@ -48,17 +41,17 @@ SUMMED = "replicated_with_grad_allreduce"
 
 
 def tensor_plan_of(model_config: Any) -> dict[str, str]:
-    """The model's plan, {pattern of a module's name in the base model: style}; empty where it has none."""
+    """Returns the model's plan, {pattern of a module's name in the base model: style}; empty where it has none."""
     return dict(getattr(model_config, "base_model_tp_plan", None) or {})
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:
-    """The style for the module of this name; `*` in a pattern stands for a layer's number."""
+    """Returns the style for the module of this name; `*` in a pattern stands for a layer's number."""
     return next((style for pattern, style in plan.items() if re.fullmatch(pattern.replace("*", r"\d+"), name)), None)
 
 
 def plan_problem(model_config: Any, size: int) -> str | None:
-    """Why this model cannot be split over `size` processes, with what works; None if it can."""
+    """Returns why this model cannot be split over `size` processes, with what works; None if it can."""
     plan = tensor_plan_of(model_config)
     unknown = sorted(set(plan.values()) - {*STYLES, SUMMED})
     if not plan or unknown:
@@ -67,9 +60,12 @@ def plan_problem(model_config: Any, size: int) -> str | None:
             f"model: {model_config.model_type} {reason}; use pp or fsdp2, or an architecture whose plan is of colwise "
             "and rowwise alone, such as llama, qwen3, mistral, deepone"
         )
-    heads, key_value_heads = model_config.num_attention_heads, getattr(model_config, "num_key_value_heads", None)
-    dimensions = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads or heads}
-    dimensions["intermediate_size"] = model_config.intermediate_size
+    heads = model_config.num_attention_heads
+    dimensions = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(model_config, "num_key_value_heads", None) or heads,
+        "intermediate_size": model_config.intermediate_size,
+    }
     if any(value % size for value in dimensions.values()):
         works = [str(n) for n in range(2, heads + 1) if all(value % n == 0 for value in dimensions.values())]
         shape = ", ".join(f"{name} {value}" for name, value in dimensions.items())
@@ -83,32 +79,12 @@ def plan_problem(model_config: Any, size: int) -> str | None:
 class TensorParallel(ModelParallel):
     """Every layer on all processes of a group, a slice on each; several groups share the data."""
 
-    name = "tp"
-    launcher_flag = "ACCELERATE_USE_PARALLELISM_CONFIG"
     size_variable = "PARALLELISM_CONFIG_TP_SIZE"
     size_setting = "parallelism_config_tp_size"
-    spans_machines = False
     experts_problem = "torch's parallelize_module does not split the matrices of stacked experts"
     # Slices are summed twice per layer, in both directions: their processes are neighbours.
     mesh_order = ("data", "model")
     parameter_form = "pieces"
-
-    @classmethod
-    def micro_batches(cls, layout: Layout) -> int:
-        return layout.groups
-
-    @classmethod
-    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-        part = replace(run, model_config=sliced(run.model_config, layout.per_group))
-        update_bytes = run.work(sequences, layout.groups).update_bytes("pieces", layout.per_group)
-        return replicated(part.work(sequences, layout.groups), update_bytes, is_ddp=False)
-
-    @classmethod
-    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
-        """Two sums of the hidden states forward, two backward, nothing to hide behind."""
-        sizes = step.sizes
-        seconds = 4 * sizes.layers * step.micro_steps * step.tokens * sizes.width * 2 * 2 * layout.ring / step.inside
-        return seconds + (2 * FP32 * sizes.total * layout.ring / step.across if layout.groups > 1 else 0.0), 0.0
 
     @classmethod
     def model_problem(cls, model_config: PreTrainedConfig, config: RunConfig, knows_size: bool) -> str | None:
@@ -133,13 +109,14 @@ class TensorParallel(ModelParallel):
 
     def _make_optimizer(self, model: LanguageModelLoss, build_optimizer: OptimizerBuilder) -> None:
         optimizer = separate_kinds(self.optimizer_of_parameters(build_optimizer))
-        plan, prefix = tensor_plan_of(self.causal_lm.config), f"{self.causal_lm.base_model_prefix}."
+        plan = tensor_plan_of(self.causal_lm.config)
+        prefix = f"{self.causal_lm.base_model_prefix}."
         self.summed = {
             parameter
             for parameter, name in self.name_of.items()
             if style_of(name.removeprefix(prefix).rpartition(".")[0], plan) == SUMMED
         }
-        """Whole on each process, with a gradient of its own work alone."""
+        """Parameters that are whole on each process, with a gradient of its own work alone."""
         if model.from_hidden_states:
             self.summed.update(self.causal_lm.get_output_embeddings().parameters())
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
@@ -149,7 +126,7 @@ class TensorParallel(ModelParallel):
         self.average_over_data([gradient for gradient, _ in self.local_gradients()])
 
     def sum_whole_gradients(self) -> None:
-        """Over the processes of a group, of what each has whole."""
+        """Sums over the processes of a group the gradients of what each has whole."""
         gradients = {p: p.grad for p in self.name_of if p.grad is not None}
         whole = {
             parameter: gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -170,7 +147,7 @@ class TensorParallel(ModelParallel):
         ]
 
     def replicas(self) -> list[ReplicaGroup]:
-        """What is not split, over the processes that share the layers; everything, over the groups of those."""
+        """Returns what is not split, over the processes that share the layers; everything, over their groups."""
         parts = {n: p.to_local() if isinstance(p, DTensor) else p for p, n in self.name_of.items()}
         split_names = {n for p, n in self.name_of.items() if isinstance(p, DTensor) and is_split(p)}
         groups = [(self.model_group, {name: part for name, part in parts.items() if name not in split_names})]
@@ -180,46 +157,7 @@ class TensorParallel(ModelParallel):
 class ShardedTensorParallel(TensorParallel):
     """Tensor parallel in groups of processes, and over the groups FSDP2: no two processes hold the same matrix."""
 
-    name = "fsdp_tp"
     parameter_form = "tiles"  # DTensors of two dimensions, where an exchange of whole matrices knows one
-
-    @classmethod
-    def requested(cls) -> str | None:
-        asked = environment_flag(cls.launcher_flag) and os.environ.get(cls.size_variable, "1") != "1"
-        return cls.name if asked and environment_flag("ACCELERATE_USE_FSDP") else None
-
-    @classmethod
-    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
-        """In pairs, as the file says."""
-        environment = {cls.launcher_flag: "true", "ACCELERATE_USE_FSDP": "true", cls.size_variable: "2"}
-        problem = "needs at least four GPUs, and an even number" if ranks < 4 or ranks % 2 else None
-        return replace(
-            super().layout(name, ranks, machines),
-            groups=max(1, ranks // 2),
-            environment=environment,
-            options="",
-            problem=problem,
-        )
-
-    @classmethod
-    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-        """Of a slice, sharded over the groups."""
-        part = replace(run, model_config=sliced(run.model_config, layout.per_group))
-        return FullySharded.footprint(part, replace(layout, ranks=layout.groups, groups=1), sequences)
-
-    @classmethod
-    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
-        seconds, hidden = FullySharded.traffic(replace(layout, ranks=layout.groups, groups=1), step)
-        return seconds / layout.per_group, hidden
-
-    @classmethod
-    def exchange_seconds(cls, layout: Layout, step: StepTraffic, optimizer: OptimizerSpec) -> float:
-        """Of hidden states."""
-        return TensorParallel.traffic(replace(layout, ranks=layout.per_group, groups=1), step)[0]
-
-    @classmethod
-    def reduces_by_choice(cls, name: str, precision: str) -> bool:
-        return True
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
@@ -230,8 +168,9 @@ class ShardedTensorParallel(TensorParallel):
 
     @classmethod
     def size_problems(cls) -> list[str]:
-        """And what is not combined with it."""
-        problems, launched = super().size_problems(), processes_launched()
+        """Adds the sizes that are not combined with it."""
+        problems = super().size_problems()
+        launched = processes_launched()
         if not problems and parallel_size(cls.size_variable) == launched:
             problems.append(f"launcher: {cls.size_setting}: all {launched} processes share a model; that is tp.yaml")
         return problems + [
@@ -239,10 +178,6 @@ class ShardedTensorParallel(TensorParallel):
             for other in ("dp_replicate_size", "cp_size", "sp_size")
             if (size := os.environ.get(f"PARALLELISM_CONFIG_{other.upper()}", "1")) != "1"
         ]
-
-    def make_accelerator(self) -> Accelerator:
-        with patch_environment(ACCELERATE_USE_FSDP="false"):
-            return super().make_accelerator()
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
@@ -282,21 +217,11 @@ class ShardedTensorParallel(TensorParallel):
         return None
 
     def replicas(self) -> list[ReplicaGroup]:
-        """What is not split, over the processes that share the layers."""
+        """Returns what is not split, over the processes that share the layers."""
         return super().replicas()[:1]
 
     def describe(self) -> dict:
         return {**super().describe(), "reduce_once": self.reduces_once}
-
-
-def sliced(model_config: Any, shares: int) -> Any:
-    """The model of one process of tensor parallel: heads and intermediate width divided."""
-    part = copy.deepcopy(model_config)
-    part.head_dim = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(part, name, None):
-            setattr(part, name, max(1, getattr(part, name) // shares))
-    return part
 
 
 class AutocastModel(torch.nn.Module):
@@ -304,10 +229,11 @@ class AutocastModel(torch.nn.Module):
 
     def __init__(self, model: torch.nn.Module, precision: str):
         super().__init__()
-        self.model, self.precision = model, precision
+        self.model = model
+        self.precision = precision
 
     def forward(self, input_ids_BT: Tensor, targets_BT: Tensor, **attention_arguments) -> tuple[Tensor, Tensor]:
-        """(loss, cross_entropy) as in `LanguageModelLoss`; of the loss perhaps a share: see `share_head`."""
+        """Returns (loss, cross_entropy) as `LanguageModelLoss`; of the loss perhaps a share: see `share_head`."""
         with torch.autocast(input_ids_BT.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             return self.model(input_ids_BT, targets_BT, **attention_arguments)
 
@@ -329,7 +255,7 @@ def split(causal_lm: PreTrainedModel, unit: str, plan: Mapping[str, str], mesh: 
 
 
 def as_one_input(mesh: DeviceMesh, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """A pre-hook of a module whose matrices are split by columns: its hidden states as one DTensor for all of them.
+    """Makes, as a pre-hook of a module whose matrices are split by columns, one DTensor of its hidden states for all.
 
     Each matrix would make a DTensor of its own, and sum its part of the gradient over the processes by itself. In the
     dtype of autocast, so that they travel in it.
@@ -352,7 +278,8 @@ def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> list[torch
     all: validation tells the losses of tokens apart (`recording_losses`). Returns the parameters whose
     gradients are shares too, to be summed.
     """
-    whole_loss, ranks = model.loss_of_hidden, dist.get_world_size(group)
+    whole_loss = model.loss_of_hidden
+    ranks = dist.get_world_size(group)
 
     def loss_of_hidden(hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         if not torch.is_grad_enabled():
@@ -370,25 +297,27 @@ def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> list[torch
             looked_up.register_hook(lambda gradient: gradient / ranks)
 
     model.loss_of_hidden = loss_of_hidden
-    head, embedding = model.causal_lm.get_output_embeddings(), model.causal_lm.get_input_embeddings()
+    head = model.causal_lm.get_output_embeddings()
+    embedding = model.causal_lm.get_input_embeddings()
     if head.weight is embedding.weight:
         embedding.register_forward_hook(share_gradient)
     return list(head.parameters())
 
 
 def share_of(x_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This process's rows: equal parts in the order of the ranks, the last perhaps shorter or empty."""
+    """Returns this process's rows: equal parts in the order of the ranks, the last perhaps shorter or empty."""
     rows = math.ceil(x_N.shape[0] / dist.get_world_size(group))
     start = min(rows * dist.get_rank(group), x_N.shape[0])
     return x_N[start : start + rows]
 
 
 class PartOfRows(torch.autograd.Function):
-    """`share_of` hidden states that every process has; each gets the gradient of all rows."""
+    """Takes `share_of` hidden states that every process has; each gets the gradient of all rows."""
 
     @staticmethod
     def forward(ctx, hidden_ND: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.shape, ctx.group = hidden_ND.shape, group
+        ctx.shape = hidden_ND.shape
+        ctx.group = group
         return share_of(hidden_ND, group)
 
     @staticmethod
@@ -403,13 +332,13 @@ class PartOfRows(torch.autograd.Function):
 
 
 def is_split(tensor: DTensor) -> bool:
-    """Over the processes that hold a model together, whether or not it is sharded over others as well."""
+    """Returns True if it is split over the processes that hold a model together, whether or not over others too."""
     names = tensor.device_mesh.mesh_dim_names
     return "model" in names and tensor.placements[names.index("model")].is_shard()
 
 
 def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Each group of split and whole parameters becomes two: a fused or foreach kernel takes one kind at a time."""
+    """Makes two groups of each that has split and whole parameters: a fused or foreach kernel takes one kind."""
     groups = list(optimizer.param_groups)
     optimizer.param_groups.clear()
     for group in groups:

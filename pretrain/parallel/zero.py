@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from pretrain.config import RunConfig
 from pretrain.deepspeed_build import prepare_extensions_folder
 from pretrain.errors import InputError
-from pretrain.memory.parts import FP32, Memory, PlannedRun, Work, at_peak
 from pretrain.model.build import build_meta_model
 from pretrain.model.compile import layers_of
 from pretrain.model.initial_weights import InitialWeights, units_of
@@ -32,19 +31,12 @@ from pretrain.optim.adafactor import Adafactor
 from pretrain.optim.averaging import WeightAverage
 from pretrain.optim.matrix_exchange import Holders
 from pretrain.optim.muon import MuonWithAdamW
-from pretrain.optim.optimizers import OPTIMIZERS, OptimizerSpec, load_optimizer_state
-from pretrain.parallel.fully_sharded import FullySharded
-from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, environment_flag, processes_launched
-from pretrain.parallel.launcher_files import shipped_deepspeed
-from pretrain.parallel.layout import Layout, StepTraffic
+from pretrain.optim.optimizers import OPTIMIZERS, load_optimizer_state
+from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, processes_launched
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import OptimizerBuilder, Strategy, device_type, resolve_precision
 from pretrain.parallel.tensor_group import TensorGroup, load_parts
 from pretrain.parallel.zero_partitions import Partitions, fragment_places, placed_parts, placed_pieces
-
-CPU_ADAM_BYTES_PER_SECOND = 100e9
-NVME_BYTES_PER_SECOND = 5e9
-"""Of one machine: what an update on the host, or the disk under it, moves per second."""
 
 
 class Zero(Strategy):
@@ -57,99 +49,23 @@ class Zero(Strategy):
     holds_whole_model = False
 
     @classmethod
-    def requested(cls) -> str | None:
-        if not environment_flag("ACCELERATE_USE_DEEPSPEED"):
-            return None
-        return f"zero{deepspeed_file().get('zero_optimization', {}).get('stage', 0)}"
-
-    @classmethod
-    def layout(cls, name: str, ranks: int, machines: int = 1) -> Layout:
-        """With offload one GPU will do."""
-        layout = replace(super().layout(name, ranks, machines), zero=shipped_deepspeed(name)["zero_optimization"])
-        return replace(layout, problem=None) if layout.zero.get("offload_optimizer") else layout
-
-    def running_layout(self) -> Layout:
-        settings = self.accelerator.deepspeed_plugin.deepspeed_config  # as DeepSpeed has filled them in
-        return replace(super().running_layout(), zero=settings["zero_optimization"])
-
-    @classmethod
-    def footprint(cls, run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-        """As DeepSpeed holds it, offloaded or not."""
-        work, settings, stage = run.work(sequences, layout.ranks), layout.zero, layout.zero["stage"]
-        sizes, compute, share = work.sizes, work.compute, 1 / layout.ranks
-        waiting = compute * sizes.vocabulary * sizes.width if sizes.is_tied else 0.0
-        act = work.activation_bytes(work.activations_in_bf16, compute, waiting)
-        # The fp32 masters are a copy even where the weights are fp32.
-        states = FP32 * sizes.total * share + work.optimizer_bytes(share)
-        weights = compute * sizes.total * (share if stage == 3 else 1.0)
-        gradients, buckets = zero_gradients(work, stage, share, settings)
-        unreduced = FP32 * sizes.total if run.config.batch.reduce_once and work.accumulates and stage > 1 else 0.0
-        gathered = 0.0
-        if stage == 3:  # layers stay gathered up to this number of elements, or until their next use is further away
-            gathered = compute * min(
-                sizes.total, max(settings.get("stage3_max_live_parameters", 1e9), 2 * sizes.layer)
-            )
-        resident = gradients if work.accumulates or stage == 3 or (stage == 1 and compute != FP32) else 0.0
-        resident += unreduced
-        moments = {
-            "loss": (resident, act["loss"], gathered + (buckets if work.accumulates else 0.0)),
-            "backward": (resident, act["backward"], gathered + buckets),
-            "first layer": (gradients + unreduced, act["first layer"], gathered + buckets),
-            "embedding": (gradients + unreduced, compute * sizes.embedding + act["embedding"], gathered + buckets),
-            "update": (
-                gradients,
-                work.update_bytes("pieces", layout.ranks) + (2 * FP32 * sizes.total * share if stage < 3 else 0.0),
-            ),
-        }
-        if not (settings.get("offload_optimizer") or settings.get("offload_param")):
-            # The masters belong to the optimizer: they change when it steps.
-            return at_peak(moments, weights, states)
-        return offloaded(moments, weights, states, FP32 * sizes.total * share, settings)
-
-    @classmethod
-    def traffic(cls, layout: Layout, step: StepTraffic) -> tuple[float, float]:
-        if layout.zero["stage"] == 1:
-            return super().traffic(layout, step)
-        if layout.zero["stage"] == 2:
-            return (FP32 * step.reductions + 2) * step.sizes.total * layout.ring / step.across, 2 / 3
-        return FullySharded.traffic(layout, step)
-
-    @classmethod
-    def reduces_by_choice(cls, name: str, precision: str) -> bool:
-        """DeepSpeed adds gradients that it does not reduce up in the dtype of the weights."""
-        return name in ("zero2", "zero3") and precision == "fp32"
-
-    @classmethod
-    def exchange_seconds(cls, layout: Layout, step: StepTraffic, optimizer: OptimizerSpec) -> float:
-        """In stages 1 and 2 only matrices that the flat partitions cut."""
-        return super().exchange_seconds(layout, step, optimizer) if layout.zero["stage"] == 3 else 0.0
-
-    @classmethod
-    def offload_seconds(cls, layout: Layout, parameters: int) -> float:
-        """Weights, moments and gradients are read, most written, in the machine's memory."""
-        if not (offload := layout.zero.get("offload_optimizer")):
-            return 0.0
-        seconds = 28 * parameters / layout.machines / CPU_ADAM_BYTES_PER_SECOND
-        if offload["device"] == "nvme":
-            seconds += 2 * 12 * parameters / layout.machines / NVME_BYTES_PER_SECOND
-        return seconds
-
-    @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         problems = super().problems(config, name)
+        from_disk = uses_nvme() or name == "zero3_offload_nvme"
         on_disk = [name for name, spec in OPTIMIZERS.items() if spec.runs_from_disk]
-        if (uses_nvme() or name == "zero3_offload_nvme") and config.optim.name not in on_disk:
+        if from_disk and config.optim.name not in on_disk:
             problems.append(
                 f"optim.name: {config.optim.name} does not run with its state on a disk; "
                 f"use accelerate_configs/zero3_offload.yaml, or {' or '.join(on_disk)}"
             )
-        if (uses_nvme() or name == "zero3_offload_nvme") and config.averaging.kind != "none":
+        if from_disk and config.averaging.kind != "none":
             problems.append(
                 f"averaging.kind: {config.averaging.kind} does not run with weights on a disk, which it would read "
                 "every few steps; use accelerate_configs/zero3_offload.yaml, or none"
             )
         offloads = "offload" in name or bool(deepspeed_file().get("zero_optimization", {}).get("offload_optimizer"))
-        can_choose = not offloads and cls.reduces_by_choice(name, resolve_precision(config.precision))
+        # DeepSpeed adds gradients that it does not reduce up in the dtype of the weights.
+        can_choose = not offloads and name in ("zero2", "zero3") and resolve_precision(config.precision) == "fp32"
         if config.batch.reduce_once and name != "zero1" and not can_choose:
             reason = "with offload" if offloads else "but in fp32: DeepSpeed would add gradients up in bf16"
             other = "zero1, which reduces once and keeps gradients in fp32" if name == "zero2" else "fsdp2"
@@ -168,6 +84,7 @@ class Zero(Strategy):
         import deepspeed
 
         # An operator for all-reduces between processes of one CPU, compiled at the first start: gloo serves as well.
+        # DeepSpeed has no setting for it but this private table.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         warnings.filterwarnings(
             "ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning
@@ -175,7 +92,7 @@ class Zero(Strategy):
         self.settings = {**deepspeed_file(), **derived_settings(self.config, self.precision)}
         self.stage: int = self.settings["zero_optimization"]["stage"]
         self._unreduced = ExitStack()
-        """Within it gradients stay whole and are not reduced: `batch.reduce_once`."""
+        """Holds DeepSpeed's context in which gradients stay whole and are not reduced: `batch.reduce_once`."""
         self._keeps_whole = False
         kwargs_handlers = []
         if device_type() == "cpu":  # without a backend every process would run on its own
@@ -217,7 +134,8 @@ class Zero(Strategy):
             for layer in layers_of(causal_lm):
                 set_z3_leaf_module(layer, True)
         self.model, _ = self.accelerator.prepare(model, optimizer)
-        self.optimizer, self.spec = self.model.optimizer, optimizer.spec
+        self.optimizer = self.model.optimizer
+        self.spec = optimizer.spec
         self.partitions = Partitions(self.optimizer) if self.stage == 3 else None
         if isinstance(optimizer, MuonWithAdamW | Adafactor):
             places = self.partitions.places() if self.stage == 3 else fragment_places(self._groups_and_masters())
@@ -256,6 +174,7 @@ class Zero(Strategy):
         """
         for name, buffer in buffers.items():
             module, _, key = name.rpartition(".")
+            # register_buffer would make those persistent that no checkpoint holds.
             self.causal_lm.get_submodule(module)._buffers[key] = buffer.to(self.device)
         twin = build_meta_model(self.causal_lm.config)
         for unit in units_of(twin):
@@ -267,9 +186,10 @@ class Zero(Strategy):
             module.to("meta")
 
     def _check_in_effect(self) -> None:
-        """DeepSpeed runs with what was derived: it has defaults, and accelerate writes into its settings too."""
+        """Raises RuntimeError unless DeepSpeed runs with what was derived: it and accelerate have defaults."""
         engine = self.model
-        settings, dtype = self.settings, torch.bfloat16 if self.precision == "bf16" else torch.float32
+        settings = self.settings
+        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
         in_effect_and_expected = {
             "zero_optimization.stage": (engine.zero_optimization_stage(), self.stage),
             **{
@@ -325,7 +245,7 @@ class Zero(Strategy):
         return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), {}, self.get)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The flat masters, by their number."""
+        """Returns the flat masters, by their number."""
         return {str(number): flat for number, flat in enumerate(flat_masters(self.optimizer))}
 
     @contextmanager
@@ -349,7 +269,7 @@ class Zero(Strategy):
         return replace(self.model_tensors(), get=self._average)
 
     def _average(self, name: str) -> torch.Tensor:
-        """The average of a weight, whole on every process; all call together."""
+        """Returns the average of a weight, whole on every process; all call together."""
         part, first, end = self._average_part(name)
         whole = torch.zeros(math.prod(full_shape(self.parameter_of[name])), device=self.device)
         whole[first:end] = part
@@ -357,7 +277,7 @@ class Zero(Strategy):
         return whole
 
     def _average_part(self, name: str) -> tuple[torch.Tensor, int, int]:
-        """This process's part of a weight's average, and its first and end element in the whole."""
+        """Returns this process's part of a weight's average, and its first and end element in the whole."""
         flat, offset, first, end = self._places[name]
         return self.average.means[flat].narrow(0, offset, end - first), first, end
 
@@ -405,7 +325,7 @@ class Zero(Strategy):
             self.partitions.release()
 
     def _create_state(self, step: torch.Tensor) -> None:
-        """Zero moments after `step` steps, which optimizers themselves make in their first step only."""
+        """Makes zero moments after `step` steps, which optimizers themselves make in their first step only."""
 
         def state_of(parameter: torch.Tensor, flat: torch.Tensor) -> dict[str, torch.Tensor]:
             keys = self.spec.state_shapes(self.name_of[parameter])  # the same for all parameters of a group
@@ -419,13 +339,16 @@ class Zero(Strategy):
         self._link_state()
 
     def _groups_and_masters(self) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
-        """Stages 1 and 2: the parameters of each group, and this process's part of their flat fp32 masters."""
+        """Returns, in stages 1 and 2, each group's parameters and this process's part of their flat fp32 masters."""
         groups = getattr(self.optimizer, "bit16_groups", None) or self.optimizer.bf16_groups
         return list(zip(groups, flat_masters(self.optimizer), strict=True))
 
     def _link_state(self) -> None:
-        """Stages 1 and 2: tells each parameter where its moments are. DeepSpeed does so after the first group's first
-        step, when the other groups have no moments yet, and never again."""
+        """Tells each parameter, in stages 1 and 2, where its moments are.
+
+        DeepSpeed does so after the first group's first step, when the other groups have no moments yet, and never
+        again. Its private mapping is the only place that its public functions for a parameter's state read.
+        """
         if self.stage < 3:
             for parameters, flat in self._groups_and_masters():
                 for parameter in parameters:
@@ -447,10 +370,11 @@ class Zero(Strategy):
             safe_set_full_optimizer_state(parameter, whole, key)
 
     def get(self, name: str) -> torch.Tensor:
-        """A master weight, or '<parameter>.<state>' of the optimizer, whole on every process; all call together."""
+        """Returns a master weight, or '<parameter>.<state>', whole on every process; all call together."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        parameter, key = name, None
+        parameter = name
+        key = None
         if name not in self.parameter_of:
             parameter, _, key = name.rpartition(".")
         if key == "step":
@@ -462,7 +386,7 @@ class Zero(Strategy):
         return safe_get_full_optimizer_state(self.parameter_of[parameter], key)
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Stages 1 and 2: the weights that compute, gathered after every update. Stage 3 keeps no copies."""
+        """Returns, in stages 1 and 2, the weights that compute, gathered after every update. Stage 3 has no copies."""
         return [(None, dict(self.parameter_of))] if self.stage < 3 and self.ranks.count > 1 else []
 
     def describe(self) -> dict[str, Any]:
@@ -470,7 +394,7 @@ class Zero(Strategy):
 
 
 def derived_settings(config: RunConfig, precision: str) -> dict[str, Any]:
-    """What of DeepSpeed's configuration follows from the recipe and the number of processes.
+    """Derives the part of DeepSpeed's configuration that follows from the recipe and the number of processes.
 
     gradient_clipping 0 is off; left out, DeepSpeed takes 1. Gradients are accumulated and reduced in fp32.
     """
@@ -493,13 +417,13 @@ def derived_settings(config: RunConfig, precision: str) -> dict[str, Any]:
 
 
 def uses_nvme() -> bool:
-    """Whether the launcher's DeepSpeed JSON puts the optimizer's state on a disk."""
+    """Returns True if the launcher's DeepSpeed JSON puts the optimizer's state on a disk."""
     offload = deepspeed_file().get("zero_optimization", {}).get("offload_optimizer") or {}
     return offload.get("device") == "nvme"
 
 
 def missing_for_nvme() -> str | None:
-    """What DeepSpeed's asynchronous file operator needs to be built and is not here, in words."""
+    """Says what DeepSpeed's asynchronous file operator needs to be built and is not here."""
     prepare_extensions_folder()
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cuda_version
@@ -515,35 +439,6 @@ def missing_for_nvme() -> str | None:
             f"{torch.version.cuda}, and CUDA_HOME set to its folder, which has bin/nvcc"
         )
     return None
-
-
-def zero_gradients(work: Work, stage: int, share: float, settings: dict[str, Any]) -> tuple[float, float]:
-    """(gradients, buckets in which they are summed) of DeepSpeed, in bytes."""
-    sizes = work.sizes
-    largest = max((sizes.largest, sizes.layer))
-    elements = max(settings.get("reduce_bucket_size", 5e8), 0)
-    buckets = 2 if settings.get("overlap_comm") else 1
-    if stage == 1 and work.compute != FP32:  # one flat fp32 tensor for all gradients, and those of a layer in bf16
-        return FP32 * sizes.total, work.compute * sizes.total
-    if stage == 1:
-        return FP32 * sizes.total, buckets * FP32 * elements
-    if stage == 2:  # in bf16 what arrives of the other processes in fp32 is added to a second partition
-        copies = 2 if work.accumulates and work.compute != FP32 else 1
-        return copies * FP32 * sizes.total * share, buckets * work.compute * elements + work.compute * largest
-    return FP32 * sizes.total * share, FP32 * elements + (work.compute + FP32) * largest
-
-
-def offloaded(
-    moments: dict[str, tuple[float, ...]], weights: float, states: float, gradients: float, settings: dict[str, Any]
-) -> Memory:
-    """Optimizer state, its gradients and, where asked for, weights in the machine's memory or on its disk."""
-    optimizer, parameters = settings.get("offload_optimizer") or {}, settings.get("offload_param") or {}
-    on_disk = optimizer.get("device") == "nvme"
-    host = (0.0 if on_disk else states) + gradients + (weights if parameters else 0.0)
-    moments = {name: (0.0, *parts[1:]) for name, parts in moments.items() if name != "update"}
-    return at_peak(
-        moments, 0.0 if parameters else weights, 0.0, host=host, disk=states + gradients if on_disk else 0.0
-    )
 
 
 @dataclass(frozen=True)
@@ -565,12 +460,12 @@ class GatheredGroup(TensorGroup):
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """A parameter's own shape; under stage 3 the parameter itself is empty."""
+    """Returns a parameter's own shape; under stage 3 the parameter itself is empty."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def flat_masters(optimizer: Any) -> list[torch.Tensor]:
-    """The flat fp32 tensors that a DeepSpeed optimizer updates, whichever of its three classes it is."""
+    """Returns the flat fp32 tensors that a DeepSpeed optimizer updates, whichever of its three classes it is."""
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         if hasattr(optimizer, name):
             return getattr(optimizer, name)

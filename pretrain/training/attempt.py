@@ -1,7 +1,9 @@
 """One attempt at a run: exclusive use of its folder, protection from crash loops, and a recorded end."""
 
+import json
 import os
 import shutil
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,11 +15,9 @@ import torch
 from pretrain.checkpoint.mirror_fetch import fetch_from_mirror
 from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.config import RunConfig
-from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import CRASHED, EXIT_BAD_INPUT, EXIT_CRASH_LOOP, EXIT_INTERRUPTED, InputError, end_now
 from pretrain.hardware import memory_bytes
-from pretrain.memory.parts import PlannedRun
-from pretrain.parallel.memory_advice import ladder
+from pretrain.parallel.launcher import environment_alone, python_path
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.strategy import Strategy
 from pretrain.processes import folder_lock
@@ -29,6 +29,8 @@ from pretrain.training.metrics import Metrics
 RESTARTS_WITHOUT_PROGRESS = 3
 ABANDONED_LOCK_SECONDS = 30.0
 """A holder on another machine that has not touched its lock for this long is dead; it touches it every 2 s."""
+ADVICE_SECONDS = 120.0
+"""Time for the figures of the advice on memory; without them a run ends with the pages alone."""
 
 
 class CrashLoopError(RunStoppedError):
@@ -181,12 +183,33 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
-    """What to change, cheapest first, each with the memory it would need; the last one fits."""
-    try:
-        run = PlannedRun(config, planned_model_config(config), strategy.precision, strategy.device.type)
-        rungs = ladder(run, strategy.name, strategy.ranks.count, memory_bytes(strategy.device))
-    except (InputError, RuntimeError, MemoryError) as error:  # the end of a run must not hide its cause
-        rungs = [f"no figures ({type(error).__name__}: {error})"]
-    lines = "\n".join(f"  {number}. {rung}" for number, rung in enumerate(rungs, start=1))
+    """Returns what to change, cheapest first, each with the memory it would need; the last one fits.
+
+    The figures are those of a process of the planner, which is no part of the trainer; without it the pages remain.
+    """
     page = 'docs/failures.md, section "Out of memory"; python plan.py --config RECIPE shows what each strategy needs'
+    facts = {
+        "config": config.model_dump(mode="json"),
+        "strategy": strategy.name,
+        "ranks": strategy.ranks.count,
+        "precision": strategy.precision,
+        "device": strategy.device.type,
+        "memory_bytes": memory_bytes(strategy.device),
+    }
+    # It computes on the CPU alone, and must not ask for what is left of the device's memory.
+    environment = environment_alone() | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pretrain_tools.planning.memory_advice"],
+            input=json.dumps(facts),
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=ADVICE_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:  # the end of a run must not hide its cause
+        told = (getattr(error, "stderr", None) or str(error)).splitlines()
+        return f"Out of memory; no figures for this run ({told[-1] if told else type(error).__name__}). See {page}."
+    lines = "\n".join(f"  {number}. {rung}" for number, rung in enumerate(done.stdout.splitlines(), start=1))
     return f"Out of memory. Try in this order; results stay the same up to rounding:\n{lines}\nSee {page}."

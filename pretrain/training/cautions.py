@@ -4,7 +4,7 @@ import torch
 
 from pretrain.config import RunConfig
 from pretrain.hardware import emulation_of_bf16
-from pretrain.memory.parts import sizes_of
+from pretrain.model.build import build_meta_model
 from pretrain.model.model_config import padded_vocabulary
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.training.run_plan import RunPlan
@@ -59,12 +59,14 @@ def unused_vocabulary(config: RunConfig, run: RunPlan) -> str | None:
     padded = padded_vocabulary(ids)
     if rows <= padded or config.init == "pretrained":
         return None
-    sizes = sizes_of(run.model_config)
-    wasted = sizes.of_vocabulary // rows * (rows - padded)
-    if wasted <= WASTE * sizes.total:
+    model = build_meta_model(run.model_config)
+    heads = (model.get_input_embeddings(), model.get_output_embeddings())
+    matrices = {head.weight for head in heads if head is not None}  # one if they are tied
+    wasted = len(matrices) * run.model_config.hidden_size * (rows - padded)
+    if wasted <= WASTE * run.parameters:
         return None
     return (
         f"vocabulary: the model has {rows:,} rows and the data {ids:,} ids: {count_text(wasted)} of "
-        f"{count_text(sizes.total)} parameters ({wasted / sizes.total:.0%}) stand for no text; --model.vocab_size "
-        f"auto makes it {padded:,}"
+        f"{count_text(run.parameters)} parameters ({wasted / run.parameters:.0%}) stand for no text; "
+        f"--model.vocab_size auto makes it {padded:,}"
     )

@@ -46,7 +46,7 @@ from pretrain.optim.learning_rate import (
 )
 from pretrain.optim.optimizers import optimizer_problems
 from pretrain.parallel.auto_settings import settled
-from pretrain.parallel.registry import requested_strategy
+from pretrain.parallel.registry import parts_of_micro_batch
 from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.runs.addresses import trunk_checkpoint
 from pretrain.runs.hub import login_problems, offer_problems
@@ -269,7 +269,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         dtype=DTYPES[precision or "fp32"],
         window=data.window,
     )
-    parts = requested_strategy()[1].parts_of_micro_batch(config)
+    parts = parts_of_micro_batch(config)
     sequences_per_step = problems.attempt(sequences_of, config, ranks, parts)
     if model_config is not None and readers:
         manifest = next(iter(readers.values())).manifest

@@ -1,10 +1,13 @@
 """Before a run: plan.py, train.py --text, --check and --smoke.
 
-Predictions come from memory and step_time; calibration compares them with a few real steps (docs/runs.md).
+Predictions come from footprints and step_time; calibration compares them with a few real steps (docs/runs.md).
 
     budget, budget_request, budget_report: from hours or dollars to a recipe; its options; its table
     candidates, report: which strategies fit, ranked; the report
-    step_time: time and cost
+    layouts: how processes divide a run under each strategy
+    memory, activations, footprints: sizes and states; a traced forward pass; what a process holds under each strategy
+    memory_advice: what to change when memory runs out
+    traffic, step_time: bytes and waiting under each strategy; time and cost
     calibration: a few real steps
     own_text, text_files, timed_steps, sized_recipe: train.py --text; what it reads, times and writes
     sizing, families: what size to train; its shape

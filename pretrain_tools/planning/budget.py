@@ -15,13 +15,12 @@ from pathlib import Path
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
-from pretrain.memory.activations import Activations, ForwardPass, Line
-from pretrain.memory.parts import PlannedRun, sizes_of
 from pretrain.model.flops import active_parameters, matrix_parameters
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.optim.scaling_laws import batch_by_law, warmup_by_law, weight_decay_by_law
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.units import count_text, counted, duration_text
+from pretrain_tools.planning.activations import Activations, ForwardPass, Line
 from pretrain_tools.planning.candidates import (
     SIMPLEST_FIRST,
     Candidate,
@@ -31,7 +30,10 @@ from pretrain_tools.planning.candidates import (
     reduced_once,
 )
 from pretrain_tools.planning.families import Family, Shape
+from pretrain_tools.planning.footprints import footprint
 from pretrain_tools.planning.judgement import FEWEST_STEPS
+from pretrain_tools.planning.layouts import layout
+from pretrain_tools.planning.memory import PlannedRun, sizes_of
 from pretrain_tools.planning.sizing import MOST_EPOCHS, best_shape, expected_loss, nearest_shape
 from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, mfu_of_size
 
@@ -446,16 +448,15 @@ def fitting_micro_batches(
     found = consider(name, run, work, hardware, speed)
     if not found.runs:
         return []
-    strategy = STRATEGIES[name]
-    layout = strategy.layout(name, hardware.gpus, hardware.machines)
-    parts = strategy.parts_of_micro_batch(run.config)
+    divided = layout(name, hardware.gpus, hardware.machines)
+    parts = STRATEGIES[name].parts_of_micro_batch(run.config)
     candidates = []
-    for sequences in micro_batches(run.config, strategy.micro_batches(layout), parts):
+    for sequences in micro_batches(run.config, divided.micro_batches, parts):
         if sequences <= found.largest_micro_batch:
-            seconds, exposed = speed.step_seconds(run.config, work, hardware, layout, sequences)
+            seconds, exposed = speed.step_seconds(run.config, work, hardware, divided, sequences)
             timing = {"step_seconds": seconds, "communication_seconds": exposed, "reduces_once": False}
             found = replace(found, micro_batch=sequences, fits=True, **timing)
-            candidates.append(reduced_once(found, layout, run, work, hardware, speed))
+            candidates.append(reduced_once(found, divided, run, work, hardware, speed))
     return candidates
 
 
@@ -464,8 +465,8 @@ def with_memory(found: Combination, run: PlannedRun, hardware: Hardware) -> Comb
     name, sequences = found.candidate.name, found.candidate.micro_batch
     config = run.config.model_copy(update={"activation_checkpointing": found.checkpointing})
     config = config.with_batch(reduce_once=found.candidate.reduces_once)
-    layout = STRATEGIES[name].layout(name, hardware.gpus, hardware.machines)
-    memory = STRATEGIES[name].footprint(replace(run, config=config), layout, sequences)
+    divided = layout(name, hardware.gpus, hardware.machines)
+    memory = footprint(replace(run, config=config), divided, sequences)
     return replace(found, candidate=replace(found.candidate, memory=memory))
 
 

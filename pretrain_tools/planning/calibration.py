@@ -26,6 +26,7 @@ from pretrain.training.experts import router_losses
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.run_plan import ModelPlan, RunPlan, derive, plan_model
 from pretrain.units import duration_text
+from pretrain_tools.planning.footprints import planned_memory
 
 TOKENS_PER_DOCUMENT = 600
 """In the random text that stands in for missing shards."""
@@ -229,7 +230,7 @@ def calibrate(config: RunConfig, flops_per_token: float) -> Calibration:
         peak_flops=peak,
         peak_source=peak_source,
         measured_peak_bytes=measure_peak(config, strategy, min(micro_steps, 2)),
-        predicted_peak_bytes=strategy.planned_memory(
-            config.with_batch(tokens_per_step=min(micro_steps, 2) * tokens)
+        predicted_peak_bytes=planned_memory(
+            strategy, config.with_batch(tokens_per_step=min(micro_steps, 2) * tokens)
         ).total,
     )

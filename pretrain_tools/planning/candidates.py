@@ -1,6 +1,6 @@
 """What a run will need: work, memory under every strategy, time, disk, data; and which strategy to choose.
 
-Nothing here touches a GPU. Memory is each strategy's `footprint`, time pretrain_tools/planning/step_time.py's.
+Nothing here touches a GPU. Memory is that of footprints.py, time that of step_time.py.
 """
 
 import itertools
@@ -16,14 +16,16 @@ from pretrain.data.batches import Batches
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.errors import InputError
 from pretrain.gpus import CPU, Gpu
-from pretrain.memory.parts import FP32, Memory, PlannedRun, optimizer_elements, sizes_of
 from pretrain.model.flops import active_parameters, flops_per_token, matrix_parameters
 from pretrain.model.positions import configs_of_stages
 from pretrain.optim.batch_ramp import BatchRamp
-from pretrain.parallel.layout import Layout
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.training.run_plan import ramp_of, sequences_of, too_long
+from pretrain_tools.planning.footprints import largest_footprint
+from pretrain_tools.planning.layouts import Layout, layouts
+from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, optimizer_elements, sizes_of
 from pretrain_tools.planning.step_time import Hardware, RunWork, Speed
+from pretrain_tools.planning.traffic import reduces_by_choice
 
 AS_FAST = 0.03
 """Difference in time below which a plan takes two strategies for equally fast."""
@@ -127,7 +129,7 @@ def micro_batches(config: RunConfig, ranks: int, parts: int = 1) -> list[int]:
 def consider(name: str, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed) -> Candidate:
     """The run under one strategy, divided in the first of its ways in which the recipe's micro-batch fits."""
     found: list[Candidate] = []
-    for layout in STRATEGIES[name].layouts(name, hardware.gpus, hardware.machines):
+    for layout in layouts(name, hardware.gpus, hardware.machines):
         found.append(replace(consider_layout(layout, run, work, hardware, speed), options=layout.options))
         if found[-1].runs and found[-1].fits:
             return found[-1]
@@ -140,14 +142,14 @@ def consider_layout(layout: Layout, run: PlannedRun, work: RunWork, hardware: Ha
     problems = strategy_problems(run, layout)
     if problems:
         return Candidate(name, problems)
-    ranks = strategy.micro_batches(layout)
+    ranks = layout.micro_batches
     parts = strategy.parts_of_micro_batch(config)
     possible = micro_batches(config, ranks, parts)
     if not possible:
         return Candidate(name, batch_problems(config, ranks, parts))
 
     def need(sequences: int) -> Memory:
-        return strategy.largest_footprint(run, layout, sequences)
+        return largest_footprint(run, layout, sequences)
 
     micro_batch = config.batch.sequences_per_micro_batch
     memory = need(micro_batch)
@@ -161,7 +163,7 @@ def consider_layout(layout: Layout, run: PlannedRun, work: RunWork, hardware: Ha
         return Candidate(name, [], memory, fits, None, None, notes=notes)
     if config.activation_checkpointing != "none":
         whole = replace(run, config=config.model_copy(update={"activation_checkpointing": "none"}))
-        if strategy.largest_footprint(whole, layout, used).total <= hardware.usable_bytes:
+        if largest_footprint(whole, layout, used).total <= hardware.usable_bytes:
             notes.append(f"{name}: fits with --activation_checkpointing none too, which takes a quarter less time")
     seconds, exposed = speed.step_seconds(config, work, hardware, layout, used)
     found = Candidate(name, [], memory, fits, fitting, used, seconds, communication_seconds=exposed, notes=notes)
@@ -172,14 +174,14 @@ def reduced_once(
     found: Candidate, layout: Layout, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed
 ) -> Candidate:
     """The same with gradients reduced once per step, where the strategy can, that fits and takes less time."""
-    strategy, config = STRATEGIES[found.name], run.config.with_batch(reduce_once=True)
-    if run.config.batch.reduce_once or not strategy.reduces_by_choice(found.name, run.precision):
+    config = run.config.with_batch(reduce_once=True)
+    if run.config.batch.reduce_once or not reduces_by_choice(found.name, run.precision):
         return found
     seconds, exposed = speed.step_seconds(config, work, hardware, layout, found.micro_batch)
     if seconds >= found.step_seconds:
         return found
     need = [
-        strategy.largest_footprint(replace(run, config=config), layout, sequences)
+        largest_footprint(replace(run, config=config), layout, sequences)
         for sequences in (found.micro_batch, run.config.batch.sequences_per_micro_batch)
     ]
     if need[0].total > hardware.usable_bytes:

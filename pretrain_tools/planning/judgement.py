@@ -14,16 +14,18 @@ from pretrain.data.shards import ShardReader
 from pretrain.data.vocabulary import assumed_vocabulary
 from pretrain.errors import InputError, one_line
 from pretrain.hardware import memory_bytes, peak_flops
-from pretrain.memory.parts import PlannedRun, sizes_of
 from pretrain.model.model_config import padded_vocabulary
-from pretrain.parallel.memory_advice import context_advice, ladder
-from pretrain.parallel.registry import requested_strategy
+from pretrain.parallel.launcher import launched_strategy
 from pretrain.parallel.strategy import device_type
 from pretrain.training.cautions import cautions
 from pretrain.training.run_plan import ModelPlan, RunPlan, plan_without_data, sequences_of
 from pretrain.training.run_records import in_rows, rows_of_model
 from pretrain.units import bytes_text, count_text, counted, duration_text
 from pretrain_tools.planning.candidates import storage_of, work_of_run
+from pretrain_tools.planning.footprints import largest_footprint
+from pretrain_tools.planning.layouts import launched_layout
+from pretrain_tools.planning.memory import PlannedRun, sizes_of
+from pretrain_tools.planning.memory_advice import context_advice, ladder
 from pretrain_tools.planning.step_time import default_mfu
 
 USEFUL_EPOCHS = 4
@@ -146,23 +148,23 @@ def small_memory(config: RunConfig, run: RunPlan, device: torch.device) -> str |
 
 def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: torch.device) -> str | None:
     """Warns that a step will not fit into the memory here, with what would; of several stages the largest counts."""
-    name, strategy = requested_strategy()
     planned = PlannedRun(config, run.model_config, precision, device.type)
-    layout, have = strategy.launched_layout(name), memory_bytes(device)
+    layout = launched_layout(launched_strategy())
+    have = memory_bytes(device)
     if fits_by_far(config, run, have):
         return None
     try:
-        need = strategy.largest_footprint(planned, layout, config.batch.sequences_per_micro_batch).total
+        need = largest_footprint(planned, layout, config.batch.sequences_per_micro_batch).total
     except Exception as error:  # whatever a library's own class raises where parts of it are built
         return f"memory: what a step of {run.model_config.model_type} needs is not known here ({one_line(error)})"
     if need <= have:
         return None
-    remedies = ladder(planned, name, layout.ranks, have)
+    remedies = ladder(planned, layout, have)
     if all("does not fit" in remedy for remedy in remedies):
         remedies += filter(None, [context_advice(planned, have)])
     longest = config.data.longest_window.sequence_length
     return (
-        f"memory: under {name} a step in sequences of {longest:,} tokens needs {bytes_text(need)}, and "
+        f"memory: under {layout.name} a step in sequences of {longest:,} tokens needs {bytes_text(need)}, and "
         f"{'this GPU' if device.type == 'cuda' else 'each process here'} has {bytes_text(have)}; {'; '.join(remedies)}"
     )
 

@@ -17,7 +17,6 @@ from pretrain.config import RunConfig
 from pretrain.data.vocabulary import assumed_vocabulary, planned_model_config
 from pretrain.errors import Problems
 from pretrain.gpus import GIB
-from pretrain.memory.parts import PlannedRun
 from pretrain.model.flops import FORMULA, flops_per_token
 from pretrain.parallel.auto_settings import settled
 from pretrain.parallel.registry import STRATEGIES
@@ -36,6 +35,7 @@ from pretrain_tools.planning.candidates import (
     storage_of,
     work_of_run,
 )
+from pretrain_tools.planning.memory import PlannedRun
 from pretrain_tools.planning.step_time import (
     COMMUNICATION_BYTES,
     CONTEXT_BYTES,

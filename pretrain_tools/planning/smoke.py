@@ -19,6 +19,7 @@ from pretrain.runs.history import read_metrics
 from pretrain.runs.run_folder import checkpoint_damage, checkpoint_name
 from pretrain.training.run_plan import derive
 from pretrain_tools.planning.calibration import measure_peak
+from pretrain_tools.planning.footprints import planned_memory
 from pretrain_tools.planning.width_check import width_verdict
 
 SMOKE_STEPS = 100
@@ -183,7 +184,7 @@ def memory_verdict(config: RunConfig, strategy: Strategy, events: list[dict], mi
     else:
         here = measure_peak(config, strategy, micro_steps)
     measured = max(strategy.ranks.gather(here))
-    planned = strategy.planned_memory(config).total
+    planned = planned_memory(strategy, config).total
     strategy.ranks.print(f"      tensors at the peak: {in_words(measured, planned)}")
     return memory_problem(measured, planned)
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from pretrain.config import RunConfig
 from pretrain.gpus import CPU, Gpu
-from pretrain.memory.parts import Sizes
 from pretrain.optim.optimizers import OPTIMIZERS
-from pretrain.parallel.layout import Layout, StepTraffic
-from pretrain.parallel.registry import STRATEGIES
+from pretrain_tools.planning.layouts import Layout
+from pretrain_tools.planning.memory import Sizes
+from pretrain_tools.planning.traffic import StepTraffic, exchange_seconds, idle, offload_seconds, traffic
 
 FRAGMENTATION = 0.08
 """Part of a GPU's memory that torch's allocator cannot use: pieces of the wrong size."""
@@ -128,22 +128,21 @@ class Speed:
         self, config: RunConfig, work: RunWork, hardware: Hardware, layout: Layout, micro_batch: int
     ) -> tuple[float, float]:
         """(seconds of a step, those in which GPUs wait for each other)."""
-        strategy = STRATEGIES[layout.name]
         if self.tokens_per_second:
             compute = work.tokens_per_step / (self.tokens_per_second * hardware.gpus)
         else:
             flops = work.flops_per_token * work.tokens_per_step * work.recompute
             compute = flops / (hardware.gpus * hardware.gpu.bf16_flops * self.mfu)
-        compute *= 1 + strategy.idle(config, layout)
+        compute *= 1 + idle(config, layout)
         tokens = micro_batch * config.data.sequence_length
-        micro_steps = max(1, work.tokens_per_step // (tokens * strategy.micro_batches(layout)))
+        micro_steps = max(1, work.tokens_per_step // (tokens * layout.micro_batches))
         inside = hardware.gpu.link_bytes_per_second * LINK_EFFICIENCY
-        traffic = StepTraffic(
+        step = StepTraffic(
             work.sizes, micro_steps, tokens, inside, hardware.bytes_per_second, config.batch.reduce_once
         )
-        moved, hidden = strategy.traffic(layout, traffic) if hardware.gpus > 1 else (0.0, 0.0)
+        moved, hidden = traffic(layout, step) if hardware.gpus > 1 else (0.0, 0.0)
         exposed = max(0.0, moved - hidden * compute)
         if hardware.gpus > 1:
             optimizer = OPTIMIZERS[config.optim.name](work.sizes.shapes)
-            exposed += strategy.exchange_seconds(layout, traffic, optimizer)
-        return compute + exposed + strategy.offload_seconds(layout, work.sizes.total), exposed
+            exposed += exchange_seconds(layout, step, optimizer)
+        return compute + exposed + offload_seconds(layout, work.sizes.total), exposed

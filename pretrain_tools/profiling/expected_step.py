@@ -11,7 +11,9 @@ from pretrain.model.flops import attention_width, matrix_parameters
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.run_plan import RunPlan
 from pretrain_tools.planning.candidates import work_of_run
+from pretrain_tools.planning.layouts import running_layout
 from pretrain_tools.planning.step_time import Hardware, Speed, default_mfu
+from pretrain_tools.planning.traffic import idle
 from pretrain_tools.profiling.trace_events import COMMUNICATION
 
 
@@ -46,7 +48,8 @@ def expected_step(
         gpu = gpu_called(torch.cuda.get_device_name(strategy.device))
     if gpu is None or not peak_flops:
         return None
-    work, layout = work_of_run(config, stage.model_config), strategy.running_layout()
+    work = work_of_run(config, stage.model_config)
+    layout = running_layout(strategy)
     mfu, source = default_mfu(work.active, strategy.device.type)
     hardware = Hardware(gpu, ranks, layout.machines)
     seconds, exposed = Speed(mfu, source).step_seconds(config, work, hardware, layout, stage.sequences_per_micro_batch)
@@ -61,6 +64,6 @@ def expected_step(
     }
     at_peak = {kind: count * tokens / peak_flops for kind, count in flops.items()}
     # A pipeline's bubble is waiting that a plan counts as computing.
-    idle = type(strategy).idle(config, layout)
-    waiting = exposed + (seconds - exposed) * idle / (1 + idle)
+    bubble = idle(config, layout)
+    waiting = exposed + (seconds - exposed) * bubble / (1 + bubble)
     return ExpectedStep(seconds, mfu, at_peak, waiting)

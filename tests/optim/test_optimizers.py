@@ -15,7 +15,6 @@ from transformers.pytorch_utils import Conv1D
 
 from pretrain.config import Optim
 from pretrain.errors import InputError
-from pretrain.memory.parts import optimizer_elements
 from pretrain.model.build import build_meta_model
 from pretrain.optim.adafactor import round_stochastically
 from pretrain.optim.matrix_exchange import HiddenMatrix
@@ -31,6 +30,7 @@ from pretrain.optim.optimizers import (
 from pretrain.parallel.fully_sharded import FullySharded
 from pretrain.parallel.strategy import Strategy
 from pretrain.parallel.zero import Zero
+from pretrain_tools.planning.memory import optimizer_elements
 
 
 def tiny_model(dtype=torch.float32):

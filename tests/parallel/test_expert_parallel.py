@@ -6,11 +6,14 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from pretrain.memory.parts import FP32, PlannedRun, sizes_of
 from pretrain.model.model_config import load_model_config
-from pretrain.parallel.layout import StepTraffic
-from pretrain.parallel.registry import STRATEGIES, requested_strategy
+from pretrain.parallel.launcher import launched_strategy
+from pretrain.parallel.registry import STRATEGIES
 from pretrain.recipe import read_run_config
+from pretrain_tools.planning.footprints import footprint
+from pretrain_tools.planning.layouts import layout
+from pretrain_tools.planning.memory import FP32, PlannedRun, sizes_of
+from pretrain_tools.planning.traffic import StepTraffic, traffic
 from support.tiny_models import TINY_LLAMA, TINY_MOE, TINY_OLMOE
 
 SIZE = "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE"
@@ -79,9 +82,9 @@ def test_strategies_without_experts_say_why(problems, strategy):
 
 def test_the_same_launcher_without_a_number_of_experts_is_a_pipeline(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
-    assert requested_strategy()[0] == "pp"
+    assert launched_strategy() == "pp"
     monkeypatch.setenv(SIZE, "2")
-    assert requested_strategy()[0] == "ep"
+    assert launched_strategy() == "ep"
 
 
 def test_a_plan_divides_the_experts_and_nothing_else(recipe, tmp_path):
@@ -91,15 +94,15 @@ def test_a_plan_divides_the_experts_and_nothing_else(recipe, tmp_path):
     run, sizes = PlannedRun(read_run_config(recipe, []), config, "fp32"), sizes_of(config)
     experts = 2 * 8 * 3 * 64 * 32
     assert (sizes.experts, sizes.routers, sizes.choices) == (experts, 2, 2)
-    whole = STRATEGIES["ddp"].footprint(run, STRATEGIES["ddp"].layout("ddp", 4), 1)
-    layout = EP.layout("ep", 4)
-    divided = EP.footprint(run, layout, 1)
+    whole = footprint(run, layout("ddp", 4), 1)
+    four = layout("ep", 4)
+    divided = footprint(run, four, 1)
     assert whole.parameters - divided.parameters == FP32 * experts * 3 / 4
     assert whole.optimizer - divided.optimizer == 2 * FP32 * experts * 3 / 4
     step = StepTraffic(sizes, micro_steps=3, tokens=64, inside=1e9, across=1e8)
     rows = 3 * 2 * 4 * 64 * 2 * 64 * 2 * 3 / 4
     beside = 2 * FP32 * (sizes.total - experts) * 3 / 4
-    assert EP.traffic(layout, step) == (pytest.approx(rows / 1e9 + beside / 1e8), 0.0)
+    assert traffic(four, step) == (pytest.approx(rows / 1e9 + beside / 1e8), 0.0)
     copies = 2 * FP32 * experts / 2 / 2
-    two = replace(layout, groups=2)
-    assert EP.traffic(two, step)[0] == pytest.approx(rows / 1e9 * 2 / 3 + (beside + copies) / 1e8)
+    two = replace(four, groups=2)
+    assert traffic(two, step)[0] == pytest.approx(rows / 1e9 * 2 / 3 + (beside + copies) / 1e8)

@@ -12,9 +12,9 @@ from accelerate.commands.launch import launch_command_parser
 
 from pretrain.config import RunConfig
 from pretrain.parallel import launcher_files
-from pretrain.parallel.launcher import launcher_problems
+from pretrain.parallel.launcher import launched_strategy, launcher_problems
 from pretrain.parallel.launcher_files import command_problems, deepspeed_problems, launcher_file_problems
-from pretrain.parallel.registry import STRATEGIES, requested_strategy, strategy_class
+from pretrain.parallel.registry import STRATEGIES, strategy_class
 from support.launcher_environment import launcher_environment
 from support.project import ROOT, free_port, run_script
 
@@ -58,7 +58,7 @@ def changed(path: Path, folder: Path, section: str | None, **values) -> Path:
 def test_shipped_files_ask_for_a_strategy_that_runs_and_contradict_no_recipe(path, config, environment):
     environment(path)
     expected = {"single": "ddp", "zero3_offload": "zero3", "zero3_offload_nvme": "zero3"}.get(path.stem, path.stem)
-    assert requested_strategy() == (expected, STRATEGIES[expected])
+    assert launched_strategy() == expected and expected in STRATEGIES
     assert launcher_problems(config, "fp32", expected) == []
     assert launcher_file_problems(path, expected) == []
 
@@ -72,7 +72,7 @@ def test_the_environment_for_torchrun_asks_for_what_the_launcher_file_asks_for(n
     assert {key: shipped[key].lower() for key in variables} == {key: text.lower() for key, text in variables.items()}
     for key, text in {**variables, "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(key, text)
-    assert requested_strategy() == (name, STRATEGIES[name]) and strategy_class(config) is STRATEGIES[name]
+    assert launched_strategy() == name and strategy_class(config) is STRATEGIES[name]
 
 
 @pytest.mark.parametrize("path", LAUNCHER_FILES, ids=NAMES)

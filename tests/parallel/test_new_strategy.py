@@ -1,17 +1,19 @@
-"""A strategy is one class, one line in STRATEGIES and one launcher file: plan and train then know it."""
+"""A strategy is one class, a line in STRATEGIES and in LAUNCHES, and a launcher file: plan and train then know it."""
 
 import json
 
 import pytest
 
 from pretrain.gpus import find_gpu
-from pretrain.parallel.registry import STRATEGIES, requested_strategy
+from pretrain.parallel.launcher import LAUNCHES, launched_strategy
+from pretrain.parallel.registry import STRATEGIES
 from pretrain.recipe import read_run_config
+from pretrain_tools.planning.footprints import FOOTPRINTS
 from pretrain_tools.planning.report import build_plan
 from pretrain_tools.planning.step_time import Hardware
 from support.launcher_environment import launcher_environment
 from support.project import events, launch
-from support.toy_strategy import TOY_FILE, Toy
+from support.toy_strategy import TOY_FILE, TOY_LAUNCH, Toy, toy_footprint
 
 
 @pytest.fixture
@@ -23,6 +25,7 @@ def toy_file(tmp_path):
 
 def test_a_plan_lists_it_with_its_own_memory(recipe, monkeypatch):
     monkeypatch.setitem(STRATEGIES, "toy", Toy)
+    monkeypatch.setitem(FOOTPRINTS, "toy", toy_footprint)
 
     def candidates(*overrides):
         config = read_run_config(recipe, list(overrides))
@@ -39,10 +42,10 @@ def test_a_plan_lists_it_with_its_own_memory(recipe, monkeypatch):
 
 
 def test_the_launchers_environment_selects_it(toy_file, monkeypatch):
-    monkeypatch.setitem(STRATEGIES, "toy", Toy)
+    monkeypatch.setitem(LAUNCHES, TOY_LAUNCH, "toy")
     for name, value in launcher_environment(toy_file, 2).items():
         monkeypatch.setenv(name, value)
-    assert requested_strategy() == ("toy", Toy)
+    assert launched_strategy() == "toy"
 
 
 def test_a_run_trains_under_it(recipe, toy_file, tmp_path):

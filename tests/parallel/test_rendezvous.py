@@ -1,6 +1,5 @@
 """Processes of a restarted group meet in a store of their own, and use a network that others can reach."""
 
-import itertools
 import os
 import socket
 
@@ -46,7 +45,7 @@ def test_a_restart_has_a_store_of_its_own_and_a_first_attempt_the_launchers(monk
 
 @pytest.mark.parametrize("hosted_by", ["launcher", "first process"])
 def test_the_first_process_tells_all_others_in_every_attempt(monkeypatch, hosted_by):
-    monkeypatch.setattr(rendezvous, "OWN", [])
+    rendezvous.host_store.cache_clear()
     launchers = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     is_hosted = hosted_by == "launcher"
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launchers.port if is_hosted else free_port())}
@@ -59,10 +58,9 @@ def test_the_first_process_tells_all_others_in_every_attempt(monkeypatch, hosted
             for rank in range(3):
                 monkeypatch.setenv("RANK", str(rank))
                 monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-                monkeypatch.setattr(rendezvous, "_TOLD", itertools.count(number))
-                heard.append(told_by_first(lambda said=f"{attempt} {number} {rank}": said))
+                heard.append(told_by_first(str(number), lambda said=f"{attempt} {number} {rank}": said))
             assert heard == [f"{attempt} {number} 0"] * 3
-    assert len(rendezvous.OWN) == (0 if is_hosted else 1)
+    assert rendezvous.host_store.cache_info().currsize == (0 if is_hosted else 1)
 
 
 SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -7,7 +7,6 @@ import pytest
 
 from pretrain.errors import InputError
 from pretrain.gpus import GIB, find_gpu
-from pretrain.parallel.registry import STRATEGIES
 from pretrain_tools.planning.budget import (
     DATA_PARALLEL,
     RunBudget,
@@ -19,6 +18,8 @@ from pretrain_tools.planning.budget import (
 )
 from pretrain_tools.planning.candidates import micro_batches, strategy_problems
 from pretrain_tools.planning.families import FAMILIES, Shape
+from pretrain_tools.planning.footprints import footprint
+from pretrain_tools.planning.layouts import layout
 from pretrain_tools.planning.sizing import MOST_EPOCHS
 from pretrain_tools.planning.step_time import Hardware
 from support.quick_traces import use_quick_traces
@@ -77,13 +78,13 @@ def test_no_combination_that_fits_is_faster(memory, quick_traces):
         config = sized.run.config.model_copy(update={"activation_checkpointing": checkpointing})
         run, work = replace(sized.run, config=config), replace(sized.work, recompute=recompute)
         for name in DATA_PARALLEL:
-            layout = STRATEGIES[name].layout(name, 8, 1)
-            if strategy_problems(run, layout):
+            divided = layout(name, 8, 1)
+            if strategy_problems(run, divided):
                 continue
             for sequences in micro_batches(config, 8):
-                if STRATEGIES[name].footprint(run, layout, sequences).total <= usable:
+                if footprint(run, divided, sequences).total <= usable:
                     key = (name, checkpointing, sequences)
-                    seconds[key] = given.speed(shape).step_seconds(config, work, given.hardware, layout, sequences)[0]
+                    seconds[key] = given.speed(shape).step_seconds(config, work, given.hardware, divided, sequences)[0]
     fastest = min(seconds.values())
     assert len(seconds) == sized.searched
     assert fastest <= best.seconds <= 1.05 * fastest

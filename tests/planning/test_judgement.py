@@ -6,12 +6,11 @@ from collections import namedtuple
 import pytest
 import torch
 
-from pretrain.memory.parts import PlannedRun
-from pretrain.parallel.registry import STRATEGIES
 from pretrain.recipe import preparations, read_run_config
 from pretrain.training.run_plan import derive
 from pretrain.training.validation import open_validation
 from pretrain_tools.planning import judgement as judgement_module
+from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.judgement import (
     few_steps,
     heavy_vocabulary,
@@ -21,6 +20,8 @@ from pretrain_tools.planning.judgement import (
     small_disk,
     small_memory,
 )
+from pretrain_tools.planning.layouts import layout
+from pretrain_tools.planning.memory import PlannedRun
 from support.project import ROOT, run_script
 
 Usage = namedtuple("Usage", "total used free")
@@ -104,7 +105,7 @@ def test_a_step_too_large_for_the_memory(read, monkeypatch):
     long = {"data__sequence_length": 2048, "model__max_position_embeddings": 2048, "batch__tokens_per_step": 4096}
     config, run = read(**long)
     planned = PlannedRun(config, run.model_config, run.precision, "cpu")
-    need = STRATEGIES["single"].largest_footprint(planned, STRATEGIES["single"].layout("single", 1), 1).total
+    need = largest_footprint(planned, layout("single", 1), 1).total
     monkeypatch.setattr(judgement_module, "memory_bytes", lambda device: int(need))
     assert small_memory(config, run, torch.device("cpu")) is None
     monkeypatch.setattr(judgement_module, "memory_bytes", lambda device: int(0.5 * need))
@@ -118,7 +119,7 @@ def test_an_architecture_whose_memory_cannot_be_traced_is_said(read, monkeypatch
     def fails(*_):
         raise TypeError("no such argument\nsecond line")
 
-    monkeypatch.setattr(STRATEGIES["single"], "largest_footprint", fails)
+    monkeypatch.setattr(judgement_module, "largest_footprint", fails)
     said = "memory: what a step of llama needs is not known here (TypeError: no such argument)"
     assert small_memory(*read(), torch.device("cpu")) is None, "it fits by far: nothing is traced"
     monkeypatch.setattr(judgement_module, "memory_bytes", lambda device: 100_000)

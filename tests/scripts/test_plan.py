@@ -15,8 +15,6 @@ from pretrain.config import Averaging
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.gpus import GIB, GPUS, find_gpu, gpu_called
-from pretrain.memory.parts import PlannedRun, sizes_of
-from pretrain.parallel.registry import STRATEGIES
 from pretrain.recipe import read_run_config
 from pretrain.units import co2_text
 from pretrain_tools.planning.candidates import (
@@ -30,6 +28,9 @@ from pretrain_tools.planning.candidates import (
     storage_of,
     work_of_run,
 )
+from pretrain_tools.planning.footprints import largest_footprint
+from pretrain_tools.planning.layouts import layout, layouts
+from pretrain_tools.planning.memory import PlannedRun, sizes_of
 from pretrain_tools.planning.report import PARTS, build_plan, comment_of, plan_json, plan_verdict, remarks
 from pretrain_tools.planning.step_time import COMMUNICATION_BYTES, CONTEXT_BYTES, FRAGMENTATION, Hardware
 from support.project import ROOT, run_script
@@ -123,14 +124,14 @@ def test_gradients_are_reduced_once_where_that_is_faster_and_fits(recipe):
     command = command_of(fsdp2, str(recipe), settings, plan.hardware, plan.config)
     assert command.endswith("--batch.sequences_per_micro_batch 1 --batch.reduce_once true")
     run = PlannedRun(plan.config, planned_model_config(plan.config), "bf16")
-    layout = STRATEGIES["fsdp2"].layout("fsdp2", 8)
+    divided = layout("fsdp2", 8)
     plain = replace(fsdp2, reduces_once=False, step_seconds=2 * fsdp2.step_seconds)
-    assert reduced_once(plain, layout, run, plan.work, plan.hardware, plan.speed).reduces_once
+    assert reduced_once(plain, divided, run, plan.work, plan.hardware, plan.speed).reduces_once
     taken = CONTEXT_BYTES + COMMUNICATION_BYTES
     memory = (taken + 0.9 * fsdp2.memory.total) / (1 - FRAGMENTATION)
     small = replace(plan.hardware, gpu=replace(plan.hardware.gpu, memory_bytes=memory))
     assert small.usable_bytes == pytest.approx(0.9 * fsdp2.memory.total)
-    assert not reduced_once(plain, layout, run, plan.work, small, plan.speed).reduces_once
+    assert not reduced_once(plain, divided, run, plan.work, small, plan.speed).reduces_once
 
 
 def test_a_command_says_how_groups_are_made_where_the_file_says_otherwise(recipe):
@@ -421,9 +422,9 @@ def test_as_few_processes_share_a_sequence_as_it_takes_to_fit(recipe, share, par
         ("data.sequence_length", "64k"), ("model.max_position_embeddings", "65536"), ("batch.tokens_per_step", "512k"),
         ("batch.sequences_per_micro_batch", "1"), ("activation_checkpointing", "full"),
     )  # fmt: skip
-    strategy, config = STRATEGIES["cp"], read_run_config(recipe, list(settings))
+    config = read_run_config(recipe, list(settings))
     run = PlannedRun(config, planned_model_config(config), "bf16")
-    of_two = strategy.largest_footprint(run, strategy.layouts("cp", 8)[0], 1).total
+    of_two = largest_footprint(run, layouts("cp", 8)[0], 1).total
     memory = (share * of_two + CONTEXT_BYTES + COMMUNICATION_BYTES) / (1 - FRAGMENTATION)
     plan = plan_of(recipe, *settings, gpu=find_gpu("h100", memory_bytes=memory))
     found = candidate(plan, "cp")

@@ -10,15 +10,14 @@ import torch
 
 import plan
 from pretrain.gpus import GIB
-from pretrain.memory import parts
-from pretrain.memory.activations import Activations, Line
 from pretrain.model.build import check_vocabulary
 from pretrain.model.model_config import load_model_config, load_recipe_model_config
 from pretrain.recipe import pair_up, read_run_config
 from pretrain.training.run_plan import derive
 from pretrain.training.validation import open_validation
 from pretrain.units import bytes_text
-from pretrain_tools.planning import report
+from pretrain_tools.planning import memory, report
+from pretrain_tools.planning.activations import Activations, Line
 from support.project import ROOT, run_script
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -137,7 +136,7 @@ def plan_as_user(command, folder, monkeypatch, capsys) -> str:
 
 def trace_only(strategies, monkeypatch) -> None:
     """Traces the forward passes of these strategies; the memory of the others is not shown, and counts as nothing."""
-    consider, trace, considered = report.consider, parts.trace_activations, []
+    consider, trace, considered = report.consider, memory.trace_activations, []
 
     def consider_now(name, *rest):
         considered[:] = [name]
@@ -150,7 +149,7 @@ def trace_only(strategies, monkeypatch) -> None:
         return trace(model_config, call) if name in strategies and is_used else Activations(*[Line(0.0, 0.0)] * 4)
 
     monkeypatch.setattr(report, "consider", consider_now)
-    monkeypatch.setattr(parts, "trace_activations", trace_or_formula)
+    monkeypatch.setattr(memory, "trace_activations", trace_or_formula)
 
 
 @pytest.mark.parametrize("name", RECIPES)

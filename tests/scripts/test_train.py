@@ -370,7 +370,7 @@ def test_check_finds_a_model_that_cannot_recompute_its_activations(recipe, monke
 
 
 def test_check_finds_what_the_strategy_refuses_with_all_else(recipe, monkeypatch):
-    monkeypatch.setattr(registry, "requested_strategy", lambda: ("fsdp2", registry.STRATEGIES["fsdp2"]))
+    monkeypatch.setattr(registry, "launched_strategy", lambda: "fsdp2")
     monkeypatch.setattr(registry, "launcher_problems", lambda config, precision, name: [])
     overrides = [("optim.name", "adafactor"), ("optim.stochastic_rounding", "true"), ("batch.tokens_per_step", "300")]
     with pytest.raises(InputError) as caught:

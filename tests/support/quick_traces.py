@@ -1,7 +1,7 @@
 """Activations by a formula of about their size, in the place of traces, which take seconds each."""
 
-from pretrain.memory import parts
-from pretrain.memory.activations import Activations, Line
+from pretrain_tools.planning import memory
+from pretrain_tools.planning.activations import Activations, Line
 
 
 def use_quick_traces(monkeypatch) -> None:
@@ -10,4 +10,4 @@ def use_quick_traces(monkeypatch) -> None:
         kept = 2.0 if call.activation_checkpointing == "full" else 34.0
         return Activations(*(Line(0.0, factor * per_sequence) for factor in (2.0, kept, 60.0, 2.0)))
 
-    monkeypatch.setattr(parts, "trace_activations", trace)
+    monkeypatch.setattr(memory, "trace_activations", trace)

@@ -1,9 +1,8 @@
-"""A strategy that is added as docs/strategies.md says: a class, a line in STRATEGIES, a launcher file.
+"""A strategy that is added as docs/strategies.md says: a class, its lines in two tables, a launcher file.
 
 As a program it is train.py, with that strategy known.
 """
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from accelerate.utils import patch_environment
 
+from pretrain.parallel.launcher import LAUNCHES
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.parallel.strategy import Strategy
+from pretrain_tools.planning.footprints import of_copies
 
 TOY_FILE = """\
 compute_environment: LOCAL_MACHINE
@@ -27,27 +28,28 @@ same_network: true
 """
 
 
+TOY_LAUNCH = ("MULTI_GPU", "cp")
+
+
 class Toy(Strategy):
-    """DDP, with a byte of its own."""
+    """DDP that gives its optimizer pieces."""
 
     parameter_form = "pieces"
-
-    @classmethod
-    def requested(cls):
-        return "toy" if os.environ.get("PARALLELISM_CONFIG_CP_SIZE") == "2" else None
-
-    @classmethod
-    def footprint(cls, run, layout, sequences):
-        memory = super().footprint(run, layout, sequences)
-        return replace(memory, buffers=memory.buffers + 1)
 
     def make_accelerator(self):
         with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false"):  # to accelerate it is context parallelism
             return super().make_accelerator()
 
 
+def toy_footprint(run, layout, sequences):
+    """DDP's, with a byte more."""
+    memory = of_copies(run, layout, sequences)
+    return replace(memory, buffers=memory.buffers + 1)
+
+
 if __name__ == "__main__":
     STRATEGIES["toy"] = Toy
+    LAUNCHES[TOY_LAUNCH] = "toy"
     import train
     from pretrain.recipe import read_command_line
 

@@ -1,4 +1,4 @@
-"""What a forward pass leaves in memory for its backward pass, found by running one: with shapes, without numbers.
+"""Traces what a forward pass leaves in memory for its backward pass: with shapes, without numbers.
 
 The model's own code runs on fake tensors, which have sizes but no storage, with one layer and with two, and every
 tensor that is alive is counted. So no formula has to be kept for each architecture, and a model of 13B parameters is
@@ -14,12 +14,14 @@ import functools
 import json
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+
+# torch's profilers of memory use these two and pytrees as well; there is no public name for any of them.
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +29,6 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedModel
 from transformers.integrations import moe
 
 from pretrain.config import WindowSpec
-from pretrain.memory.compiled import LayerGraphs, graph_backend
 from pretrain.model.attention import SEGMENTS_PER_WINDOW
 from pretrain.model.build import build_meta_model
 from pretrain.model.compile import checkpoint_activations, layers_of
@@ -56,12 +57,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Activations:
-    """What a process holds beyond weights, gradients and optimizer, from the embedding to the last hidden state."""
+    """Bytes of a process beyond weights, gradients and optimizer, from the embedding to the last hidden state."""
 
     outside: Line
     """Alive after the forward pass, layers apart: the embedding's output, the last norm, rotary tables."""
     per_layer: Line
-    """Alive after the forward pass for each layer: what its backward pass needs."""
+    """Alive after the forward pass for each layer: its backward pass needs them."""
     backward: Line
     """More than that while the last layer's gradients are computed, the gradient of the hidden states included."""
     hidden: Line
@@ -72,9 +73,11 @@ class Activations:
         return self.outside(sequences) + layers * self.per_layer(sequences)
 
 
+# An operator of its own and not an autograd.Function: torch.compile's partitioner would look into a function and
+# recompute its outputs, which cost nothing there, instead of keeping them as it keeps those of a flash kernel.
 @torch.library.custom_op("groundwork::flash_shapes", mutates_args=())
 def _flash_shapes(query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> tuple[Tensor, Tensor]:
-    """What every flash kernel of a GPU keeps, whichever it is: query, key, value, output and logsumexp."""
+    """Keeps as much as every flash kernel of a GPU, whichever it is: query, key, value, output and logsumexp."""
     raise RuntimeError("this attention has shapes only: it is for plans, and is never computed")
 
 
@@ -88,7 +91,8 @@ def _flash_shapes_backward(
 @_flash_shapes.register_fake
 def _(query_BHTE, key_BGTE, value_BGTE):
     batch, heads, length, _ = query_BHTE.shape
-    out_BHTE = query_BHTE.new_empty(batch, heads, length, value_BGTE.shape[-1])  # its own with latent attention
+    # Latent attention has values of another width than queries and keys.
+    out_BHTE = query_BHTE.new_empty(batch, heads, length, value_BGTE.shape[-1])
     return _heads_last(out_BHTE), query_BHTE.new_empty(batch, heads, length, dtype=torch.float32)
 
 
@@ -114,26 +118,33 @@ _flash_shapes.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
 def _planned_attention(module, query_BHTE, key_BGTE, value_BGTE, attention_mask, **kwargs) -> tuple[Tensor, None]:
-    """In the place of an attention function of transformers: the products' dtype, and what a flash kernel keeps."""
+    """Stands for an attention function of transformers: the products' dtype, and what a flash kernel keeps."""
     half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else value_BGTE.dtype
     out_BHTE, _ = torch.ops.groundwork.flash_shapes(*(x.to(half) for x in (query_BHTE, key_BGTE, value_BGTE)))
     return out_BHTE.transpose(1, 2), None
 
 
-EXPERTS_IN_ALL_LAYERS = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
-EXPERTS_IN_ALL_LAYERS |= {"moe_layer_start_index": 0, "num_dense_layers": 0, "interleave_moe_layer_step": 1}
-"""What configurations say of the layers that are dense, and what makes none so."""
+EXPERTS_IN_ALL_LAYERS = {
+    "first_k_dense_replace": 0,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "moe_layer_start_index": 0,
+    "num_dense_layers": 0,
+    "interleave_moe_layer_step": 1,
+}
+"""Settings of configurations that make some layers dense, with the values that make none so."""
 
 FLASH = "groundwork_planned"
 AttentionInterface.register(FLASH, _planned_attention)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that are alive, now and at most, from the calls that it sees and what `add` is given."""
+    """Counts the storages that are alive, now and at most, of the calls that it sees and of `add`'s arguments."""
 
     def __init__(self):
         super().__init__()
-        self.now = self.peak = 0
+        self.now = 0
+        self.peak = 0
         self._seen: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -145,7 +156,8 @@ class LiveBytes(TorchDispatchMode):
 
     def add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        size = storage.nbytes()
+        key = storage._cdata  # data_ptr() is 0 for every fake storage
         if key in self._seen:
             return
 
@@ -159,7 +171,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _GradientOfHidden(torch.autograd.Function):
-    """In the place of the loss: makes the gradient of the hidden states in the forward pass, as the loss does."""
+    """Stands for the loss: makes the gradient of the hidden states in the forward pass, as the loss does."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor) -> Tensor:
@@ -177,9 +189,9 @@ class ForwardPass:
 
     window: WindowSpec
     weights: torch.dtype
-    """Of the weights in the forward pass."""
+    """Dtype of the weights in the forward pass."""
     autocast: bool
-    """Whether it runs under autocast to bf16 (weights in fp32)."""
+    """True under autocast to bf16 (weights in fp32)."""
     attention: str = FLASH
     """FLASH for the kernels of a GPU that keep query, key, value, output and logsumexp (sdpa in half precision,
     varlen, flash attention 2 and 3, flex attention); groundwork_sdpa as it is on a CPU; groundwork_eager."""
@@ -189,7 +201,7 @@ class ForwardPass:
 
 
 def trace_activations(model_config: Any, call: ForwardPass) -> Activations:
-    """Activations of one process."""
+    """Returns the activations of one process, traced once per configuration and call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return _trace(model_config.to_json_string(use_diff=False), call)
@@ -204,12 +216,13 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
         return Line.through(measured[layers, 1][key], measured[layers, 2][key])
 
     per_layer = line("kept", 2) - line("kept", 1)
-    outside, backward = line("kept", 1) - per_layer, line("peak", 1) - line("kept", 1)
+    outside = line("kept", 1) - per_layer
+    backward = line("peak", 1) - line("kept", 1)
     hidden = line("hidden", 1)
     if call.compiled:
         graphs = [_compiled_layer(model_config, sequences, call) for sequences in (1, 2)]
         kept = Line.through(*(graph.kept for graph in graphs))
-        # The gradient of the layer's output is alive beside what its backward pass needs.
+        # The gradient of the layer's output is alive beside the tensors that its backward pass needs.
         backward = Line.through(*(graph.backward for graph in graphs)) + hidden
         if call.activation_checkpointing == "none":
             per_layer = kept
@@ -219,7 +232,7 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
 
 
 def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) -> dict[str, int]:
-    """Bytes beyond weights and gradients: kept after the forward pass, and at the peak of the backward pass."""
+    """Counts bytes beyond weights and gradients: kept after the forward pass, and at the peak of the backward pass."""
     model = _meta_model(model_config, layers, call.attention)
     checkpoint_activations(model, call.activation_checkpointing)
     with _fake_tensors(model, call.weights):
@@ -234,26 +247,13 @@ def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) 
             hidden = _last_hidden_state(model, inputs, call)
             size = hidden.untyped_storage().nbytes()
             loss = _GradientOfHidden.apply(hidden)
+            # A training step's caller holds neither: held here, they would count.
             del hidden
             inputs.clear()
             kept = live.now - size  # without the gradient that the loss makes: `hidden` counts it
             live.peak = live.now
             loss.backward()
             return {"kept": kept - resident, "peak": live.peak - resident, "hidden": size}
-
-
-def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> LayerGraphs:
-    model = _meta_model(model_config, 1, call.attention)
-    torch._dynamo.reset()
-    graphs = LayerGraphs()
-    with _fake_tensors(model, call.weights):
-        hidden_shape = (sequences, call.window.sequence_length, model_config.hidden_size)
-        for layer in layers_of(model):
-            layer.compile(dynamic=False, backend=graph_backend(graphs, hidden_shape))
-        hidden = _last_hidden_state(model, _inputs(model_config, sequences, call), call)
-        _GradientOfHidden.apply(hidden).backward()
-    torch._dynamo.reset()
-    return graphs
 
 
 def _last_hidden_state(model: PreTrainedModel, inputs: dict[str, Any], call: ForwardPass) -> Tensor:
@@ -266,6 +266,7 @@ def _fake_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
     """Inside, the model trains, and it and everything made has a size and no storage; buffers keep their dtype."""
     with FakeTensorMode(allow_non_fake_inputs=True), _grouped_products_of_any_dtype():
         for module in model.modules():
+            # Module.to cannot turn meta tensors into fake ones.
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype))
@@ -279,9 +280,10 @@ def _fake_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _grouped_products_of_any_dtype() -> Iterator[None]:
-    """torch knows the shapes of grouped_mm in bf16 alone; those of transformers' own operator for the same it knows.
+    """Runs grouped products in fp32 by transformers' own operator: torch knows the shapes of grouped_mm in bf16 alone.
 
-    Where a transformers has neither function, its grouped products are left as they are.
+    transformers chooses between the two in a private function, which is replaced meanwhile. A version without it is
+    left as it is.
     """
     can_use = getattr(moe, "_can_use_grouped_mm", None)
     if can_use is None:
@@ -295,7 +297,7 @@ def _grouped_products_of_any_dtype() -> Iterator[None]:
 
 
 def _meta_model(model_config: Any, layers: int, attention: str) -> PreTrainedModel:
-    """The model with so many of its layers, on the meta device; of a mixture of experts those that have experts."""
+    """Builds the model with so many layers on the meta device; of a mixture of experts all of them have experts."""
     config = copy.deepcopy(model_config)
     config.num_hidden_layers = layers
     for name, value in EXPERTS_IN_ALL_LAYERS.items():
@@ -310,11 +312,126 @@ def _meta_model(model_config: Any, layers: int, attention: str) -> PreTrainedMod
 
 
 def _inputs(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, Any]:
-    """What the base model is called with, its first layer's input in the place of the token ids."""
-    length, shape = call.window.sequence_length, (sequences, call.window.sequence_length, model_config.hidden_size)
+    """Makes the base model's arguments, with its first layer's input in the place of the token ids."""
+    length = call.window.sequence_length
+    shape = (sequences, length, model_config.hidden_size)
     inputs = {"inputs_embeds": torch.empty(shape, dtype=call.weights, requires_grad=True)}
     if not call.window.document_mask:
         return inputs
     segments = torch.empty(sequences * SEGMENTS_PER_WINDOW + 1, dtype=torch.int32)
     layout = {"cu_seq_lens_q": segments, "cu_seq_lens_k": segments, "max_length_q": length, "max_length_k": length}
     return {**inputs, "position_ids": torch.empty(sequences, length, dtype=torch.long), **layout}
+
+
+@dataclass
+class LayerGraphs:
+    """Bytes of a compiled layer, filled in while it is compiled and called."""
+
+    kept: float = 0.0
+    """Tensors that the forward graph hands to the backward graph, the layer's input included, weights not."""
+    backward: float = 0.0
+    """More than what is kept, at the peak of the backward graph."""
+
+
+def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> LayerGraphs:
+    model = _meta_model(model_config, 1, call.attention)
+    torch.compiler.reset()
+    graphs = LayerGraphs()
+    with _fake_tensors(model, call.weights):
+        hidden_shape = (sequences, call.window.sequence_length, model_config.hidden_size)
+        for layer in layers_of(model):
+            layer.compile(dynamic=False, backend=_counting_backend(graphs, hidden_shape))
+        hidden = _last_hidden_state(model, _inputs(model_config, sequences, call), call)
+        _GradientOfHidden.apply(hidden).backward()
+    torch.compiler.reset()
+    return graphs
+
+
+def _counting_backend(graphs: LayerGraphs, hidden_shape: tuple[int, ...]) -> Callable:
+    """Makes a backend for torch.compile that generates no code: it counts into `graphs` and runs the graph as it is.
+
+    hidden_shape is that of the layer's input: of the graph's inputs, the one that only this layer keeps alive.
+    """
+    # torch.compile's own partitioner and decompositions, by which inductor would cut this graph, have no public names.
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    saved: dict[int, int] = {}
+
+    def forward(graph_module: fx.GraphModule, inputs: list) -> Callable:
+        outputs = graph_module.graph.find_nodes(op="output")[0].args[0]
+        # The output itself is the next layer's input, and counted there.
+        for node in outputs[1:]:
+            if not isinstance(node, fx.Node):
+                continue
+            if node.op != "placeholder" or getattr(node.meta.get("val"), "shape", ()) == hidden_shape:
+                saved.update(_storage_of(node))
+        graphs.kept = sum(saved.values())
+        return make_boxed_func(graph_module.forward)
+
+    def backward(graph_module: fx.GraphModule, inputs: list) -> Callable:
+        graphs.backward = _peak_beyond_inputs(graph_module.graph)
+        return make_boxed_func(graph_module.forward)
+
+    return aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+        decompositions=select_decomp_table,
+    )
+
+
+def _storage_of(node: fx.Node) -> dict[int, int]:
+    """Returns {identity: bytes} of the memory behind a node's tensor, which its views share; {} if it has none."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return {}
+    storage = value.untyped_storage()
+    return {storage._cdata: storage.nbytes()}
+
+
+FUSED = (
+    *("view", "permute", "expand", "slice", "getitem", "convert_element_type", "sum", "mean", "transpose", "clone"),
+    *("cat", "unsqueeze", "squeeze", "slice_scatter", "full", "select", "alias", "t.default", "reshape", "iota"),
+)
+"""Parts of the names of operators that the compiler fuses beside the pointwise ones."""
+
+
+def _is_fused(node: fx.Node) -> bool:
+    """True of pointwise operations, views and reductions, which the compiler computes on the way.
+
+    They never reach memory, unless something that cannot be fused reads them: a matrix product, an attention kernel,
+    or the end of the graph.
+    """
+    if node.op != "call_function":
+        return False
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or any(word in str(node.target) for word in FUSED)
+
+
+def _peak_beyond_inputs(graph: fx.Graph) -> float:
+    """Returns the most bytes alive while the graph runs, beyond its inputs; inputs are freed after their last use."""
+    nodes = list(graph.nodes)
+    last_use: dict[int, int] = {}
+    written: set[int] = set()
+    for place, node in enumerate(nodes):
+        for operand in node.all_input_nodes:
+            last_use |= dict.fromkeys(_storage_of(operand), place)
+            if not _is_fused(node):
+                written |= _storage_of(operand).keys()
+        if node.op == "call_function" and not _is_fused(node):
+            written |= _storage_of(node).keys()
+    live: dict[int, int] = {}
+    for node in nodes:
+        if node.op == "placeholder":
+            live |= _storage_of(node)
+    at_start = sum(live.values())
+    peak = at_start
+    for place, node in enumerate(nodes):
+        if node.op == "call_function":
+            live |= {key: size for key, size in _storage_of(node).items() if key in written}
+        peak = max(peak, sum(live.values()))
+        live = {key: size for key, size in live.items() if last_use.get(key, len(nodes)) > place}
+    return peak - at_start

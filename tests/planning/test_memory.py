@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from pretrain.config import RunConfig, WindowSpec
-from pretrain.memory.activations import ForwardPass, Line, trace_activations
-from pretrain.memory.parts import PlannedRun, optimizer_elements, sizes_of
 from pretrain.model.build import build_meta_model, build_model
 from pretrain.model.model_config import load_model_config
 from pretrain.optim.optimizers import optimizer_builder
-from pretrain.parallel.memory_advice import ladder
 from pretrain.parallel.registry import STRATEGIES
+from pretrain_tools.planning.activations import ForwardPass, Line, trace_activations
+from pretrain_tools.planning.footprints import footprint
+from pretrain_tools.planning.layouts import layout
+from pretrain_tools.planning.memory import PlannedRun, optimizer_elements, sizes_of
+from pretrain_tools.planning.memory_advice import ladder
 from support.project import ROOT, run_script
 from support.tiny_models import TINY_LLAMA
 
@@ -45,8 +47,7 @@ def run_config(model_file, **settings) -> RunConfig:
 
 
 def need(config, model_config, name="single", ranks=1, precision="bf16", sequences=8):
-    strategy = STRATEGIES[name]
-    return strategy.footprint(PlannedRun(config, model_config, precision), strategy.layout(name, ranks), sequences)
+    return footprint(PlannedRun(config, model_config, precision), layout(name, ranks), sequences)
 
 
 def test_sizes_are_those_of_the_model(model_config):
@@ -231,10 +232,10 @@ def test_a_measured_peak_is_predicted_within_15_percent():
 
 def test_the_ladder_climbs_until_it_fits(model_config, model_file):
     run = PlannedRun(run_config(model_file), model_config, "bf16")
-    rungs = ladder(run, "ddp", 2, 0.0)
+    rungs = ladder(run, layout("ddp", 2), 0.0)
     assert rungs[0].startswith("--activation_checkpointing full")
     assert [rung.split(":")[0] for rung in rungs[1:4]] == [f"--batch.sequences_per_micro_batch {n}" for n in (4, 2, 1)]
     assert rungs[-1].startswith("accelerate_configs/zero3_offload.yaml") and "does not fit" in rungs[-1]
     enough = need(run_config(model_file, activation_checkpointing="full"), model_config, "ddp", ranks=2).total / 0.89
-    (only,) = ladder(run, "ddp", 2, enough)
+    (only,) = ladder(run, layout("ddp", 2), enough)
     assert only.endswith("fits") and "does not" not in only

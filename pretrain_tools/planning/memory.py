@@ -1,10 +1,7 @@
-"""The parts of a process's memory that every strategy's `footprint` adds up: arithmetic on shapes.
+"""The parts of a process's memory that every footprint adds up: sizes of the model, activations, loss, optimizer.
 
-Weights, gradients and optimizer state follow from the number of parameters and how they are divided (ZeRO, Rajbhandari
-et al., arXiv 1910.02054); activations from a trace of the model's code (pretrain/memory/activations.py); what the
-loss adds from this project's code. docs/performance.md compares all of it with measurements (bench/memory.py).
-
-All sizes are bytes of tensors in one process.
+Activations follow from a trace of the model's code (activations.py), the loss's from pretrain/model/loss.py. All sizes
+are bytes of tensors in one process; nothing here touches a GPU.
 """
 
 import functools
@@ -15,15 +12,16 @@ from typing import Any
 import torch
 
 from pretrain.config import RunConfig
-from pretrain.memory.activations import FLASH, Activations, ForwardPass, trace_activations
 from pretrain.model.build import build_meta_model, library_attention
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import CHUNK_BYTES, CPU_PIECE_BYTES, MIN_CHUNK_TOKENS, choose_loss
 from pretrain.model.reference import KeyedConfig, projects_hidden_states
 from pretrain.model.routers import experts_per_token, routers_of
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
+from pretrain_tools.planning.activations import FLASH, Activations, ForwardPass, trace_activations
 
 FP32 = 4
+"""Bytes of an element."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +36,17 @@ class Sizes:
     layer: int
     """One layer, the largest: the first ones of a mixture of experts may be dense."""
     in_layers: int
-    """All of them."""
+    """All layers together."""
     layers: int
+    """Number of layers."""
     largest: int
     """The largest parameter."""
     shapes: ModelShapes
-    """By which optimizers tell what they keep."""
+    """Shapes by which optimizers tell their state."""
     vocabulary: int
     width: int
     exchanged_width: int
-    """Of query, key, value and output of a position in a layer, together."""
+    """Elements of query, key, value and output of a position in a layer, together."""
     routers: int = 0
     """Layers with a mixture of experts."""
     choices: int = 0
@@ -55,11 +54,11 @@ class Sizes:
 
     @property
     def experts(self) -> int:
-        """Those of all layers."""
+        """Experts of all layers."""
         return sum(math.prod(self.shapes.shapes[name]) for name in self.shapes.experts)
 
     def in_parts(self, shares: int) -> "Sizes":
-        """Of a process that has one of so many equal shares of every layer's experts."""
+        """Returns the sizes of a process that has one of so many equal shares of every layer's experts."""
         elsewhere = self.experts - self.experts // shares
         shapes = self.shapes.in_parts(shares)
         return replace(
@@ -82,37 +81,37 @@ class Sizes:
 
     @property
     def root(self) -> int:
-        """What belongs to no layer."""
+        """Elements that belong to no layer."""
         return self.total - self.in_layers
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a process computes in a micro-step, however the processes share it."""
+    """The work of a process in a micro-step, however the processes share it."""
 
     sizes: Sizes
     activations: Activations
     activations_in_bf16: Activations
     """The same where the weights themselves are in the recipe's precision, as FSDP2 and ZeRO hold them."""
     sequences: int
-    """In one forward pass."""
+    """Sequences of one forward pass."""
     tokens: int
     """The same in tokens."""
     compute: int
     """Bytes of an element in the matrix products."""
     accumulates: bool
-    """Whether a step has more than one micro-step."""
+    """True if a step has more than one micro-step."""
     loss: str
     """A key of LOSS_BACKENDS."""
     optimizer: str
     averages: bool
-    """Whether an average of the weights is kept."""
+    """True if an average of the weights is kept."""
     rounds_stochastically: bool
     device_type: str
 
     @property
     def parameter_bytes(self) -> int:
-        """Of an element of the weights that are trained."""
+        """Bytes of an element of the weights that are trained."""
         return 2 if self.rounds_stochastically else FP32
 
     @property
@@ -121,24 +120,25 @@ class Work:
         return 0.0 if self.loss == "logits" else FP32 * self.sizes.vocabulary * self.sizes.width
 
     def update_bytes(self, form: str, processes: int = 1) -> float:
-        """What an update allocates and frees again; arguments as of `OptimizerSpec.update_bytes`."""
+        """Returns the bytes that an update allocates and frees again; arguments as of `OptimizerSpec.update_bytes`."""
         spec = OPTIMIZERS[self.optimizer](self.sizes.shapes)
         return spec.update_bytes(self.device_type, self.rounds_stochastically, form, processes)
 
     def optimizer_bytes(self, share: float = 1.0) -> float:
-        """State of the optimizer, and the average of the weights, for this share of the parameters."""
+        """Returns the optimizer's state, and the average of the weights, for this share of the parameters."""
         average = share * FP32 * self.sizes.total if self.averages else 0.0
         share = 1.0 if OPTIMIZERS[self.optimizer].state_is_whole else share
         return average + share * FP32 * optimizer_elements(self.optimizer, self.sizes)
 
     def activation_bytes(self, activations: Activations, weight_bytes: int, waiting: float) -> dict[str, float]:
-        """What activations and the loss take at each moment until the backward pass has arrived at the embedding.
+        """Returns what activations and the loss take at each moment until the backward pass has come to the embedding.
 
         Args:
             weight_bytes: of an element of the head's weight.
             waiting: bytes of the head's gradient on its way to the embedding's.
         """
-        hidden, kept = activations.hidden(self.sequences), activations.kept(self.sizes.layers, self.sequences)
+        hidden = activations.hidden(self.sequences)
+        kept = activations.kept(self.sizes.layers, self.sequences)
         in_layer = waiting + hidden + activations.backward(self.sequences)
         return {
             "loss": kept + loss_bytes(self, weight_bytes, hidden),
@@ -155,19 +155,20 @@ class Memory:
     parameters: float
     gradients: float
     optimizer: float
-    """And the average of the weights."""
+    """Optimizer state, and the average of the weights."""
     activations: float
     buffers: float
-    """What else the strategy holds: gathered layers, buckets of gradients."""
+    """Everything else that the strategy holds: gathered layers, buckets of gradients."""
     moment: str
-    """When: 'loss', 'backward' of the last layer, 'first layer', 'embedding' or 'update'."""
+    """'loss', 'backward' of the last layer, 'first layer', 'embedding' or 'update'."""
     host: float = 0.0
-    """In the machine's memory, for one process, where something is offloaded."""
+    """Bytes in the machine's memory, for one process, where something is offloaded."""
     disk: float = 0.0
+    """The same on its disk."""
 
     @property
     def total(self) -> float:
-        """On the device."""
+        """Bytes on the device."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
@@ -202,7 +203,7 @@ def _sizes(keyed: KeyedConfig) -> Sizes:
 
 
 def exchanged_width(config: Any) -> int:
-    """Elements of query, key, value and output of a position, with all heads; of a usual width where none is said."""
+    """Returns the elements of query, key, value and output of a position; of usual heads where none are said."""
     heads = getattr(config, "num_attention_heads", None) or 1
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     return 2 * (heads + key_heads) * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -210,41 +211,46 @@ def exchanged_width(config: Any) -> int:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A recipe and its model, as memory is planned for."""
+    """A recipe and its model, for which memory is planned."""
 
     config: RunConfig
     model_config: Any
     precision: str
-    """The recipe's, with auto resolved."""
+    """The recipe's precision, with auto resolved."""
     device_type: str = "cuda"
     """cuda or cpu: the loss works in pieces of another size on a CPU."""
 
     @property
     def projects(self) -> bool:
-        """Whether the loss can be computed from hidden states, without whole logits."""
+        """True if the loss can be computed from hidden states, without whole logits."""
         return projects_hidden_states(self.model_config)
 
     def trace(self, call: ForwardPass) -> Activations:
-        """What one of its forward passes leaves in memory."""
+        """Returns what one of its forward passes leaves in memory."""
         return trace_activations(self.model_config, call)
 
     def stages(self, sequences: int) -> list[tuple["PlannedRun", int]]:
-        """The run at each length of its stages, with the micro-batch there. sequences: at data.sequence_length."""
-        data, batch = self.config.data, self.config.with_batch(sequences_per_micro_batch=sequences)
+        """Returns the run at each length of its stages, with the micro-batch there.
+
+        sequences: at data.sequence_length.
+        """
+        data = self.config.data
+        batch = self.config.with_batch(sequences_per_micro_batch=sequences)
         if data.longest_window == data.window:
             return [(self, sequences)]
         found = {window: batch.as_stage(number) for number, window in enumerate(data.windows)}
         return [(replace(self, config=stage), stage.batch.sequences_per_micro_batch) for stage in found.values()]
 
     def work(self, sequences: int, micro_batches: int, parts: int = 1) -> Work:
-        """What a process computes in one forward pass.
+        """Returns the work of a process in one forward pass.
 
         Args:
             sequences: batch.sequences_per_micro_batch.
             micro_batches: that all processes take together in a micro-step.
             parts: into which a pipeline cuts the micro-batch; one is a forward pass.
         """
-        config, is_half = self.config, self.precision != "fp32"
+        config = self.config
+        is_half = self.precision != "fp32"
         attention = FLASH if self.device_type == "cuda" else "groundwork_sdpa"
         if config.attention == "eager":
             attention = "groundwork_eager"
@@ -259,7 +265,8 @@ class PlannedRun:
             compiled=config.compile != "none",
         )
         in_bf16 = replace(call, weights=torch.bfloat16, autocast=False) if is_half else call
-        rows, loss = max(1, sequences // parts), "logits"
+        rows = max(1, sequences // parts)
+        loss = "logits"
         if self.projects:
             loss = choose_loss(config.loss.backend, device_type=self.device_type, compile_mode=config.compile)
         return Work(
@@ -279,19 +286,20 @@ class PlannedRun:
 
 
 def optimizer_elements(name: str, sizes: Sizes) -> float:
-    """State that an optimizer keeps, in fp32 elements."""
+    """Returns an optimizer's state, in fp32 elements."""
     return OPTIMIZERS[name](sizes.shapes).state_elements()
 
 
 def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> float:
-    """Memory of pretrain/model/loss.py: while it computes, and the gradients that it keeps for its backward pass.
+    """Returns the memory of pretrain/model/loss.py while it computes, with the gradients kept for its backward pass.
 
     Args:
         weight_bytes: of an element of the head's weight.
         hidden: bytes of the last hidden states.
     """
-    vocabulary, width, compute = work.sizes.vocabulary, work.sizes.width, work.compute
-    head = vocabulary * width
+    vocabulary = work.sizes.vocabulary
+    compute = work.compute
+    head = vocabulary * work.sizes.width
     if work.loss == "logits":
         # Logits in the products' dtype and in fp32, then log-probabilities and their gradient in fp32.
         logits = work.tokens * vocabulary
@@ -322,7 +330,7 @@ def at_peak(
     buffers: float = 0.0,
     **elsewhere: float,
 ) -> Memory:
-    """The moment at which gradients, activations and (where given) the moment's own buffers are largest together."""
+    """Returns the moment at which gradients, activations and the moment's own buffers are largest together."""
     name = max(moments, key=lambda moment: sum(moments[moment]))
     gradients, activations, *own = moments[name]
     return Memory(parameters, gradients, optimizer, activations, buffers + sum(own), name, **elsewhere)

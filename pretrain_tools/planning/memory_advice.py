@@ -1,0 +1,115 @@
+"""What to change when memory runs out, with what each change would need.
+
+    python -m pretrain_tools.planning.memory_advice < facts.json
+
+is started by a run that is out of memory, and prints the ladder, a rung a line.
+"""
+
+import json
+import sys
+from dataclasses import replace
+
+from pretrain.config import RunConfig
+from pretrain.data.vocabulary import planned_model_config
+from pretrain.parallel.context_parallel import model_problem
+from pretrain.units import bytes_text
+from pretrain_tools.planning.footprints import largest_footprint
+from pretrain_tools.planning.layouts import Layout, layout
+from pretrain_tools.planning.memory import PlannedRun
+
+FURTHER = {
+    "single": ("zero3_offload",),
+    "ddp": ("zero1", "zero2", "fsdp2", "cp", "zero3_offload"),
+    "zero1": ("zero2", "fsdp2", "cp", "zero3_offload"),
+    "zero2": ("fsdp2", "cp", "zero3_offload"),
+    "fsdp2": ("cp", "zero3_offload"),
+    "zero3": ("cp", "zero3_offload"),
+    "cp": (),
+}
+"""Launcher files that divide or move away more than a strategy does, the fastest first."""
+FURTHER_ELSEWHERE = ("fsdp2", "cp", "zero3_offload")
+"""The same for all others."""
+MOST_PARTS = 64
+"""Processes of a sequence that are advised."""
+USED = 0.9
+"""Part of a device's memory that a step may need: the rest is lost to pieces of the wrong size."""
+
+
+def ladder(run: PlannedRun, divided: Layout, gpu_memory_bytes: float) -> list[str]:
+    """Returns what to try, in this order, each with its need of memory; every rung keeps the ones before it.
+
+    First activation checkpointing, then half the micro-batch down to one sequence, then a strategy that divides more.
+    Nothing of it changes results beyond rounding. The list ends with the first rung that fits.
+
+    Args:
+        divided: how the run is divided now.
+        gpu_memory_bytes: of the device.
+    """
+    sequences = run.config.batch.sequences_per_micro_batch
+    ranks = divided.ranks
+    further = FURTHER.get(divided.name, FURTHER_ELSEWHERE)
+    rungs: list[str] = []
+
+    def climb(change: str) -> bool:
+        total = largest_footprint(run, divided, sequences).total
+        fits = total <= USED * gpu_memory_bytes
+        verdict = "fits" if fits else "does not fit"
+        rungs.append(f"{change}: needs {bytes_text(total)} of {bytes_text(gpu_memory_bytes)}, {verdict}")
+        return fits
+
+    if run.config.activation_checkpointing == "none":
+        run = recomputed(run)
+        if climb("--activation_checkpointing full, a third slower"):
+            return rungs
+    while sequences > 1:
+        sequences //= 2
+        if climb(f"--batch.sequences_per_micro_batch {sequences}"):
+            return rungs
+    for name in further:
+        if name == "cp" and not can_share(run, ranks):
+            continue
+        if name == "zero3_offload" and run.device_type == "cpu":  # it would move things to where they are
+            continue
+        divided = layout(name, ranks)
+        if (ranks > 1 or name == "zero3_offload") and climb(f"accelerate_configs/{name}.yaml"):
+            return rungs
+    return rungs
+
+
+def recomputed(run: PlannedRun) -> PlannedRun:
+    """Returns the run with activation checkpointing."""
+    return replace(run, config=run.config.model_copy(update={"activation_checkpointing": "full"}))
+
+
+def can_share(run: PlannedRun, parts: int) -> bool:
+    """Returns True if so many processes can each hold a part of every sequence."""
+    divides = parts > 1 and run.config.data.sequence_length % parts == 0
+    return divides and model_problem(run.model_config, parts) is None
+
+
+def context_advice(run: PlannedRun, gpu_memory_bytes: float) -> str | None:
+    """Returns how many processes would have to share each sequence, alone in its micro-batch; None if none do.
+
+    gpu_memory_bytes: as of `ladder`.
+    """
+    for parts in (2**n for n in range(1, MOST_PARTS.bit_length())):
+        for planned, words in ((run, ""), (recomputed(run), " and --activation_checkpointing full")):
+            total = largest_footprint(planned, layout("cp", parts), 1).total
+            if can_share(planned, parts) and total <= USED * gpu_memory_bytes:
+                return (
+                    f"accelerate_configs/cp.yaml, {parts} processes sharing each sequence, with "
+                    f"--batch.sequences_per_micro_batch 1{words}: needs {bytes_text(total)} of each one's "
+                    f"{bytes_text(gpu_memory_bytes)}, fits"
+                )
+    return None
+
+
+def advise(facts: dict) -> list[str]:
+    """Returns the ladder of a run from its facts: config, precision, device, strategy, ranks, memory_bytes."""
+    config = RunConfig.model_validate(facts["config"])
+    run = PlannedRun(config, planned_model_config(config), facts["precision"], facts["device"])
+    return ladder(run, layout(facts["strategy"], facts["ranks"]), facts["memory_bytes"])
+
+
+if __name__ == "__main__":
+    print(*advise(json.load(sys.stdin)), sep="\n")
