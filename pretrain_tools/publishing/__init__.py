@@ -1,10 +1,11 @@
-"""What goes to the Hub: publish.py.
+"""Publishes models on the Hub: publish.py.
 
 A card states what the run's files say, and nothing else (docs/runs.md).
 
-    publish, hub_upload: what is published; the upload
-    card, card_facts: the model card
-    training_content: the summary of training content that EU law asks for
+    publish, staging, hub_upload: the command; the files of a revision; the upload
+    facts: what a run's files say of a model
+    card: the model card, from templates/
+    training_content: the summary of training content that EU law asks for, from templates/
     materials: the bill of materials (CycloneDX)
     provenance: what a published folder was made from, and whether it was changed
     signature: by a key, on request

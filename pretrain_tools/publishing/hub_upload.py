@@ -11,13 +11,17 @@ from typing import Any
 from pretrain.errors import InputError
 from pretrain.files import PICTURE_FILE, SEAL_FILE, SIGNATURE_FILE
 from pretrain.units import count_text
-from pretrain_tools.publishing.publish import Model, PublishError
+from pretrain_tools.publishing.staging import Model
 
 REPLACED_ON_HUB = (
     "*.safetensors", "*.safetensors.index.json", "*.py", PICTURE_FILE, "trainer_state.json", SEAL_FILE,
     SIGNATURE_FILE,
 )  # fmt: skip
 """Files of an earlier model that stay in the repository unless this one replaces them."""
+
+
+class PublishError(Exception):
+    """The disk, the network or the Hub failed; the run is unchanged, and the same command resumes."""
 
 
 def open_repository(repository: str, *, private: bool) -> str:

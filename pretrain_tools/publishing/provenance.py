@@ -12,33 +12,32 @@ from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.files import PROVENANCE_FILE, SIGNATURE_FILE, damage_of_file, seal
-from pretrain_tools.publishing.card import CARD_MEASURES, Publication, lineage_text, without_folders
-from pretrain_tools.publishing.card_facts import CardFacts, read_card_facts
+from pretrain_tools.publishing.card import CARD_MEASURES, statements, without_folders
+from pretrain_tools.publishing.facts import Facts
 
 PROVENANCE_FORMAT = {"format": "groundwork-provenance", "version": 1}
 UNSEALED = "0" * 64
 
 
-def write_provenance(run: Path, folder: Path, publication: Publication, *, step: int, signed: bool = False) -> None:
+def write_provenance(facts: Facts, folder: Path, *, signed: bool = False) -> None:
     """Writes provenance.json into a folder that is otherwise complete. The same run and files give the same bytes.
 
-    step: the model's optimizer step. signed: whether a signature is to come.
+    signed: whether a signature is to come.
     """
-    facts = read_card_facts(run, step, folder)
     files = {name: seal(path) for name, path in sorted(files_of(folder).items())}
-    contents = {"seal": UNSEALED, **PROVENANCE_FORMAT, "signed": signed, **provenance_of(facts, publication)}
+    contents = {"seal": UNSEALED, **PROVENANCE_FORMAT, "signed": signed, **provenance_of(facts)}
     contents["files"] = files
     text = json.dumps(contents, indent=1, ensure_ascii=False, default=str) + "\n"
     (folder / PROVENANCE_FILE).write_text(text.replace(UNSEALED, digest_of(text.encode()), 1), encoding="utf-8")
 
 
-def provenance_of(facts: CardFacts, publication: Publication) -> dict[str, Any]:
+def provenance_of(facts: Facts) -> dict[str, Any]:
     """What a model was made from, as the run's files say it; None where they do not."""
     return {
         "model": {
             "run": facts.run_name,
-            "repository": publication.repository,
-            "revision": publication.revision,
+            "repository": facts.offer.repository,
+            "revision": facts.offer.revision,
             "step": facts.step,
             "tokens": facts.tokens,
             "parameters": facts.parameters,
@@ -48,9 +47,9 @@ def provenance_of(facts: CardFacts, publication: Publication) -> dict[str, Any]:
         "data": [
             {**dataclasses.asdict(source), "contamination": len(source.contamination)} for source in facts.sources
         ],
-        "lineage": [line.removeprefix("- ") for line in lineage_text(facts).splitlines()],
+        "lineage": statements("lineage", facts),
         "validation": [
-            {"source": source, "step": event["step"], **{name: event.get(name) for name, _ in CARD_MEASURES}}
+            {"source": source, "step": event["step"], **{name: event.get(name) for name in CARD_MEASURES}}
             for source, event in facts.validation.items()
         ],
         "evaluations": [dataclasses.asdict(score) for score in facts.scores],

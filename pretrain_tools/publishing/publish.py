@@ -1,50 +1,130 @@
-"""Which models of a run to publish, and a folder with exactly the files to upload."""
+"""Publishes models as publish.py's command line says, and verifies published folders."""
 
-import json
-import os
-import re
 import shutil
-from collections.abc import Iterator
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pretrain.errors import InputError, Problems
-from pretrain.files import CARD_FILE, PICTURE_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, commit, remove
-from pretrain.runs.history import last_good_end
-from pretrain.runs.hub import revision_of
-from pretrain.runs.run_folder import (
-    best_step,
-    checkpoint_damage,
-    checkpoint_folders,
-    read_config,
-    read_json,
-    read_state,
-    setting,
-)
-from pretrain.units import count_text
-from pretrain_tools.publishing.card import Publication, write_card
-from pretrain_tools.publishing.card_facts import read_card_facts
-from pretrain_tools.publishing.materials import MATERIALS_FILE, write_materials
-from pretrain_tools.publishing.provenance import write_provenance
-from pretrain_tools.publishing.signature import sign
-from pretrain_tools.publishing.training_content import TRAINING_CONTENT_FILE, write_training_content
+from pretrain.errors import EXIT_INTERRUPTED, InputError, Problems
+from pretrain.files import SIGNATURE_FILE
+from pretrain.processes import folder_lock, is_held, wait_until_free
+from pretrain.runs.history import append_events
+from pretrain.runs.hub import STAGING, evaluation_log, login_problems, offer_problems, waiting_mark
+from pretrain.runs.run_folder import checkpoint_name, read_config, setting
+from pretrain_tools.publishing.facts import Publication
+from pretrain_tools.publishing.hub_upload import PublishError, open_repository, upload
+from pretrain_tools.publishing.provenance import provenance_problems, provenance_text, published_folder
+from pretrain_tools.publishing.signature import load_signer, load_verifier, signature_problems
+from pretrain_tools.publishing.staging import Model, find_publishable, stage
 
-if TYPE_CHECKING:
-    from pretrain.model.published_names import PublishedNames
-
-WRITTEN_ANEW = (
-    CARD_FILE, PICTURE_FILE, TRAINING_CONTENT_FILE, MATERIALS_FILE, SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE,
-)  # fmt: skip
-STAYS_HERE = re.compile(r"(optimizer|average).*\.safetensors(\.index\.json)?|trainer_state\.json")
-WEIGHTS = re.compile(r"model.*\.safetensors")
-SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
-SHORTEST_SECRET = 12
+EXIT_NOT_PUBLISHED = 1
+"""Exit status of a failed upload, and of a verification that finds a difference."""
+LONGEST_WAIT_SECONDS = 3600
 
 
-class PublishError(Exception):
-    """The disk, the network or the Hub failed; the run is unchanged, and the same command resumes."""
+def publish(arguments: Namespace, problems: list[str]) -> int:
+    """Does what publish.py's command line says; returns the exit status.
+
+    problems: found in the command line so far. Raises InputError with these and all others that can be found without
+    the Hub.
+    """
+    try:
+        models = find_models(arguments, Problems(problems))
+        publish_models(arguments, models)
+    except PublishError as failure:
+        record(arguments, problem=str(failure))
+        print(failure, file=sys.stderr)
+        return EXIT_NOT_PUBLISHED
+    except InputError as error:
+        record(arguments, problem="; ".join(error.problems))
+        raise
+    except KeyboardInterrupt:
+        print("\ninterrupted; run the same command to resume", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
+    """Finds the models to publish, and takes from the run's recipe what the command line does not set."""
+    run = arguments.run
+    is_run = run is not None and (run / "config.yaml").is_file()
+    if run is None:
+        problems.append("--run is missing: give the folder of a run, such as runs/x")
+    elif not is_run:
+        problems.append(f"--run {run}: not the folder of a run (it has no config.yaml)")
+    else:
+        config = read_config(run)
+        language = arguments.language or setting(config, "publish.language") or []
+        arguments.repo = arguments.repo or setting(config, "hub.repository")
+        arguments.private = arguments.private or bool(setting(config, "hub.private"))
+        arguments.license = arguments.license or setting(config, "publish.license")
+        arguments.language = [language] if isinstance(language, str) else list(language)
+        arguments.dtype = setting(config, "export.dtype")
+    flags = ("--repo", "--license", "--language")
+    problems += offer_problems(arguments.repo, arguments.license, arguments.language, flags)
+    if not arguments.dry_run:
+        problems += login_problems()
+    if arguments.sign is not None:
+        problems.attempt(load_signer, arguments.sign)
+    models = []
+    if is_run:
+        wanted = {"steps": arguments.checkpoint, "milestones": arguments.milestones, "final": arguments.final}
+        wanted["with_optimizer"] = arguments.with_optimizer
+        models = problems.attempt(find_publishable, run, **wanted) or []
+    if output := arguments.output:
+        if output.exists() and not output.is_dir():
+            problems.append(f"--output {output}: is a file; give a folder")
+        taken = [model.revision for model in models if (output / model.revision).exists()]
+        problems += [f"--output {output}: already contains {name}; give another" for name in taken]
+    problems.stop_if_any()
+    return models
+
+
+def publish_models(arguments: Namespace, models: list[Model]) -> None:
+    """Stages and uploads one model after the other. Raises PublishError."""
+    staging = arguments.output or arguments.run / STAGING
+    with writing_to(staging):
+        staging.mkdir(parents=True, exist_ok=True)
+    url = ""
+    if not arguments.dry_run:
+        url = retry(arguments, lambda: open_repository(arguments.repo, private=arguments.private))
+    for model in models:
+        publish_model(arguments, model, staging, url)
+    for model in models if arguments.beside_training else []:
+        log = evaluation_log(arguments.run, checkpoint_name(model.step))
+        if is_held(log):
+            print(f"{model.revision}: waiting for evaluation scores, {log}", flush=True)
+            wait_until_free(log)
+            publish_model(arguments, model, staging, url)
+
+
+def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -> None:
+    """Stages one model and, unless this is a dry run, makes its revision hold that. Raises PublishError."""
+    publication = Publication(
+        arguments.repo, license=arguments.license, languages=tuple(arguments.language), dtype=arguments.dtype
+    )
+    folder = staging / model.revision
+    # One process per revision: two that stage it at the same time would upload each other's halves.
+    with folder_lock(staging / f".{model.revision}.lock"):
+        with writing_to(staging):
+            stage(arguments.run, model, publication, folder, arguments.sign)
+        sizes = {path: path.stat().st_size for path in sorted(folder.iterdir())}
+        total = sum(sizes.values())
+        print(f"{model.revision}: step {model.step:,}, {len(sizes)} files, {total / 1e6:,.1f} MB", flush=True)
+        if arguments.dry_run:
+            print("\n".join(f"  {size:>14,}  {path}" for path, size in sizes.items()), flush=True)
+            return
+        try:
+            commit = retry(arguments, partial(upload, folder, model, arguments.repo, message=arguments.message))
+        finally:
+            shutil.rmtree(folder)
+    print(f"{model.revision} is at {url}/tree/{model.revision}, commit {commit[:12]}", flush=True)
+    waiting_mark(arguments.run, model.revision).unlink(missing_ok=True)
+    record(arguments, step=model.step, revision=model.revision, commit=commit)
 
 
 @contextmanager
@@ -59,201 +139,53 @@ def writing_to(folder: Path) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True)
-class Model:
-    """One model of a run, as it is to be published."""
-
-    folder: Path
-    """final/ or a checkpoint."""
-    step: int
-    tokens: int | None
-    revision: str
-    """Branch of the repository."""
-    tag: str | None = None
-    """A second name of the revision: tokens-10B."""
-    with_optimizer: bool = False
-    """Whether a checkpoint is uploaded whole, as on disk, so that others can train it further."""
-
-    @property
-    def is_final(self) -> bool:
-        return self.revision == "main"
+def record(arguments: Namespace, **facts: object) -> None:
+    """Records an upload during training in the run's metrics.jsonl: nobody watches its output."""
+    if arguments.beside_training and arguments.run:
+        event = {"event": "publish", **facts, "repository": arguments.repo, "time": round(time.time(), 3)}
+        try:
+            append_events(arguments.run, [event])
+        except OSError as error:
+            print(f"could not be recorded in metrics.jsonl ({error})", file=sys.stderr)
 
 
-def find_publishable(
-    run: Path, *, steps: list[int | str], milestones: bool, final: bool, with_optimizer: bool = False
-) -> list[Model]:
-    """The models asked for, oldest first, each found intact; final/ where none is named.
+def retry(arguments: Namespace, act: Callable[[], str]) -> str:
+    """Returns what `act` returns, after as many attempts as the command line allows. Raises the last PublishError."""
+    for attempt in range(1, arguments.attempts):
+        try:
+            return act()
+        except PublishError as failure:
+            if attempt == 1:
+                record(arguments, problem=f"{failure}; retrying")
+            wait = min(arguments.first_wait * 2 ** (attempt - 1), LONGEST_WAIT_SECONDS)
+            text = f"{failure}\nattempt {attempt} of {arguments.attempts}; the next in {wait} s"
+            print(text, file=sys.stderr, flush=True)
+            time.sleep(wait)
+    return act()
 
-    steps: of checkpoints; "best" is the one with the lowest validation loss. Raises InputError with everything that
-    is missing or damaged.
+
+def verify(place: str, public_key: Path | None) -> int:
+    """Prints what differs from what was published and signed, each file by name; returns the exit status.
+
+    place: a folder, or OWNER/NAME[@REVISION] on the Hub. Raises InputError for a signature without a key to check it.
     """
-    problems = Problems()
-    checkpoints = checkpoint_folders(run)
-    wanted = set(steps)
-    if "best" in wanted:
-        best = best_step(checkpoints)
-        wanted = wanted - {"best"} | ({best} - {None})
-        if best is None:
-            problems.append(f"--checkpoint best: no checkpoint of {run} has a validation loss; give a step")
-    if milestones:
-        wanted |= set(problems.attempt(_milestones, run, checkpoints, final) or [])
-    found = [checkpoint_model(checkpoints[step], step) for step in sorted(wanted) if step in checkpoints]
-    found = [replace(model, with_optimizer=with_optimizer) for model in found]
-    there = ", ".join(map(str, checkpoints)) or "none"
-    problems += [
-        f"--checkpoint {step}: {run} has no checkpoint of this step; steps there: {there}"
-        for step in sorted(wanted - set(checkpoints))
-    ]
-    if with_optimizer and not (steps or milestones):
-        problems.append("--with_optimizer: final/ has none; give --checkpoint STEP or --milestones")
-    if final or not (steps or milestones):
-        if (run / "final" / "config.json").is_file():
-            found.append(final_model(run))
-        else:
-            remedy = f"--checkpoint {max(checkpoints)}" if checkpoints else "its training first"
-            problems.append(f"--run {run}: has no final/, so training has not finished; give {remedy}")
-    damaged = {model.folder: checkpoint_damage(model.folder) for model in found}
-    problems += [f"{folder} is damaged: {problem}" for folder, what in damaged.items() for problem in what]
-    problems.stop_if_any()
-    return found
-
-
-def _milestones(run: Path, checkpoints: dict[int, Path], final: bool) -> list[int]:
-    every = setting(read_config(run), "checkpoint.milestones_every")
-    if not every:
+    verifier = load_verifier(public_key) if public_key is not None else None
+    folder = published_folder(place)
+    is_signed = (folder / SIGNATURE_FILE).exists()
+    problems = provenance_problems(folder)
+    if verifier is not None and is_signed:
+        problems += signature_problems(folder, verifier)
+    elif verifier is not None and not any(problem.startswith(SIGNATURE_FILE) for problem in problems):
+        problems.append(f"{SIGNATURE_FILE} is missing: it is not signed")
+    if problems:
+        print("\n".join(f"{place}: {problem}" for problem in problems))
+        return EXIT_NOT_PUBLISHED
+    print(f"{place}: {provenance_text(folder)}")
+    if is_signed and verifier is None:
         raise InputError(
-            f"--milestones: the recipe of {run} keeps none (checkpoint.milestones_every); give --checkpoint STEP"
+            f"--public_key is missing: {place} is signed, and that was not checked; give the signer's key"
         )
-    kept = [step for step in checkpoints if step % every == 0]
-    if not kept and not final:
-        raise InputError(f"--milestones: {run} has no checkpoint at a multiple of {every:,} steps yet")
-    return kept
-
-
-def checkpoint_model(folder: Path, step: int) -> Model:
-    tokens = setting(read_state(folder), "state.tokens")
-    tag = f"tokens-{count_text(tokens)}" if tokens else None
-    return Model(folder, step, tokens, revision=revision_of(step), tag=tag)
-
-
-def final_model(run: Path) -> Model:
-    """final/, with the step of the run's last good end; of its newest checkpoint while that is not logged."""
-    end = last_good_end(run)
-    step = end["step"] if end.get("step") is not None else max(checkpoint_folders(run), default=0)
-    return Model(run / "final", step, end.get("tokens"), revision="main")
-
-
-def stage(run: Path, model: Model, publication: Publication, target: Path, key: Path | None = None) -> Path:
-    """Writes exactly the files to upload into `target`, complete or not at all. Returns it.
-
-    A checkpoint's fp32 weights are rounded to the export dtype and named as in final/, and its optimizer and trainer
-    state are left out, unless with_optimizer: then it is uploaded whole and sealed with its card, so that a run can
-    continue from a download. bom.cdx.json lists all files but the seal; provenance.json covers all, the seal too.
-    Raises InputError if a file contains a secret of this process's environment.
-
-    key: private, in PEM, to sign it all with.
-    """
-    dtype = "fp32" if model.with_optimizer else publication.dtype or "bf16"
-    publication = replace(publication, revision=model.revision, dtype=dtype)
-    unfinished = target.with_name(f".staging-{target.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    is_rounded, weights = not (model.is_final or model.with_optimizer), {}
-    published = published_names_of(model.folder) if is_rounded else None
-    for path in sorted(model.folder.iterdir()):
-        if not path.is_file() or path.name in WRITTEN_ANEW:
-            continue
-        if STAYS_HERE.fullmatch(path.name) and not model.with_optimizer:
-            continue
-        if is_rounded and WEIGHTS.fullmatch(path.name):
-            weights[path.name] = round_weights(path, unfinished / path.name, dtype, published)
-        elif is_rounded:
-            shutil.copyfile(path, unfinished / path.name)  # not linked: config.json and the index are rewritten
-        else:
-            link_or_copy(path, unfinished / path.name)
-    if is_rounded:
-        note_dtype(unfinished, dtype, weights)
-    write_card(run, unfinished, publication, step=model.step)
-    facts = read_card_facts(run, model.step, unfinished)
-    write_training_content(facts, unfinished, publication)
-    write_materials(facts, unfinished, publication)
-    if model.with_optimizer:
-        sealed = target.with_name(f".sealed-{target.name}")
-        known = read_json(model.folder / SEAL_FILE)["files"]
-        commit(unfinished, sealed, {name: entry for name, entry in known.items() if name not in WRITTEN_ANEW})
-        unfinished = sealed
-    write_provenance(run, unfinished, publication, step=model.step, signed=key is not None)
-    if problems := secret_problems(unfinished):
-        shutil.rmtree(unfinished)
-        raise InputError(*problems)
-    if key is not None:
-        sign(unfinished, key)
-    if target.exists():
-        remove(target)
-    unfinished.rename(target)
-    return target
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """A second name for the same bytes; a copy where the two are on different file systems."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
-def published_names_of(folder: Path) -> "PublishedNames":
-    import pretrain.model.architectures  # noqa: F401  (registers the local models)
-    from pretrain.model.model_config import load_model_config
-    from pretrain.model.published_names import PublishedNames
-
-    return PublishedNames.of(load_model_config(str(folder)))
-
-
-def round_weights(source: Path, target: Path, dtype: str, published: "PublishedNames") -> dict[str, int]:
-    """Copies a safetensors file, its parameters rounded and named as in final/; returns each tensor's bytes."""
-    from safetensors.torch import load_file, save_file
-
-    from pretrain.hardware import DTYPES
-
-    buffers, tensors = {name for name, _ in published.meta_model.named_buffers()}, {}
-    for name, tensor in load_file(source).items():
-        keeps = name in buffers or not tensor.is_floating_point()
-        tensors |= published.split(name, tensor if keeps else tensor.to(DTYPES[dtype]))
-    save_file(tensors, target, metadata={"format": "pt"})
-    return {name: tensor.nbytes for name, tensor in tensors.items()}
-
-
-def note_dtype(folder: Path, dtype: str, weights: dict[str, dict[str, int]]) -> None:
-    """Updates config.json and the index for weights that are now in `dtype`.
-
-    weights: {file: {tensor: bytes}}.
-    """
-    from pretrain.hardware import DTYPES
-
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    index_path = folder / "model.safetensors.index.json"
-    if index_path.is_file():
-        total = sum(size for sizes in weights.values() for size in sizes.values())
-        weight_map = {name: file for file, sizes in weights.items() for name in sizes}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        index_path.write_text(json.dumps(index, indent=1), encoding="utf-8")
-
-
-def secret_problems(folder: Path) -> list[str]:
-    """Files that contain the value of a secret environment variable; the value itself is not shown."""
-    secrets = {
-        name: value.encode()
-        for name, value in os.environ.items()
-        if SECRET_NAMES.search(name) and len(value) >= SHORTEST_SECRET
-    }
-    return [
-        f"{path.name} holds the value of {name}, a secret: remove it from the recipe and publish again"
-        for path in sorted(folder.iterdir())
-        if path.suffix not in (".safetensors", ".png")
-        for name, value in secrets.items()
-        if value in path.read_bytes()
-    ]
+    print(
+        f"signed by the owner of {public_key}" if is_signed else "not signed: anyone who can write it can have made it"
+    )
+    return 0

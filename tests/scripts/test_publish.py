@@ -29,9 +29,9 @@ from pretrain.runs.history import append_events
 from pretrain.runs.hub import login_problems, offer_problems, publish_in_background
 from pretrain.training.background_jobs import publish_cut_short
 from pretrain.training.run_plan import derive
-from pretrain_tools.publishing.card import Publication
+from pretrain_tools.publishing.facts import Publication
 from pretrain_tools.publishing.hub_upload import set_tag
-from pretrain_tools.publishing.publish import Model, checkpoint_model, find_publishable, stage
+from pretrain_tools.publishing.staging import Model, checkpoint_model, find_publishable, stage
 from support.hub_server import TOKEN, running_hub
 from support.project import ROOT, events, run_script
 from support.run_folders import write_run

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from pretrain_tools.publishing.card import Publication, batch_text, model_card, plot_losses, write_card
-from pretrain_tools.publishing.card_facts import read_card_facts, read_scores
+from pretrain_tools.publishing.card import model_card, plot_losses, write_card
+from pretrain_tools.publishing.facts import Publication, read_facts, read_scores
 from support.run_folders import recipe_values, write_metrics, write_run
 
 OFFER = Publication("me/tiny", "main", "apache-2.0", ("en", "de"), "bf16")
@@ -41,7 +41,7 @@ def write_evaluation(run, name="evaluation.json", step=8, limit=None, run_name=N
 
 
 def card(run, step=None, offer=OFFER):
-    return model_card(read_card_facts(run, step), offer, has_picture=True)
+    return model_card(read_facts(run, step, offer=offer), has_picture=True)
 
 
 def test_metadata_survives_the_hubs_own_reader(run):
@@ -107,7 +107,7 @@ def test_a_checkpoints_card_knows_nothing_of_what_came_later(run):
 def test_steps_that_were_taken_twice_count_once(run):
     add_event(run, event="rollback", step=8, to_step=4, reason="loss 9.1", change="data of 4 steps left out")
     add_event(run, event="train", step=5, tokens=5000, loss=1.25)
-    facts = read_card_facts(run)
+    facts = read_facts(run)
     assert facts.step == 5 and facts.tokens == 5000
     text = card(run)
     assert "| training loss at the end | 1.2500 |" in text
@@ -141,7 +141,7 @@ def test_scores_come_from_the_log_too_and_never_from_another_run(run):
     add_event(run, event="evaluation", step=8, tokens=8000, model="x", source="docs", split="validation", loss=4.5)
     add_event(run, event="evaluation", step=4, tokens=4000, model="x", task="arc", acc=0.1)
     write_evaluation(run, run_name="another", boolq={"acc": 0.9})
-    facts = read_card_facts(run)
+    facts = read_facts(run)
     found = {(score.task, score.metric, score.value, score.standard_error, score.few_shots) for score in facts.scores}
     assert found == {("arc", "acc", 0.25, 0.1, 5), ("docs", "loss", 4.5, None, None)}
     assert read_scores(run, [], step=3) == []
@@ -205,24 +205,24 @@ def test_a_curriculum_shows_its_stages(run):
 
 def test_a_run_that_left_almost_nothing_still_has_a_card(tmp_path):
     (tmp_path / "config.yaml").write_text("model: x.json\n")
-    write_card(tmp_path, tmp_path)
+    write_card(read_facts(tmp_path, model_folder=tmp_path), tmp_path)
     text = (tmp_path / "README.md").read_text()
     assert ModelCard(text).data.library_name == "transformers"
     assert "loss.png" not in text and not (tmp_path / "loss.png").exists()
-    assert batch_text(read_card_facts(tmp_path)) == "not recorded"
+    assert "| global batch | not recorded |" in text and "## Data\n\nNot recorded." in text
 
 
 def test_the_picture_is_the_same_every_time_and_shows_the_losses(run, tmp_path):
-    facts = read_card_facts(run)
+    facts = read_facts(run)
     assert plot_losses(facts, tmp_path / "a.png") and plot_losses(facts, tmp_path / "b.png")
     picture = (tmp_path / "a.png").read_bytes()
     assert picture == (tmp_path / "b.png").read_bytes() and picture.startswith(b"\x89PNG")
-    assert plot_losses(read_card_facts(run, step=4), tmp_path / "c.png")
+    assert plot_losses(read_facts(run, step=4), tmp_path / "c.png")
     assert picture != (tmp_path / "c.png").read_bytes()
 
 
 def test_a_local_architecture_asks_for_trust(tmp_path):
     model = {"model_type": "deepone", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     run = write_run(tmp_path / "x", model={**model, "intermediate_size": 64, "vocab_size": 512}, steps=(4,))
-    write_card(run, run / "final", OFFER)
+    write_card(read_facts(run, model_folder=run / "final", offer=OFFER), run / "final")
     assert 'model="me/tiny", trust_remote_code=True' in (run / "final/README.md").read_text()

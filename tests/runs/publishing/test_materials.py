@@ -9,9 +9,9 @@ from cyclonedx.validation.json import JsonStrictValidator
 
 from pretrain.runs.history import append_events
 from pretrain.runs.hub import LICENSES
-from pretrain_tools.publishing.card import Publication
+from pretrain_tools.publishing.facts import Publication
 from pretrain_tools.publishing.materials import SPDX
-from pretrain_tools.publishing.publish import find_publishable, stage
+from pretrain_tools.publishing.staging import find_publishable, stage
 from support.run_folders import write_run
 
 

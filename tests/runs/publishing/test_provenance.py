@@ -8,9 +8,9 @@ import pytest
 import publish
 from pretrain.errors import InputError
 from pretrain.runs.history import append_events
-from pretrain_tools.publishing.card import Publication
+from pretrain_tools.publishing.facts import Publication
 from pretrain_tools.publishing.provenance import provenance_problems
-from pretrain_tools.publishing.publish import find_publishable, stage
+from pretrain_tools.publishing.staging import find_publishable, stage
 from support.run_folders import write_run
 
 

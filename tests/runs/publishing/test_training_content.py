@@ -9,8 +9,7 @@ import pytest
 from pretrain.data.data_record import preparation_of
 from pretrain.files import sha256_of
 from pretrain.runs.history import History
-from pretrain_tools.publishing.card import Publication
-from pretrain_tools.publishing.card_facts import read_card_facts
+from pretrain_tools.publishing.facts import Publication, read_facts
 from pretrain_tools.publishing.training_content import FILL, training_content
 from support.run_folders import write_run
 
@@ -65,7 +64,11 @@ def facts(tmp_path_factory):
     benchmark = {"benchmark": "quiz", "items": 4, "sought": 4, "found": 1, "documents": 2, "remove": "document"}
     kept[str(run.parent / "docs")]["contamination"] = [benchmark]
     (run / "data.json").write_text(json.dumps(kept))
-    return read_card_facts(run, 8)
+    return read_facts(run, 8)
+
+
+def offered(facts, **offer):
+    return dataclasses.replace(facts, offer=Publication("me/tiny", **offer))
 
 
 def section(text, heading) -> str:
@@ -74,13 +77,13 @@ def section(text, heading) -> str:
 
 
 def test_it_has_the_templates_sections_in_their_order(facts):
-    text = training_content(facts, Publication("me/tiny", languages=("en",)))
+    text = training_content(offered(facts, languages=("en",)))
     found = [line.lstrip("# ") for line in text.splitlines() if re.match(r"#+ \d", line)]
     assert found == HEADINGS
 
 
 def test_it_says_what_the_records_say(facts):
-    text = training_content(facts, Publication("me/tiny", languages=("en", "de")))
+    text = training_content(offered(facts, languages=("en", "de")))
     general = section(text, HEADINGS[3])
     assert "1 billion to 10 trillion tokens: 2.05B different tokens" in general
     assert "declared: en, de" in general and "en 60.0%, de 40.0%" in general
@@ -97,7 +100,7 @@ def test_it_says_what_the_records_say(facts):
 @pytest.mark.parametrize("heading", [h for h in HEADINGS if h.count(".") == 2 and h != HEADINGS[-1]])
 def test_what_no_record_says_is_left_to_the_provider(facts, heading):
     """Who, when, with whose licence, by which crawler, from which users and models."""
-    assert FILL in section(training_content(facts, Publication("me/tiny")), heading)
+    assert FILL in section(training_content(offered(facts)), heading)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +114,7 @@ def test_what_no_record_says_is_left_to_the_provider(facts, heading):
 def test_it_says_when_the_law_asks_for_it(facts, per_token, words):
     events = [{**e, "flops_per_token": per_token} if e["event"] == "start" else e for e in facts.history.events]
     facts = dataclasses.replace(facts, history=History(facts.history.folder, events))
-    assert words in section(training_content(facts, Publication("me/tiny")), "When it is required")
+    assert words in section(training_content(offered(facts)), "When it is required")
 
 
 def test_shards_that_are_still_there_say_what_an_earlier_version_did_not_keep(tmp_path):
@@ -121,12 +124,12 @@ def test_shards_that_are_still_there_say_what_an_earlier_version_did_not_keep(tm
     manifest.write_text(json.dumps(WEB))
     kept = {str(tmp_path / "docs"): {"manifest_sha256": sha256_of(manifest)}}
     (run / "data.json").write_text(json.dumps(kept))
-    assert "| docs | gopher: words | 7 |" in training_content(read_card_facts(run, 8), Publication())
+    assert "| docs | gopher: words | 7 |" in training_content(read_facts(run, 8))
     manifest.write_text(json.dumps(WEB | {"options": {}}))  # other data since
-    assert "gopher" not in training_content(read_card_facts(run, 8), Publication())
+    assert "gopher" not in training_content(read_facts(run, 8))
 
 
 def test_a_run_of_an_earlier_version_says_that_it_recorded_nothing(tmp_path):
-    text = training_content(read_card_facts(write_run(tmp_path / "x"), 8), Publication())
+    text = training_content(read_facts(write_run(tmp_path / "x"), 8))
     assert "No filter of documents is recorded" in text and "| docs | **To be filled in by the provider**" in text
     assert "No dataset of the Hugging Face Hub was used" not in text

@@ -1,9 +1,9 @@
-"""What a model card states, read from the run's folder alone, so that any run can be described at any time.
+"""The facts about a model that its card and its other records state, read from the run's folder alone.
 
-What a run does not have (a data folder since moved, no evaluation) is left out; nothing is guessed.
+So any run can be described at any time. What a run does not have (a data folder since moved, no evaluation) is left
+out; nothing is guessed.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
@@ -15,6 +15,42 @@ from pretrain.runs.history import Event, History, Score, current_events, joules_
 from pretrain.runs.run_folder import checkpoint_name, read_config, read_json, read_state, setting
 from pretrain.units import count_text
 from pretrain_tools.runs.curves import Places, flops_per_token_of
+
+SHAPES = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "width": ("hidden_size", "n_embd"),
+    "feed-forward width": ("intermediate_size", "n_inner"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "experts per token": ("num_experts_per_tok",),
+    "shared experts": ("n_shared_experts",),
+    "expert width": ("moe_intermediate_size",),
+    "attention heads": ("num_attention_heads", "n_head"),
+    "key-value heads": ("num_key_value_heads",),
+    "vocabulary size": ("vocab_size",),
+    "longest context": ("max_position_embeddings", "n_positions"),
+    "activation": ("hidden_act", "activation_function"),
+}
+"""{name in the card: keys of config.json that may hold it}"""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """How a model is offered, which a run's files cannot say. All None: not published yet."""
+
+    repository: str | None = None
+    """owner/name on the Hub."""
+    revision: str = "main"
+    license: str | None = None
+    """A license id of the Hub, apache-2.0."""
+    languages: tuple[str, ...] = ()
+    """ISO 639 codes."""
+    dtype: str | None = None
+    """Dtype of the weights, as a recipe's export.dtype."""
+
+    @property
+    def owner(self) -> str | None:
+        """The repository's account or organization."""
+        return self.repository.partition("/")[0] if self.repository else None
 
 
 @dataclass(frozen=True)
@@ -43,7 +79,7 @@ class DataSource:
 
 
 @dataclass(frozen=True)
-class CardFacts:
+class Facts:
     """Everything known of one model of a run."""
 
     run_name: str
@@ -62,14 +98,39 @@ class CardFacts:
     lineage: tuple[dict[str, Any], ...] = ()
     """As in `RunState`: the runs that this one branched from."""
 
+    offer: Publication = Publication()
+
     def setting(self, name: str) -> Any:
-        """Of the recipe, by its dotted name; None where it does not say."""
+        """A value of the recipe by its dotted name; None if the recipe does not have it."""
         return setting(self.config, name)
+
+    def shape(self, name: str) -> Any:
+        """A size of the model by its name in SHAPES; None if config.json has none of its keys."""
+        return next((self.model[key] for key in SHAPES[name] if self.model.get(key) is not None), None)
+
+    @property
+    def title(self) -> str:
+        return self.offer.repository.split("/")[-1] if self.offer.repository else self.run_name
+
+    @property
+    def start(self) -> Event:
+        """The event of the run's last start; empty without one."""
+        return self.history.last("start")
 
     @property
     def model_source(self) -> str | None:
         """The file, folder or Hub id of the recipe's model."""
         return self.setting("model.config") or self.setting("model")
+
+    @property
+    def is_continued(self) -> bool:
+        """Tells if training began with another model's weights."""
+        return self.setting("init") == "pretrained"
+
+    @property
+    def is_partial(self) -> bool:
+        """Tells if the model is from before the run's last step."""
+        return bool(self.total_steps and self.step < self.total_steps)
 
     @property
     def tokens(self) -> int | None:
@@ -82,7 +143,7 @@ class CardFacts:
 
     @property
     def active_parameters(self) -> int | None:
-        """Those used for each token, where they are fewer: in a mixture of experts."""
+        """Parameters used for each token, if they are fewer than all: in a mixture of experts."""
         active = next((event.get("active_parameters") for event in self.history.of("start")), None)
         return active if active != self.parameters else None
 
@@ -91,11 +152,53 @@ class CardFacts:
         """{source: its last validation up to the step}"""
         return {source: events[-1] for source, events in self.history.validation().items()}
 
+    @property
+    def trained_lengths(self) -> list[int]:
+        """Lengths in tokens of the sequences that the model was trained on, in the order of the run's stages."""
+        first = next(iter(self.setting("data.stages") or []), {}).get("sequence_length")
+        later = [event["sequence_length"] for event in self.history.of("stage")]
+        return [*dict.fromkeys(filter(None, [first or self.setting("data.sequence_length"), *later]))]
 
-def read_card_facts(run: Path, step: int | None = None, model_folder: Path | None = None) -> CardFacts:
-    """The facts of a run's model at `step`; None: at the last step that the run's log has.
+    @property
+    def distinct_sources(self) -> list[DataSource]:
+        """Each folder of shards once, in whatever stages it is."""
+        return list({(source.name, source.manifest_sha256): source for source in self.sources}.values())
 
-    model_folder: where the model's config.json is; None: the run's model.json.
+    @property
+    def training_flops(self) -> tuple[float | None, bool]:
+        """(FLOPs of the training by the formula of MFU, whether the run recorded those of a token).
+
+        Repeated steps count once, and the training of a model that the run began with does not count. None if the
+        tokens are not known.
+        """
+        per_token, is_exact = flops_per_token_of(self.history)
+        if self.tokens is None or per_token is None:
+            return None, False
+        steps = [{"hours": 0.0, **event} for event in self.history.of("train")]  # Places needs hours; facts have none
+        places = Places(steps, per_token, self.history.of("stage"))
+        return places.of([{"step": self.step}])["flops"][0], is_exact
+
+    @property
+    def budget_text(self) -> str:
+        """'1.5M tokens in 733 steps, 0.5 per parameter'"""
+        if self.tokens is None:
+            return f"{self.step:,} steps"
+        text = f"{count_text(self.tokens)} tokens in {self.step:,} steps"
+        if self.active_parameters:
+            text += f", {self.tokens / self.active_parameters:.3g} per active parameter"
+        elif self.parameters:
+            text += f", {self.tokens / self.parameters:.3g} per parameter"
+        return f"{text} of {self.total_steps:,} planned" if self.is_partial else text
+
+
+def read_facts(
+    run: Path, step: int | None = None, model_folder: Path | None = None, offer: Publication | None = None
+) -> Facts:
+    """Reads the facts of a run's model.
+
+    Args:
+        step: the model's optimizer step; None: the last step in the run's log.
+        model_folder: holds the model's config.json; None: the run's model.json is read.
     """
     logged = read_metrics(run)
     joules = joules_of(event for event in logged if step is None or (event.get("step") or 0) <= step)
@@ -104,7 +207,7 @@ def read_card_facts(run: Path, step: int | None = None, model_folder: Path | Non
     at = max(steps, default=0) if step is None else step
     config = read_config(run)
     model = read_json(model_folder / "config.json") if model_folder else {}
-    return CardFacts(
+    return Facts(
         run_name=run.resolve().name,
         config=config,
         model=model or read_json(run / "model.json"),
@@ -116,6 +219,7 @@ def read_card_facts(run: Path, step: int | None = None, model_folder: Path | Non
         sources=tuple(read_sources(config, read_json(run / DATA_FILE))),
         scores=tuple(read_scores(run, events, at)),
         lineage=tuple(setting(read_state(run / "checkpoints" / checkpoint_name(at)), "state.lineage") or ()),
+        offer=offer or Publication(),
     )
 
 
@@ -167,24 +271,6 @@ def manifest_behind(record: dict[str, Any], shards: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() and sha256_of(path) == record["manifest_sha256"] else {}
 
 
-def distinct_sources(sources: Iterable[DataSource]) -> list[DataSource]:
-    """Each folder of shards once, in whatever stages it is."""
-    return list({(source.name, source.manifest_sha256): source for source in sources}.values())
-
-
-def training_flops(facts: CardFacts) -> tuple[float | None, bool]:
-    """(FLOPs of the model's training by the formula of MFU, whether the run recorded those of a token).
-
-    Steps that were repeated count once, and a model that it began with not at all. None where tokens are not known.
-    """
-    per_token, is_exact = flops_per_token_of(facts.history)
-    if facts.tokens is None or per_token is None:
-        return None, False
-    steps = [{"hours": 0.0, **event} for event in facts.history.of("train")]  # a card's facts do without
-    places = Places(steps, per_token, facts.history.of("stage"))
-    return places.of([{"step": facts.step}])["flops"][0], is_exact
-
-
 def read_scores(run: Path, events: list[Event], step: int) -> list[Score]:
     """Scores of the model of this step, from the log and from evaluation*.json; the last measured counts."""
     found = [event for event in events if event["event"] == "evaluation" and event.get("step") == step]
@@ -201,17 +287,3 @@ def read_scores(run: Path, events: list[Event], step: int) -> list[Score]:
                 ]
     scores = {(score.task, score.metric, score.few_shots): score for event in found for score in scores_of(event)}
     return list(scores.values())
-
-
-def budget_text(facts: CardFacts) -> str:
-    """'1.5M tokens in 733 steps, 0.5 per parameter'"""
-    if facts.tokens is None:
-        return f"{facts.step:,} steps"
-    text = f"{count_text(facts.tokens)} tokens in {facts.step:,} steps"
-    if facts.active_parameters:
-        text += f", {facts.tokens / facts.active_parameters:.3g} per active parameter"
-    elif facts.parameters:
-        text += f", {facts.tokens / facts.parameters:.3g} per parameter"
-    if facts.total_steps and facts.step < facts.total_steps:
-        text += f" of {facts.total_steps:,} planned"
-    return text

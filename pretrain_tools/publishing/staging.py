@@ -1,0 +1,241 @@
+"""Finds the models of a run to publish, and stages a folder with exactly the files to upload."""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pretrain.errors import InputError, Problems
+from pretrain.files import CARD_FILE, PICTURE_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, commit, remove
+from pretrain.runs.history import last_good_end
+from pretrain.runs.hub import revision_of
+from pretrain.runs.run_folder import (
+    best_step,
+    checkpoint_damage,
+    checkpoint_folders,
+    read_config,
+    read_json,
+    read_state,
+    setting,
+)
+from pretrain.units import count_text
+from pretrain_tools.publishing.card import write_card
+from pretrain_tools.publishing.facts import Publication, read_facts
+from pretrain_tools.publishing.materials import MATERIALS_FILE, write_materials
+from pretrain_tools.publishing.provenance import write_provenance
+from pretrain_tools.publishing.signature import sign
+from pretrain_tools.publishing.training_content import TRAINING_CONTENT_FILE, write_training_content
+
+if TYPE_CHECKING:
+    from pretrain.model.published_names import PublishedNames
+
+WRITTEN_ANEW = (
+    CARD_FILE, PICTURE_FILE, TRAINING_CONTENT_FILE, MATERIALS_FILE, SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE,
+)  # fmt: skip
+STAYS_HERE = re.compile(r"(optimizer|average).*\.safetensors(\.index\.json)?|trainer_state\.json")
+WEIGHTS = re.compile(r"model.*\.safetensors")
+SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
+SHORTEST_SECRET = 12
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of a run, as it is to be published."""
+
+    folder: Path
+    """final/ or a checkpoint."""
+    step: int
+    tokens: int | None
+    revision: str
+    """Branch of the repository."""
+    tag: str | None = None
+    """A second name of the revision: tokens-10B."""
+    with_optimizer: bool = False
+    """Uploads a checkpoint whole, as on disk, so that others can train it further."""
+
+    @property
+    def is_final(self) -> bool:
+        return self.revision == "main"
+
+
+def find_publishable(
+    run: Path, *, steps: list[int | str], milestones: bool, final: bool, with_optimizer: bool = False
+) -> list[Model]:
+    """The models asked for, oldest first, each found intact; final/ where none is named.
+
+    steps: of checkpoints; "best" is the one with the lowest validation loss. Raises InputError with everything that
+    is missing or damaged.
+    """
+    problems = Problems()
+    checkpoints = checkpoint_folders(run)
+    wanted = set(steps)
+    if "best" in wanted:
+        best = best_step(checkpoints)
+        wanted = wanted - {"best"} | ({best} - {None})
+        if best is None:
+            problems.append(f"--checkpoint best: no checkpoint of {run} has a validation loss; give a step")
+    if milestones:
+        wanted |= set(problems.attempt(_milestones, run, checkpoints, final) or [])
+    found = [checkpoint_model(checkpoints[step], step) for step in sorted(wanted) if step in checkpoints]
+    found = [replace(model, with_optimizer=with_optimizer) for model in found]
+    there = ", ".join(map(str, checkpoints)) or "none"
+    problems += [
+        f"--checkpoint {step}: {run} has no checkpoint of this step; steps there: {there}"
+        for step in sorted(wanted - set(checkpoints))
+    ]
+    if with_optimizer and not (steps or milestones):
+        problems.append("--with_optimizer: final/ has none; give --checkpoint STEP or --milestones")
+    if final or not (steps or milestones):
+        if (run / "final" / "config.json").is_file():
+            found.append(final_model(run))
+        else:
+            remedy = f"--checkpoint {max(checkpoints)}" if checkpoints else "its training first"
+            problems.append(f"--run {run}: has no final/, so training has not finished; give {remedy}")
+    damaged = {model.folder: checkpoint_damage(model.folder) for model in found}
+    problems += [f"{folder} is damaged: {problem}" for folder, what in damaged.items() for problem in what]
+    problems.stop_if_any()
+    return found
+
+
+def _milestones(run: Path, checkpoints: dict[int, Path], final: bool) -> list[int]:
+    every = setting(read_config(run), "checkpoint.milestones_every")
+    if not every:
+        raise InputError(
+            f"--milestones: the recipe of {run} keeps none (checkpoint.milestones_every); give --checkpoint STEP"
+        )
+    kept = [step for step in checkpoints if step % every == 0]
+    if not kept and not final:
+        raise InputError(f"--milestones: {run} has no checkpoint at a multiple of {every:,} steps yet")
+    return kept
+
+
+def checkpoint_model(folder: Path, step: int) -> Model:
+    tokens = setting(read_state(folder), "state.tokens")
+    tag = f"tokens-{count_text(tokens)}" if tokens else None
+    return Model(folder, step, tokens, revision=revision_of(step), tag=tag)
+
+
+def final_model(run: Path) -> Model:
+    """final/, with the step of the run's last good end; of its newest checkpoint while that is not logged."""
+    end = last_good_end(run)
+    step = end["step"] if end.get("step") is not None else max(checkpoint_folders(run), default=0)
+    return Model(run / "final", step, end.get("tokens"), revision="main")
+
+
+def stage(run: Path, model: Model, publication: Publication, target: Path, key: Path | None = None) -> Path:
+    """Writes exactly the files to upload into `target`, complete or not at all. Returns it.
+
+    A checkpoint's fp32 weights are rounded to the export dtype and named as in final/, and its optimizer and trainer
+    state are left out, unless with_optimizer: then it is uploaded whole and sealed with its card, so that a run can
+    continue from a download. bom.cdx.json lists all files but the seal; provenance.json covers all, the seal too.
+    Raises InputError if a file contains a secret of this process's environment.
+
+    key: private, in PEM, to sign it all with.
+    """
+    dtype = "fp32" if model.with_optimizer else publication.dtype or "bf16"
+    publication = replace(publication, revision=model.revision, dtype=dtype)
+    unfinished = target.with_name(f".staging-{target.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    is_rounded, weights = not (model.is_final or model.with_optimizer), {}
+    published = published_names_of(model.folder) if is_rounded else None
+    for path in sorted(model.folder.iterdir()):
+        if not path.is_file() or path.name in WRITTEN_ANEW:
+            continue
+        if STAYS_HERE.fullmatch(path.name) and not model.with_optimizer:
+            continue
+        if is_rounded and WEIGHTS.fullmatch(path.name):
+            weights[path.name] = round_weights(path, unfinished / path.name, dtype, published)
+        elif is_rounded:
+            shutil.copyfile(path, unfinished / path.name)  # not linked: config.json and the index are rewritten
+        else:
+            link_or_copy(path, unfinished / path.name)
+    if is_rounded:
+        note_dtype(unfinished, dtype, weights)
+    facts = read_facts(run, model.step, unfinished, publication)
+    write_card(facts, unfinished)
+    write_training_content(facts, unfinished)
+    write_materials(facts, unfinished)
+    if model.with_optimizer:
+        sealed = target.with_name(f".sealed-{target.name}")
+        known = read_json(model.folder / SEAL_FILE)["files"]
+        commit(unfinished, sealed, {name: entry for name, entry in known.items() if name not in WRITTEN_ANEW})
+        unfinished = sealed
+    write_provenance(facts, unfinished, signed=key is not None)
+    if problems := secret_problems(unfinished):
+        shutil.rmtree(unfinished)
+        raise InputError(*problems)
+    if key is not None:
+        sign(unfinished, key)
+    if target.exists():
+        remove(target)
+    unfinished.rename(target)
+    return target
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A second name for the same bytes; a copy where the two are on different file systems."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def published_names_of(folder: Path) -> "PublishedNames":
+    import pretrain.model.architectures  # noqa: F401  (registers the local models)
+    from pretrain.model.model_config import load_model_config
+    from pretrain.model.published_names import PublishedNames
+
+    return PublishedNames.of(load_model_config(str(folder)))
+
+
+def round_weights(source: Path, target: Path, dtype: str, published: "PublishedNames") -> dict[str, int]:
+    """Copies a safetensors file, its parameters rounded and named as in final/; returns each tensor's bytes."""
+    from safetensors.torch import load_file, save_file
+
+    from pretrain.hardware import DTYPES
+
+    buffers, tensors = {name for name, _ in published.meta_model.named_buffers()}, {}
+    for name, tensor in load_file(source).items():
+        keeps = name in buffers or not tensor.is_floating_point()
+        tensors |= published.split(name, tensor if keeps else tensor.to(DTYPES[dtype]))
+    save_file(tensors, target, metadata={"format": "pt"})
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def note_dtype(folder: Path, dtype: str, weights: dict[str, dict[str, int]]) -> None:
+    """Updates config.json and the index for weights that are now in `dtype`.
+
+    weights: {file: {tensor: bytes}}.
+    """
+    from pretrain.hardware import DTYPES
+
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    index_path = folder / "model.safetensors.index.json"
+    if index_path.is_file():
+        total = sum(size for sizes in weights.values() for size in sizes.values())
+        weight_map = {name: file for file, sizes in weights.items() for name in sizes}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index_path.write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def secret_problems(folder: Path) -> list[str]:
+    """Files that contain the value of a secret environment variable; the value itself is not shown."""
+    secrets = {
+        name: value.encode()
+        for name, value in os.environ.items()
+        if SECRET_NAMES.search(name) and len(value) >= SHORTEST_SECRET
+    }
+    return [
+        f"{path.name} holds the value of {name}, a secret: remove it from the recipe and publish again"
+        for path in sorted(folder.iterdir())
+        if path.suffix not in (".safetensors", ".png")
+        for name, value in secrets.items()
+        if value in path.read_bytes()
+    ]
