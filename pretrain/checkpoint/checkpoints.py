@@ -46,6 +46,7 @@ from pretrain.runs.run_folder import (
     read_state,
     validation_loss_of,
 )
+from pretrain.terminal import say
 
 UNFINISHED, DAMAGED = ".saving-", "damaged-"
 SLOWEST_SAVE_SECONDS = 3600.0
@@ -234,7 +235,7 @@ class Checkpoints:
         try:
             self._prune()
         except Exception as error:  # this checkpoint is good; the old ones go with the next prune
-            print(f"checkpoints: an old one could not be removed ({error})", file=sys.stderr, flush=True)
+            say(f"checkpoints: an old one could not be removed ({error})", sys.stderr)
 
     def valid(self, folder: Path) -> Path:
         """A checkpoint of any run, after its files were verified. Raises NoValidCheckpointError."""
