@@ -6,12 +6,11 @@ model, optim, data, parallel, runs, checkpoint, training. The files next to this
 all rooms may use them:
 
     config, recipe: every setting of a run; reading it from YAML and the command line
-    foreign_flags: what other projects call our settings
     hardware, gpus: what this machine can do; the GPUs that plan.py knows
     energy: joules and CO2, measured or estimated
     errors: input errors and exit statuses
     launch: accelerate launch, for people at a terminal and for schedulers
-    terminal: stages, the live line, colours and widths
+    terminal: stages, the live line, colors and widths
     files, urls: files and folders that are whole or absent; files behind addresses
     processes: locks, and which processes live
     deepspeed_build: where DeepSpeed compiles its operators

@@ -6,6 +6,7 @@ docs/failures.md says what each exit status means to whoever started a script.
 import difflib
 import errno
 import os
+import select
 import stat
 import sys
 from collections.abc import Callable, Iterable
@@ -17,8 +18,13 @@ EXIT_DONE = 0
 CRASHED = 1
 """Exit status of a crash."""
 EXIT_BAD_INPUT = 2
-EXIT_NUMERIC, EXIT_NO_VALID_CHECKPOINT, EXIT_CRASH_LOOP = 16, 17, 18
-EXIT_PREEMPTED, EXIT_INTERRUPTED = 75, 130
+EXIT_NUMERIC = 16
+EXIT_NO_VALID_CHECKPOINT = 17
+EXIT_CRASH_LOOP = 18
+EXIT_PREEMPTED = 75
+EXIT_INTERRUPTED = 130
+EXIT_CLOSED_PIPE = 141
+"""128 + SIGPIPE, as shells report a program that wrote to a closed pipe."""
 
 _Value = TypeVar("Value")
 
@@ -30,7 +36,7 @@ UNUSABLE_PATHS = {
     errno.EISDIR: "name a file",
     errno.EROFS: "choose a writable location",
 }
-"""What to do about a path that the system refuses: an error of the input, wherever it shows."""
+"""{errno: remedy} of paths that the system refuses: an error of the input, wherever it shows."""
 
 
 class InputError(Exception):
@@ -48,7 +54,7 @@ class Problems(list[str]):
     """Collects the problems of independent checks, so that all are reported at once."""
 
     def attempt(self, check: Callable[..., _Value], *given: Any, **named: Any) -> _Value | None:
-        """What the check returns; None where it raises an InputError, whose problems join these, each once."""
+        """Returns what the check returns; None if it raises an InputError, whose problems join these, each once."""
         try:
             return check(*given, **named)
         except InputError as error:
@@ -62,7 +68,7 @@ class Problems(list[str]):
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
-    """'; did you mean X?' for the nearest allowed name, or the list of all when nothing is near."""
+    """Returns '; did you mean X?' for the nearest allowed name, or the list of all if nothing is near."""
     names = sorted({str(name) for name in allowed})
     near = difflib.get_close_matches(given, names, n=1)
     if near:
@@ -71,12 +77,12 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
 
 
 def is_first_on_machine() -> bool:
-    """Whether this process reports errors for its machine: every rank reads the same input, one rank reports."""
+    """Tells if this process reports errors for its machine: every rank reads the same input, one rank reports."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def or_exit(function: Callable[[], _Value]) -> _Value:
-    """What the function returns; an InputError ends the process with status 2, its problems on stderr.
+    """Returns what the function returns; an InputError ends the process with status 2, its problems on stderr.
 
     So does a path that the system refuses, such as a file that this user may not open.
     """
@@ -93,22 +99,41 @@ def or_exit(function: Callable[[], _Value]) -> _Value:
 
 
 def print_problems(problems: Iterable[str]) -> None:
-    """To stderr, one line each, red on a terminal."""
+    """Prints them to stderr, one line each, red on a terminal."""
     for problem in problems:
         print(colored(problem, "red", sys.stderr), file=sys.stderr)
 
 
 def run_script(main: Callable[[], int | None]) -> None:
-    """Runs a script's main function and turns its outcome into an exit status; an InputError becomes status 2."""
-    leave(or_exit(main) or 0)
+    """Runs a script's main function and turns its outcome into an exit status; an InputError becomes status 2.
+
+    A reader that closes the pipe early, such as `| head`, ends the script with the status of SIGPIPE and no traceback.
+    """
+    try:
+        code = or_exit(main) or EXIT_DONE
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not stdout_is_broken():  # a socket of some library
+            raise
+        # Python flushes stdout again at exit, which would print a second error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_CLOSED_PIPE
+    leave(code)
+
+
+def stdout_is_broken() -> bool:
+    """Tells if nobody reads the pipe on stdout any more."""
+    watched = select.poll()
+    watched.register(sys.stdout.fileno(), select.POLLERR)
+    return bool(watched.poll(0))
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the script. A process of a group ends at once: gloo's threads, destroyed with the interpreter, may abort
-    it after everything was done."""
+    """Ends the script; a process of a group ends at once."""
     LIVE_LINE.clear()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        # gloo's threads, destroyed with the interpreter, may abort a process that has done everything.
         end_now(code)
     sys.exit(code)
 
@@ -122,19 +147,19 @@ def end_now(code: int) -> NoReturn:
 
 
 def shortened(value: Any, most: int = 200) -> str:
-    """A value of the input as text, cut if it is long."""
+    """Returns a value of the input as text, cut if it is long."""
     text = str(value)
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 def one_line(error: BaseException) -> str:
-    """The error's class and the first line of its text."""
+    """Returns the error's class and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
 def read_small_file(path: str | os.PathLike, most_bytes: int = 1 << 20) -> str:
-    """The text of a file that people write. Raises InputError, without the file's name, for anything else."""
+    """Reads a file that people write. Raises InputError, without the file's name, for anything else."""
     try:
         status = os.stat(path)
         if stat.S_ISDIR(status.st_mode):

@@ -6,6 +6,7 @@ what was given and what is allowed, all problems at once.
 
 import itertools
 import json
+import os
 import re
 import reprlib
 import sys
@@ -20,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from pretrain.config import RunConfig, Section
 from pretrain.errors import EXIT_BAD_INPUT, InputError, Problems, did_you_mean, read_small_file, shortened
-from pretrain.foreign_flags import answer_in_ours
+from pretrain.terminal import say
 from pretrain.units import table
 
 brief = reprlib.Repr()
@@ -103,6 +104,41 @@ def preparations(recipe: Path) -> dict[str, str]:
             commands[options["output"]] = f"{before} && {line}" if before else line
     return commands
 
+
+NAMES_ELSEWHERE = {
+    "batch.sequences_per_micro_batch": "batch_size device_batch_size per_device_train_batch_size "
+    "train.micro_batch_size training.local_batch_size",
+    "batch.tokens_per_step": "total_batch_size training.num_tokens_per_train_step",
+    "budget.steps": "max_iters num_iterations max_steps train.max_steps training.steps",
+    "budget.tokens": "train.max_tokens",
+    "budget.tokens_per_parameter": "target_param_data_ratio",
+    "checkpoint.every_steps": "save_every save_steps train.save_interval checkpoint.interval",
+    "checkpoint.keep_last": "save_total_limit checkpoint.keep_latest_k",
+    "data.sequence_length": "block_size max_seq_len train.max_seq_length training.seq_len training.max_context_length",
+    "evaluation.every_steps": "core_metric_every",
+    "export.dtype": "checkpoint.export_dtype",
+    "hub.repository": "hub_model_id",
+    "logging.every_steps": "log_interval logging_steps train.log_interval metrics.log_freq",
+    "model": "config_name model_name model_config",
+    "optim.eps": "adam_epsilon",
+    "optim.final_ratio": "final_lr_frac lr_scheduler.min_lr_factor",
+    "optim.learning_rate": "lr optimizer.lr optimizer.init_args.lr",
+    "optim.max_grad_norm": "grad_clip train.max_norm training.max_norm",
+    "optim.warmup_steps": "warmup_iters train.lr_warmup_steps lr_scheduler.warmup_steps",
+    "output": "out_dir output_dir dump_folder",
+    "pipeline.schedule": "parallelism.pipeline_parallel_schedule",
+    "samples.every_steps": "sample_every",
+    "seed": "data_seed debug.seed",
+    "tracking.group": "log.group",
+    "tracking.project": "wandb_project project",
+    "trackers": "report_to logger_name",
+    "validation.every_steps": "eval_interval eval_every eval_steps eval.interval validation.freq validator.freq",
+}
+"""{setting: flags of nanoGPT, nanochat, run_clm, litgpt and torchtitan whose values mean the same}.
+
+docs/coming_from.md lists these and the flags whose values need a change.
+"""
+SETTINGS_ELSEWHERE = {theirs: ours for ours, names in NAMES_ELSEWHERE.items() for theirs in names.split()}
 
 HANGING = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
 FLAGS = ("check", "verbose", "smoke")
@@ -229,22 +265,42 @@ def leaves(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
-    """['--a.b=1', '--c', '2'] -> [('a.b', '1'), ('c', '2')]"""
-    settings = [path for path, _ in fields_of_config()]
-    foreign = [answer_in_ours(word, settings) for word in arguments if word.startswith("--")]
-    pairs, rest, problems = [], list(arguments), Problems(filter(None, foreign))
-    problems.stop_if_any()
+    """['--a.b=1', '--c', '2'] -> [('a.b', '1'), ('c', '2')]; flags of other projects become the setting they mean."""
+    pairs = []
+    problems = Problems()
+    rest = list(arguments)
     while rest:
         flag = rest.pop(0)
         key, equals, value = flag.removeprefix("--").partition("=")
         if not flag.startswith("--"):
             problems.append(f"{flag!r}: expected --section.key VALUE")
         elif not equals and (not rest or rest[0].startswith("--")):
-            problems.append(f"--{key}: needs a value")
+            if problems.attempt(own_name, key):
+                problems.append(f"--{key}: needs a value")
         else:
-            pairs.append((key, value if equals else rest.pop(0)))
+            pairs.append((problems.attempt(own_name, key) or key, value if equals else rest.pop(0)))
     problems.stop_if_any()
     return pairs
+
+
+def own_name(key: str) -> str:
+    """Returns the setting that a flag names, with a notice if it is another project's name for it.
+
+    Raises InputError for a setting without its section, and for one whose section does not exist.
+    """
+    settings = [path for path, _ in fields_of_config()]
+    sections = {path.partition(".")[0].removesuffix("[]") for path in settings}
+    theirs = key.replace("-", "_")
+    if theirs in SETTINGS_ELSEWHERE:
+        if os.environ.get("RANK", "0") == "0":
+            say(f"--{key}: read as --{SETTINGS_ELSEWHERE[theirs]} (docs/coming_from.md)", sys.stderr)
+        return SETTINGS_ELSEWHERE[theirs]
+    if key.partition(".")[0] in {*sections, "config", "profile", "group"}:
+        return key
+    if homes := [f"--{path}" for path in settings if path.rpartition(".")[2] == theirs]:
+        raise InputError(f"--{key}: needs its section: {' or '.join(homes)}")
+    near = did_you_mean(key.partition(".")[0], sections)
+    raise InputError(f"--{key}: unknown key{near}; for flags of other projects see docs/coming_from.md")
 
 
 def drop_alternatives(values: dict, overridden: set[str]) -> None:

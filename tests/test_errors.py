@@ -71,6 +71,21 @@ def test_a_process_of_a_group_leaves_without_the_interpreters_destructors(tmp_pa
         (tmp_path / "meet").unlink(missing_ok=True)
 
 
+def test_a_closed_pipe_ends_a_script_quietly(tmp_path):
+    """As `runs.py documents RUN --step 1 | head` does; whether the script flushes each line or only at its end."""
+    for flush in (True, False):
+        script = tmp_path / "script.py"
+        script.write_text(
+            "from pretrain.errors import run_script\n"
+            f"run_script(lambda: [print('x' * 99, flush={flush}) for _ in range(9999)] and 0)\n"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with subprocess.Popen([sys.executable, script], env=environment, stdout=-1, stderr=-1, text=True) as process:
+            process.stdout.readline()
+            process.stdout.close()
+            assert (process.stderr.read(), process.wait()) == ("", 141)
+
+
 @pytest.mark.parametrize("script", ["train.py", "runs.py"])
 def test_a_python_without_the_packages_is_told_of_the_environment(script):
     """As the system's Python, where .venv is not activated: -S leaves out what is installed."""

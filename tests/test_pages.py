@@ -72,7 +72,6 @@ RUN = r"^(python|accelerate launch|torchrun|make demo$)"
 """What a test may run. Whatever else a page says is listed above or a failure."""
 REFUSED = {
     r"runs\.py (save|stop|abort|anneal|profile) ": "not active",  # tests/runs/test_control.py has live ones
-    r"--max_iters": "--max_iters: here it is --budget.steps",
 }
 """{pattern: what is answered, with exit status 2}"""
 STAND_INS = ("runs/x", "runs/a", "runs/b", "runs/trunk", "data/docs", "data/fineweb_edu", "recipes/x.yaml",

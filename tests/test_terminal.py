@@ -1,16 +1,17 @@
 """What is said to a terminal and what to a file."""
 
 import io
+import sys
 
 import pytest
 
 from pretrain import terminal
 from pretrain.terminal import LiveLine, colored, fitting, printable, width_of, wrapped
 from support.project import run_script
-from support.terminals import watched
+from support.terminals import lines_that_remain, watched
 
 
-def test_colours_are_for_terminals_whose_user_wants_them(monkeypatch):
+def test_colors_are_for_terminals_whose_user_wants_them(monkeypatch):
     screen = watched(monkeypatch, 100)
     assert colored("bad", "red", screen) == "\x1b[31mbad\x1b[0m"
     assert colored("bad", "red", io.StringIO()) == "bad", "a file"
@@ -44,19 +45,27 @@ def test_text_of_a_model_does_not_steer_the_terminal():
     assert printable("a\x1b[2J\tb\nc\r\x07é") == "a\\x1b[2J\tb\nc\\r\\x07é"
 
 
-def test_the_live_line_is_cleared_before_anything_is_printed(monkeypatch):
+def test_what_is_said_stands_above_the_live_line(monkeypatch):
     screen = watched(monkeypatch, 100)
     line = LiveLine()
     line.show("step 1")
     line.show("step 2" + "." * 200)
-    print("a log line")
-    print("unfinished ", end="")
-    line.show("step 3")
-    assert screen.getvalue() == f"\r\x1b[Kstep 1\r\x1b[Kstep 2{'.' * 93}\r\x1b[Ka log line\nunfinished "
-    print("done")
-    line.show("step 4")
+    cut = f"step 2{'.' * 93}"
+    line.print_above("a log line", sys.stdout)
+    assert screen.getvalue() == f"\r\x1b[Kstep 1\r\r\x1b[K{cut}\r\r\x1b[Ka log line\n\r\x1b[K{cut}\r"
     line.clear()
-    assert screen.getvalue().endswith("unfinished done\n\r\x1b[Kstep 4\r\x1b[K")
+    line.print_above("done", sys.stdout)
+    assert screen.getvalue().endswith("\r\r\x1b[Kdone\n"), "no line to draw again"
+
+
+def test_another_librarys_print_begins_its_line_and_no_stream_is_replaced(monkeypatch):
+    screen = watched(monkeypatch, 100)
+    line = LiveLine()
+    line.show("step 1")
+    print("a warning of some library")
+    line.show("step 2")
+    assert sys.stdout is sys.stderr is screen
+    assert lines_that_remain(screen.getvalue())[0] == "a warning of some library"
 
 
 def test_a_file_has_no_live_line(capsys):

@@ -3,7 +3,6 @@
 The format is a promise: checkpoints of earlier versions can be resumed (docs/training.md).
 
     checkpoints: saving, verifying, pruning
-    pruning: which stay
     mirror_store, mirror_copy, mirror_fetch: the run elsewhere: what is there, copying, a start without a disk
     host_memory: where a save copies to
     tensor_files: named tensors on disk

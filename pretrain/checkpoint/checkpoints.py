@@ -29,7 +29,6 @@ from safetensors.torch import save_file
 
 from pretrain import config
 from pretrain.checkpoint.host_memory import HostMemory
-from pretrain.checkpoint.pruning import steps_to_keep
 from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, plan_files, shares, tensor_index
 from pretrain.errors import EXIT_NO_VALID_CHECKPOINT
@@ -44,8 +43,10 @@ from pretrain.runs.run_folder import (
     checkpoint_name,
     latest_step,
     read_state,
+    steps_to_keep,
     validation_loss_of,
 )
+from pretrain.terminal import say
 
 UNFINISHED, DAMAGED = ".saving-", "damaged-"
 SLOWEST_SAVE_SECONDS = 3600.0
@@ -90,8 +91,11 @@ class Checkpoints:
     """The checkpoints of one run. Every method but `finished` is called by all ranks together."""
 
     def __init__(self, run: Path, ranks: Ranks, settings: config.Checkpoint):
-        self.run, self.folder = run, run / "checkpoints"
-        self.ranks, self.settings, self.in_background = ranks, settings, settings.in_background
+        self.run = run
+        self.folder = run / "checkpoints"
+        self.ranks = ranks
+        self.settings = settings
+        self.in_background = settings.in_background
         self.last_step: int | None = None
         """Of the newest checkpoint that was found valid or written."""
         self.begun_step: int | None = None
@@ -234,22 +238,21 @@ class Checkpoints:
         try:
             self._prune()
         except Exception as error:  # this checkpoint is good; the old ones go with the next prune
-            print(f"checkpoints: an old one could not be removed ({error})", file=sys.stderr, flush=True)
+            say(f"checkpoints: an old one could not be removed ({error})", sys.stderr)
 
     def valid(self, folder: Path) -> Path:
-        """A checkpoint of any run, after its files were verified. Raises NoValidCheckpointError."""
-        share = checkpoint_damage(folder, self.ranks.rank, self.ranks.count, resumes=True)
-        if problems := [problem for found in self.ranks.gather(share) for problem in found]:
+        """Returns a checkpoint of any run, after its files were verified. Raises NoValidCheckpointError."""
+        if problems := self._damage(folder):
             raise NoValidCheckpointError(f"{folder} cannot be used: {'; '.join(problems)}")
         return folder
 
     def newest_valid(
         self, log: Callable[[str], None], at_most: int | None = None, beat: Callable[[], None] = lambda: None
     ) -> Path | None:
-        """The newest intact checkpoint, of step `at_most` or before, or None.
+        """Returns the newest intact checkpoint, of step `at_most` or before, or None.
 
-        Damaged ones, and those of another step than their name says, are logged and set aside. Raises
-        NoValidCheckpointError if all are damaged, or all are gone.
+        Logs damaged ones, and those of another step than their name says, and sets them aside for
+        the mirror's copy, if there is one. Raises NoValidCheckpointError if all are damaged, or all are gone.
         """
         self.wait(beat)
         # The main rank's list: on a network disk the others may still see an older one.
@@ -260,23 +263,37 @@ class Checkpoints:
             folder = self.folder / checkpoint_name(step)
             if at_most is not None and step > at_most:
                 continue
-            share = checkpoint_damage(folder, self.ranks.rank, self.ranks.count, beat, resumes=True)
-            problems = [problem for found in self.ranks.gather(share) for problem in found]
-            if not problems:
-                self.last_step = self.begun_step = step
-                return folder
-            aside = folder.with_name(f"{DAMAGED}{folder.name}")
-            log(f"checkpoint {folder.name} cannot be used: {'; '.join(problems)}; renamed to {aside.name}")
-            with self.ranks.together(SaveError):
-                if self.ranks.is_main:
-                    delete(aside)
-                    folder.rename(aside)
+            if problems := self._damage(folder, beat):
+                aside = folder.with_name(f"{DAMAGED}{folder.name}")
+                log(f"checkpoint {folder.name} cannot be used: {'; '.join(problems)}; renamed to {aside.name}")
+                with self.ranks.together(SaveError):
+                    if self.ranks.is_main:
+                        delete(aside)
+                        folder.rename(aside)
+                if not self._fetched_again(step, beat) or self._damage(folder, beat):
+                    continue
+                log(f"checkpoint {folder.name} was fetched again from the mirror")
+            self.last_step = step
+            self.begun_step = step
+            return folder
         if at_most is None and (lost := self.ranks.gather(self._lost())[0]):
             raise NoValidCheckpointError(
                 f"none of the checkpoints in {self.folder} is intact ({lost}); restore one from a copy, under its own "
                 f"name, such as {checkpoint_name(500)}; to begin anew choose another --output, or remove {self.run}"
             )
         return None
+
+    def _damage(self, folder: Path, beat: Callable[[], None] = lambda: None) -> list[str]:
+        """Returns what is wrong with a checkpoint; each rank verifies its share of the files."""
+        share = checkpoint_damage(folder, self.ranks.rank, self.ranks.count, beat, resumes=True)
+        return [problem for found in self.ranks.gather(share) for problem in found]
+
+    def _fetched_again(self, step: int, beat: Callable[[], None]) -> bool:
+        if self.settings.mirror is None:
+            return False
+        from pretrain.checkpoint.mirror_fetch import fetch_again
+
+        return fetch_again(self.run, self.settings, self.ranks, step, beat)
 
     def _repair_latest(self, newest: int) -> None:
         """Makes LATEST name the newest checkpoint that was written, intact or not, if it names none.

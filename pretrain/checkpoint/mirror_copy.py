@@ -1,13 +1,12 @@
-"""Keeps a run's mirror up to date, in a process of its own that the run neither waits for nor depends on.
+"""Keeps a run's mirror up to date, in a thread of low priority that training never waits for.
 
     python -m pretrain.checkpoint.mirror_copy RUN --mirror URL     # copies what the mirror lacks, and ends
 
-While the run trains, its standard input is a pipe: a line asks for everything to be copied now, its end to end after
-that, so that a run that was killed still leaves its newest checkpoint, if the machine lives. It looks into the run's
-folder twice a second. Of the checkpoints there the newest that the mirror lacks is copied first, held by links against
-pruning; others only where they are to be kept for good. What failed is tried again with longer and longer pauses.
+The thread looks into the run's folder twice a second. It copies the newest checkpoint that the mirror lacks first,
+held by links against pruning; older ones only if they are to be kept for good. It retries failures after longer and
+longer pauses.
 
-    RUN/mirror/status.json      what was copied, what fails since when; for the run's log and `runs.py status`
+    RUN/mirror/status.json      what was copied, what fails since when; for `runs.py status`
     RUN/mirror/copying/         links to what is being copied
 """
 
@@ -15,14 +14,13 @@ import argparse
 import fcntl
 import json
 import os
-import select
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from pretrain import config
 from pretrain.checkpoint.mirror_store import (
@@ -37,7 +35,6 @@ from pretrain.checkpoint.mirror_store import (
     name_of,
     run_files,
 )
-from pretrain.checkpoint.pruning import steps_to_keep
 from pretrain.errors import CRASHED, one_line, run_script
 from pretrain.files import SEAL_FILE, write_durably
 from pretrain.runs.run_folder import (
@@ -49,14 +46,17 @@ from pretrain.runs.run_folder import (
     read_json,
     read_state,
     step_named,
+    steps_to_keep,
     validation_loss_of,
 )
 
-SECONDS_BETWEEN_LOOKS, BEAT_SECONDS = 0.5, 2.0
-LONGEST_BACKOFF_SECONDS, LONGEST_PAUSE_AT_THE_END = 300.0, 5.0
-"""Between two attempts, while the run trains and while it waits."""
-GO_ON, SETTLE, END = range(3)
-"""What the run has asked for."""
+SECONDS_BETWEEN_LOOKS = 0.5
+BEAT_SECONDS = 2.0
+"""Seconds between two updates of status.json."""
+LONGEST_BACKOFF_SECONDS = 300.0
+LONGEST_PAUSE_AT_THE_END = 5.0
+"""Seconds between two attempts, while the run trains and while it waits."""
+NICENESS = 10
 
 
 class TakenOverError(Exception):
@@ -68,43 +68,68 @@ class AbandonedError(Exception):
 
 
 class MirrorCopier:
-    """What one start of a run copies.
+    """Copies one start of a run.
 
     Args:
         run: its folder.
-        settings: which checkpoints stay, and how long to go on after the run's end.
+        settings: which checkpoints stay.
     """
 
     def __init__(self, run: Path, store: MirrorStore, settings: config.Checkpoint):
-        self.run, self.store, self.settings = run, store, settings
+        self.run = run
+        self.store = store
+        self.settings = settings
         claim = read_json(run / MIRROR_FOLDER / CLAIM_FILE)
         self.start = claim.get("start")
         self.damaged: dict[str, str] = claim.get("damaged") or {}
         """{name: what is wrong} of the files and folders on the mirror that are damaged."""
-        self.held = run / MIRROR_FOLDER / "copying"
         self.there: dict[int, float | None] | None = None
         """{step: validation loss} of the whole checkpoints on the mirror; None before the first look."""
-        self.manifests: dict[int, bytes] = {}
+        self.manifests: dict[str, bytes] = {}
+        """{folder: its manifest} of the whole checkpoints, and final/, on the mirror."""
         self.files: dict[str, bytes] = {}
         """The small files as they were copied last."""
-        self.final: bytes | None = None
-        """The manifest of final/ on the mirror."""
         self.seen: set[int] = set()
-        self._idle_since: tuple[int | None, int | None] | None = None
-        """When LATEST was written after which nothing was left to copy, and what it says."""
+        """Steps of the run's checkpoints at the last look."""
+        self.beaten = time.monotonic()
+        """Time of the last sign of life, by a clock that nobody sets."""
         self.status: dict[str, Any] = {
-            "mirror": store.address, "start": self.start, "pid": os.getpid(), "copied_step": None, "copied_time": None,
-            "bytes": None, "seconds": None, "copying": None, "problem": None, "problem_since": None, "failures": 0,
-            "dropped": 0, "dropped_step": None, "is_over": False, "settled": False, "damaged": self.damaged,
-        }  # fmt: skip
-        self._beaten = 0.0
-        self.held.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self.held, ignore_errors=True)
+            "mirror": store.address,
+            "copied_step": None,
+            "copied_time": None,
+            "bytes": None,
+            "seconds": None,
+            "problem": None,
+            "problem_since": None,
+            "failures": 0,
+            "dropped": 0,
+            "dropped_step": None,
+            "is_over": False,
+            "damaged": self.damaged,
+        }
+        (run / MIRROR_FOLDER).mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(run / MIRROR_FOLDER / "copying", ignore_errors=True)
+
+    def attempt(self, *, everything: bool) -> bool:
+        """Makes one pass whose failure becomes part of the status; returns whether nothing is left to do."""
+        try:
+            more = self.pass_once(everything=everything)
+        except Exception as error:  # each file system has errors of its own
+            is_taken_over = isinstance(error, TakenOverError)
+            # A folder that was deleted has nothing to copy.
+            self.status["is_over"] = is_taken_over or not self.run.is_dir()
+            if self.run.is_dir():
+                self.status["failures"] += 1
+                self.status["problem_since"] = self.status["problem_since"] or time.time()
+                self.status["problem"] = str(error) if is_taken_over else one_line(error)
+            return self.status["is_over"]
+        self.status |= {"problem": None, "problem_since": None, "failures": 0}
+        return not more
 
     def pass_once(self, *, everything: bool = False) -> bool:
         """Copies the most urgent thing that the mirror lacks; returns whether there may be more.
 
-        everything: also the small files that have changed, and final/. Raises what the file system raises.
+        everything: also the small files that have changed. Raises what the file system raises.
         """
         if self.there is None:
             self._first_look()
@@ -113,22 +138,25 @@ class MirrorCopier:
         if step is not None:
             self._copy(step)
             return True
-        if (final := self._final()) is not None:
+        final = content_of(self.run / "final" / SEAL_FILE)
+        if final != self.manifests.get("final"):
             self._put_files()
             self.store.put(self.run / "final", "final", beat=self.beat, before_seal=self._require_claim)
-            self.final = final
-            self._cured("final")
+            self._copied("final", final)
             return True
-        if everything or whole_content(self.run / "rollbacks.json") != self.files.get("rollbacks.json"):
+        if everything or content_of(self.run / "rollbacks.json") != self.files.get("rollbacks.json"):
             self._put_files()
         return False
 
     def _first_look(self) -> None:
-        """Learns what the mirror has, and makes it this start's."""
-        self.manifests, self.files, self._idle_since = {}, {}, None
-        identity, steps = self.store.identity(), self.store.steps()
+        """Learns what the mirror has, and claims it for this start."""
+        self.manifests = {}
+        self.files = {}
+        identity = self.store.identity()
+        steps = self.store.steps()
         there = self._whole([step for step, is_sealed in steps.items() if is_sealed])
-        own, claim = id_of_run(self.run), read_json(self.run / MIRROR_FOLDER / CLAIM_FILE)
+        own = id_of_run(self.run)
+        claim = read_json(self.run / MIRROR_FOLDER / CLAIM_FILE)
         if identity is not None and identity.start is not None and claim.get("claimed") == self.store.address:
             self._require_claim()
         elif any(steps.values()):
@@ -145,37 +173,37 @@ class MirrorCopier:
         self.store.identify(own, self.start)
         claim |= {"claimed": self.store.address, "damaged": self.damaged}
         write_durably(self.run / MIRROR_FOLDER / CLAIM_FILE, json.dumps(claim))
-        self._cured(IDENTITY_FILE)
-        self.final = self._whole_final()
-        self.there, self.status["copied_step"] = there, max(there, default=None)
-        self._remove(step for step, is_sealed in steps.items() if not is_sealed)  # what killed copies have left
+        self._copied(IDENTITY_FILE)
+        self.there = there
+        self.status["copied_step"] = max(there, default=None)
+        self._remove([step for step, is_sealed in steps.items() if not is_sealed])  # left by copies that were killed
 
     def _whole(self, sealed: list[int]) -> dict[int, float | None]:
-        """{step: validation loss} of those of these checkpoints that show no damage, which is noted of the others."""
-        there, names = {}, [name_of(step) for step in sealed]
+        """Returns {step: validation loss} of those of these checkpoints that show no damage; notes it of the others.
+
+        Also looks at final/, and collects the manifests of what is whole.
+        """
+        losses = {}
+        names = {name_of(step): step for step in sealed}
         for name in [name for name in self.damaged if name.startswith("checkpoints/") and name not in names]:
-            self._cured(name)  # it is gone
-        for step, name in zip(sealed, names, strict=True):
+            self._copied(name)  # it is gone
+        if self.store.read(f"final/{SEAL_FILE}") is not None:
+            names["final"] = None
+        for name, step in names.items():
             try:
-                loss = validation_loss_of(self.store.state(step))
+                loss = validation_loss_of(self.store.state(step)) if step is not None else self.store.look_over(name)
             except DamagedCopyError as error:
                 self.damaged.setdefault(name, error.strerror)
             if name not in self.damaged:
-                there[step], self.manifests[step] = loss, self.store.read(f"{name}/{SEAL_FILE}")
-        return there
+                self.manifests[name] = self.store.read(f"{name}/{SEAL_FILE}")
+                if step is not None:
+                    losses[step] = loss
+        return losses
 
-    def _whole_final(self) -> bytes | None:
-        """The manifest of final/ there; None if there is none, or final/ shows damage, which is noted."""
-        content = self.store.read(f"final/{SEAL_FILE}")
-        if content is not None:
-            try:
-                self.store.look_over("final")
-            except DamagedCopyError as error:
-                self.damaged.setdefault("final", error.strerror)
-        return None if "final" in self.damaged else content
-
-    def _cured(self, name: str) -> None:
-        """What was damaged there is replaced or removed; the next process that copies reads of the rest."""
+    def _copied(self, name: str, manifest: bytes | None = None) -> None:
+        """Notes that a file or folder there is whole or gone: if it was damaged, the next start need not know."""
+        if manifest is not None:
+            self.manifests[name] = manifest
         if self.damaged.pop(name, None) is not None:
             path = self.run / MIRROR_FOLDER / CLAIM_FILE
             with suppress(OSError):
@@ -194,7 +222,7 @@ class MirrorCopier:
             )
 
     def _drop_abandoned(self) -> bool:
-        """Removes what a rollback has gone back behind; False if that has to wait until anything else is there."""
+        """Removes steps that a rollback went back behind; returns False if nothing else is there yet."""
         latest = latest_step(self.run)
         abandoned = [step for step in self.there if latest is not None and step > latest]
         if abandoned and len(abandoned) == len(self.there):
@@ -202,52 +230,41 @@ class MirrorCopier:
         self._remove(abandoned)
         return True
 
-    def _remove(self, steps: Iterable[int]) -> None:
-        for number, step in enumerate(list(steps)):
-            if number == 0:
-                self._require_claim()
+    def _remove(self, steps: list[int]) -> None:
+        if steps:
+            self._require_claim()
+        for step in steps:
             self.there.pop(step, None)
-            self.manifests.pop(step, None)
+            self.manifests.pop(name_of(step), None)
             self.store.remove(name_of(step))
-            self._cured(name_of(step))
+            self._copied(name_of(step))
 
     def _next(self) -> int | None:
-        """The step to copy next: the newest, else one that is to be kept for good and is missing."""
+        """Returns the step to copy next: the newest, else one that is to be kept for good and is missing."""
         latest = latest_step(self.run)
-        written = changed_at(self.run / "checkpoints" / "LATEST"), latest  # clocks go back, and tick slowly
-        if latest is not None and written == self._idle_since:
-            return None
-        here = {s: path for s, path in checkpoint_folders(self.run).items() if latest is not None and s <= latest}
-        here = {step: manifest for step, path in here.items() if (manifest := whole_content(path / SEAL_FILE))}
-        self._count_dropped(set(here), latest)
-        missing = {step for step, manifest in here.items() if self.manifests.get(step) != manifest}
-        if not missing:
-            self._idle_since = written
-            return None
-        if max(here) in missing:
-            return max(here)
+        here = {}
+        for step, path in checkpoint_folders(self.run).items():
+            manifest = content_of(path / SEAL_FILE)
+            if manifest is not None and latest is not None and step <= latest:
+                here[step] = manifest
+        # Checkpoints that came and went while the mirror was busy with others, or out of reach.
+        known = {step for step in self.seen if name_of(step) in self.manifests}
+        dropped = {step for step in self.seen - here.keys() - known if latest is not None and step <= latest}
+        self.seen = set(here)
+        if dropped:
+            self.status["dropped"] += len(dropped)
+            self.status["dropped_step"] = max(dropped)
+        missing = {step for step, manifest in here.items() if self.manifests.get(name_of(step)) != manifest}
+        if not missing or max(here) in missing:
+            return max(missing, default=None)
         losses = {step: validation_loss_of(read_state(self.run / name_of(step))) for step in here}
         kept = steps_to_keep(self.settings.model_copy(update={"keep_last": 1}), self.there | losses)
         kept |= {step for step in here if name_of(step) in self.damaged}
-        self._idle_since = None if missing & kept else written
         return max(missing & kept, default=None)
-
-    def _count_dropped(self, here: set[int], latest: int | None) -> None:
-        """Checkpoints that came and went while the mirror was busy, or out of reach, with others."""
-        gone = {step for step in self.seen - here - self.manifests.keys() if latest is not None and step <= latest}
-        self.seen = here
-        if gone:
-            self.status["dropped"] += len(gone)
-            self.status["dropped_step"] = max(gone)
 
     def _copy(self, step: int) -> None:
         started = time.perf_counter()
-        try:
-            folder = self._hold(step)
-        except FileNotFoundError:  # pruned meanwhile: a newer one is there
-            return
-        self.status["copying"] = step
-        self.beat(now=True)
+        held = self.run / MIRROR_FOLDER / "copying" / checkpoint_name(step)
 
         def before_seal() -> None:
             if (latest_step(self.run) or 0) < step:
@@ -255,39 +272,30 @@ class MirrorCopier:
             self._require_claim()
             self._put_files()
 
+        self.beat()
         try:
+            folder = hold(self.run / name_of(step), held)
             manifest = (folder / SEAL_FILE).read_bytes()
             size = self.store.put(folder, name_of(step), beat=self.beat, before_seal=before_seal)
             self.there[step] = validation_loss_of(read_state(folder))
-            self.manifests[step] = manifest
-            self._cured(name_of(step))
         except AbandonedError:
             return
+        except FileNotFoundError:
+            if (self.run / name_of(step)).is_dir():
+                raise
+            return  # pruned meanwhile: a newer one is there
         finally:
-            self.status["copying"] = None
-            shutil.rmtree(self.held, ignore_errors=True)
+            shutil.rmtree(held.parent, ignore_errors=True)
+        self._copied(name_of(step), manifest)
         seconds = round(time.perf_counter() - started, 3)
         self.status |= {"copied_step": step, "copied_time": time.time(), "bytes": size, "seconds": seconds}
         self.beat(now=True)
-        damaged = dict.fromkeys({step_at(name) for name in self.damaged} - {None})
-        # A damaged one takes the place of no whole one.
+        damaged = {step_named(name.removeprefix("checkpoints/")): None for name in self.damaged}
+        damaged.pop(None, None)
         kept = steps_to_keep(self.settings, self.there)
+        # A damaged one takes the place of no whole one.
         kept |= damaged.keys() & steps_to_keep(self.settings, self.there | damaged)
-        self._remove({*self.there, *damaged} - kept)
-
-    def _hold(self, step: int) -> Path:
-        """The checkpoint under links of its own, which pruning leaves; itself on a disk without links."""
-        folder, held = self.run / name_of(step), self.held / checkpoint_name(step)
-        try:
-            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-                target = held / path.relative_to(folder)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.link(path, target)
-        except FileNotFoundError:
-            raise
-        except OSError:
-            return folder
-        return held
+        self._remove([step for step in {*self.there, *damaged} if step not in kept])
 
     def _put_files(self) -> None:
         # In this order: rollbacks.json is written after LATEST, so that who has read of a rollback sees its target.
@@ -298,132 +306,118 @@ class MirrorCopier:
             if self.files.get(name) != content:
                 self.store.write(name, content)
                 self.files[name] = content
-                self._cured(name)
-
-    def _final(self) -> bytes | None:
-        """The manifest of final/ where the mirror lacks it."""
-        manifest = whole_content(self.run / "final" / SEAL_FILE)
-        return manifest if manifest != self.final else None
+                self._copied(name)
 
     def beat(self, now: bool = False) -> None:
         """Writes the status, every few seconds at most."""
-        if not now and time.monotonic() - self._beaten < BEAT_SECONDS:
+        if not now and time.monotonic() - self.beaten < BEAT_SECONDS:
             return
-        self._beaten = time.monotonic()
+        self.beaten = time.monotonic()
         path = self.run / MIRROR_STATUS
         with suppress(OSError):  # a full disk here is no reason to stop copying
             fresh = path.with_suffix(".new")
             fresh.write_text(json.dumps(self.status | {"time": time.time()}))
             fresh.rename(path)
 
-    def attempt(self, *, everything: bool) -> bool:
-        """One pass whose failure becomes part of the status; returns whether all there is to do is done."""
-        try:
-            more = self.pass_once(everything=everything)
-        except TakenOverError as error:
-            self._fail(str(error))
-            self.status["is_over"] = True
-            return True
-        except Exception as error:  # each file system has errors of its own
-            if not self.run.is_dir():
-                self.status["is_over"] = True  # the run's folder was deleted: nothing can follow
-                return True
-            self._fail(one_line(error))
-            return False
-        self.status |= {"problem": None, "problem_since": None, "failures": 0}
-        return not more
-
-    def _fail(self, problem: str) -> None:
-        self.status["failures"] += 1
-        self.status["problem_since"] = self.status["problem_since"] or time.time()
-        self.status["problem"] = problem
-
     @property
     def pause_seconds(self) -> float:
-        """Until the next pass."""
+        """Seconds until the next pass."""
         return min(SECONDS_BETWEEN_LOOKS * 2.0 ** self.status["failures"], LONGEST_BACKOFF_SECONDS)
 
 
-def keep_copying(copier: MirrorCopier, wait_seconds: float) -> bool:
-    """Copies until the run's end of the pipe is closed, and then what is left, for so long at most; returns whether
-    all was copied."""
-    asked, deadline = GO_ON, None
-    while True:
-        asked = max(asked, heard(0.0))
-        if asked == END and deadline is None:
-            deadline = time.monotonic() + wait_seconds
-        done = copier.attempt(everything=asked > GO_ON)
-        is_over, failed = copier.status["is_over"], copier.status["problem"] is not None
-        copier.status["settled"] = asked > GO_ON and done
-        copier.beat(now=failed or asked > GO_ON)
-        if is_over or (asked == END and (done or time.monotonic() > deadline)):
-            copier.beat(now=True)
-            return done and not failed
-        if done or failed:
-            pause = copier.pause_seconds if asked == GO_ON else min(copier.pause_seconds, LONGEST_PAUSE_AT_THE_END)
-            if asked == END:  # standard input has nothing more to say
-                time.sleep(pause)
-            else:
-                asked = max(asked, heard(pause))
+def hold(folder: Path, held: Path) -> Path:
+    """Puts a checkpoint under links of its own, which pruning leaves; returns it itself on a disk without links.
+
+    Raises FileNotFoundError if the checkpoint is pruned meanwhile.
+    """
+    try:
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            target = held / path.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return folder
+    return held
 
 
-def heard(seconds: float) -> int:
-    """What the run asks for on standard input, waited for that long."""
-    ready, _, _ = select.select([sys.stdin.fileno()], [], [], seconds)
-    if not ready:
-        return GO_ON
-    return SETTLE if os.read(sys.stdin.fileno(), 4096) else END
-
-
-def step_at(name: str) -> int | None:
-    """The reverse of `name_of`; None for any other name."""
-    folder, _, name = name.rpartition("/")
-    return step_named(name) if folder == "checkpoints" else None
-
-
-def whole_content(path: Path) -> bytes | None:
-    """A file's content; None where there is none."""
+def content_of(path: Path) -> bytes | None:
+    """Returns a file's content; None if there is no such file."""
     try:
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def changed_at(path: Path) -> int | None:
-    """Its time of modification in ns; None where there is no such file."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return None
+class CopyThread(threading.Thread):
+    """Copies until `end`, and then what is left."""
+
+    def __init__(self, copier: MirrorCopier):
+        super().__init__(name="mirror", daemon=True)
+        self.copier = copier
+        self.is_settled = False
+        """Everything that was there at `settle` is copied."""
+        self._settles = False
+        self._ends = False
+        self._wake = threading.Event()
+
+    def settle(self) -> None:
+        """Asks for everything to be copied now."""
+        self._settles = True
+        self._wake.set()
+
+    def end(self, seconds: float) -> None:
+        """Waits so long for what was written since `settle` to be copied."""
+        self._ends = True
+        self._wake.set()
+        self.join(seconds)
+
+    def run(self) -> None:
+        copier = self.copier
+        if sys.platform == "linux":  # which has a priority for each thread
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        with copying_alone(copier.run):
+            while True:
+                self._wake.clear()
+                settles = self._settles
+                ends = self._ends
+                done = copier.attempt(everything=settles)
+                failed = copier.status["problem"] is not None
+                self.is_settled = settles and done and not failed
+                copier.beat(now=failed or settles)
+                if copier.status["is_over"] or (ends and done):
+                    return
+                if done or failed:
+                    pause = copier.pause_seconds
+                    self._wake.wait(min(pause, LONGEST_PAUSE_AT_THE_END) if settles else pause)
+
+
+def copying_alone(run: Path) -> TextIO:
+    """Returns a lock to hold while copying: somebody may copy the run by hand meanwhile."""
+    lock = open(run / MIRROR_FOLDER / ".lock", "w")  # noqa: SIM115
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
 
 
 def copy_script() -> int:
+    """Copies a run by hand; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--mirror", required=True, help="checkpoint.mirror")
-    parser.add_argument("--settings", default="{}", help="the other settings of checkpoint:, as JSON")
-    parser.add_argument("--follow", action="store_true", help="until standard input is closed")
     arguments = parser.parse_args()
-    settings = config.Checkpoint(**{**json.loads(arguments.settings), "mirror": arguments.mirror})
-    if not arguments.follow:
-        settings = settings.model_copy(update={"keep_last": config.MOST})  # by hand nothing is pruned
-    folder = arguments.run / MIRROR_FOLDER
-    folder.mkdir(exist_ok=True)
+    settings = config.Checkpoint(mirror=arguments.mirror, keep_last=config.MOST)  # by hand nothing is pruned
     store = connect(settings, arguments.run)
-    with open(folder / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # what an earlier start has left may still be copying its last checkpoint
+    (arguments.run / MIRROR_FOLDER).mkdir(exist_ok=True)
+    with copying_alone(arguments.run):
         copier = MirrorCopier(arguments.run, store, settings)
-        if arguments.follow:
-            return 0 if keep_copying(copier, settings.mirror_wait_seconds) else CRASHED
-        while not copier.attempt(everything=True):
-            if copier.status["problem"] is not None:
-                print(f"{store.address}: {copier.status['problem']}", file=sys.stderr)
-                return CRASHED
-        if copier.status["problem"] is not None:
-            print(f"{store.address}: {copier.status['problem']}", file=sys.stderr)
-            return CRASHED
-        for name, what in copier.damaged.items():
-            print(f"{store.address}: {name} is damaged ({what}), and not in {arguments.run}", file=sys.stderr)
+        while not copier.attempt(everything=True) and copier.status["problem"] is None:
+            pass
+    if copier.status["problem"] is not None:
+        print(f"{store.address}: {copier.status['problem']}", file=sys.stderr)
+        return CRASHED
+    for name, what in copier.damaged.items():
+        print(f"{store.address}: {name} is damaged ({what}), and not in {arguments.run}", file=sys.stderr)
     return 0
 
 

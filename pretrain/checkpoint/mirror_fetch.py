@@ -1,4 +1,4 @@
-"""A start looks at the run's mirror: where the disk was lost, or another machine has come further, it fetches the run.
+"""Looks at a run's mirror at its start, and fetches the run if its disk was lost or another machine came further.
 
     RUN/mirror/claim.json       which start of the run writes to the mirror, what it has fetched from there,
                                 and what is damaged there
@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -50,7 +51,7 @@ from pretrain.terminal import say_stage
 
 _Value = TypeVar("Value")
 LOOK_SECONDS_WITHOUT_NEED = 20.0
-"""How long a start that has checkpoints of its own waits for the mirror."""
+"""Seconds that a start with checkpoints of its own waits for the mirror."""
 LONGEST_RETRY_SECONDS = 15.0
 
 
@@ -88,31 +89,57 @@ def fetch_earlier(
 ) -> None:
     """Fetches the mirror's newest checkpoint of step `at_most` or before, if the folder has none that is as late.
 
-    All ranks; only after a start that has fetched the run: it has one checkpoint, where the rules keep several. What
-    fails is left out.
+    All ranks; only after a start that has fetched the run: it has one checkpoint, where the rules keep several. A
+    failure costs nothing but that checkpoint.
     """
-    if settings.mirror is None:
-        return
 
-    def work() -> None:
-        if not read_json(run / MIRROR_FOLDER / CLAIM_FILE).get("fetched"):
-            return
+    def is_wanted(store: MirrorStore, step: int) -> bool:
         here = max((step for step in checkpoint_folders(run) if step <= at_most), default=-1)
-        with suppress(Exception):
-            store = connect(settings, run)
-            steps = patiently(store.steps, LOOK_SECONDS_WITHOUT_NEED, retry=False)
-            if wanted := [step for step, is_sealed in steps.items() if is_sealed and here < step <= at_most]:
-                fetch(run, store, wanted, {}, required=False)
+        return here < step <= at_most and bool(read_json(run / MIRROR_FOLDER / CLAIM_FILE).get("fetched"))
 
-    ranks.by_main(work, beat)
+    fetch_wanted(run, settings, ranks, is_wanted, beat)
+
+
+def fetch_again(run: Path, settings: config.Checkpoint, ranks: Ranks, step: int, beat: Callable[[], None]) -> bool:
+    """Fetches the checkpoint of a step that is damaged here; returns if it is here now. All ranks."""
+    return fetch_wanted(
+        run, settings, ranks, lambda store, there: there == step and is_ahead(run, store.state(there)), beat
+    )
+
+
+def fetch_wanted(
+    run: Path,
+    settings: config.Checkpoint,
+    ranks: Ranks,
+    is_wanted: Callable[[MirrorStore, int], bool],
+    beat: Callable[[], None],
+) -> bool:
+    """Fetches the newest intact checkpoint of a wanted step; returns if there is one. All ranks."""
+
+    def work() -> bool:
+        with suppress(Exception):  # each file system has errors of its own; the run can go on without
+            store = connect(settings, run)
+            look_around = partial(patiently, seconds=LOOK_SECONDS_WITHOUT_NEED, retry=False)
+            sealed = [step for step, is_sealed in look_around(store.steps).items() if is_sealed]
+            require_same_run(run, look_around(store.identity), store)
+            wanted = [step for step in sealed if is_wanted(store, step)]
+            return fetch(run, store, wanted, {}, required=False) is not None
+        return False
+
+    return settings.mirror is not None and ranks.gather(ranks.by_main(work, beat))[0]
 
 
 def look(run: Path, settings: config.Checkpoint) -> None:
-    """As `fetch_from_mirror`, in one process."""
-    store, here = connect(settings, run), newest_sealed(run)
+    """Does what `fetch_from_mirror` does, in one process."""
+    store = connect(settings, run)
+    here = newest_sealed(run)
     claim: dict[str, Any] = {
-        "start": uuid.uuid4().hex, "claimed": None, "fetched": None, "problem": None, "damaged": {},
-    }  # fmt: skip
+        "start": uuid.uuid4().hex,
+        "claimed": None,
+        "fetched": None,
+        "problem": None,
+        "damaged": {},
+    }
     try:
         say_stage(f"Looking at the mirror {store.address}")
         wait = settings.mirror_wait_seconds if here is None else LOOK_SECONDS_WITHOUT_NEED
@@ -142,7 +169,7 @@ def look(run: Path, settings: config.Checkpoint) -> None:
 
 
 def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None, claim: dict[str, Any]) -> None:
-    """Fetches the run where the mirror has come further than the folder, whose newest checkpoint is of step `here`.
+    """Fetches the run if the mirror has come further than the folder, whose newest checkpoint is of step `here`.
 
     Completes `claim`: what was fetched, and what is damaged on the mirror.
     """
@@ -171,7 +198,7 @@ def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None,
 
 
 def newest_sealed(run: Path) -> int | None:
-    """The newest step in the run's own folder, by name and manifest; None where the disk is empty."""
+    """Returns the newest step in the run's own folder, by name and manifest; None if it has none."""
     return max((step for step, path in checkpoint_folders(run).items() if (path / SEAL_FILE).is_file()), default=None)
 
 
@@ -181,7 +208,7 @@ def require_same_run(run: Path, identity: Identity | None, store: MirrorStore) -
     if own is None:
         return
     if identity is None or (identity.run is None and identity.damage is not None):
-        raise DamagedCopyError(5, NAMELESS)
+        raise DamagedCopyError(NAMELESS)
     if identity.run not in (None, own):
         raise InputError(
             f"checkpoint.mirror: {store.address} holds another run than {run}; choose another mirror or --output, or "
@@ -203,11 +230,12 @@ def require_no_loss(run: Path, store: MirrorStore) -> None:
 def fetch(
     run: Path, store: MirrorStore, steps: list[int], damaged: dict[str, str], *, required: bool
 ) -> dict[str, Any] | None:
-    """Fetches the newest of these checkpoints that is intact; says what it was, None if none is.
+    """Fetches the newest of these checkpoints that is intact; returns what it was, None if none is.
 
     Adds {name: what} of those that are not to `damaged`. Raises LostMirrorError if one is required.
     """
-    started, passed_over = time.perf_counter(), []
+    started = time.perf_counter()
+    passed_over = []
     for step in sorted(steps, reverse=True):
         name = name_of(step)
         say_stage(f"Fetching step {step:,} from the mirror {store.address}")
@@ -232,7 +260,7 @@ def fetch(
 
 
 def fetch_files(run: Path, store: MirrorStore) -> dict[str, str]:
-    """The run's small files, where the folder has none or, of the logs, a shorter one.
+    """Fetches the run's small files that the folder lacks, and logs that are longer on the mirror.
 
     Returns {name: what is wrong} of those that are damaged, which stay there.
     """
@@ -257,33 +285,36 @@ def fetch_files(run: Path, store: MirrorStore) -> dict[str, str]:
 
 
 def write_claim(run: Path, claim: dict[str, Any]) -> None:
-    """For the process that copies, and for the log."""
+    """Records what was found, for the thread that copies and for the log."""
     (run / MIRROR_FOLDER).mkdir(parents=True, exist_ok=True)
     write_durably(run / MIRROR_FOLDER / CLAIM_FILE, json.dumps(claim))
 
 
 def patiently(ask: Callable[[], _Value], seconds: float, *, retry: bool) -> _Value:
-    """The answer, waited for that long; retry: asks again after an error, with longer and longer pauses.
+    """Returns the answer; raises TimeoutError after that long, or the last error.
 
-    In a thread, because a dead network may block a call for as long as it likes.
+    retry: asks again after an error, with longer and longer pauses.
     """
-    deadline, pause = time.monotonic() + seconds, 0.5
+    deadline = time.monotonic() + seconds
+    pause = 0.5
     while True:
-        answer: dict[str, Any] = {}
-        thread = threading.Thread(target=_ask, args=(ask, answer), name="mirror", daemon=True)
-        thread.start()
-        thread.join(max(0.1, deadline - time.monotonic()))
-        if "value" in answer:
-            return answer["value"]
-        error = answer.get("error") or TimeoutError(f"no answer within {seconds:g} s")
+        # In a thread, because a dead network may block a call for as long as it likes.
+        answer: Future[_Value] = Future()
+        threading.Thread(target=_ask, args=(ask, answer), name="mirror", daemon=True).start()
+        try:
+            return answer.result(max(0.1, deadline - time.monotonic()))
+        except TimeoutError:
+            error = TimeoutError(f"no answer within {seconds:g} s")
+        except Exception as found:
+            error = found
         if not retry or time.monotonic() + pause > deadline:
             raise error
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_RETRY_SECONDS)
 
 
-def _ask(ask: Callable[[], _Value], answer: dict[str, Any]) -> None:
+def _ask(ask: Callable[[], _Value], answer: Future[_Value]) -> None:
     try:
-        answer["value"] = ask()
+        answer.set_result(ask())
     except Exception as error:
-        answer["error"] = error
+        answer.set_exception(error)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from pretrain.errors import end_now
 from pretrain.parallel.launcher import processes_launched
+from pretrain.terminal import say
 
 _Value = TypeVar("Value")
 
@@ -88,7 +89,7 @@ class Ranks:
     def print(self, text: str) -> None:
         """From the main rank alone."""
         if self.is_main:
-            print(text, flush=True)
+            say(text)
 
     def barrier(self) -> None:
         """Returns once every rank has called."""

@@ -6,16 +6,19 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import shortened
 from pretrain.files import damage
+
+if TYPE_CHECKING:
+    from pretrain.config import Checkpoint
 
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
 """Held by the process that trains the run."""
 MIRROR_FOLDER, MIRROR_STATUS = "mirror", "mirror/status.json"
-"""What the process that copies the run to its mirror writes."""
+"""Written by the thread that copies the run to its mirror."""
 PROFILE_FOLDER, PROFILE_REPORT = "profile", "report.json"
 """A folder for each profile, and in it what is written last."""
 LONGEST_NAME, LONGEST_PATH = 255, 3500
@@ -134,6 +137,21 @@ def contradictions(folder: Path, step: int) -> list[str]:
     tensors = contents.get("tensors", {"model": 1, "optimizer": updated, "average": bool(state.get("average"))})
     missing = [name for name, count in tensors.items() if count and not any(folder.glob(f"{name}*.safetensors"))]
     return [f"the tensors of its {name} are missing" for name in missing]
+
+
+def steps_to_keep(settings: "Checkpoint", losses: Mapping[int, float | None]) -> set[int]:
+    """Returns the steps whose checkpoints stay: the newest, the best, the milestones.
+
+    The same rules hold in a run's folder and on its mirror.
+
+    Args:
+        losses: {step: validation loss or None} of the checkpoints there.
+    """
+    newest = sorted(losses)[-settings.keep_last :]
+    measured = sorted((loss, step) for step, loss in losses.items() if loss is not None)
+    best = [step for _, step in measured[: settings.keep_best]]
+    milestones = [step for step in losses if settings.milestones_every and step % settings.milestones_every == 0]
+    return {*newest, *best, *milestones}
 
 
 def best_step(checkpoints: Mapping[int, Path]) -> int | None:

@@ -1,4 +1,4 @@
-"""Background processes, which evaluate, publish and mirror checkpoints and cannot fail the run."""
+"""Evaluates, publishes and mirrors checkpoints in the background; none of that can fail the run."""
 
 import json
 import os
@@ -8,11 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pretrain import config
-from pretrain.checkpoint.mirror_store import CLAIM_FILE, mirror_place
 from pretrain.files import ROOT
 from pretrain.parallel.launcher import environment_alone
 from pretrain.parallel.ranks import Ranks
@@ -20,21 +19,24 @@ from pretrain.processes import hold_while_open, is_held
 from pretrain.runs.hub import EVALUATIONS, cut_short, evaluation_log, publish_in_background
 from pretrain.runs.run_folder import (
     MIRROR_FOLDER,
-    MIRROR_STATUS,
     checkpoint_name,
     latest_step,
     read_json,
     step_named,
 )
 from pretrain.training.metrics import Metrics
-from pretrain.units import bytes_text, counted
+from pretrain.units import bytes_text, counted, duration_text
+
+if TYPE_CHECKING:
+    from pretrain.checkpoint.mirror_copy import CopyThread
 
 THEN_REMOVE = '"$@"; status=$?; rm -rf -- "$0"; exit $status'
 """For a shell: runs a command, then removes the folder given before it, and exits as the command did."""
 
-COPIER = (sys.executable, "-m", "pretrain.checkpoint.mirror_copy")
-STALLED_SECONDS, RESTART_SECONDS, LAST_COPY_SECONDS = 1800.0, 10.0, 30.0
-"""Of the process that copies to the mirror: silence that is a hang; between its first two starts; for the last log."""
+STALLED_SECONDS = 1800.0
+"""A mirror without an answer for so long is warned of."""
+LAST_COPY_SECONDS = 30.0
+"""The longest wait for the copy of the log's last lines."""
 
 
 class Evaluations:
@@ -170,23 +172,27 @@ def numbers_of(results: Path) -> dict[str, float]:
 
 
 class MirrorCopies:
-    """The process that copies the run to `checkpoint.mirror`, as its log sees it. The main rank's; others have none.
+    """Copies the run to `checkpoint.mirror` in a thread, and logs how that goes. Main rank only; others do nothing.
 
-    Nothing here waits for the mirror but `settle` and `close`, at the end of the run. See checkpoint/mirror_copy.py.
+    Only `settle` and `close`, at the end of the run, wait for the mirror.
     """
 
     def __init__(self, run: config.RunConfig, metrics: Metrics):
-        self.run, self.settings, self.metrics = run.output, run.checkpoint, metrics
-        self._process: subprocess.Popen | None = None
+        self.run = run.output
+        self.settings = run.checkpoint
+        self.metrics = metrics
+        self._thread: CopyThread | None = None
         self._reported: int | None = None
-        self._failing = self._dropping = False
-        self._started, self._starts = 0.0, 0
-        self._heard, self._heard_at = None, 0.0
-        """The time in the last status, by its writer's clock, and when it was new, by one that nobody sets."""
+        """The last copied step in the log."""
+        self._warned: set[str] = set()
+        """What was warned of, and still holds: failing, dropping, silent."""
         self._damaged: dict[str, str] = {}
         if self.settings.mirror is None or not metrics.is_main:
             return
-        claim = self._claim = read_json(self.run / MIRROR_FOLDER / CLAIM_FILE)
+        from pretrain.checkpoint import mirror_copy
+        from pretrain.checkpoint.mirror_store import CLAIM_FILE, connect
+
+        claim = read_json(self.run / MIRROR_FOLDER / CLAIM_FILE)
         self._warn_of_damage(claim.get("damaged") or {})
         if found := claim.get("fetched"):
             figures = {name: found[name] for name in ("bytes", "seconds", "mirror")}
@@ -194,11 +200,20 @@ class MirrorCopies:
         if problem := claim.get("problem"):
             what_now = "the run goes on from its own folder, and its end says what is not copied"
             self._warn(f"the mirror {problem}; {what_now}")
-        self._start()
+        copier = mirror_copy.MirrorCopier(self.run, connect(self.settings, self.run), self.settings)
+        self._thread = mirror_copy.CopyThread(copier)
+        self._thread.start()
 
-    def _warn(self, *messages: str) -> None:
-        for message in messages:
-            self.metrics.write("warning", message=message)
+    def _warn(self, message: str) -> None:
+        self.metrics.write("warning", message=message)
+
+    def _warn_once(self, name: str, message: str, *, holds: bool) -> None:
+        """Warns of what holds now and did not at the last call."""
+        if not holds:
+            self._warned.discard(name)
+        elif name not in self._warned:
+            self._warned.add(name)
+            self._warn(message)
 
     def _warn_of_damage(self, damaged: dict[str, str]) -> None:
         """Names what was not known before; {name: what is wrong}."""
@@ -206,122 +221,75 @@ class MirrorCopies:
             self._warn(f"damaged on the mirror: {'; '.join(fresh)}; what this folder has of it is copied again")
         self._damaged |= damaged
 
-    def _start(self) -> None:
-        """Starts the process; a failure to start is a warning."""
-        self._started, self._starts = time.monotonic(), self._starts + 1
-        settings = self.settings.model_dump(mode="json", exclude={"mirror"})
-        command = [*COPIER, str(self.run.absolute()), "--follow"]
-        command += ["--mirror", mirror_place(self.settings.mirror), "--settings", json.dumps(settings)]
-        try:
-            (self.run / MIRROR_STATUS).unlink(missing_ok=True)
-            with open(self.run / MIRROR_FOLDER / "mirror.log", "ab") as log:
-                self._process = subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env={**environment_alone(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,  # the signals and the end of the training are not its own
-                    preexec_fn=lambda: os.nice(10),
-                )
-        except OSError as error:
-            self._warn(f"the copies to the mirror could not be started: {error}")
-
-    def _status(self) -> dict:
-        """What the process has written; {} while that of an earlier start still ends."""
-        status = read_json(self.run / MIRROR_STATUS)
-        return status if status.get("start") == self._claim.get("start") else {}
-
     def look(self) -> None:
         """Logs what was copied since the last call, and warns once of what fails; does not wait."""
-        if self._process is None:
+        if self._thread is None:
             return
-        status = self._status()
-        self._report(status)
-        if status.get("time") != self._heard:
-            self._heard, self._heard_at = status.get("time"), time.monotonic()
-        silent = self._heard is not None and time.monotonic() - self._heard_at > STALLED_SECONDS
-        ended = self._process.poll() is not None
-        patience = RESTART_SECONDS * 2.0 ** (self._starts - 1)
-        if (ended or silent) and not status.get("is_over") and time.monotonic() - self._started > patience:
-            self._warn(
-                f"the process that copies to the mirror {'has died' if ended else 'hangs'}; it is started again"
-            )
-            self._kill()
-            self._start()
-
-    def _report(self, status: dict) -> None:
-        self._warn_of_damage(status.get("damaged") or {})
-        step, latest = status.get("copied_step"), latest_step(self.run)
+        status = dict(self._thread.copier.status)
+        mirror = status["mirror"]
+        problem = status["problem"]
+        step = status["copied_step"]
+        latest = latest_step(self.run) or 0
+        self._warn_of_damage(dict(status["damaged"]))
         if step not in (None, self._reported) and status["bytes"] is not None:
             self._reported = step
             figures = {"bytes": status["bytes"], "seconds": status["seconds"]}
             self.metrics.write("mirror", step=step, **figures, latest_step=latest)
         last = f"its last copy is of step {step:,}" if step is not None else "nothing was copied since the start"
-        problem = status.get("problem")
-        if problem is not None and not self._failing:
-            tries = counted(status["failures"], "attempt")
-            what_now = "copying ends" if status["is_over"] else "it is tried again, and training does not wait"
-            self._warn(
-                f"the mirror {status['mirror']} does not take step {latest or 0:,} ({tries}): {problem}; {last}; "
-                + what_now
+        tries = counted(status["failures"], "attempt")
+        what_now = "copying ends" if status["is_over"] else "it is tried again, and training does not wait"
+        self._warn_once(
+            "failing",
+            f"the mirror {mirror} does not take step {latest:,} ({tries}): {problem}; {last}; {what_now}",
+            holds=problem is not None,
+        )
+        if problem is None:
+            self._warn_once(
+                "dropping",
+                f"the mirror {mirror} is slower than checkpoints are written: "
+                f"{counted(status['dropped'], 'checkpoint')} up to step {status['dropped_step'] or 0:,} left out in "
+                f"favour of newer ones; {last}, {bytes_text(status['bytes'] or 0)} in {status['seconds'] or 0:.0f} s",
+                holds=bool(status["dropped"]),
             )
-        self._failing = problem is not None
-        if status.get("dropped") and not self._dropping and problem is None:
-            self._dropping = True
-            self._warn(
-                f"the mirror {status['mirror']} is slower than checkpoints are written: "
-                f"{counted(status['dropped'], 'checkpoint')} up to step {status['dropped_step']:,} left out in favour "
-                f"of newer ones; {last}, {bytes_text(status['bytes'] or 0)} in {status['seconds'] or 0:.0f} s"
-            )
+        silent = time.monotonic() - self._thread.copier.beaten
+        self._warn_once(
+            "silent",
+            f"the mirror {mirror} has not answered for {duration_text(silent)}; {last}; training does not wait",
+            holds=silent > STALLED_SECONDS and self._thread.is_alive(),
+        )
 
     def settle(self, beat: Callable[[], None]) -> None:
         """Waits until everything is on the mirror, for `mirror_wait_seconds` at most, and says what is not."""
-        if self._process is None:
+        if self._thread is None:
             return
         deadline = time.monotonic() + self.settings.mirror_wait_seconds
-        with suppress(OSError):
-            self._process.stdin.write(b"\n")
-            self._process.stdin.flush()
+        self._thread.settle()
         with self.metrics.doing("copying to the mirror"):
-            while not (status := self._status()).get("settled"):
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    break
+            while not self._thread.is_settled and self._thread.is_alive() and time.monotonic() < deadline:
                 beat()
                 time.sleep(0.05)
-        self._report(status)
-        self._tell_of_damage(status.get("damaged", self._damaged))
-        if status.get("settled") and status.get("problem") is None:
-            return
-        step, latest = status.get("copied_step"), latest_step(self.run)
-        lives = self._process.poll() is None
-        waited = f"within {self.settings.mirror_wait_seconds:g} s" if lives else "as copying has ended"
-        left = f"step {latest:,}" if latest is not None and latest != step else "the last files"
-        left += " and final/" if (self.run / "final").exists() else ""
-        again = f"python -m pretrain.checkpoint.mirror_copy {self.run} --mirror {self.settings.mirror}"
-        self._warn(f"{left} not copied to the mirror {waited}; they are in {self.run}: {again} copies them")
-
-    def _tell_of_damage(self, left: dict[str, str]) -> None:
-        """What became of it by the end."""
+        self.look()
+        copier = self._thread.copier
+        left = dict(copier.damaged)
         if cured := [name for name in self._damaged if name not in left]:
             self.metrics.say(f"Damaged on the mirror at first, and replaced or removed there: {', '.join(cured)}")
         if left:
             names = "; ".join(f"{name} ({what})" for name, what in left.items())
             what_now = f"the next copy replaces what is in {self.run}; restore or remove the rest there"
             self._warn(f"still damaged on the mirror: {names}; {what_now}")
+        if self._thread.is_settled:
+            return
+        step = copier.status["copied_step"]
+        latest = latest_step(self.run)
+        waited = (
+            f"within {self.settings.mirror_wait_seconds:g} s" if self._thread.is_alive() else "as copying has ended"
+        )
+        missing = f"step {latest:,}" if latest is not None and latest != step else "the last files"
+        missing += " and final/" if (self.run / "final").exists() else ""
+        again = f"python -m pretrain.checkpoint.mirror_copy {self.run} --mirror {self.settings.mirror}"
+        self._warn(f"{missing} not copied to the mirror {waited}; they are in {self.run}: {again} copies them")
 
     def close(self) -> None:
-        """After the last line of the log: lets the log be copied too, and ends the process."""
-        if self._process is None:
-            return
-        with suppress(OSError):
-            self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(LAST_COPY_SECONDS if self._status().get("settled") else 0.0)
-        self._kill()
-
-    def _kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process = None
+        """Lets the log be copied to its last line, and ends the thread."""
+        if self._thread is not None:
+            self._thread.end(LAST_COPY_SECONDS if self._thread.is_settled else 0.0)

@@ -1,4 +1,4 @@
-"""One dict per event, to metrics.jsonl, train.log, the console and the trackers. Only the main rank writes.
+"""Writes one dict per event to metrics.jsonl, train.log, the console and the trackers. Only the main rank writes.
 
 metrics.jsonl has one JSON object per line, `event` first; numbers that are not finite are written as null.
 """
@@ -15,32 +15,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pretrain.config import RunConfig
-from pretrain.energy import EnergyMeter
 from pretrain.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from pretrain.model.positions import rope_in_words
 from pretrain.runs.history import read_end
 from pretrain.runs.run_folder import METRICS_FILE
-from pretrain.terminal import (
-    LIVE_LINE,
-    colored,
-    fitting,
-    is_terminal,
-    printable,
-    say_stage,
-    sparkline,
-    width_of,
-    wrapped,
-)
-from pretrain.training.trackers import Trackers
+from pretrain.terminal import LIVE_LINE, fitting, is_terminal, printable, say, say_stage, sparkline, width_of
 from pretrain.units import bytes_text, count_text, duration_text
 
-ALWAYS, WIDE, WIDER, WIDEST = 0, 100, 120, 140
-"""Columns that a terminal needs to show a part of a line; in a file all parts are written."""
+if TYPE_CHECKING:
+    from pretrain.energy import EnergyMeter
+    from pretrain.training.trackers import Trackers
+
+ALWAYS = 0
+WIDE = 100
+WIDER = 120
+WIDEST = 140
+"""Columns that a terminal needs to show a part of a line; a file gets all parts."""
 
 Parts = tuple[tuple[int, str], ...]
 SHOWN: dict[str, Parts] = {
@@ -82,14 +77,18 @@ SHOWN: dict[str, Parts] = {
 
 TRACKED = ("train", "validation")
 """Events whose numbers go to the trackers: those that make curves."""
-COLORS_OF = dict.fromkeys(("skip", "spike", "divergence", "explosion", "rollback", "warning"), "yellow")
-STEPS_OF_SPEED, STEPS_OF_TREND, COLUMNS_OF_TREND = 32, 96, 8
-"""The last steps that the live line's speed, and its trend of the loss, are taken from."""
+ALARMS = ("skip", "spike", "divergence", "explosion", "rollback", "warning")
+"""Events in yellow on a terminal."""
+STEPS_OF_SPEED = 32
+"""The live line's speed is the mean of so many steps."""
+STEPS_OF_TREND = 96
+COLUMNS_OF_TREND = 8
+"""The live line's curve of the loss: how many steps, on how many columns."""
 SECONDS_BETWEEN_DRAWINGS = 0.1
 
 
 class Throughput:
-    """Speed between two log steps. Time spent paused (validation, checkpoints) does not count."""
+    """Measures speed between two log steps. Time spent paused (validation, checkpoints) does not count."""
 
     def __init__(self):
         self._ends: deque[float] = deque(maxlen=STEPS_OF_SPEED)
@@ -100,18 +99,19 @@ class Throughput:
 
     def _begin(self) -> None:
         self._start = time.perf_counter()
-        self._paused = self._data = 0.0
+        self._paused = 0.0
+        self._data = 0.0
         self._steps = 0
         self._compiles = False
 
     def expect_compiling(self) -> None:
-        """The next step compiles: no pace follows from how long it takes."""
+        """Announces that the next step compiles: its duration says nothing about the pace."""
         self._ends.clear()
         self._compiles = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around work that is not training."""
+        """Leaves the work inside out of the speed."""
         start = time.perf_counter()
         yield
         self._paused += time.perf_counter() - start
@@ -130,12 +130,12 @@ class Throughput:
 
     @property
     def recent_step_seconds(self) -> float | None:
-        """Mean of the last steps since a pause, without the first, which may compile; None before the second."""
+        """Returns the mean of the last steps since a pause, without the first, which may compile; None before two."""
         steps = len(self._ends) - 1
         return (self._ends[-1] - self._ends[0]) / steps if steps > 0 else None
 
     def read(self, tokens: int, flops: float, peak_flops: float | None, ranks: int) -> dict[str, float | None]:
-        """Figures since the last reading, of `tokens` and `flops` over all ranks; starts the next interval."""
+        """Returns figures since the last reading, given tokens and FLOPs of all ranks; starts the next interval."""
         seconds = max(time.perf_counter() - self._start - self._paused, 1e-9)
         steps = max(self._steps, 1)
         if not self._compiles:  # a pause after every step leaves no other pace
@@ -152,7 +152,7 @@ class Throughput:
 
 @dataclass
 class LiveFigures:
-    """What the live line of a run shows: figures that the host has anyway, none of which waits for the device."""
+    """Holds what the live line shows: figures that the host has anyway, none of which waits for the device."""
 
     step: int
     total_steps: int
@@ -166,7 +166,7 @@ class LiveFigures:
     """The step after which the next checkpoint is due."""
 
     def in_words(self, width: int) -> str:
-        """At most as long as an ordinary run's figures allow in `width` columns."""
+        """Returns the figures that fit in `width` columns."""
         seconds = self.step_seconds
         losses = [loss for loss in self.losses if math.isfinite(loss)]
         parts = [(ALWAYS, f"step {self.step:,}/{self.total_steps:,}")]
@@ -184,7 +184,7 @@ class LiveFigures:
 
 
 class LineFile:
-    """A file that lines are appended to. A full disk costs lines, with one warning, and never the run."""
+    """Appends lines to a file. A full disk costs lines, with one warning, and never the run."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -198,7 +198,7 @@ class LineFile:
             self._file.write(line.encode() + b"\n")
         except (OSError, ValueError) as error:  # ValueError: closed by another thread that is ending the run
             if not self._failed:
-                print(f"{self.path} cannot be written ({error}); training continues", file=sys.stderr, flush=True)
+                say(f"{self.path} cannot be written ({error}); training continues", sys.stderr)
             self._failed = True
 
     def close(self) -> None:
@@ -206,52 +206,60 @@ class LineFile:
 
 
 class Metrics:
-    """Where events go. Calls on other ranks than the main one do nothing.
+    """Writes a run's events. Calls on other ranks than the main one do nothing.
 
     Args:
         run: the run's folder.
-        is_main: whether this process writes and prints.
+        is_main: this process writes and prints.
     """
 
     def __init__(self, run: Path, *, is_main: bool):
-        self.is_main, self._run, self.total_steps = is_main, run, 0
-        self.began, self._ended = False, False
-        """began: the run has started training; the same on all ranks."""
+        self.is_main = is_main
+        self._run = run
+        self.total_steps = 0
+        self.began = False
+        """The run has started training; the same on all ranks."""
+        self._ended = False
         self.started = time.perf_counter()
-        self._trackers = self._meter = None
+        self._trackers: Trackers | None = None
+        self._meter: EnergyMeter | None = None
         self._stand: dict[str, int] | None = None
+        self._drawn = 0.0
         self.pace: float | None = None
         """Seconds per step to expect; None: not known yet."""
         self.seconds_left = math.inf
-        """Of budget.minutes."""
+        """Seconds left of budget.minutes."""
         if is_main:
             run.mkdir(parents=True, exist_ok=True)
-            self._lines, self._log = LineFile(run / METRICS_FILE), LineFile(run / "train.log")
-            self._live, self._shown, self._drawn = False, "", 0.0
+            self._lines = LineFile(run / METRICS_FILE)
+            self._log = LineFile(run / "train.log")
 
     def begin(
-        self, config: RunConfig, *, total_steps: int, meter: EnergyMeter | None = None, facts: dict | None = None
+        self, config: RunConfig, *, total_steps: int, meter: "EnergyMeter | None" = None, facts: dict | None = None
     ) -> None:
         """Starts the live line and, with the whole config and these facts of the run, the trackers."""
-        self.began, self._meter = True, meter
-        if not self.is_main:
-            return
-        self.total_steps, self._live = total_steps, is_terminal(sys.stderr)
-        self._trackers = Trackers(config.output, config, lambda text: self.write("warning", message=text), facts)
+        self.began = True
+        self._meter = meter
+        self.total_steps = total_steps
+        if self.is_main and config.trackers:
+            from pretrain.training.trackers import Trackers
+
+            self._trackers = Trackers(config.output, config, lambda text: self.write("warning", message=text), facts)
 
     @property
     def is_live(self) -> bool:
-        """Whether somebody watches: this process writes, and to a terminal."""
-        return self.is_main and self._live
+        """Tells if somebody watches the live line: this process writes, and to a terminal."""
+        return self.is_main and self.began and not self._ended and is_terminal(sys.stderr)
 
     def change_total(self, total_steps: int) -> None:
-        """The run has become shorter or longer."""
+        """Sets the length of a run that has become shorter or longer."""
         self.total_steps = total_steps
 
     def expect(self, what: str) -> None:
         """Says what the run waits for, which may take long, until the live line moves."""
-        if self.is_main:
-            self._shown = f"{what} ..."
+        if self.is_live:
+            LIVE_LINE.show(f"{what} ...")
+        elif self.is_main:
             say_stage(what)
 
     def show(self, figures: LiveFigures) -> None:
@@ -259,21 +267,19 @@ class Metrics:
         now = time.perf_counter()
         if self.is_live and now - self._drawn >= SECONDS_BETWEEN_DRAWINGS:
             self._drawn = now
-            self._shown = figures.in_words(width_of(sys.stderr))
-            LIVE_LINE.show(self._shown)
+            LIVE_LINE.show(figures.in_words(width_of(sys.stderr)))
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Around work between steps: the live line says what the run is busy with."""
+        """Names the work inside, between two steps, in the live line."""
         if not self.is_live:
             yield
             return
-        before, self._shown = self._shown, f"step {self._where()['step']:,} · {what} ..."
-        LIVE_LINE.show(self._shown)
+        before = LIVE_LINE.text
+        LIVE_LINE.show(f"step {self._where()['step']:,} · {what} ...")
         try:
             yield
         finally:
-            self._shown = before
             LIVE_LINE.show(before)
 
     def write(self, event: str, **values: Any) -> None:
@@ -283,17 +289,16 @@ class Metrics:
         line = {"event": event, **values, "time": round(time.time(), 3)}
         self._lines.write(json.dumps(finite(line), allow_nan=False))
         if event in SHOWN:
-            is_error = bool(values.get("code"))
             failed = values.get("code") not in (None, EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED)
-            color = "red" if failed else COLORS_OF.get(event)
-            stream = sys.stderr if is_error else sys.stdout
+            color = "red" if failed else "yellow" if event in ALARMS else None
+            stream = sys.stderr if values.get("code") else sys.stdout
             self._log_line(self._in_words(event, values, None))
-            self._print(self._in_words(event, values, width_of(stream)), stream, color)
+            say(self._in_words(event, values, width_of(stream)), stream, color)
         if event in TRACKED and self._trackers is not None:
-            self._trackers.log(numbers_for_trackers(event, values), step=values["step"])
+            self._trackers.log_event(event, values)
 
     def energy(self) -> dict[str, float]:
-        """{'joules': since the last call}; empty on other ranks, and where nothing is known."""
+        """Returns {'joules': since the last call}; empty on other ranks, and if nothing is known."""
         joules = self._meter and self._meter.joules()
         return {} if joules is None else {"joules": joules}
 
@@ -303,27 +308,20 @@ class Metrics:
             self._trackers.log(numbers, step=self._where()["step"])
 
     def say(self, text: str) -> None:
-        """Text for the console and for train.log."""
+        """Writes a text to the console and to train.log."""
         if self.is_main:
             self._log_line(text)
-            self._print(text, sys.stdout)
+            say(text)
 
     def _log_line(self, text: str) -> None:
         self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
-    def _print(self, text: str, stream: TextIO, color: str | None = None) -> None:
-        text = wrapped(text, width_of(stream))
-        print(colored(text, color, stream) if color else text, file=stream, flush=True)
-        if self._live:
-            LIVE_LINE.show(self._shown)
-
     def stands_at(self, step: int, tokens: int) -> None:
         """Sets steps and tokens so far, for the end event."""
-        if self.is_main:
-            self._stand = {"step": step, "tokens": tokens}
+        self._stand = {"step": step, "tokens": tokens}
 
     def _where(self) -> dict[str, int]:
-        """Steps and tokens so far; if this attempt ends before they are known, those of the previous attempt."""
+        """Returns steps and tokens so far; before they are known, those of the previous attempt."""
         if self._stand is None:
             known = [event for event in read_end(self._run) if {"step", "tokens"} <= event.keys()]
             self._stand = {name: known[-1][name] if known else 0 for name in ("step", "tokens")}
@@ -334,8 +332,8 @@ class Metrics:
         if not self.is_main or self._ended:
             return
         self._ended = True
+        LIVE_LINE.clear()  # the end is the last line
         seconds = time.perf_counter() - self.started
-        self._live = False  # the end is the last line
         self.write("end", reason=reason, code=code, **{**self._where(), **values}, seconds=seconds, **self.energy())
         if self._trackers is not None:
             self._trackers.finish()
@@ -343,44 +341,36 @@ class Metrics:
         self._log.close()
 
     def _in_words(self, event: str, values: dict[str, Any], width: int | None) -> str:
-        extra: dict[str, Any] = {"total_steps": self.total_steps}
+        """Returns the event's line for a terminal of this width; None: for a file."""
+        texts = {**values, "total_steps": self.total_steps}
         if event == "train":
             left = self.total_steps - values["step"]
             seconds = min(left * self.pace, self.seconds_left) if self.pace is not None else None
-            extra["left_text"] = f"{duration_text(seconds)} left" if seconds is not None else ""
-            extra["mfu_text"] = f"MFU {values['mfu']:.1%}" if values.get("mfu") else ""
-            extra["tokens_text"] = f"{count_text(values['tokens'])} tokens"
-        if event == "validation":
-            extra["average_text"] = f"of the average {values['average_loss']:.4f}" if "average_loss" in values else ""
+            texts["left_text"] = f"{duration_text(seconds)} left" if seconds is not None else ""
+            texts["mfu_text"] = f"MFU {values['mfu']:.1%}" if values.get("mfu") else ""
+            texts["tokens_text"] = f"{count_text(values['tokens'])} tokens"
+        elif event == "validation":
             length = values.get("stage_sequence_length")
-            extra["stage_text"] = f"at {length:,} tokens {values['stage_loss']:.4f}" if length else ""
-        if event in ("checkpoint", "fetch"):
-            extra["bytes_text"] = bytes_text(values["bytes"])
-        if event == "stage":
-            extra["positions_text"] = rope_in_words(values["rope_parameters"])
-        if event == "sample":
-            extra["sample_text"] = textwrap.indent(printable(values["text"]), "  ")
-        if event == "end":
-            extra["duration"] = duration_text(values["seconds"])
-        return fitting(((least, part.format(**{**extra, **values})) for least, part in SHOWN[event]), width)
-
-
-def numbers_for_trackers(event: str, values: dict[str, Any]) -> dict[str, float]:
-    """{'validation/loss/SOURCE': 2.5}: an event's numbers by the names they have in trackers."""
-    source = f"/{values['source']}" if "source" in values else ""
-    return {
-        f"{event}/{name}{source}": value
-        for name, value in values.items()
-        if isinstance(value, int | float) and name != "step"
-    }
+            texts["stage_text"] = f"at {length:,} tokens {values['stage_loss']:.4f}" if length else ""
+            texts["average_text"] = f"of the average {values['average_loss']:.4f}" if "average_loss" in values else ""
+        elif event in ("checkpoint", "fetch"):
+            texts["bytes_text"] = bytes_text(values["bytes"])
+        elif event == "stage":
+            texts["positions_text"] = rope_in_words(values["rope_parameters"])
+        elif event == "sample":
+            texts["sample_text"] = textwrap.indent(printable(values["text"]), "  ")
+        elif event == "end":
+            texts["duration"] = duration_text(values["seconds"])
+        return fitting([(least, part.format(**texts)) for least, part in SHOWN[event]], width)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of the process: on the GPU if there is one, else resident."""
+    """Returns the peak memory of the process: on the GPU if there is one, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Replaces numbers that JSON does not have (NaN, infinity) by None."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

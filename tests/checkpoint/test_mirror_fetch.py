@@ -8,6 +8,7 @@ import pytest
 
 import support.faulty_mirror  # noqa: F401  registers faulty://
 from pretrain.checkpoint import mirror_fetch, mirror_store
+from pretrain.checkpoint.checkpoints import Checkpoints
 from pretrain.checkpoint.mirror_fetch import LostMirrorError, fetch_earlier, fetch_from_mirror, look
 from pretrain.checkpoint.mirror_store import MirrorError
 from pretrain.checkpoint.run_state import record_rollbacks
@@ -45,6 +46,28 @@ def test_an_empty_disk_gets_the_newest_and_the_log(lost):
     assert claim_of(run)["fetched"]["step"] == 8
     fetch_earlier(run, settings, Ranks(), 7, lambda: None)
     assert list(checkpoint_folders(run)) == [4, 8] and latest_step(run) == 8
+
+
+def test_a_damaged_checkpoint_here_is_fetched_again(lost, tmp_path):
+    """Instead of an older one here; a mirror that is damaged too, out of reach or of another branch is no help."""
+    run, mirror, settings = lost
+    look(run, settings)
+    fetch_earlier(run, settings, Ranks(), 7, lambda: None)
+
+    def newest(said):
+        harmed = run / "checkpoints/step-00000008/model.safetensors"
+        harmed.write_bytes(b"x" + harmed.read_bytes()[1:])
+        return Checkpoints(run, Ranks(), settings).newest_valid(said.append).name
+
+    said = []
+    assert newest(said) == "step-00000008" and damage(run / "checkpoints/step-00000008") == []
+    assert said[0].endswith("renamed to damaged-step-00000008")
+    assert said[1] == "checkpoint step-00000008 was fetched again from the mirror"
+    record_rollbacks(run, [ROLLBACK])
+    assert newest([]) == "step-00000004", "training rolled back since"
+    write_checkpoint(run, 8, rollbacks=1)
+    mirror.rename(tmp_path / "out of reach")
+    assert newest([]) == "step-00000004"
 
 
 def test_a_damaged_copy_is_passed_over_and_made_again(lost):

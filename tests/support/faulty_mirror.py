@@ -3,19 +3,14 @@
     PATH.faults     JSON: put_seconds (each file takes so long), errno (each write fails, such as ENOSPC), hangs (a
                     write never returns), garbles (a byte of each file is changed on its way there)
 
-Imported by a process that shall know it; run as a script it is `python -m pretrain.checkpoint.mirror_copy`.
+Imported by a process that shall know it.
 """
 
 import errno
 import json
 import os
-import runpy
-import sys
 import time
 from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -59,6 +54,3 @@ class FaultyFileSystem(LocalFileSystem):
 
 
 fsspec.register_implementation("faulty", FaultyFileSystem, clobber=True)
-
-if __name__ == "__main__":
-    runpy.run_module("pretrain.checkpoint.mirror_copy", run_name="__main__", alter_sys=True)

@@ -176,18 +176,10 @@ def strike_in_a_save(faults: Faults) -> None:
     )
 
 
-def mirror_with_faults() -> None:
-    """Lets faulty:// be a mirror, for this process and the one that copies."""
-    import pretrain.training.background_jobs
-    import support.faulty_mirror
-
-    pretrain.training.background_jobs.COPIER = (sys.executable, support.faulty_mirror.__file__)
-
-
 if __name__ == "__main__":
     everything = Faults()
     if any("faulty://" in argument for argument in sys.argv):
-        mirror_with_faults()
+        import support.faulty_mirror  # noqa: F401  registers faulty://
     if "architecture" in SETTINGS:
         register(importlib.import_module(SETTINGS["architecture"]))
     strike_around_a_step(everything)

@@ -1,21 +1,21 @@
 """Beside the training: evaluations in a process of their own, and samples of text under a strategy that shards."""
 
 import json
-import os
-import signal
-import sys
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 
+from pretrain.checkpoint import mirror_copy
 from pretrain.config import Checkpoint
-from pretrain.files import write_durably
 from pretrain.training import background_jobs
 from pretrain.training.background_jobs import MirrorCopies
 from pretrain.training.metrics import Metrics
-from support.mirrors import write_run
+from support.mirrors import steps_there, write_checkpoint, write_run
 from support.project import events, launch, run_script
+
+SOON = 60
 
 
 @pytest.fixture
@@ -69,19 +69,26 @@ def test_a_failing_evaluation_never_touches_the_run(recipe, task, tmp_path):
     assert not list((run / "evaluations").glob("step-*/")), "the linked models are removed after a failure too"
 
 
-def test_the_log_says_once_what_the_mirror_does_not_take(tmp_path, monkeypatch):
-    """And a process that was killed is started again; nothing waits."""
-    monkeypatch.setattr(background_jobs, "COPIER", (sys.executable, "-S", "-c", "import time; time.sleep(600)"))
-    monkeypatch.setattr(background_jobs, "RESTART_SECONDS", 0.0)
+@pytest.fixture
+def copies(tmp_path, monkeypatch):
+    """What a run's log says of its mirror, with a thread that does nothing until the test lets it: (run, copies)."""
     run = write_run(tmp_path / "run", (4, 8))
-    (run / "mirror").mkdir()
+    lets_go = threading.Event()
+    monkeypatch.setattr(mirror_copy.CopyThread, "run", lambda self: lets_go.wait(SOON))
     metrics = Metrics(run, is_main=True)
     settings = Checkpoint(mirror=str(tmp_path / "mirror"), mirror_wait_seconds=0.1)
-    copies = MirrorCopies(SimpleNamespace(output=run, checkpoint=settings), metrics)
+    yield run, MirrorCopies(SimpleNamespace(output=run, checkpoint=settings), metrics)
+    lets_go.set()
+    metrics.end(0, "done")
+
+
+def test_the_log_says_once_what_the_mirror_does_not_take(copies):
+    run, copies = copies
+    copier = copies._thread.copier
+    usual = dict(copier.status)
 
     def look(**status):
-        known = {"mirror": "s3://x/run", "is_over": False, "failures": 0, "bytes": None, "seconds": None}
-        write_durably(run / "mirror/status.json", json.dumps(known | status))
+        copier.status.update({**usual, "mirror": "s3://x/run", **status})
         copies.look()
         return [event["message"] for event in events(run, "warning")]
 
@@ -95,21 +102,42 @@ def test_the_log_says_once_what_the_mirror_does_not_take(tmp_path, monkeypatch):
     assert "slower than checkpoints are written: 2 checkpoints up to step 7 left out" in said and "300 s" in said
     assert len(look(**copied, dropped=3, dropped_step=8)) == 3
     assert [(event["step"], event["latest_step"]) for event in events(run, "mirror")] == [(4, 8)]
-    first = copies._process
-    os.kill(first.pid, signal.SIGKILL)
-    first.wait()
+    copier.beaten -= 2 * background_jobs.STALLED_SECONDS
     (*_, said) = look(**copied)
-    assert "has died; it is started again" in said and copies._process.poll() is None
-    (*_, said) = look(**copied, damaged={"run.json": "is cut", "model.json": "is empty"})
+    assert "has not answered for 1 h 00 min; its last copy is of step 4" in said and len(look(**copied)) == 4
+    copier.beaten = time.monotonic()
+    copier.damaged.update({"run.json": "is cut", "model.json": "is empty"})
+    (*_, said) = look(**copied)
     assert "damaged on the mirror: run.json (is cut); model.json (is empty); what this folder has" in said
-    count = len(look(**copied, damaged={"model.json": "is empty"}, time=1.0))
-    assert len(look(**copied, damaged={"model.json": "is empty"}, time=2.0)) == count, "clocks may be set meanwhile"
+    del copier.damaged["run.json"]
+    count = len(look(**copied))
     copies.settle(lambda: None)
     (still, said) = [event["message"] for event in events(run, "warning")][count:]
     assert "still damaged on the mirror" in still and "model.json (is empty)" in still and "run.json" not in still
     assert "replaced or removed there: run.json" in (run / "train.log").read_text()
     assert "step 8 not copied to the mirror within 0.1 s" in said and str(run) in said
-    last = copies._process
+    started = time.monotonic()
     copies.close()
-    assert last.wait() == -signal.SIGKILL
+    assert time.monotonic() - started < SOON / 2, "no wait for what is not settled"
+
+
+def test_what_is_written_after_the_last_wait_is_copied_too(tmp_path):
+    """The run's last line in the log, which says that it has ended."""
+    run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
+    metrics = Metrics(run, is_main=True)
+    copies = MirrorCopies(SimpleNamespace(output=run, checkpoint=Checkpoint(mirror=str(mirror))), metrics)
+    copies.settle(lambda: None)
     metrics.end(0, "done")
+    copies.close()
+    assert steps_there(mirror) == [4] and events(run, "warning") == []
+    assert (mirror / "run/metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+
+
+def test_a_copy_by_hand_prunes_nothing(tmp_path):
+    run, mirror = write_run(tmp_path / "run", (1, 2, 3, 4, 5)), tmp_path / "mirror"
+    for _ in range(2):
+        run_script("-m", "pretrain.checkpoint.mirror_copy", run, "--mirror", mirror)
+        assert steps_there(mirror)[-1] == 5
+    write_checkpoint(run, 6)
+    run_script("-m", "pretrain.checkpoint.mirror_copy", run, "--mirror", mirror)
+    assert steps_there(mirror)[-2:] == [5, 6]

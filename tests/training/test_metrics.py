@@ -88,7 +88,7 @@ def test_piped_step_lines_have_everything(metrics, capsys):
     assert capsys.readouterr().out == f"{FULL}\nwarning: w\n"
 
 
-def test_warnings_and_a_bad_end_have_colours_on_a_terminal_alone(metrics, tmp_path, monkeypatch):
+def test_warnings_and_a_bad_end_have_colors_on_a_terminal_alone(metrics, tmp_path, monkeypatch):
     screen = watched(monkeypatch, 80)
     metrics.write("warning", message="w")
     metrics.write("end", reason="r", code=16, step=1, tokens=2, seconds=3.0)
@@ -101,16 +101,15 @@ def test_samples_are_text(metrics, capsys):
     assert capsys.readouterr().out == "step 3 · sample:\n  def f():\n      return 'é'\\x1b[2J\n"
 
 
-def begin(metrics, monkeypatch):
-    monkeypatch.setattr("pretrain.training.metrics.Trackers", lambda *_: None)
-    metrics.begin(SimpleNamespace(output=None), total_steps=586)
+def begin(metrics):
+    metrics.begin(SimpleNamespace(output=None, trackers=[]), total_steps=586)
 
 
 def test_the_live_line_moves_between_log_lines_and_stands_below_them(metrics, monkeypatch):
     screen = watched(monkeypatch, 80)
     now = [0.0]
     monkeypatch.setattr("pretrain.training.metrics.time.perf_counter", lambda: now[0])
-    begin(metrics, monkeypatch)
+    begin(metrics)
     metrics.expect("First step")
     figures = LiveFigures(0, 586, step_seconds=0.25, tokens_per_second=8224.0, next_save=200)
     for step in range(1, 11):
@@ -118,14 +117,14 @@ def test_the_live_line_moves_between_log_lines_and_stands_below_them(metrics, mo
         figures.step = step
         figures.losses.append(4.0 - step / 10)
         metrics.show(figures)
-    drawn = screen.getvalue().split("\r\x1b[K")
+    drawn = [line.removesuffix("\r") for line in screen.getvalue().split("\r\x1b[K")]
     assert drawn[1] == "First step ..." and len(drawn) == 1 + 1 + 5
     assert drawn[-1] == "step 10/586 · loss 3.0000 █▇▆▅▄▃▂▁ · 8,224 tok/s · 2 min 24 s left"
     metrics.write("warning", message="w")
-    assert screen.getvalue().endswith(f"\r\x1b[K\x1b[33mwarning: w\x1b[0m\n\r\x1b[K{drawn[-1]}")
+    assert screen.getvalue().endswith(f"\r\x1b[K\x1b[33mwarning: w\x1b[0m\n\r\x1b[K{drawn[-1]}\r")
     with metrics.doing("validation"):
-        assert screen.getvalue().endswith("step 0 · validation ...")
-    assert screen.getvalue().endswith(drawn[-1]), "and what it said before"
+        assert screen.getvalue().endswith("step 0 · validation ...\r")
+    assert screen.getvalue().endswith(f"{drawn[-1]}\r"), "and what it said before"
     metrics.end(0, "done")
     assert screen.getvalue().endswith("exit status 0\n"), "the end is the last line"
 
@@ -136,8 +135,8 @@ def test_a_wide_live_line_has_mfu_and_the_next_checkpoint():
     assert LiveFigures(0, 586).in_words(80) == "step 0/586"
 
 
-def test_a_file_gets_no_live_line(metrics, capsys, monkeypatch):
-    begin(metrics, monkeypatch)
+def test_a_file_gets_no_live_line(metrics, capsys):
+    begin(metrics)
     metrics.show(LiveFigures(1, 586))
     with metrics.doing("validation"):
         pass
