@@ -13,7 +13,7 @@ Run the same command to resume; a finished run is reported as already complete.
 import sys
 
 from pretrain.errors import EXIT_DONE, Problems, or_exit, run_script
-from pretrain.recipe import CommandLine, explain, preparations, read_command_line
+from pretrain.recipe import CommandLine, explain, naming_preparations, read_command_line
 from pretrain.terminal import begin
 
 if __name__ == "__main__":  # before torch is imported: --help and a mistyped setting answer at once
@@ -30,7 +30,6 @@ import torch
 from pretrain.checkpoint.run_state import Request
 from pretrain.config import RunConfig
 from pretrain.data.batches import key_of
-from pretrain.data.shards import PREPARED_BY
 from pretrain.hardware import seed_dropout
 from pretrain.parallel.registry import make_strategy, micro_batches_launched, share_shards, strategy_class
 from pretrain.parallel.strategy import Strategy
@@ -164,7 +163,6 @@ def check(asked: CommandLine) -> None:
     """Checks everything that can be checked before the start."""
     from pretrain_tools.planning.judgement import judgement, judgement_without_data, warnings_in_words
 
-    PREPARED_BY.update(preparations(asked.recipe))
     share_shards(asked.config.data)
     problems = Problems()
     config = settled(asked.config)
@@ -186,7 +184,6 @@ def check(asked: CommandLine) -> None:
 
 
 def start(asked: CommandLine) -> None:
-    PREPARED_BY.update(preparations(asked.recipe))
     share_shards(asked.config.data)
     settled_config = settled(asked.config)
     strategy = make_strategy(settled_config)
@@ -201,5 +198,10 @@ def start(asked: CommandLine) -> None:
     strategy.ranks.exit(train(settled_config))
 
 
+def run(asked: CommandLine) -> None:
+    with naming_preparations(asked.recipe):
+        (check if asked.check else start)(asked)
+
+
 if __name__ == "__main__":
-    run_script(lambda: (check if command_line.check else start)(command_line))
+    run_script(lambda: run(command_line))

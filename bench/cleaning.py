@@ -198,8 +198,8 @@ def prepare_in(folder: Path, name: str, texts: list[str], tokenizer: str, *optio
 
 def ids_by_place(folder: Path) -> dict[int, np.ndarray]:
     """{line in the input: ids} of a prepared folder."""
-    from pretrain.data.input_order import InputOrder
     from pretrain.data.shards import read_manifest
+    from pretrain_tools.preparation.documents.document_index import InputOrder
 
     order = InputOrder([read_manifest(folder)])
     return {int(order.record(number)["place"]): order.ids(number) for number in range(order.documents)}

@@ -58,8 +58,8 @@ class Curve:
         import torch
 
         from pretrain.config import WindowSpec
+        from pretrain.data.batches import read_windows, windows_of
         from pretrain.data.shards import open_shards
-        from pretrain.data.windows import read_windows, windows_of
 
         self._path, self._seconds, self._loss = given.output / f"{given.peer}.json", 60 * given.minutes, loss
         reader, window = open_shards(given.shards, "validation"), WindowSpec(given.window, document_mask=False)

@@ -11,6 +11,8 @@ import re
 import reprlib
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -87,6 +89,24 @@ class CommandLine:
     """Find out why the run is slow, from so many of its steps."""
     recipe: Path
     """The file."""
+
+
+def preparation_command(folder: str | Path) -> str:
+    """The command that prepares shards, for an error that knows no more than the folder."""
+    return f"python prepare_data.py --input 'FILES' --tokenizer TOKENIZER --output {folder}"
+
+
+@contextmanager
+def naming_preparations(recipe: Path) -> Iterator[None]:
+    """Inside, errors about missing shards name the command that the recipe's own comment has for the folder."""
+    try:
+        yield
+    except InputError as error:
+        problems = error.problems
+        for folder, command in preparations(recipe).items():
+            usual = preparation_command(folder)
+            problems = [p.removesuffix(usual) + command if p.endswith(usual) else p for p in problems]
+        raise InputError(*problems) from error
 
 
 def preparations(recipe: Path) -> dict[str, str]:

@@ -14,8 +14,8 @@ from transformers.utils import logging as transformers_logging
 
 import pretrain.model.architectures  # noqa: F401  (registers the local models, which then need no trust_remote_code)
 from pretrain.config import WindowSpec
+from pretrain.data.batches import read_windows, windows_of
 from pretrain.data.shards import ShardReader
-from pretrain.data.windows import read_windows, windows_of
 from pretrain.files import damage
 from pretrain.hardware import DTYPES
 

@@ -4,13 +4,10 @@ Which window is read is a pure function of (seed, step, micro-step, rank): whoev
 run that continues. The on-disk format is manifest and shards (docs/data.md).
 
     manifest, shards: prepared folders
-    foreign_shards, megatron, hdf5: the formats of others
+    foreign_shards: the formats of others
     data_record: what a run keeps of their manifests
-    document_index: which documents are in a shard
-    input_order: the documents of folders in the order of their input
     tokenizer: tokenizers, read from wherever they are
-    batches: which windows a step takes
+    batches: which windows a step takes, and validation
     dispatch: one process that reads them for all
-    windows: the windows of validation
     vocabulary: its size, and the model sized by it
 """

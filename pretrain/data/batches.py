@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.config import Data, Source
+from pretrain.config import Data, Source, WindowSpec
 from pretrain.data.shards import ShardReader, open_shards
 from pretrain.errors import InputError, Problems
 from pretrain.optim.batch_ramp import BatchRamp
@@ -540,3 +540,21 @@ def open_training(data: Data) -> dict[str, ShardReader]:
         )
     problems.stop_if_any()
     return readers
+
+
+def windows_of(reader: ShardReader, window: WindowSpec, sequences: int) -> np.ndarray:
+    """First tokens of at most `sequences` windows, spread evenly over the split."""
+    windows = window.count_in(reader.tokens)
+    count = min(sequences, windows)
+    return np.arange(count) * windows // count * window.sequence_length
+
+
+def read_windows(reader: ShardReader, starts: np.ndarray, window: WindowSpec, rows: int) -> np.ndarray:
+    """Token ids (rows, sequence_length + 1) of the windows; where there are fewer than rows, the split's first window.
+
+    Not zeros: 0 may be the end of a document, and a window of nothing else is compiled anew.
+    """
+    ids = np.empty((rows, window.sequence_length + 1), dtype=np.int64)
+    for row in range(rows):
+        reader.read(int(starts[row]) if row < len(starts) else 0, ids[row])
+    return ids

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pretrain.config import Data
 from pretrain.data.manifest import SPLITS, Manifest, Shard
-from pretrain.data.shards import FOUND, FoundShards, read_manifest, shard_size_problems
+from pretrain.data.shards import FoundShards, read_manifest, shard_size_problems
 from pretrain.errors import InputError
 
 _Result = TypeVar("_Result")
@@ -25,7 +25,7 @@ READ, INPUT_REFUSED, READ_FAILED = range(3)
 
 
 def describe_shards(data: Data) -> str:
-    """What every process must know of the shards of a recipe before it trains, as the first one finds them: JSON."""
+    """Describes, as JSON, what every process must know of a recipe's shards before it trains."""
     sources = [*(source for stage in data.mixtures for source in stage.train), *(data.validation or ())]
     pairs = dict.fromkeys((str(source.shards), source.tokenizer) for source in sources)
     return json.dumps([(*pair, _found(*pair)) for pair in pairs], default=str)
@@ -43,14 +43,17 @@ def _found(folder: str, tokenizer: str | None) -> dict:
     return {"problems": [], "manifest": asdict(brief), "damage": damage}
 
 
-def believe(description: str) -> None:
-    """From here on this process takes the first one's word for these shards, and opens none of their files."""
+def found_shards(description: str) -> dict[tuple[str, str | None], FoundShards]:
+    """Reads what `describe_shards` has written, for `rely_on_first`."""
+    shards = {}
     for folder, tokenizer, found in json.loads(description):
         if fields := found.pop("manifest", None):
-            fields["folder"], fields["shards"] = Path(folder), tuple(Shard(**shard) for shard in fields["shards"])
+            fields["folder"] = Path(folder)
+            fields["shards"] = tuple(Shard(**shard) for shard in fields["shards"])
             fields["tokenizer_path"] = fields["tokenizer_path"] and Path(fields["tokenizer_path"])
             found["manifest"] = Manifest(**fields)
-        FOUND[folder, tokenizer] = FoundShards(**found)
+        shards[folder, tokenizer] = FoundShards(**found)
+    return shards
 
 
 class Dispatcher:

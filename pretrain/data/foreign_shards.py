@@ -1,28 +1,48 @@
-"""Ids prepared by other tools, read in place: nanoGPT's .bin, Megatron's .bin with .idx, and HDF5 (data/hdf5.py).
+"""Ids prepared by other tools, read in place: nanoGPT's .bin, Megatron's .bin with .idx, and HDF5.
 
 A nanoGPT .bin (karpathy/nanoGPT, data/openwebtext/prepare.py) is raw uint16 ids, each document followed by the
-end-of-text id; its folder holds train.bin and val.bin. A Megatron .bin is raw ids too, of the type named in its .idx.
-Neither says which tokenizer made it.
+end-of-text id; its folder holds train.bin and val.bin.
+
+A Megatron .bin is raw ids too, of the type named in its .idx. Layout of an .idx (NVIDIA Megatron-LM,
+megatron/core/datasets/indexed_dataset.py), all little-endian: 9 bytes of magic, uint64 version 1, uint8 code of the id
+type, uint64 sequences, uint64 documents + 1, int32 tokens of each sequence, int64 byte offset of each sequence, int64
+number of the first sequence of each document and, last, of sequences.
+
+HDF5 holds one row of integers, as pipelines for the Pile write it, in a dataset that can grow. Known writers call it
+`tokens` and store int32 (FareedKhan-dev/train-llm-from-scratch, scripts/prepare_pretrain_data.py); any name is read if
+the file holds no other dataset.
+
+None of them says which tokenizer made it.
 """
 
 import hashlib
 import json
 import re
+import struct
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pretrain.data import megatron
-from pretrain.data.hdf5 import HDF5_SUFFIXES, hdf5_ids, ids_bytes, open_ids
-from pretrain.data.manifest import TOKENIZER_FOLDER, Manifest, Shard, dtype_for, id_dtype
+from pretrain.data.manifest import HDF5_SUFFIXES, TOKENIZER_FOLDER, Manifest, Shard, dtype_for, id_dtype
 from pretrain.errors import InputError
 from pretrain.files import fingerprint_of
+
+if TYPE_CHECKING:
+    import h5py
 
 NANOGPT_FILES = {"train": "train.bin", "validation": "val.bin"}
 VALIDATION_NAME = re.compile(r"(^|[_.-])(val(id|idation)?|dev)([_.-]|$)")
 LLM_C_MAGIC = (20240520, 20240801)
 """First int32 of a llm.c .bin, which has a header of 1,024 bytes."""
+IDX_SUFFIX = ".idx"
+IDX_MAGIC = b"MMIDIDX\x00\x00"
+IDX_HEADER = struct.Struct("<9sQBQQ")
+# Megatron has no uint32: the ids of any vocabulary are below 2^31, where int32 is the same bytes.
+IDX_CODES = {"uint16": 8, "uint32": 4}
+IDX_DTYPES = {8: "uint16", 4: "uint32"}
+USUAL_HDF5_NAME = "tokens"
 COUNTED_IDS = 1 << 20
 LARGEST_COUNTED_WHOLE = 100 << 20
 
@@ -32,7 +52,7 @@ def foreign_files(path: Path) -> dict[str, Path] | None:
     if path.suffix in (".bin", *HDF5_SUFFIXES) and path.is_file():
         return {_split_of(path): path}
     beside = path.parent / f"{path.name}.bin"
-    if beside.is_file() and beside.with_suffix(megatron.IDX_SUFFIX).is_file():
+    if beside.is_file() and beside.with_suffix(IDX_SUFFIX).is_file():
         return {_split_of(beside): beside}
     found = {split: path / name for split, name in NANOGPT_FILES.items() if (path / name).is_file()}
     return found or None
@@ -104,10 +124,10 @@ def _tokenizer_folder(name_or_path: str) -> Path:
 def _dtype_of(file: Path, vocabulary_size: int) -> str:
     if file.suffix in HDF5_SUFFIXES:
         return "uint16" if hdf5_ids(file).dtype.itemsize <= 2 else "uint32"
-    index = file.with_suffix(megatron.IDX_SUFFIX)
+    index = file.with_suffix(IDX_SUFFIX)
     dtype, tokens = dtype_for(vocabulary_size), None
     if index.is_file():
-        dtype, tokens, _ = megatron.read_idx(index)
+        dtype, tokens, _ = read_idx(index)
     with file.open("rb") as content:
         first = int.from_bytes(content.read(4), "little")
     if first in LLM_C_MAGIC:
@@ -152,3 +172,75 @@ def _counts(file: Path, dtype: str, sizes: np.ndarray, end: int) -> tuple[int, i
         text_bytes += int(sizes[piece].sum())
         counted += len(piece)
     return round(documents * len(ids) / counted), round(text_bytes * len(ids) / counted)
+
+
+def open_ids(path: Path, dtype: str) -> "np.ndarray | h5py.Dataset":
+    """The ids of a file as a 1-d array that is read when sliced. dtype: of a raw file; HDF5 has its own."""
+    return hdf5_ids(path) if path.suffix in HDF5_SUFFIXES else np.memmap(path, id_dtype(dtype), mode="r")
+
+
+def ids_bytes(path: Path, dtype: str) -> int:
+    """Bytes of the ids in a file when stored raw in `dtype`; of a raw file, its size."""
+    return len(hdf5_ids(path)) * id_dtype(dtype).itemsize if path.suffix in HDF5_SUFFIXES else path.stat().st_size
+
+
+def hdf5_ids(path: Path) -> "h5py.Dataset":
+    """The dataset of ids in an HDF5 file. Raises InputError where there is none, or more than one without a name."""
+    import h5py
+
+    try:
+        # Without HDF5's lock, which many network file systems refuse.
+        file = h5py.File(path, "r", locking=False)
+    except OSError as error:
+        raise InputError(f"{path}: not readable as HDF5 ({error}); restore the file") from None
+    found: dict[str, h5py.Dataset] = {}
+    file.visititems(lambda name, item: found.update({name: item}) if isinstance(item, h5py.Dataset) else None)
+    ids = found.get(USUAL_HDF5_NAME) if len(found) != 1 else next(iter(found.values()))
+    if ids is None:
+        raise InputError(
+            f"{path}: holds {', '.join(sorted(found)[:8]) or 'no datasets'}; token ids must be its only dataset, or "
+            f"the one called {USUAL_HDF5_NAME}"
+        )
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InputError(
+            f"{path}: dataset {ids.name!r} holds {ids.dtype} of shape {ids.shape}, must be a row of integers; text "
+            "is turned into shards by prepare_data.py"
+        )
+    return ids
+
+
+def index_bytes(document_tokens: np.ndarray, dtype: str) -> bytes:
+    """The .idx of a .bin in which each document is one sequence of so many ids."""
+    count = len(document_tokens)
+    item = 2 if dtype == "uint16" else 4
+    lengths = document_tokens.astype("<i4")
+    pointers = np.zeros(count, "<i8")
+    np.cumsum(document_tokens[:-1] * item, out=pointers[1:])
+    first_sequences = np.arange(count + 1, dtype="<i8")
+    header = IDX_HEADER.pack(IDX_MAGIC, 1, IDX_CODES[dtype], count, count + 1)
+    return header + lengths.tobytes() + pointers.tobytes() + first_sequences.tobytes()
+
+
+def read_idx(path: Path) -> tuple[str, int, int]:
+    """(id type, tokens, documents) of the .bin that an .idx belongs to.
+
+    Raises InputError for other files, damaged ones, other id types, and sequences that are not end to end.
+    """
+    content = path.read_bytes()
+    if len(content) < IDX_HEADER.size or not content.startswith(IDX_MAGIC):
+        raise InputError(f"{path}: is not an .idx of Megatron's indexed dataset; give the one of the .bin")
+    _, version, code, sequences, boundaries = IDX_HEADER.unpack_from(content)
+    if version != 1 or code not in IDX_DTYPES:
+        raise InputError(
+            f"{path}: version {version}, id type {code}; version 1 with type 8 (uint16) or 4 (int32) can be read"
+        )
+    # A multimodal dataset has one more byte per sequence.
+    expected = IDX_HEADER.size + 12 * sequences + 8 * boundaries
+    if len(content) not in (expected, expected + sequences):
+        raise InputError(f"{path}: has {len(content):,} bytes, must have {expected:,}; restore the file")
+    lengths = np.frombuffer(content, "<i4", sequences, IDX_HEADER.size).astype(np.int64)
+    pointers = np.frombuffer(content, "<i8", sequences, IDX_HEADER.size + 4 * sequences)
+    item = 2 if IDX_DTYPES[code] == "uint16" else 4
+    if not np.array_equal(pointers, (np.cumsum(lengths) - lengths) * item):
+        raise InputError(f"{path}: its sequences are not end to end; write it again with Megatron's tools")
+    return IDX_DTYPES[code], int(lengths.sum()), max(0, boundaries - 1)

@@ -11,22 +11,23 @@ MANIFEST_FILE = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
 SPLITS = ("train", "validation")
 LARGEST_UINT16_VOCABULARY = 65_536
+HDF5_SUFFIXES = (".h5", ".hdf5")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard file. `tokens` includes end-of-document ids; `text_bytes` are the documents' UTF-8 bytes.
-
-    `beside`: {file: sha256} of the indices that belong to it (data/document_index.py, data/megatron.py).
-    """
+    """One shard file."""
 
     file: str
     split: str
     tokens: int
+    """Ids, those that end a document included."""
     documents: int
     text_bytes: int
+    """UTF-8 bytes of the documents."""
     sha256: str
     beside: dict[str, str] = field(default_factory=dict)
+    """{file: sha256} of the indices that belong to it: its documents, and Megatron's .idx."""
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,17 @@ import bisect
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pretrain.data.hdf5 import ids_bytes, open_ids
-from pretrain.data.manifest import MANIFEST_FILE, SHARDS_FORMAT, Manifest, Shard, id_dtype
+from pretrain.data.manifest import HDF5_SUFFIXES, MANIFEST_FILE, SHARDS_FORMAT, Manifest, Shard, id_dtype
 from pretrain.errors import InputError
 from pretrain.files import sha256_of
+from pretrain.recipe import preparation_command
 
 if TYPE_CHECKING:
     import h5py
@@ -40,12 +40,17 @@ class FoundShards:
     """{split: what is wrong with its files}."""
 
 
-FOUND: dict[tuple[str, str | None], FoundShards] = {}
-"""By folder and tokenizer of the recipe; empty where each process reads for itself."""
+_found_by_first: dict[tuple[str, str | None], FoundShards] = {}
+"""Written by `rely_on_first` alone; {(folder, tokenizer) of the recipe: what the first process says of it}."""
 
 
-PREPARED_BY: dict[str, str] = {}
-"""{folder: the command that prepares it}, where the recipe's own comment has one."""
+def rely_on_first(found: Mapping[tuple[str, str | None], FoundShards]) -> None:
+    """From here on this process opens none of these folders; {}: it reads every folder itself.
+
+    Kept for the whole process and not passed along, because it must hold wherever a manifest is read.
+    """
+    _found_by_first.clear()
+    _found_by_first.update(found)
 
 
 def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
@@ -54,7 +59,7 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
     tokenizer: of such files; a folder of prepare_data.py has its own. Raises InputError with everything wrong: a
     missing, unfinished or foreign folder, broken JSON, another format version, missing or mistyped keys.
     """
-    if found := FOUND.get((str(folder), tokenizer)):
+    if found := _found_by_first.get((str(folder), tokenizer)):
         if found.manifest is None:
             raise InputError(*found.problems)
         return found.manifest
@@ -65,8 +70,7 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
         if foreign_files(folder):
             return foreign_manifest(folder, tokenizer)
     if not folder.is_dir():
-        usual = f"python prepare_data.py --input 'FILES' --tokenizer TOKENIZER --output {folder}"
-        command = PREPARED_BY.get(str(folder), usual)
+        command = preparation_command(folder)
         raise InputError(f"{folder}: no such folder of prepared shards; prepare it with {command}")
     path = folder / MANIFEST_FILE
     if not path.is_file():
@@ -146,7 +150,14 @@ class ShardReader:
     def _ids(self, number: int) -> "np.ndarray | h5py.Dataset":
         ids = self._maps[number]
         if ids is None:
-            ids = open_ids(self.manifest.folder / self._shards[number].file, self.manifest.dtype)
+            path = self.manifest.folder / self._shards[number].file
+            if path.suffix in HDF5_SUFFIXES:
+                from pretrain.data.foreign_shards import hdf5_ids
+
+                ids = hdf5_ids(path)
+            else:
+                # A view as a plain array: np.memmap's own slicing costs several times more per read.
+                ids = np.memmap(path, id_dtype(self.manifest.dtype), mode="r").view(np.ndarray)
             if len(ids) != self._shards[number].tokens:
                 raise InputError(*shard_size_problems(self.manifest, [self._shards[number]]))
             self._maps[number] = ids
@@ -177,7 +188,11 @@ def shard_size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[str
     problems = []
     for shard in shards:
         path, expected = manifest.folder / shard.file, shard.tokens * manifest.bytes_per_id
-        size = ids_bytes(path, manifest.dtype) if path.is_file() else None
+        size = path.stat().st_size if path.is_file() else None
+        if size is not None and path.suffix in HDF5_SUFFIXES:
+            from pretrain.data.foreign_shards import ids_bytes
+
+            size = ids_bytes(path, manifest.dtype)
         if size != expected:
             given = "is missing" if size is None else f"has {size:,} bytes"
             problems.append(
@@ -199,7 +214,7 @@ def open_shards(folder: str | Path, split: str, tokenizer: str | None = None) ->
             f"{folder}: has no tokens in split {split!r}; splits that exist: {', '.join(existing) or 'none'}; "
             f"prepare it with a larger --validation_fraction or more documents, or use another split"
         )
-    found = FOUND.get((str(folder), tokenizer))
+    found = _found_by_first.get((str(folder), tokenizer))
     if problems := found.damage[split] if found else shard_size_problems(manifest, manifest.of_split(split)):
         raise InputError(*problems)
     return ShardReader(manifest, split)

@@ -3,8 +3,7 @@
 import os
 
 from pretrain.config import Data, RunConfig
-from pretrain.data.dispatch import believe, describe_shards
-from pretrain.data.shards import FOUND
+from pretrain.data.shards import rely_on_first
 from pretrain.errors import InputError
 from pretrain.parallel.context_parallel import ContextParallel, parts_requested
 from pretrain.parallel.expert_parallel import ExpertParallel
@@ -61,11 +60,13 @@ def make_strategy(config: RunConfig) -> Strategy:
 
 def share_shards(data: Data) -> None:
     """Makes the first process say what is in the shards, before anything opens them, if it reads for all."""
-    FOUND.clear()
+    rely_on_first({})
     if data.dispatch_batches and processes_launched() > 1:
+        from pretrain.data.dispatch import describe_shards, found_shards
+
         description = told_by_first("shards", lambda: describe_shards(data))
         if os.environ["RANK"] != "0":
-            believe(description)
+            rely_on_first(found_shards(description))
 
 
 def strategy_class(config: RunConfig) -> type[Strategy]:

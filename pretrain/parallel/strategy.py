@@ -10,7 +10,7 @@ The same launcher files serve machines with and without GPUs: without one, proce
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from pretrain.config import RunConfig
-from pretrain.data.dispatch import Dispatcher
 from pretrain.errors import InputError
 from pretrain.hardware import keep_freed_memory, missing_bf16, unusable_gpu, use_all_cores
 from pretrain.model.fp8 import fp8_problem, use_fp8
@@ -41,6 +40,9 @@ from pretrain.parallel.ranks import Ranks, slow_host_group
 from pretrain.parallel.rendezvous import choose_interface, meet_afresh
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.tensor_group import ShardedState, TensorGroup, load_parts
+
+if TYPE_CHECKING:
+    from pretrain.data.dispatch import Dispatcher
 
 
 def device_type() -> str:
@@ -121,6 +123,8 @@ class Strategy:
 
     def dispatch_batches(self) -> None:
         """Makes the first process read for all from here on."""
+        from pretrain.data.dispatch import Dispatcher
+
         if self.ranks.count > 1:
             self.dispatcher = Dispatcher(self.ranks.gather(self.data_rank), self.ranks.rank, slow_host_group())
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from pretrain.config import Data, WindowSpec
-from pretrain.data.batches import open_training
+from pretrain.data.batches import open_training, read_windows, windows_of
 from pretrain.data.shards import ShardReader, open_shards, read_manifest
-from pretrain.data.windows import read_windows, windows_of
 from pretrain.errors import Problems
 from pretrain.model.inputs import model_inputs
 from pretrain.model.loss import recording_losses

@@ -6,10 +6,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from pretrain.data.document_index import chosen_ids, tokens_of
 from pretrain.errors import InputError
 from pretrain_tools.preparation.cleaning.account import CleaningAccount
 from pretrain_tools.preparation.deduplicate import SeenDocuments
+from pretrain_tools.preparation.documents.document_index import chosen_ids, tokens_of
 from pretrain_tools.preparation.plan import PreparationOptions
 from pretrain_tools.preparation.shard_writer import ShardWriter
 from pretrain_tools.preparation.worker import EncodedPart, Problem

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.document_index import read_index
 from pretrain.data.manifest import Shard, id_dtype
+from pretrain_tools.preparation.documents.document_index import read_index
 
 HASH_BYTES = 8
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from pretrain.data.data_record import contamination_of
-from pretrain.data.document_index import read_index, tokens_of
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS, Manifest, Shard, id_dtype
 from pretrain.data.shards import read_manifest
 from pretrain.data.tokenizer import load_decoder
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
+from pretrain_tools.preparation.documents.document_index import read_index, tokens_of
 
 READ_IDS = 1 << 22
 BAR_CHARACTERS = 40

@@ -9,13 +9,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from pretrain.data import megatron
-from pretrain.data.document_index import DOCUMENT, DOCUMENTS_SUFFIX, index_path, tokens_of
+from pretrain.data import foreign_shards
 from pretrain.data.manifest import SPLITS, Shard, id_dtype
 from pretrain.data.shards import VERIFY_BLOCK_BYTES
 from pretrain.errors import InputError
 from pretrain.files import sha256_of, sync_folder, write_durably
 from pretrain_tools.preparation.cleaning.near_duplicate_search import SIGNATURES_SUFFIX
+from pretrain_tools.preparation.documents.document_index import DOCUMENT, DOCUMENTS_SUFFIX, index_path, tokens_of
 from pretrain_tools.preparation.text_files import TEXT_FOLDER, TEXT_SUFFIX, compress, text_name
 
 
@@ -194,9 +194,9 @@ class ShardWriter:
         sha256 = shard.ids.finish()
         beside = {file.path.name: file.finish() for file in shard.beside}
         if self._with_megatron_index:
-            path = shard.ids.path.with_suffix(megatron.IDX_SUFFIX)
+            path = shard.ids.path.with_suffix(foreign_shards.IDX_SUFFIX)
             tokens = tokens_of(np.fromfile(index_path(path), DOCUMENT))
-            write_durably(path, megatron.index_bytes(tokens, self._dtype_name))
+            write_durably(path, foreign_shards.index_bytes(tokens, self._dtype_name))
             beside[path.name] = sha256_of(path)
         if shard.lines is not None:
             shard.lines.finish()
@@ -249,7 +249,7 @@ def _file_name(split: str, number: int) -> str:
 
 def shard_files(folder: Path) -> list[Path]:
     """Every file of a shard in a folder: ids, what stands beside them, and text."""
-    suffixes = (".bin", DOCUMENTS_SUFFIX, megatron.IDX_SUFFIX, SIGNATURES_SUFFIX)
+    suffixes = (".bin", DOCUMENTS_SUFFIX, foreign_shards.IDX_SUFFIX, SIGNATURES_SUFFIX)
     names = [f"{split}-*{suffix}" for split in SPLITS for suffix in suffixes]
     names += [f"{TEXT_FOLDER}/{split}-*{TEXT_SUFFIX}" for split in SPLITS]
     return sorted(path for name in names for path in folder.glob(name))

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.document_index import DOCUMENT, document_table
-from pretrain.data.input_order import InputOrder
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS, Manifest, id_dtype
 from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.errors import InputError, Problems
 from pretrain_tools.preparation.cleaning.account import recorded_account
 from pretrain_tools.preparation.deduplicate import document_hashes
+from pretrain_tools.preparation.documents.document_index import DOCUMENT, InputOrder, document_table
 from pretrain_tools.preparation.documents.sources import Position
 from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest, refuse_differences
 from pretrain_tools.preparation.text_files import has_text, lines_of, stored_lines

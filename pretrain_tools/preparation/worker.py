@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pretrain.data.document_index import DOCUMENT, chosen_ids, document_table, tokens_of
 from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
@@ -28,6 +27,7 @@ from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain_tools.preparation.cleaning.repeated_text import RepeatedText
 from pretrain_tools.preparation.cleaning.stages import Cleaning
 from pretrain_tools.preparation.deduplicate import document_hashes
+from pretrain_tools.preparation.documents.document_index import DOCUMENT, chosen_ids, document_table, tokens_of
 from pretrain_tools.preparation.documents.records import Reading
 from pretrain_tools.preparation.documents.sources import Part, Position
 from pretrain_tools.preparation.encode import Encoder, FastEncoder

@@ -7,13 +7,13 @@ import numpy as np
 
 from pretrain.config import Data
 from pretrain.data.batches import Batches, DataPosition
-from pretrain.data.document_index import read_index
 from pretrain.data.manifest import Manifest, Shard, id_dtype
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.runs.history import read_history
 from pretrain.runs.run_folder import checkpoint_folders, read_config, read_state
+from pretrain_tools.preparation.documents.document_index import read_index
 from pretrain_tools.preparation.documents.sources import place_text
 
 

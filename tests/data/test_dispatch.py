@@ -17,9 +17,10 @@ import yaml
 from safetensors.torch import load_file
 
 from pretrain.config import Data
-from pretrain.data import dispatch, shards
+from pretrain.data import dispatch
 from pretrain.data.batches import open_training
-from pretrain.data.dispatch import Dispatcher, believe, describe_shards
+from pretrain.data.dispatch import Dispatcher, describe_shards, found_shards
+from pretrain.data.shards import rely_on_first
 from pretrain.errors import InputError
 from support.numbered_shards import write_shards
 from support.project import ROOT, events, launch, losses
@@ -184,10 +185,8 @@ def test_processes_at_different_steps_would_be_seen(dispatchers):
 
 
 @pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
-    """Makes this process believe what the first one says of shards, which then are gone; gives the data section."""
-    monkeypatch.setattr(shards, "FOUND", found := {})
-    monkeypatch.setattr(dispatch, "FOUND", found)
+def elsewhere(tmp_path):
+    """Makes this process rely on what the first one says of shards, which then are gone; gives the data section."""
 
     def believing(*damaged):
         folders = [write_shards(tmp_path / name, 1000, files=3, validation=100) for name in ("a", "b")]
@@ -196,10 +195,11 @@ def elsewhere(tmp_path, monkeypatch):
         data = Data(train=[{"shards": folder} for folder in folders], sequence_length=10)
         said = describe_shards(data)
         (tmp_path / "a").rename(tmp_path / "moved_a")
-        believe(said)
+        rely_on_first(found_shards(said))
         return data
 
-    return believing
+    yield believing
+    rely_on_first({})
 
 
 def test_shards_are_what_the_first_process_says(elsewhere):

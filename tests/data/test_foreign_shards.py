@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from pretrain.config import Data
-from pretrain.data import megatron
+from pretrain.data import foreign_shards
 from pretrain.data.batches import Batches
 from pretrain.data.shards import open_shards, read_manifest, verify_shards
 from pretrain.errors import InputError
@@ -28,10 +28,10 @@ GOLDEN_INDEX = bytes.fromhex(
 
 
 def test_the_index_of_megatron_to_the_byte(tmp_path):
-    assert megatron.index_bytes(np.array([3, 1, 4]), "uint16") == GOLDEN_INDEX
+    assert foreign_shards.index_bytes(np.array([3, 1, 4]), "uint16") == GOLDEN_INDEX
     (tmp_path / "a.idx").write_bytes(GOLDEN_INDEX)
-    assert megatron.read_idx(tmp_path / "a.idx") == ("uint16", 8, 3)
-    wide = megatron.index_bytes(np.array([3, 1, 4]), "uint32")
+    assert foreign_shards.read_idx(tmp_path / "a.idx") == ("uint16", 8, 3)
+    wide = foreign_shards.index_bytes(np.array([3, 1, 4]), "uint32")
     assert wide[17] == 4, "int32, because Megatron has no uint32"
     assert struct.unpack_from("<3q", wide, 34 + 12) == (0, 12, 16)
 
@@ -172,7 +172,7 @@ def test_what_is_wrong_with_foreign_files_is_named(nanogpt, tokenizer, tmp_path)
         GOLDEN_INDEX[:-1]: "has 101 bytes, must have 102",
         GOLDEN_INDEX[:17] + b"\x05" + GOLDEN_INDEX[18:]: "id type 5",
         GOLDEN_INDEX[:46] + b"\x02" + GOLDEN_INDEX[47:]: "are not end to end",
-        megatron.index_bytes(np.array([3]), "uint16"): r"must hold 6 bytes, as its .idx says",
+        foreign_shards.index_bytes(np.array([3]), "uint16"): r"must hold 6 bytes, as its .idx says",
     }
     for content, problem in bad.items():
         (nanogpt / "m.idx").write_bytes(content)

@@ -5,10 +5,10 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from pretrain.data.document_index import document_table, read_index
 from pretrain.data.manifest import Shard, dtype_for
 from pretrain.data.shards import open_shards, read_manifest, verify_shards
 from pretrain.errors import InputError
+from pretrain_tools.preparation.documents.document_index import document_table, read_index
 from pretrain_tools.preparation.shard_writer import ShardWriter
 
 END = 9

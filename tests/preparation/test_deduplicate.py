@@ -5,9 +5,9 @@ import signal
 import numpy as np
 import pytest
 
-from pretrain.data.document_index import read_index
 from pretrain.data.shards import read_manifest
 from pretrain_tools.preparation.deduplicate import SeenDocuments, document_hashes
+from pretrain_tools.preparation.documents.document_index import read_index
 from support.prepared import content_of, run_killed, texts, write_jsonl
 
 

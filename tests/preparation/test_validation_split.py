@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from pretrain.data.document_index import read_index
 from pretrain.data.shards import read_manifest
+from pretrain_tools.preparation.documents.document_index import read_index
 from pretrain_tools.preparation.validation_split import ValidationSplit, is_validation_text, split_with_tail
 from support.prepared import content_of, stream_of
 

@@ -20,8 +20,8 @@ from bench.contest import Contestant
 from bench.plain_gpt import PlainGPT
 from bench.shapes import CPU_SHAPES, GPU_SHAPES, LLAMA_14M, write_shards
 from pretrain.config import WindowSpec
+from pretrain.data.batches import read_windows, windows_of
 from pretrain.data.shards import open_shards, verify_shards
-from pretrain.data.windows import read_windows, windows_of
 from pretrain.errors import InputError
 from pretrain.model.model_config import load_model_config
 from pretrain.recipe import read_run_config

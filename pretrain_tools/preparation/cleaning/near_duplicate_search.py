@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.data.input_order import InputOrder
 from pretrain.data.manifest import MANIFEST_FILE, Manifest
 from pretrain.data.tokenizer import LoadedTokenizer, text_decoder
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
+from pretrain_tools.preparation.documents.document_index import InputOrder
 
 SIGNATURES_SUFFIX = ".signatures"
 """Of the files beside each shard with a signature per document."""

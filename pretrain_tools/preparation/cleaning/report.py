@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from pretrain.data.data_record import contamination_of
-from pretrain.data.document_index import read_index, tokens_of
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS
 from pretrain.data.shards import read_manifest
 from pretrain.files import as_json, write_durably
 from pretrain.units import bytes_text
 from pretrain_tools.preparation.cleaning.account import KEPT, measured_text, recorded_account
 from pretrain_tools.preparation.cleaning.near_duplicate_search import NEAR_DUPLICATES_FILE
+from pretrain_tools.preparation.documents.document_index import read_index, tokens_of
 
 REPORT_PAGE = Path(__file__).with_name("report_page.html")
 SKIPPED_RULES = {

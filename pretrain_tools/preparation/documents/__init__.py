@@ -6,5 +6,6 @@ A new format is one generator in formats, or in containers when it needs a libra
     formats, containers, byte_stream: formats; those that need a library; bytes of a file
     archives: tar
     records: texts made of fields
+    document_index: which documents are in a shard, and where each came from
     hub_dataset, presets: datasets of the Hub; datasets by name
 """
