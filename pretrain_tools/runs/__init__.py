@@ -2,6 +2,7 @@
 
 Copes with what a crash left behind, imports nothing heavy, and changes a run only through control.
 
+    addresses: from RUN@STEP, folder or Hub id to a model folder
     status: state, progress, time left
     curves, plots, comparison: pictures and tables
     live_log, live_table: all runs while they are written, in the terminal
