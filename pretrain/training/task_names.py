@@ -1,215 +1,25 @@
-"""Whether the benchmarks that a recipe names exist, read from the harness's files without importing it.
+"""Checks that the benchmarks that a recipe names exist, in a process of the evaluation's own code."""
 
-Importing lm_eval and building its index of 14,000 tasks takes half a minute; reading the names in its files takes a
-second or two, and is not needed for the tasks of `base` and `small`. CORE's tasks are those of a bundle of files.
-"""
-
-import csv
-import fnmatch
-import importlib.util
-import os
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-import yaml
+from pretrain.parallel.launcher import environment_alone, python_path
 
-from pretrain.errors import InputError, Problems, did_you_mean
-
-BASE_TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "winogrande")
-BASE_TASKS += ("lambada_openai", "boolq", "sciq", "openbookqa", "blimp")
-"""What `base` stands for: tasks that separate base models of this size, without chat or code."""
-SMALL_TASKS = ("arc_easy", "arc_challenge", "hellaswag", "winogrande", "piqa", "social_iqa", "sciq", "lambada_openai")
-"""What `small` stands for: of the base-easy suite of OLMo 3 (arXiv 2512.13961) those whose answers the harness scores
-as continuations. Bits per byte of the right answer fall smoothly long before a model chooses it."""
-TASK_SETS = {"base": BASE_TASKS, "small": SMALL_TASKS}
-
-CORE = "core"
-CORE_SHOTS = {
-    "hellaswag_zeroshot": 0, "jeopardy": 10, "bigbench_qa_wikidata": 10, "arc_easy": 10, "arc_challenge": 10,
-    "copa": 0, "commonsense_qa": 10, "piqa": 10, "openbook_qa": 0, "lambada_openai": 0, "hellaswag": 10,
-    "winograd": 0, "winogrande": 0, "bigbench_dyck_languages": 10, "agi_eval_lsat_ar": 3,
-    "bigbench_cs_algorithms": 10, "bigbench_operators": 10, "bigbench_repeat_copy_logic": 10, "squad": 10, "coqa": 0,
-    "boolq": 10, "bigbench_language_identification": 10,
-}  # fmt: skip
-"""{task of DCLM's CORE: examples in its prompt} (arXiv 2406.11794; low_variance_datasets of DCLM's
-eval/additional_aggregation.json, with the shots of nanochat's core.yaml)."""
-CORE_KINDS = ("multiple_choice", "schema", "language_modeling")
-
-KEY = re.compile(r"""^["']?(?:task|group|tag)["']?\s*:[ \t]*(\S.*)$""", re.MULTILINE)
-ITEM = re.compile(r"""^[ \t]*-[ \t]+(?:["']?task["']?[ \t]*:)?[ \t]*([^\s:]+)[ \t]*$""", re.MULTILINE)
-"""A line of a list: of tags, or of the tasks of a group."""
+CHECK_SECONDS = 300.0
 
 
-@dataclass(frozen=True)
-class BundleTask:
-    """A task of a bundle in the format of DCLM's and nanochat's: core.yaml, eval_meta_data.csv, eval_data/."""
-
-    label: str
-    kind: str
-    file: Path
-    few_shots: int
-    delimiter: str
-    """Between question and answer."""
-    baseline: float
-    """Accuracy of chance, from 0 to 1."""
-
-
-def task_problems(
-    tasks: Iterable[str],
-    include_path: Path | None,
-    bundle: Path | None = None,
-    settings: tuple[str, str, str] = ("evaluation.tasks:", "evaluation.include_path:", "evaluation.eval_bundle:"),
-) -> list[str]:
-    """What is wrong with the names of tasks and the user's folders of tasks, as far as shows without the harness.
-
-    A name is known if a task, group or tag of any file has it. settings: the three settings, as messages name them.
-    """
-    tasks_are, folder_is, _ = settings
-    problems, own = Problems(), set()
-    core, tasks = core_names(tasks)
-    if core or bundle is not None:
-        problems.attempt(bundle_tasks, core, bundle, settings)
-    if core and not tasks:
-        return list(problems)
-    if importlib.util.find_spec("lm_eval") is None:
-        return [*problems, f"{tasks_are} lm_eval is not installed; pip install lm_eval, or leave the tasks out"]
-    if include_path is not None:
-        if not include_path.is_dir():
-            return [*problems, f"{folder_is} {include_path}: no such folder; give a folder with task .yaml files"]
-        own = set(names_in(include_path))
-        if not own:
-            problems.append(f"{folder_is} {include_path} holds no .yaml file with a task or a group")
-    unquestioned = {*TASK_SETS, *BASE_TASKS, *SMALL_TASKS}
-    unknown = [name for name in tasks if name not in unquestioned and not matches(name, own)]
-    known: set[str] = set()
-    if unknown and not all(is_file(name) for name in unknown):
-        known = set(names_in(harness_folder())) | own
-    for name in unknown:
-        if not os.path.isfile(name) if is_file(name) else not matches(name, known):
-            problems.append(no_such_task(tasks_are, name, known | set(TASK_SETS)))
-    return list(problems)
-
-
-def core_names(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(core and core/LABEL, all other names)."""
-    tasks = list(tasks)
-    core = [name for name in tasks if name == CORE or name.startswith(f"{CORE}/")]
-    return core, [name for name in tasks if name not in core]
-
-
-def bundle_tasks(
-    names: Iterable[str], bundle: Path | None, settings: tuple[str, str, str] = ("--tasks", "", "--eval_bundle")
-) -> list[BundleTask]:
-    """The tasks of a bundle that these names ask for: `core` for its 22, `core/LABEL` for one.
-
-    Raises InputError with everything that is absent: CORE of fewer tasks would be another measure.
-    """
-    tasks_are, _, bundle_is = settings
-    if bundle is None:
-        raise InputError(
-            f"{tasks_are} {CORE}: its items are those of DCLM's bundle, as nanochat takes them; give {bundle_is} the "
-            "folder with core.yaml, eval_meta_data.csv and eval_data/ (docs/runs.md, CORE)"
-        )
-    absent = [name for name in ("core.yaml", "eval_meta_data.csv", "eval_data") if not (bundle / name).exists()]
-    if absent:
-        raise InputError(
-            f"{bundle_is} {bundle}: has no {', '.join(absent)}; give the unpacked folder of DCLM's CORE bundle"
-        )
-    known, problems, wanted = _tasks_in(bundle, bundle_is), Problems(), {}
-    for name in names:
-        labels = list(CORE_SHOTS) if name == CORE else [name.removeprefix(f"{CORE}/")]
-        missing = [label for label in labels if label not in known]
-        found = {label: known[label] for label in labels if label in known}
-        wanted |= found
-        if missing and name == CORE:
-            problems.append(
-                f"{tasks_are} {CORE}: {bundle} lacks {len(missing)} of its {len(CORE_SHOTS)} tasks: "
-                f"{', '.join(missing)}; a mean of the others is not CORE, {CORE}/LABEL scores one alone"
-            )
-        elif missing:
-            problems.append(f"{tasks_are} {name}: no such task in {bundle}{did_you_mean(labels[0], known)}")
-        changed = [label for label, task in found.items() if name == CORE and task.few_shots != CORE_SHOTS[label]]
-        if changed:
-            problems.append(
-                f"{bundle_is} {bundle}/core.yaml: other numbers of examples than CORE's ({', '.join(changed)}); take "
-                "the bundle as it is published"
-            )
-    for label, task in wanted.items():
-        if not task.file.is_file():
-            problems.append(f"{bundle_is} {task.file}: no such file, which {label} needs")
-    problems.stop_if_any()
-    return list(wanted.values())
-
-
-def _tasks_in(bundle: Path, bundle_is: str) -> dict[str, BundleTask]:
-    """{label: task} of a bundle. Raises InputError."""
+def task_problems(tasks: Iterable[str], include_path: Path | None, bundle: Path | None = None) -> list[str]:
+    """Returns what is wrong with `evaluation.tasks`, `include_path` and `eval_bundle`, without the harness itself."""
+    command = [sys.executable, "-m", "pretrain_tools.evaluation.task_names", *tasks]
+    command += ["--include_path", str(include_path)] if include_path is not None else []
+    command += ["--eval_bundle", str(bundle)] if bundle is not None else []
+    environment = environment_alone() | {"PYTHONPATH": python_path()}
     try:
-        with open(bundle / "eval_meta_data.csv", encoding="utf-8", newline="") as file:
-            percent = {row["Eval Task"]: float(row["Random baseline"] or "nan") for row in csv.DictReader(file)}
-        rows = yaml.safe_load((bundle / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
-        tasks = {
-            row["label"]: BundleTask(
-                label=row["label"],
-                kind=row["icl_task_type"],
-                file=bundle / "eval_data" / row["dataset_uri"],
-                few_shots=int(row["num_fewshot"][0]),
-                delimiter=row.get("continuation_delimiter", " "),
-                baseline=0.01 * percent.get(row["label"], float("nan")),
-            )
-            for row in rows
-        }
-    except (OSError, ValueError, KeyError, TypeError, IndexError, yaml.YAMLError) as error:
-        reason = str(error).split("\n")[0]
-        raise InputError(
-            f"{bundle_is} {bundle}: core.yaml or eval_meta_data.csv cannot be read ({type(error).__name__}: {reason})"
-        ) from error
-    problems = Problems()
-    for task in tasks.values():
-        if task.kind not in CORE_KINDS:
-            near = did_you_mean(str(task.kind), CORE_KINDS)
-            problems.append(f"{bundle_is} {bundle}/core.yaml: {task.label} is of type {task.kind}{near}")
-        if not 0 <= task.baseline < 1:
-            problems.append(
-                f"{bundle_is} {bundle}/eval_meta_data.csv: gives {task.label} no Random baseline from 0 to below 100"
-            )
-    problems.stop_if_any()
-    return tasks
-
-
-def no_such_task(setting: str, name: str, known: Iterable[str]) -> str:
-    """The problem with an unknown name: with a suggestion, but without a list of all 14,000."""
-    near = did_you_mean(name, known)
-    near = near if near.startswith("; did") else "; `lm_eval ls tasks` lists all"
-    return f"{setting} {name}: no such task, group, set or .yaml file{near}"
-
-
-def is_file(name: str) -> bool:
-    return name.endswith((".yaml", ".yml"))
-
-
-def matches(name: str, known: set[str]) -> bool:
-    """Whether it is one of the names, or a pattern such as blimp_* of any of them."""
-    return name in known or (any(letter in name for letter in "*?[") and bool(fnmatch.filter(known, name)))
-
-
-def harness_folder() -> Path:
-    """Where the installed harness keeps its tasks."""
-    spec = importlib.util.find_spec("lm_eval")
-    return Path(next(iter(spec.submodule_search_locations))) / "tasks"
-
-
-def names_in(folder: Path) -> Iterator[str]:
-    """Names of tasks, groups and tags in the YAML files of a folder, templates without a suffix among them."""
-    for place, _, files in os.walk(folder):
-        for file in files:
-            if not file.endswith(("yaml", "yml")) and "." in file:
-                continue
-            try:
-                text = (Path(place) / file).read_text(encoding="utf-8", errors="replace")
-            except OSError:
-                continue
-            for value in [*KEY.findall(text), *ITEM.findall(text)]:
-                for name in value.split(" #")[0].strip("[] \t").split(","):
-                    yield name.strip(" \t\"'")
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=CHECK_SECONDS)
+    except (OSError, subprocess.SubprocessError) as error:
+        return [f"evaluation.tasks: could not be checked ({error})"]
+    if done.returncode:
+        return [f"evaluation.tasks: could not be checked ({(done.stderr.splitlines() or ['killed'])[-1]})"]
+    return done.stdout.splitlines()

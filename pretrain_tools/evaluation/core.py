@@ -10,7 +10,7 @@ from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.parallel.ranks import Ranks
-from pretrain.training.task_names import CORE, BundleTask
+from pretrain_tools.evaluation.task_names import CORE, BundleTask
 from pretrain_tools.evaluation.task_scores import TaskScore, mean_and_error, mean_of_means
 
 CENTERED = "centered_acc"

@@ -18,7 +18,8 @@ from pretrain.errors import InputError, Problems
 from pretrain.files import ROOT
 from pretrain.parallel.strategy import Strategy
 from pretrain.runs.history import is_number
-from pretrain.training.task_names import (
+from pretrain_tools.evaluation.core import score_core
+from pretrain_tools.evaluation.task_names import (
     SMALL_TASKS,
     TASK_SETS,
     BundleTask,
@@ -27,7 +28,6 @@ from pretrain.training.task_names import (
     no_such_task,
     task_problems,
 )
-from pretrain_tools.evaluation.core import score_core
 from pretrain_tools.evaluation.task_scores import TaskScore, mean_and_error, mean_of_means
 
 TASK_FLAGS = ("--tasks", "--include_path", "--eval_bundle")

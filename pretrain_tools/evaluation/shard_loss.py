@@ -23,9 +23,9 @@ from pretrain.model.build import use_attention
 from pretrain.model.loss import LanguageModelLoss, choose_loss
 from pretrain.parallel.strategy import Strategy, device_type, resolve_precision
 from pretrain.recipe import read_run_config
-from pretrain.runs.addresses import ModelAddress
 from pretrain.training.probe import probe
 from pretrain.training.validation import measure, source_name
+from pretrain_tools.runs.addresses import ModelAddress
 
 LONGEST_DEFAULT_SEQUENCE = 2048
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

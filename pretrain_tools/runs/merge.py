@@ -24,8 +24,8 @@ from pretrain.files import CARD_FILE, PICTURE_FILE, PROVENANCE_FILE, SEAL_FILE, 
 from pretrain.model.model_config import config_differences, load_model_config
 from pretrain.model.published_names import JoinedTensors, PublishedNames
 from pretrain.parallel.tensor_group import TensorGroup
-from pretrain.runs.addresses import ModelAddress, find_models
 from pretrain.runs.run_folder import checkpoint_folders, output_problem
+from pretrain_tools.runs.addresses import ModelAddress, find_models
 
 MERGE_FILE = "merge.json"
 LEFT_BEHIND = {SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE, CARD_FILE, PICTURE_FILE, MERGE_FILE, "trainer_state.json"}

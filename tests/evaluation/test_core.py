@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.parallel.registry import evaluation_strategy
-from pretrain.training.task_names import CORE_SHOTS, SMALL_TASKS, bundle_tasks, task_problems
 from pretrain_tools.evaluation.lm_harness import TaskSettings, score_tasks, select_tasks
+from pretrain_tools.evaluation.task_names import CORE_SHOTS, SMALL_TASKS, bundle_tasks, task_problems
 from support.model_folders import save_tiny
 
 WORDS = ("value", "file", "line", "import", "class", "return", "self", "name", "path", "None", "é", "if x:")

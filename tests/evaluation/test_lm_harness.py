@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.training.task_names import BASE_TASKS, harness_folder, names_in, task_problems
 from pretrain_tools.evaluation.lm_harness import evaluate_package_importable, only_main_prints
+from pretrain_tools.evaluation.task_names import BASE_TASKS, harness_folder, names_in, task_problems
 from support.faults import EVERYTHING
 from support.project import ROOT
 

@@ -6,7 +6,7 @@ import pytest
 
 from pretrain.errors import InputError
 from pretrain.files import commit
-from pretrain.runs.addresses import find_models
+from pretrain_tools.runs.addresses import find_models
 
 
 def problems_of(call, *words) -> str:

@@ -1,0 +1,164 @@
+"""From what a user writes to a model folder: a run, one of its steps, any Hugging Face folder, or a Hub id.
+
+runs/x            the run's final/, or else its newest valid checkpoint
+runs/x@500        the run's checkpoint of step 500
+runs/x@best       the run's checkpoint with the lowest validation loss
+runs/x@all        every valid checkpoint of the run, oldest first, and final/ where it adds a step
+some/folder       a folder that from_pretrained loads
+owner/name@rev    a model of the Hub, at a branch, tag or commit
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.errors import InputError, did_you_mean, is_first_on_machine
+from pretrain.files import SEAL_FILE
+from pretrain.runs.history import last_good_end
+from pretrain.runs.run_folder import best_step, checkpoint_damage, checkpoint_folders, read_state
+
+HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w./-]+)?")
+# Only what evaluation reads: pickled weights stay on the Hub.
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+
+
+@dataclass(frozen=True)
+class ModelAddress:
+    """Where a model is, and where it comes from as far as its folder tells."""
+
+    name: str
+    """In tables: what the user wrote, and the checkpoint where that says more."""
+    folder: Path
+    """A Hugging Face model folder on this machine."""
+    run: Path | None = None
+    """The run that it belongs to."""
+    step: int | None = None
+    tokens: int | None = None
+    """Training tokens seen."""
+    revision: str | None = None
+    """Commit of a Hub model."""
+    weights: str = "raw"
+    """raw, or average: the mean in a checkpoint."""
+
+
+def find_models(text: str) -> list[ModelAddress]:
+    """The model at an address; RUN@all stands for several.
+
+    Raises InputError if it does not exist, with what exists instead.
+    """
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        return [_in_folder(text, folder)]
+    base, _, selector = text.rpartition("@")
+    if base and Path(base).expanduser().is_dir():
+        return _in_run(text, Path(base).expanduser(), selector)
+    local_part = base or text
+    if _is_meant_as_path(local_part):
+        siblings = [str(path) for path in Path(local_part).parent.glob("*") if path.is_dir()]
+        near = did_you_mean(local_part, siblings) if siblings else ""
+        raise InputError(f"--model {text}: no such folder{near}; give a run, RUN@STEP, a model folder or a Hub id")
+    if not HUB_ID.fullmatch(text):
+        raise InputError(f"--model {text}: neither a folder here nor a Hub id (owner/name or owner/name@revision)")
+    return [_from_hub(text)]
+
+
+def _is_meant_as_path(text: str) -> bool:
+    parts = Path(text).parts
+    return text.startswith((".", "/", "~")) or len(parts) > 2 or (len(parts) == 2 and Path(parts[0]).is_dir())
+
+
+def _in_folder(text: str, folder: Path) -> ModelAddress:
+    if (folder / "config.json").is_file():
+        _refuse_damaged(text, folder)
+        return _describe(text, folder)
+    checkpoints = checkpoint_folders(folder)
+    final = folder / "final"
+    if (final / "config.json").is_file():
+        _refuse_damaged(text, final)
+        return _describe(f"{text.rstrip('/')}/final", final)
+    if not checkpoints:
+        raise InputError(
+            f"--model {text}: neither a model folder (no config.json) nor a run with final/ or checkpoints/ in it"
+        )
+    for step, checkpoint in _intact(dict(reversed(checkpoints.items()))):
+        return _describe(f"{text.rstrip('/')}@{step}", checkpoint)
+    raise InputError(f"--model {text}: {folder} has no intact checkpoint; train it further, or restore one")
+
+
+def _intact(checkpoints: dict[int, Path]) -> Iterator[tuple[int, Path]]:
+    """Those whose files are as they were written, with a warning for each of the others."""
+    for step, folder in checkpoints.items():
+        if not (problems := checkpoint_damage(folder)):
+            yield step, folder
+        elif is_first_on_machine():
+            print(f"warning: {folder} cannot be used: {'; '.join(problems)}", file=sys.stderr)
+
+
+def _in_run(text: str, run: Path, selector: str) -> list[ModelAddress]:
+    checkpoints = checkpoint_folders(run)
+    available = ", ".join(map(str, checkpoints)) or "none"
+    if selector == "all":
+        return _all_of(text, run, checkpoints)
+    if selector == "best":
+        step = best_step(checkpoints)
+        if step is None:
+            raise InputError(f"--model {text}: no checkpoint there has a validation loss; steps there: {available}")
+        text, selector = f"{run}@{step}", str(step)
+    if not selector.isdecimal():
+        raise InputError(
+            f"--model {text}: after @ comes a step, best or all (got {selector!r}); steps there: {available}"
+        )
+    step = int(selector)
+    if step not in checkpoints:
+        raise InputError(f"--model {text}: {run} has no checkpoint of step {step}; steps there: {available}")
+    _refuse_damaged(text, checkpoints[step])
+    return [_describe(text, checkpoints[step])]
+
+
+def _all_of(text: str, run: Path, checkpoints: dict[int, Path]) -> list[ModelAddress]:
+    found = [_describe(f"{run}@{step}", folder) for step, folder in _intact(checkpoints)]
+    if (run / "final" / "config.json").is_file():
+        _refuse_damaged(text, run / "final")
+        final = _describe(f"{run}/final", run / "final")
+        if final.step not in [address.step for address in found]:
+            found.append(final)
+    if not found:
+        raise InputError(f"--model {text}: {run} has no intact checkpoint")
+    return found
+
+
+def _refuse_damaged(text: str, folder: Path) -> None:
+    if (folder / SEAL_FILE).is_file() and (problems := checkpoint_damage(folder)):
+        raise InputError(f"--model {text}: {folder} is damaged: {'; '.join(problems)}; give another checkpoint")
+
+
+def _describe(name: str, folder: Path) -> ModelAddress:
+    """The address of a model folder, with run, step and tokens where the folder lies in a run."""
+    real = folder.resolve()
+    if real.parent.name in ("checkpoints", "evaluations") and (real.parent.parent / "config.yaml").is_file():
+        state = read_state(folder).get("state", {})
+        run = folder.parent.parent if folder.parent.name == real.parent.name else real.parent.parent
+        return ModelAddress(name, folder, run, state.get("step"), state.get("tokens"))
+    if real.name == "final" and (real.parent / "config.yaml").is_file():
+        run = folder.parent if folder.name == "final" else real.parent
+        end = last_good_end(run)
+        return ModelAddress(name, folder, run, end.get("step"), end.get("tokens"))
+    return ModelAddress(name, folder)
+
+
+def _from_hub(text: str) -> ModelAddress:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    repository, _, revision = text.partition("@")
+    try:
+        folder = snapshot_download(repository, revision=revision or None, allow_patterns=HUB_FILES)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(
+            f"--model {text}: not a folder here, and it cannot be read from the Hub ({type(error).__name__}: "
+            f"{reason}); give a run, RUN@STEP, a model folder or a Hub id that this machine can reach"
+        ) from error
+    return ModelAddress(text, Path(folder), revision=Path(folder).name)
