@@ -18,260 +18,96 @@ python runs.py mixture --config recipes/NAME.yaml --output sweeps/y  # weights o
 """
 
 import argparse
-import contextlib
-import functools
-import os
 import sys
-import threading
-import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pretrain.errors import EXIT_INTERRUPTED, InputError, run_script
+from pretrain.errors import Problems, run_script
 from pretrain.runs.control import COMMANDS
-from pretrain.runs.history import find_runs, read_history, require_run, require_runs
-from pretrain.runs.run_folder import METRICS_FILE
-from pretrain_tools.runs.commands import send, wait_for_answer, wait_for_profile, withdraw
-from pretrain_tools.runs.comparison import comparison_text, names_of, summary_text, write_csv
-from pretrain_tools.runs.status import list_text, read_status, status_text
-
-if TYPE_CHECKING:
-    from pretrain_tools.runs.live_log import LiveRuns
+from pretrain.runs.history import read_history, require_run
+from pretrain_tools.runs.commands import steer
+from pretrain_tools.runs.comparison import export_runs, print_comparison, summary_text
+from pretrain_tools.runs.status import print_list, print_status, read_status
 
 ROOT_OF_RUNS = Path("runs")
-USUAL_PORT, LAST_PORT = 8765, 65_535
 
 
-def list_runs(arguments: argparse.Namespace) -> int:
-    """One line per run under a folder."""
-    folder = arguments.folder
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; give a folder that contains runs")
-    runs = [folder] if (folder / METRICS_FILE).is_file() else find_runs(folder)
-    if not runs:
-        raise InputError(f"{folder}: contains no runs; start one with train.py, or give another folder")
-    within = folder if runs != [folder] else folder.parent
-    print(list_text([read_status(run, brief=True) for run in runs], within=within))
-    return 0
+def list_runs(arguments: argparse.Namespace) -> None:
+    """Prints one line per run under a folder."""
+    print_list(arguments.folder)
 
 
-def status(arguments: argparse.Namespace) -> int:
-    """How one run is doing; of a folder of runs, their list."""
-    folder = arguments.run_folder
-    if folder.is_dir() and not (folder / METRICS_FILE).is_file() and find_runs(folder):
-        arguments.folder = folder
-        return list_runs(arguments)
-    run = require_run(folder)
-    while True:
-        now = read_status(run)
-        if arguments.watch is not None and sys.stdout.isatty():
-            print("\033[H\033[2J", end="")
-        print(status_text(now), flush=True)
-        if arguments.watch is None or now.state != "running":
-            return 0
-        try:
-            time.sleep(arguments.watch)
-        except KeyboardInterrupt:
-            return 0
-        if not sys.stdout.isatty():
-            print()
+def status(arguments: argparse.Namespace) -> None:
+    """Prints how one run is doing; of a folder of runs, their list."""
+    print_status(arguments.run_folder, arguments.watch)
 
 
-def watch(arguments: argparse.Namespace) -> int:
+def watch(arguments: argparse.Namespace) -> None:
     """Shows all runs of a folder until Ctrl-C, in the terminal and, if asked for, as a page."""
-    from pretrain_tools.runs.live_log import LiveRuns
-    from pretrain_tools.runs.live_table import print_once, show_live
+    from pretrain_tools.runs import watch
 
-    folder, problems = arguments.folder, []
-    if not folder.is_dir():
-        problems.append(f"{folder}: no such folder; give a folder that contains runs")
-    if arguments.once and arguments.page:
-        problems.append("--once: not with --page, which serves until Ctrl-C; --output FILE writes the page as a file")
-    if arguments.port is not None and not arguments.page:
-        problems.append("--port: only valid with --page")
-    if arguments.port is not None and arguments.port > LAST_PORT:
-        problems.append(f"--port {arguments.port}: must be from 0 to {LAST_PORT}")
-    if problems:
-        raise InputError(*problems)
-    if arguments.output is not None:
-        require_writable(arguments.output)
-    runs = LiveRuns(folder)
-    if not runs.refresh():
-        raise InputError(f"{folder}: contains no runs; start one with train.py, or give another folder")
-    if arguments.output is None and not arguments.page:
-        print_once(runs) if arguments.once else show_live(runs, arguments.interval)
-        return 0
-    return watch_page(arguments, runs)
+    given = {name: getattr(arguments, name) for name in ("once", "page", "port", "output", "interval")}
+    watch.watch(arguments.folder, **given)
 
 
-def watch_page(arguments: argparse.Namespace, runs: "LiveRuns") -> int:
-    """The same with a page, served, written, or both."""
-    from pretrain_tools.runs.live_page import LiveData, PageServer, write_live_page
-    from pretrain_tools.runs.live_table import print_once, show_live
+def plot(arguments: argparse.Namespace) -> None:
+    """Writes the curves as a page and a PNG."""
+    from pretrain_tools.runs.page import plot_runs
 
-    data, notes = LiveData(runs), []
-
-    def write() -> None:
-        if arguments.output is not None:
-            write_live_page(data, arguments.output, None if arguments.once else arguments.interval)
-
-    def write_again() -> None:
-        with contextlib.suppress(OSError):  # a shared disk that is away for a while: the page says how old it is
-            write()
-
-    write()
-    notes += [str(arguments.output)] if arguments.output is not None else []
-    if arguments.once:
-        print_once(runs)
-        print(notes[0])
-        return 0
-    if not arguments.page:
-        show_live(runs, arguments.interval, write_again, notes[0])
-        return 0
-    port = USUAL_PORT if arguments.port is None else arguments.port
-    with PageServer(data, port, arguments.interval) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            show_live(runs, arguments.interval, write_again, " · ".join([server.address, *notes]))
-        finally:
-            server.shutdown()
-    return 0
+    print(*plot_runs(arguments.runs, arguments.output), sep="\n")
 
 
-def plot(arguments: argparse.Namespace) -> int:
-    """Writes the PNG and the page, by default into the nearest folder that holds all runs."""
-    from pretrain_tools.runs.curves import curves_of
-    from pretrain_tools.runs.plots import write_page, write_png
-
-    runs = require_runs(arguments.runs)
-    folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve().parent for run in runs]))
-    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    base = arguments.output or folder / "plot"
-    base = base.with_suffix("") if base.suffix in (".png", ".html") else base
-    require_writable(base)
-    histories = [read_history(run) for run in runs]
-    if not any(history.of("train") for history in histories):
-        raise InputError(f"{', '.join(map(str, runs))}: no steps logged yet, nothing to plot")
-    names = names_of(histories)
-    curves = [curves_of(name, h, read_status(h.folder)) for name, h in zip(names, histories, strict=True)]
-    for ending, write in ((".html", write_page), (".png", write_png)):
-        path = base.with_name(base.name + ending)
-        write(curves, path)
-        print(path)
-    return 0
-
-
-def require_writable(path: Path) -> None:
-    """Raises InputError if no file can be made there."""
-    folder = path.parent
-    if not folder.is_dir():
-        raise InputError(f"--output {path}: {folder} is not a folder; create it, or choose another path")
-    if not os.access(folder, os.W_OK):
-        raise InputError(f"--output {path}: {folder} is not writable; choose another path")
-    if path.is_dir():
-        raise InputError(f"--output {path}: is a folder; give a file name in it, such as {path / 'plot'}")
-
-
-def compare(arguments: argparse.Namespace) -> int:
+def compare(arguments: argparse.Namespace) -> None:
     """Prints settings that differ and results."""
-    if len(arguments.runs) < 2:
-        raise InputError(f"compare {arguments.runs[0]}: only one run given; give two or more, or use summary")
-    print(comparison_text([(read_history(run), read_status(run)) for run in require_runs(arguments.runs)]))
-    return 0
+    print_comparison(arguments.runs)
 
 
-def summary(arguments: argparse.Namespace) -> int:
+def summary(arguments: argparse.Namespace) -> None:
     """Prints a run on one page."""
-    history = read_history(arguments.run_folder)
-    print(summary_text(history, read_status(arguments.run_folder)))
-    return 0
+    print(summary_text(read_history(arguments.run_folder), read_status(arguments.run_folder)))
 
 
-def export(arguments: argparse.Namespace) -> int:
+def export(arguments: argparse.Namespace) -> None:
     """Writes every logged line as CSV."""
-    runs = require_runs(arguments.runs)
-    require_writable(arguments.output)
-    rows = write_csv([read_history(run) for run in runs], arguments.output)
-    print(f"{arguments.output}: {rows:,} rows")
-    return 0
+    export_runs(arguments.runs, arguments.output)
 
 
-def documents(arguments: argparse.Namespace) -> int:
+def documents(arguments: argparse.Namespace) -> None:
     """Prints what was in a step."""
     from pretrain_tools.runs.step_documents import documents_text
 
     run = require_run(arguments.run_folder)
     print(documents_text(run, arguments.step, limit=arguments.limit, characters=arguments.characters))
-    return 0
 
 
-def merge(arguments: argparse.Namespace) -> int:
+def merge(arguments: argparse.Namespace) -> None:
     """Writes the mean of several models."""
     from pretrain_tools.runs.merge import merge_models
 
-    folder, names = merge_models(
-        arguments.models, last=arguments.last, weights=arguments.weights, output=arguments.output
-    )
+    given = {name: getattr(arguments, name) for name in ("last", "weights", "output")}
+    folder, names = merge_models(arguments.models, **given)
     print(f"The mean of {', '.join(names)} is in {folder}.")
     print(f"Try: python evaluate.py --model {folder} --data FOLDER")
-    return 0
 
 
-def steer(arguments: argparse.Namespace) -> int:
-    """Sends a command to a live run and waits until it is done; exit status 1 for a profile that has found causes."""
-    command, run = arguments.command, arguments.run_folder
-    request = {"id": uuid.uuid4().hex}  # known before it is sent: Ctrl-C may come while it is being written
-    more = {"steps": arguments.steps} if command == "profile" else {}
-    code, shown = 0, 0
-
-    def show(seconds: float) -> None:
-        nonlocal shown
-        if seconds > 1 and int(seconds) > shown and (sys.stderr.isatty() or int(seconds) % 10 == 0):
-            shown = int(seconds)
-            end = "" if sys.stderr.isatty() else "\n"
-            print(f"\r{command}: waiting for the run, {shown} s", end=end, file=sys.stderr, flush=True)
-
-    try:
-        request = send(run, command, request["id"], **more)
-        print(wait_for_answer(run, request, timeout_seconds=arguments.timeout, show=show), flush=True)
-        if command == "profile":
-            report = wait_for_profile(run, request, show=show)
-            print("\n" * sys.stderr.isatty() + report["text"])
-            code = 1 if report["causes"] else 0
-    except KeyboardInterrupt:
-        withdraw(run, request)
-        print(f"\n{command}: gave up waiting; cancelled, unless the run has already picked it up", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    finally:
-        if shown and sys.stderr.isatty():
-            print(file=sys.stderr)
-    return code
+def control(arguments: argparse.Namespace) -> int:
+    """Sends a command to a live run and waits until it is done."""
+    more = {"steps": arguments.steps} if arguments.command == "profile" else {}
+    return steer(arguments.run_folder, arguments.command, timeout_seconds=arguments.timeout, **more)
 
 
 def parity(arguments: argparse.Namespace) -> int:
     """Trains the recipe for a few steps under each strategy and compares; exit status 1 if one differs."""
     from pretrain.recipe import pair_up
-    from pretrain_tools.runs.parity import measure_parity, measure_parity_of_models, strategy_names
+    from pretrain_tools.runs.parity import compare_strategies
 
-    measure = measure_parity
-    if arguments.models:
-        measure = functools.partial(measure_parity_of_models, models=arguments.models)
-    return measure(
-        arguments.config,
-        arguments.output,
-        steps=arguments.steps,
-        strategies=arguments.strategies.split(",") if arguments.strategies else strategy_names(),
-        processes=arguments.processes,
-        precision=arguments.precision,
-        changes=pair_up(arguments.changes),
-    )
+    given = {name: getattr(arguments, name) for name in ("models", "steps", "strategies", "processes", "precision")}
+    return compare_strategies(arguments.config, arguments.output, changes=pair_up(arguments.changes), **given)
 
 
 def sweep(arguments: argparse.Namespace) -> int:
     """Trains the recipe under every combination of settings and compares."""
-    from pretrain.errors import Problems
     from pretrain.recipe import pair_up
     from pretrain_tools.experiments.sweep import run_sweep
     from pretrain_tools.experiments.sweep_plan import SweepRequest, read_axes
@@ -280,46 +116,26 @@ def sweep(arguments: argparse.Namespace) -> int:
     axes = problems.attempt(read_axes, arguments.vary)
     changes = problems.attempt(pair_up, arguments.changes)
     problems.stop_if_any()
-    request = SweepRequest(
-        arguments.config, tuple(axes), tuple(changes), arguments.seeds, arguments.halving, arguments.search,
-        arguments.output,
-    )  # fmt: skip
+    given = {name: getattr(arguments, name) for name in ("seeds", "halving", "search", "output")}
+    request = SweepRequest(arguments.config, tuple(axes), tuple(changes), **given)
     return run_sweep(request, arguments.parallel)
 
 
 def mixture(arguments: argparse.Namespace) -> int:
     """Trains on many mixtures and proposes weights."""
     from pretrain.recipe import pair_up
-    from pretrain_tools.experiments.mixture import mixture_request, run_mixture
+    from pretrain_tools.experiments.mixture import run_mixture
 
-    changes = pair_up(arguments.changes)
-    request = mixture_request(arguments.config, changes, arguments.runs, arguments.seeds, arguments.output)
-    return run_mixture(request, arguments.parallel)
+    given = {name: getattr(arguments, name) for name in ("seeds", "output", "parallel")}
+    return run_mixture(arguments.config, pair_up(arguments.changes), count=arguments.runs, **given)
 
 
-def ladder(arguments: argparse.Namespace) -> int:
+def ladder(arguments: argparse.Namespace) -> None:
     """Fits the loss by size and tokens and predicts."""
-    from pretrain.errors import Problems
-    from pretrain_tools.experiments.ladder import (
-        common_place,
-        make_ladder,
-        read_ladder_runs,
-        read_predictions,
-        rungs_of,
-    )
-    from pretrain_tools.experiments.ladder_report import ladder_text, write_ladder
+    from pretrain_tools.experiments.ladder_report import report_ladder
 
-    problems = Problems()
-    asked = problems.attempt(read_predictions, arguments.predict, arguments.count)
-    found = problems.attempt(read_ladder_runs, arguments.runs, arguments.count, arguments.intermediate)
-    base = arguments.output or common_place(arguments.runs)
-    problems.attempt(require_writable, base)
-    problems.stop_if_any()
-    made = make_ladder(rungs_of(found[0]), asked, arguments.count)
-    print(ladder_text(made, found[1]))
-    for path in write_ladder(made, base):
-        print(path)
-    return 0
+    given = {name: getattr(arguments, name) for name in ("predict", "count", "intermediate", "output")}
+    report_ladder(arguments.runs, **given)
 
 
 def positive(text: str, kind: type = float) -> float:
@@ -349,7 +165,7 @@ def parser() -> argparse.ArgumentParser:
     add_readers(commands)
     add_merge(commands)
     for name, text in COMMANDS.items():
-        command = add_command(commands, name, steer, text)
+        command = add_command(commands, name, control, text)
         command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default 60)")
         if name == "profile":
             command.add_argument("--steps", type=natural, default=20, help="to record (default 20)")
@@ -385,7 +201,7 @@ def add_readers(commands: argparse._SubParsersAction) -> None:
         commands, "watch", watch, "all runs under a folder, live (default runs)", "folder", metavar=None, **default
     )
     command.add_argument("--page", action="store_true", help="a page with curves and controls too, for this machine")
-    command.add_argument("--port", type=whole, metavar="PORT", help=f"of the page (default {USUAL_PORT}; 0: any)")
+    command.add_argument("--port", type=whole, metavar="PORT", help="of the page (default 8765; 0: any)")
     command.add_argument("--output", type=Path, metavar="FILE.html", help="keep the page up to date as one file, too")
     command.add_argument("--once", action="store_true", help="as it is now, and end")
     command.add_argument(

@@ -226,9 +226,12 @@ def append_events(run: Path, events: Iterable[Event]) -> None:
         os.close(descriptor)
 
 
-def count_hours(events: list[Event]) -> None:
-    """Adds `hours` to every event in place. A crash's lost work counts, the time until the restart does not."""
-    elapsed, previous = 0.0, None
+def count_hours(events: list[Event], since: tuple[float, float | None] = (0.0, None)) -> tuple[float, float | None]:
+    """Adds `hours` to every event in place. A crash's lost work counts, the time until the restart does not.
+
+    since: what the call for the events before these has returned: (seconds of running, time of the last event).
+    """
+    elapsed, previous = since
     for event in events:
         now = event.get("time")
         if is_number(now) and event["event"] not in BESIDE:
@@ -236,6 +239,7 @@ def count_hours(events: list[Event]) -> None:
                 elapsed += max(0.0, now - previous)
             previous = now
         event["hours"] = elapsed / 3600
+    return elapsed, previous
 
 
 def current_events(events: Iterable[Event]) -> list[Event]:

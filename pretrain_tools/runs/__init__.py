@@ -3,9 +3,10 @@
 Copes with what a crash left behind, imports nothing heavy, and changes a run only through control.
 
     status: state, progress, time left
-    curves, plots, comparison: pictures and tables
-    live_log, live_table: all runs while they are written, in the terminal
-    live_page, live_curves: the same on a page
+    comparison: runs as text, side by side, as a table
+    curves, plots: the curves of runs, as a picture
+    page: the same on a page, of a plot or of live runs
+    live_log, watch: all runs while they are written, in the terminal and on a page
     commands: asks a live run for something, and waits for the answer
     step_documents: what a step was trained on
     parity: one recipe under every strategy

@@ -3,13 +3,14 @@
 import json
 import os
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import InputError
+from pretrain.errors import EXIT_INTERRUPTED, InputError
 from pretrain.files import write_durably
 from pretrain.runs.control import ANSWER_FILE, REQUEST_FILE
 from pretrain.runs.history import last_start, require_run
@@ -24,6 +25,40 @@ DONE = {
     "profile": "profiling from step {step:,} on",
 }
 POLL_SECONDS = 0.1
+
+
+def steer(run: Path, command: str, *, timeout_seconds: float, **more: Any) -> int:
+    """Sends a command to a live run, waits until it is done and prints the answer.
+
+    Returns the exit status: 1 for a profile that has found causes, EXIT_INTERRUPTED after Ctrl-C. Raises InputError as
+    `send` and `wait_for_answer` do.
+    """
+    request = {"id": uuid.uuid4().hex}  # known before it is sent: Ctrl-C may come while it is being written
+    watched = sys.stderr.isatty()
+    shown = 0
+
+    def show(seconds: float) -> None:
+        nonlocal shown
+        if seconds > 1 and int(seconds) > shown and (watched or int(seconds) % 10 == 0):
+            shown = int(seconds)
+            text = f"\r{command}: waiting for the run, {shown} s"
+            print(text, end="" if watched else "\n", file=sys.stderr, flush=True)
+
+    try:
+        request = send(run, command, request["id"], **more)
+        print(wait_for_answer(run, request, timeout_seconds=timeout_seconds, show=show), flush=True)
+        if command != "profile":
+            return 0
+        report = wait_for_profile(run, request, show=show)
+        print("\n" * watched + report["text"])
+        return 1 if report["causes"] else 0
+    except KeyboardInterrupt:
+        withdraw(run, request)
+        print(f"\n{command}: gave up waiting; cancelled, unless the run has already picked it up", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    finally:
+        if shown and watched:
+            print(file=sys.stderr)
 
 
 def send(run: Path, command: str, request_id: str | None = None, **more: Any) -> dict:

@@ -3,20 +3,33 @@
 import csv
 import itertools
 import json
+import os
 import statistics
 from pathlib import Path
 from typing import Any
 
-from pretrain.runs.history import History, is_number
+from pretrain.errors import InputError
+from pretrain.runs.history import History, is_number, read_history, require_runs
 from pretrain.runs.run_folder import read_config, read_json
-from pretrain.units import bytes_text, count_text, duration_text, energy_text, table
+from pretrain.units import bytes_text, count_text, counted, duration_text, energy_text, table
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
-from pretrain_tools.runs.status import RunStatus, number_text, state_text
+from pretrain_tools.runs.status import RunStatus, number_text, read_status, state_text
 
 SMOOTHED_LINES = 10
 SHOWN_STEPS = 10
 EXPORTED = ("train", "validation", "evaluation")
 WIDEST_CELL = 44
+
+
+def require_writable(path: Path) -> None:
+    """Raises InputError if no file can be made there."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise InputError(f"--output {path}: {folder} is not a folder; create it, or choose another path")
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"--output {path}: {folder} is not writable; choose another path")
+    if path.is_dir():
+        raise InputError(f"--output {path}: is a folder; give a file name in it, such as {path / 'plot'}")
 
 
 def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -34,14 +47,10 @@ def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:
 
 def recorded_settings(run: Path) -> dict[str, Any]:
     """Every setting that the run's folder records, by dotted name; missing files are left out."""
-    records = {"": read_config(run)}
-    records |= {f"{name}.": read_json(run / f"{name}.json") for name in ("model", "strategy", "environment")}
-    return {
-        f"{prefix}{key}": value
-        for prefix, record in records.items()
-        for key, value in flatten_settings(record).items()
-        if key
-    }
+    records = {name: read_json(run / f"{name}.json") for name in ("model", "strategy", "environment")}
+    # A model in config.yaml may be a path, a leaf of the name that model.json's settings begin with.
+    found = {**flatten_settings(read_config(run)), **flatten_settings({k: v for k, v in records.items() if v})}
+    return {name: value for name, value in found.items() if name}
 
 
 def setting_differences(settings: list[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -69,30 +78,26 @@ def results_of(history: History, status: RunStatus) -> dict[str, str]:
     for source, events in history.validation().items():
         measured = [e for e in events if is_number(e.get("loss"))]
         if measured:
+            last = measured[-1]
             best = min(measured, key=lambda e: e["loss"])
-            per_byte = _text(measured[-1].get("bits_per_byte"), ", {:.4f} bits/byte") or ""
-            results[f"validation {source}"] = f"{measured[-1]['loss']:.4f}{per_byte}"
-            average = measured[-1].get("average_loss")
-            results[f"validation {source}, average"] = _text(average, "{:.4f}")
+            per_byte = _text(last.get("bits_per_byte"), ", {:.4f} bits/byte") or ""
+            results[f"validation {source}"] = f"{last['loss']:.4f}{per_byte}"
+            results[f"validation {source}, average"] = _text(last.get("average_loss"), "{:.4f}")
             results[f"best validation {source}"] = f"{best['loss']:.4f} at step {best['step']:,}"
     for name, scores in history.scores().items():
         results[name] = f"{scores[-1].value:.4f}" + (_text(scores[-1].standard_error, " ± {:.4f}") or "")
-    results |= _costs(history)
-    return {name: text for name, text in results.items() if text is not None}
-
-
-def _costs(history: History) -> dict[str, str | None]:
     peaks = [event.get("peak_memory_bytes") for event in history.of("train")]
     memory = max(filter(is_number, peaks), default=None)
-    counts = {name: len(history.of(name)) for name in ("resume", "rollback", "spike", "skip", "warning")}
-    return {
+    results |= {
         "running time": duration_text(history.events[-1]["hours"] * 3600),
         "tokens per second, median": _text(history.median("tokens_per_second"), "{:,.0f}"),
         "MFU, median": _text(history.median("mfu"), "{:.1%}"),
         "peak memory": bytes_text(memory) if memory is not None else None,
         "energy": _energy(history),
-        **{f"{name} events": str(count) for name, count in counts.items() if count},
     }
+    for name in ("resume", "rollback", "spike", "skip", "warning"):
+        results[f"{name} events"] = str(len(history.of(name)) or "") or None
+    return {name: text for name, text in results.items() if text is not None}
 
 
 def _energy(history: History) -> str | None:
@@ -106,24 +111,25 @@ def _text(value: float | None, form: str) -> str | None:
     return form.format(value) if is_number(value) else None
 
 
+def print_comparison(folders: list[Path]) -> None:
+    """Prints settings that differ and results. Raises InputError for one run alone, and for folders that are none."""
+    if len(folders) < 2:
+        raise InputError(f"compare {folders[0]}: only one run given; give two or more, or use summary")
+    print(comparison_text([(read_history(run), read_status(run)) for run in require_runs(folders)]))
+
+
 def comparison_text(runs: list[tuple[History, RunStatus]]) -> str:
     """Settings that differ and results, one column per run."""
     histories = [history for history, _ in runs]
     header = ["", *names_of(histories)]
-    settings = [recorded_settings(history.folder) for history in histories]
-    differ = setting_differences(settings)
+    differ = setting_differences([recorded_settings(history.folder) for history in histories])
     # Where a run writes is its name, which heads the column.
     shown = {name: row for name, row in differ.items() if name not in ("output", "model.transformers_version")}
-    lines = ["settings that differ"]
-    if shown:
-        rows = [[name, *(_cell(value) for value in row)] for name, row in shown.items()]
-        lines.append(table([header, *rows]))
-    else:
-        lines.append("  none")
+    settings = table([header, *([name, *map(_cell, row)] for name, row in shown.items())]) if shown else "  none"
     results = [results_of(history, status) for history, status in runs]
     names = dict.fromkeys(itertools.chain.from_iterable(results))
     rows = [[name, *(result.get(name, "-") for result in results)] for name in names]
-    return "\n".join([*lines, "", "results", table([header, *rows])])
+    return "\n".join(["settings that differ", settings, "", "results", table([header, *rows])])
 
 
 def names_of(histories: list[History]) -> list[str]:
@@ -144,38 +150,38 @@ def summary_text(history: History, status: RunStatus) -> str:
     total, active = start.get("parameters"), start.get("active_parameters")
     parameters = _text(total, ", {:,} parameters") or ""
     parameters += (_text(active, ", {:,} active") or "") if active != total else ""
-    data = [value for key, value in settings.items() if key.startswith("data.") and key.endswith(".shards")]
+    data = [str(value) for key, value in settings.items() if key.startswith("data.") and key.endswith(".shards")]
     optim = {key: settings.get(f"optim.{key}") for key in ("name", "learning_rate", "schedule", "warmup_steps")}
-    batch, length = settings.get("batch.tokens_per_step"), settings.get("data.sequence_length", "?")
     ranks = settings.get("strategy.ranks")
-    processes = f"{ranks} process{'es' if ranks != 1 else ''}" if ranks is not None else None
+    processes = counted(ranks, "process") if ranks is not None else None
     machine = (settings.get("strategy.strategy"), processes, settings.get("environment.device"))
+    kept_out = {
+        contamination_text(row): None
+        for record in read_json(history.folder / "data.json").values()
+        for row in record.get("contamination") or []
+    }
     about = {
         "model": f"{settings.get('model', settings.get('model.config', '?'))}{parameters}",
-        "data": f"{' + '.join(dict.fromkeys(map(str, data))) or '?'}, {length} tokens per sequence",
-        "batch": _text(batch, "{:,} tokens per step") or "?",
+        "data": f"{' + '.join(dict.fromkeys(data)) or '?'}, {settings.get('data.sequence_length', '?')} tokens per "
+        "sequence",
+        "batch": _text(settings.get("batch.tokens_per_step"), "{:,} tokens per step") or "?",
         "optimizer": f"{optim['name']}, learning rate {optim['learning_rate']}, {optim['schedule']}, "
         f"{optim['warmup_steps']} warmup steps",
         "ran on": ", ".join(filter(None, machine)) or "?",
         "precision": str(settings.get("strategy.precision", settings.get("precision", "?"))),
         "seed": str(settings.get("seed", "?")),
         "code": str(settings.get("environment.commit", "?"))[:12],
+        **({"kept out of the data": "; ".join(kept_out)} if kept_out else {}),
+        **results_of(history, status),
     }
-    kept_out = {
-        contamination_text(row): None
-        for record in read_json(history.folder / "data.json").values()
-        for row in record.get("contamination") or []
-    }
-    about |= {"kept out of the data": "; ".join(kept_out)} if kept_out else {}
-    rows = [[name, value] for name, value in (about | results_of(history, status)).items()]
-    return "\n".join([str(history.folder), "", table(rows), "", *_curve_lines(history)])
+    return "\n".join([str(history.folder), "", table(list(map(list, about.items()))), "", _curve_text(history)])
 
 
-def _curve_lines(history: History) -> list[str]:
+def _curve_text(history: History) -> str:
     """The run at some steps, evenly spread."""
     train = [e for e in history.of("train") if is_number(e.get("loss"))]
     if not train:
-        return ["no steps logged yet"]
+        return "no steps logged yet"
     count = min(SHOWN_STEPS, len(train))
     picked = sorted({round(n * (len(train) - 1) / max(1, count - 1)) for n in range(count)})
     header = ["step", "tokens", "loss", "grad norm", "learning rate", "tok/s", "running time"]
@@ -191,7 +197,14 @@ def _curve_lines(history: History) -> list[str]:
         ]
         for event in (train[number] for number in picked)
     ]
-    return [table([header, *rows], right=set(range(7)))]
+    return table([header, *rows], right=set(range(7)))
+
+
+def export_runs(folders: list[Path], path: Path) -> None:
+    """Writes every logged line as CSV. Raises InputError for folders that are no runs, and for the path."""
+    runs = require_runs(folders)
+    require_writable(path)
+    print(f"{path}: {write_csv([read_history(run) for run in runs], path):,} rows")
 
 
 def write_csv(histories: list[History], path: Path) -> int:

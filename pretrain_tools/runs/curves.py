@@ -1,104 +1,182 @@
-"""The curves of a run, ready to be drawn: every point with its step, tokens, hours and FLOPs."""
+"""The curves of a run as columns of numbers: every point with its step, tokens, hours and FLOPs.
+
+`Curves` takes events in the order of the log: all at once for a plot, or as a live run writes them.
+"""
 
 import itertools
 import math
-import statistics
-from collections.abc import Sequence
+import time
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pretrain.runs.history import Event, History, is_number
-from pretrain_tools.runs.comparison import recorded_settings, results_of, setting_differences
-from pretrain_tools.runs.status import RunStatus, event_text
+from pretrain.runs.history import Event, History, Score, is_number, repeats_after, scores_of
+from pretrain_tools.runs.status import FIGURES, facts_text
 
 POSITIONS = ("step", "tokens", "hours", "flops")
 """The x-axes. hours: of running; flops: of forward and backward, as MFU counts."""
-MEASURES = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "peak_memory_bytes")
-MOST_BUCKETS = 600
-MOST_MARKS_OF_A_KIND = 400
-MARKS = {
-    "resume": (">", "#009e73", "resumed"),
-    "checkpoint": ("|", "#666666", "checkpoint"),
-    "spike": ("^", "#d62728", "loss spike"),
-    "skip": ("x", "#d62728", "step skipped"),
-    "rollback": ("<", "#d62728", "rolled back"),
-    "control": ("D", "#9467bd", "control command"),
-    "divergence": ("P", "#d62728", "diverges"),
-    "explosion": ("*", "#d62728", "gradient exploded"),
-    "warning": ("v", "#e69f00", "warning"),
-    "end": ("s", "#000000", "ended"),
-}
-"""{event worth a mark beside the curves: (matplotlib marker, colour, what the legend calls it)}"""
+LOGGED = ("step", "tokens", "hours", "learning_rate")
+"""Columns of a step that are kept as they are; of the others a point has the mean of its steps."""
+MEASURES = ("loss", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes")
+EXTREMES = ("loss", "grad_norm")
+"""Measures of which a point also has the least and the largest, as loss_low and loss_high: no spike is lost."""
+MOST_STEPS, INTERVALS = 2400, 600
+"""Longer runs are divided into equal intervals, a point for each."""
+MOST_HAPPENED = 400
+"""Events of a kind, the last ones."""
 
 Columns = dict[str, list[float | None]]
 
 
 @dataclass(frozen=True)
 class RunCurves:
-    """One run as columns of numbers; every group of columns has `step`, `tokens`, `hours` and `flops`."""
+    """What is drawn of a run; each group of columns but by_position has step, tokens, hours and flops."""
 
-    name: str
-    folder: str
-    state: str
-    results: dict[str, str]
-    settings: dict[str, str]
-    flops_are_exact: bool
-    """False: 6 FLOPs per parameter and token, if the run does not record its own figure."""
     train: Columns
-    train_means: Columns
-    """What a smooth line is drawn through: each point's value or, where points were left out, the mean around it."""
     validation: dict[str, Columns]
-    """{source, 'source, average' of averaged weights, 'source, stage's length' where that differs: columns, with
+    """{source, 'source, average' of averaged weights, 'source, stage's length' where that differs: columns with
     loss}"""
+    scores: dict[str, Columns]
+    """{evaluation: columns with value and standard_error}"""
     by_position: dict[str, Columns]
     """{'source, step N' of the last validation in each stage: {position: the end of each range, loss}}"""
-    scores: dict[str, Columns]
-    """{evaluation: columns, with value and standard_error}"""
-    marks: list[dict[str, Any]] = field(repr=False)
-    """event, text and the four positions."""
+    happened: list[dict[str, Any]]
+    """Events that are no figures: event, text, time as text, and the four positions."""
+    flops_are_exact: bool
+    """False: 6 FLOPs per parameter and token, where the run does not record its own figure."""
 
 
-def curves_of(name: str, history: History, status: RunStatus) -> RunCurves:
-    """The curves of one run; long ones thinned out so that every spike stays."""
-    flops_per_token, exact = flops_per_token_of(history)
-    place = Places(history.of("train"), flops_per_token, history.of("stage"))
-    train, means = thin(history.of("train"))
-    return RunCurves(
-        name=name,
-        folder=str(history.folder),
-        state=status.state,
-        results=results_of(history, status),
-        settings={key: str(value) for key, value in recorded_settings(history.folder).items()},
-        flops_are_exact=exact,
-        train={**place.of(train), **{key: [_number(e.get(key)) for e in train] for key in MEASURES}},
-        train_means=means,
-        validation={
-            source + of: {**place.of(events), "loss": [_number(e.get(key)) for e in events]}
-            for source, events in history.validation().items()
-            for of, key in (("", "loss"), (", average", "average_loss"), (", stage's length", "stage_loss"))
-            if of == "" or any(is_number(e.get(key)) for e in events)
-        },
-        by_position=_by_position(history.validation()),
-        scores={
-            score: {
-                **place.of([{"step": point.step, "tokens": point.tokens} for point in points]),
-                "value": [_number(point.value) for point in points],
-                "standard_error": [_number(point.standard_error) for point in points],
-            }
-            for score, points in history.scores().items()
-        },
-        marks=_marks(history, place),
-    )
+@dataclass
+class Curves:
+    """The current events of one run: steps that were repeated count as they were the last time."""
+
+    train: dict[str, array] = field(default_factory=lambda: {name: array("d") for name in (*LOGGED, *MEASURES)})
+    validation: dict[str, dict[int, Event]] = field(default_factory=dict)
+    """{source: {step: event}}"""
+    scores: dict[str, dict[int, Score]] = field(default_factory=dict)
+    """{name: {step: score}}"""
+    happened: list[Event] = field(default_factory=list)
+    start: Event = field(default_factory=dict)
+    """The last one."""
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Takes further events, which have `hours`."""
+        for event in events:
+            back_to = repeats_after(event)
+            if back_to is not None:
+                self._go_back(back_to)
+            if event["event"] == "train":
+                if is_number(event.get("step")):
+                    for name, values in self.train.items():
+                        values.append(event[name] if is_number(event.get(name)) else math.nan)
+            elif event["event"] == "validation":
+                if is_number(event.get("step")):
+                    self.validation.setdefault(str(event.get("source")), {})[event["step"]] = event
+            elif event["event"] == "evaluation":
+                for score in scores_of(event):
+                    self.scores.setdefault(score.name, {})[score.step or 0] = score
+            elif event["event"] not in FIGURES:
+                self.happened.append(event)
+                self.start = event if event["event"] == "start" else self.start
+
+    def _go_back(self, step: int) -> None:
+        kept = int(np.searchsorted(np.array(self.train["step"]), step, "right"))
+        for values in self.train.values():
+            del values[kept:]
+        for measured in itertools.chain(self.validation.values(), self.scores.values()):
+            for later in [at for at in measured if at > step]:
+                del measured[later]
+
+    def drawn(self, most_steps: int = MOST_STEPS) -> RunCurves:
+        """The curves; of more steps than `most_steps`, INTERVALS points."""
+        train = thinned({name: np.array(values) for name, values in self.train.items()}, most_steps)
+        points = [dict(zip(train, row, strict=True)) for row in zip(*train.values(), strict=True)]
+        flops_per_token, is_exact = flops_per_token_of_start(self.start)
+        places = Places(points, flops_per_token, [event for event in self.happened if event["event"] == "stage"])
+        validation = {source: list(by_step.values()) for source, by_step in self.validation.items()}
+        kinds = (("", "loss"), (", average", "average_loss"), (", stage's length", "stage_loss"))
+        happened = newest_of_each_kind(self.happened)
+        scores = {name: [at[step] for step in sorted(at)] for name, at in self.scores.items() if at}
+        return RunCurves(
+            train={**places.of([{"event": "train", **point} for point in points]), **train},
+            validation={
+                source + of: {**places.of(events), "loss": [rounded(e.get(key)) for e in events]}
+                for source, events in validation.items()
+                for of, key in kinds
+                if any(is_number(e.get(key)) for e in events) or (events and not of)
+            },
+            scores={
+                name: {
+                    **places.of([{"step": score.step, "tokens": score.tokens} for score in found]),
+                    "value": [rounded(score.value) for score in found],
+                    "standard_error": [rounded(score.standard_error) for score in found],
+                }
+                for name, found in scores.items()
+            },
+            by_position=losses_by_position(validation),
+            happened=[
+                {"event": event["event"], "text": facts_text(event), "time": time_text(event), **place}
+                for event, place in zip(happened, rows_of(places.of(happened)), strict=True)
+            ],
+            flops_are_exact=is_exact,
+        )
+
+
+def newest_of_each_kind(events: Sequence[Event]) -> list[Event]:
+    """The last MOST_HAPPENED events of each kind, in their order."""
+    kept, counts = [], Counter()
+    for event in reversed(events):
+        counts[event["event"]] += 1
+        if counts[event["event"]] <= MOST_HAPPENED:
+            kept.append(event)
+    return kept[::-1]
+
+
+def curves_of(history: History) -> RunCurves:
+    """The curves of a whole run."""
+    curves = Curves()
+    curves.add(history.events)
+    return curves.drawn()
+
+
+def thinned(train: dict[str, NDArray], most_steps: int) -> Columns:
+    """Columns of at most `most_steps` or INTERVALS points, with NaN as None.
+
+    A point stands for an interval of steps: it has the last step's place, and of each measure the mean; a mean of the
+    extremes alone would mislead.
+    """
+    count = len(train["step"])
+    if count == 0:
+        return {name: [] for name in (*train, *(f"{name}_{end}" for name in EXTREMES for end in ("low", "high")))}
+    first = np.arange(count) if count <= most_steps else np.arange(INTERVALS) * count // INTERVALS
+    last = np.append(first[1:], count) - 1
+    columns = {name: train[name][last] for name in LOGGED}
+    for name in MEASURES:
+        known = np.isfinite(train[name])
+        counts = np.add.reduceat(known, first, dtype=float)
+        sums = np.add.reduceat(np.where(known, train[name], 0.0), first)
+        columns[name] = np.divide(sums, counts, out=np.full(len(first), np.nan), where=counts > 0)
+    for name in EXTREMES:
+        columns[f"{name}_low"] = np.fmin.reduceat(train[name], first)
+        columns[f"{name}_high"] = np.fmax.reduceat(train[name], first)
+    return {name: [rounded(value) for value in values.tolist()] for name, values in columns.items()}
 
 
 def flops_per_token_of(history: History) -> tuple[float | None, bool]:
     """(FLOPs per token, whether the run recorded it); 6N if it did not, None if not even N is known."""
-    stated = history.last("start").get("flops_per_token")
+    return flops_per_token_of_start(history.last("start"))
+
+
+def flops_per_token_of_start(start: Event) -> tuple[float | None, bool]:
+    """See `flops_per_token_of`."""
+    stated = start.get("flops_per_token")
     if is_number(stated):
         return float(stated), True
-    start = history.last("start")
     parameters = start.get("active_parameters", start.get("parameters"))
     return (6.0 * parameters, False) if is_number(parameters) else (None, False)
 
@@ -106,7 +184,7 @@ def flops_per_token_of(history: History) -> tuple[float | None, bool]:
 class Places:
     """Tokens and hours at any step of a run: between logged steps by straight lines, after the last as there."""
 
-    def __init__(self, train: list[Event], flops_per_token: float | None, stages: Sequence[Event] = ()):
+    def __init__(self, train: Sequence[Event], flops_per_token: float | None, stages: Sequence[Event] = ()):
         known = [e for e in train if is_number(e.get("tokens")) and is_number(e.get("hours"))]
         self._steps = np.array([0, *(e["step"] for e in known)])
         self._columns = {key: np.array([0.0, *(e[key] for e in known)]) for key in ("tokens", "hours")}
@@ -117,17 +195,15 @@ class Places:
             # After a rollback a run comes to a stage again.
             self._rates = [rate for rate in self._rates if rate[0] < begin] + [(begin, stage["flops_per_token"])]
 
-    def of(self, events: list[Event]) -> Columns:
+    def of(self, events: Sequence[Event]) -> Columns:
         """{step, tokens, hours, flops} of the events; None where an event belongs to no step."""
-        columns: Columns = {"step": [e.get("step") for e in events]}
-        for key in ("tokens", "hours"):
-            at = np.interp([step or 0 for step in columns["step"]], self._steps, self._columns[key])
-            columns[key] = [
-                None if e.get("step") is None else _number(e[key] if _is_logged(e, key) else float(value))
-                for e, value in zip(events, at, strict=True)
-            ]
+        steps = [event.get("step") for event in events]
+        columns: Columns = {"step": steps}
+        for key, values in self._columns.items():
+            at = np.interp([step or 0 for step in steps], self._steps, values).tolist()
+            columns[key] = [None if step is None else rounded(v) for step, v in zip(steps, at, strict=True)]
         columns["flops"] = [
-            _number(self._flops(tokens)) if is_number(tokens) and self._rates else None for tokens in columns["tokens"]
+            None if tokens is None or not self._rates else rounded(self._flops(tokens)) for tokens in columns["tokens"]
         ]
         return columns
 
@@ -137,64 +213,31 @@ class Places:
         return sum(max(0.0, min(tokens, end) - begin) * rate for (begin, rate), end in parts)
 
 
-def _by_position(validation: dict[str, list[Event]]) -> dict[str, Columns]:
-    """See `RunCurves`; nothing for windows of a single range."""
+def rows_of(columns: Columns) -> list[dict[str, float | None]]:
+    """[{name: value}] of the points."""
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def losses_by_position(validation: dict[str, list[Event]]) -> dict[str, Columns]:
+    """See `RunCurves`; empty for windows of a single range."""
     found = {}
     for source, events in validation.items():
         measured = [event for event in events if len(event.get("loss_by_position") or {}) > 1]
         for _, of_stage in itertools.groupby(measured, key=lambda event: event.get("stage_sequence_length")):
             last = list(of_stage)[-1]
             ends = [int(name.partition("-")[2]) + 1 for name in last["loss_by_position"]]
-            losses = [_number(loss) for loss in last["loss_by_position"].values()]
+            losses = [rounded(loss) for loss in last["loss_by_position"].values()]
             found[f"{source}, step {last['step']:,}"] = {"position": ends, "loss": losses}
     return found
 
 
-def _is_logged(event: Event, key: str) -> bool:
-    return event.get("event") == "train" and is_number(event.get(key))
+def time_text(event: Event) -> str:
+    """'2026-01-31 12:00:00', in local time; '' of an event without a time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"])) if is_number(event.get("time")) else ""
 
 
-def _number(value: Any) -> float | None:
-    """Six digits are more than a screen shows, and keep the page small."""
-    return (value if isinstance(value, int) else float(f"{value:.6g}")) if is_number(value) else None
-
-
-def thin(events: list[Event]) -> tuple[list[Event], Columns]:
-    """At most four events of each of MOST_BUCKETS equal stretches: its first, and its extremes of loss and norm.
-
-    Also returns, for every measure and event that is kept, the mean over the whole stretch, for smooth lines: the mean
-    of the extremes would lie.
-    """
-    count = len(events) if len(events) <= 4 * MOST_BUCKETS else MOST_BUCKETS
-    bounds = [round(n * len(events) / count) for n in range(count + 1)] if events else [0]
-    kept: list[Event] = []
-    means: Columns = {key: [] for key in MEASURES}
-    for first, end in itertools.pairwise(bounds):
-        numbers = {first, end - 1} if end == len(events) else {first}
-        for key, extreme in (("loss", max), ("loss", min), ("grad_norm", max)):
-            known = [n for n in range(first, end) if is_number(events[n].get(key))]
-            if known:
-                numbers.add(extreme(known, key=lambda n, key=key: events[n][key]))
-        kept += [events[n] for n in sorted(numbers)]
-        for key, column in means.items():
-            values = [event[key] for event in events[first:end] if is_number(event.get(key))]
-            column += [_number(statistics.fmean(values)) if values else None] * len(numbers)
-    return kept, means
-
-
-def _marks(history: History, place: Places) -> list[dict[str, Any]]:
-    marks = []
-    for kind in MARKS:
-        events = [event for event in history.of(kind) if is_number(event.get("step"))][-MOST_MARKS_OF_A_KIND:]
-        columns = place.of(events)
-        marks += [
-            {"event": kind, "text": event_text(event), **{key: columns[key][number] for key in POSITIONS}}
-            for number, event in enumerate(events)
-        ]
-    return marks
-
-
-def differing_settings(runs: list[RunCurves]) -> dict[str, list[str]]:
-    """{setting: its value in each run}, of those that differ; where a run writes is its name."""
-    rows = setting_differences([run.settings for run in runs])
-    return {name: ["-" if value is None else value for value in row] for name, row in rows.items() if name != "output"}
+def rounded(value: Any) -> float | None:
+    """A number to six digits, which is more than a screen shows and keeps the page small; None for any other."""
+    if not is_number(value) or not math.isfinite(value):
+        return None
+    return int(value) if float(value).is_integer() and abs(value) < 1e15 else float(f"{value:.6g}")

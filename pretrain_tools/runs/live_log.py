@@ -1,41 +1,40 @@
 """Runs while they are written: each look at them reads only what was appended since the one before.
 
-A line without its end waits for it; a file that was replaced or cut short is read anew; a folder that vanished is no
-run any more.
+A line without its end waits for it; a file that was replaced or cut short is read from its beginning; a folder that
+vanished is no run any more.
 """
 
 import os
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from pretrain.runs.history import Event, current_events, find_runs, last_start, parse_lines
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, heartbeat_path
-from pretrain_tools.runs.status import RunStatus, status_from
+from pretrain_tools.runs.status import FIGURES, RunStatus, status_from
 
 KEPT_EVENTS = 200
 """Of each run; what a status and a trend need."""
-NO_NEWS = frozenset({"train", "validation", "sample", "evaluation"})
-"""Events that are no last event of a run: figures."""
 MANY = tuple(f'{{"event": "{name}"'.encode() for name in ("train", "sample", "evaluation"))
 """How the lines begin of which there are most."""
 LOOK_BACK_BYTES = 1 << 20
 FIND_EVERY_SECONDS = 10.0
-"""Looking for new runs lists folders, which disks over a network take their time for."""
+"""Looking for new runs lists folders, which is slow on network disks."""
 
 
 class LogFollower:
     """The events of one metrics.jsonl as they come.
 
-    last: how many of the steps that are there already are read at first, of everything else what stands in the last
-    LOOK_BACK_BYTES; None: all.
+    last: how many of the steps that are there already are read at first; of everything else what is in the last
+    LOOK_BACK_BYTES. None: all.
     """
 
     def __init__(self, path: Path, last: int | None = None):
-        self._path, self._last = path, last
-        self._inode, self._offset = None, 0
+        self._path = path
+        self._last = last
+        self._inode: int | None = None
+        self._offset = 0
 
     def read(self) -> tuple[list[Event], bool]:
         """(events whose lines were completed since the last call, whether the file is another than at that call).
@@ -48,10 +47,9 @@ class LogFollower:
             if is_another:
                 self._inode = stat.st_ino
                 self._offset = 0 if self._last is None else max(0, stat.st_size - LOOK_BACK_BYTES)
+            begins_within_a_line = is_another and self._offset > 0
             file.seek(self._offset)
-            content = file.read()
-        whole, end, _ = content.rpartition(b"\n")
-        begins_within_a_line = is_another and self._offset > 0
+            whole, end, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + len(end)
         lines = whole.split(b"\n")[1 if begins_within_a_line else 0 :]
         if is_another and self._last is not None:
@@ -63,9 +61,10 @@ class LiveRun:
     """One run as of its last `refresh`."""
 
     def __init__(self, folder: Path, number: int):
-        self.folder, self.number = folder, number
+        self.folder = folder
+        self.number = number
         self.version = 0
-        """At which look something of it had changed: of two, the later has the larger."""
+        """The number of the look at which something of it had last changed."""
         self.status: RunStatus | None = None
         self.logged = 0.0
         """When its log last grew, in seconds since 1970."""
@@ -75,7 +74,8 @@ class LiveRun:
 
     def refresh(self) -> bool:
         """Looks again; whether anything changed. Raises OSError where the run is gone."""
-        seen = [_stamp(path) for path in self._files()]
+        files = (self.folder / METRICS_FILE, self.folder / LOCK_FILE, heartbeat_path(self.folder))
+        seen = [file_version(path) for path in files]
         if self.status is not None and self.status.state != "running" and seen == self._seen:
             return False
         self._seen = seen
@@ -84,17 +84,15 @@ class LiveRun:
             self._events = []
             if not any(event["event"] == "start" for event in events):
                 events = [*filter(None, [last_start(self.folder)]), *events]
-        self._events = _newest(current_events([*self._events, *events]))
-        now = status_from(self.folder, self._events)
-        self.logged = time.time() - now.age_seconds
-        before, self.status = self.status, now
-        return before is None or replace(before, age_seconds=0.0) != replace(now, age_seconds=0.0)
-
-    def _files(self) -> Iterable[Path]:
-        return self.folder / METRICS_FILE, self.folder / LOCK_FILE, heartbeat_path(self.folder)
+        self._events = newest_events(current_events([*self._events, *events]))
+        before = self.status
+        self.status = status_from(self.folder, self._events)
+        self.logged = time.time() - self.status.age_seconds
+        return before is None or replace(before, age_seconds=0.0) != replace(self.status, age_seconds=0.0)
 
 
-def _stamp(path: Path) -> tuple:
+def file_version(path: Path) -> tuple[int, ...]:
+    """What changes with a file; () without one."""
     try:
         stat = os.stat(path)
     except OSError:
@@ -102,23 +100,24 @@ def _stamp(path: Path) -> tuple:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def _newest(events: list[Event]) -> list[Event]:
+def newest_events(events: list[Event]) -> list[Event]:
     """The last ones; before them the newest that tells the run's length, of each source's validations, of all else."""
-    older, newer = events[:-KEPT_EVENTS], events[-KEPT_EVENTS:]
+    older = events[:-KEPT_EVENTS]
     needed = {}
     for number, event in enumerate(older):
         if event["event"] == "validation":
             needed[str(event.get("source"))] = number
-        elif event["event"] not in NO_NEWS:
-            needed["news", "total_steps" in event or event["event"] == "start"] = number
-    return [*(older[number] for number in sorted(needed.values())), *newer]
+        elif event["event"] not in FIGURES:
+            needed["other", "total_steps" in event or event["event"] == "start"] = number
+    return [*(older[number] for number in sorted(needed.values())), *events[-KEPT_EVENTS:]]
 
 
 class LiveRuns:
     """All runs in a folder, or the one that it is; for several threads."""
 
     def __init__(self, folder: Path, find_every: float = FIND_EVERY_SECONDS):
-        self.folder, self._find_every = folder, find_every
+        self.folder = folder
+        self._find_every = find_every
         self._version = 0
         self._lock = threading.Lock()
         self._runs: dict[Path, LiveRun] = {}

@@ -47,29 +47,39 @@ def strategy_names() -> list[str]:
     return [REFERENCE, *(name for name in names if name != REFERENCE)]
 
 
-def measure_parity_of_models(
+def compare_strategies(
     recipe: Path,
     output: Path,
     *,
-    models: Sequence[Path],
-    strategies: list[str],
+    models: Sequence[Path] | None = None,
+    strategies: str | None = None,
     changes: Sequence[tuple[str, str]] = (),
     **settings: Any,
 ) -> int:
-    """`measure_parity` of the recipe with each of these models, into output/MODEL, and a table of them all.
+    """`measure_parity` of the recipe, or of the recipe with each of several models into output/MODEL.
+
+    Of models it also prints a table of them all.
+
+    Args:
+        strategies: names separated by commas; None: all there are files for.
+        settings: see `measure_parity`.
 
     Returns 0 if every model agrees with itself under `single`, else 1. Raises InputError as `measure_parity`.
     """
-    names = [path.stem for path in models]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
+    names = strategies.split(",") if strategies else strategy_names()
+    if not models:
+        return measure_parity(recipe, output, strategies=names, changes=changes, **settings)
+    folders = [path.stem for path in models]
+    if repeated := sorted({name for name in folders if folders.count(name) > 1}):
         raise InputError(f"--models: {', '.join(repeated)}: several files of one name; rename one")
-    rows, statuses = [["", *(name for name in strategies if name != REFERENCE)]], []
-    for name, path in zip(names, models, strict=True):
-        print(f"{name}\n", flush=True)
+    rows = [["", *(name for name in names if name != REFERENCE)]]
+    statuses = []
+    for folder, path in zip(folders, models, strict=True):
+        print(f"{folder}\n", flush=True)
         own = [*changes, ("model.config", str(path))]
-        statuses.append(measure_parity(recipe, output / name, strategies=strategies, changes=own, **settings))
-        results = json.loads((output / name / "parity.json").read_text(encoding="utf-8"))
-        rows.append([name, *(loss_or_why_not(results[strategy]) for strategy in rows[0][1:])])
+        statuses.append(measure_parity(recipe, output / folder, strategies=names, changes=own, **settings))
+        results = json.loads((output / folder / "parity.json").read_text(encoding="utf-8"))
+        rows.append([folder, *(loss_or_why_not(results[name]) for name in rows[0][1:])])
         print()
     print(f"Largest difference of the loss from {REFERENCE}\n{table(rows, right=set(range(1, len(rows[0]))))}")
     return max(statuses)

@@ -3,12 +3,22 @@
 import fcntl
 import socket
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pretrain.errors import InputError
 from pretrain.processes import is_alive
-from pretrain.runs.history import Event, first_start_of, is_number, last_start, read_end
+from pretrain.runs.history import (
+    Event,
+    find_runs,
+    first_start_of,
+    is_number,
+    last_start,
+    read_end,
+    require_run,
+)
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, MIRROR_STATUS, heartbeat_path, latest_step, read_json
 from pretrain.terminal import sparkline
 from pretrain.units import count_text, counted, duration_text, table
@@ -17,6 +27,8 @@ STALE_HEARTBEAT_SECONDS = 60.0
 """A heartbeat older than this means a dead or hanging process; it is written every few seconds."""
 LONG_STEP_SECONDS = 60.0
 SHOWN_EVENTS = 8
+FIGURES = frozenset({"train", "validation", "sample", "evaluation"})
+"""Events that are figures; the others are what happened."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +210,46 @@ def state_text(status: RunStatus) -> str:
     return f"{status.state}: {reason}" if status.state == "stopped" and reason not in ("", "stopped") else status.state
 
 
+def runs_in(folder: Path) -> list[Path]:
+    """The folder itself if it is a run, else the runs in it. Raises InputError if there are none."""
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; give a folder that contains runs")
+    runs = [folder] if (folder / METRICS_FILE).is_file() else find_runs(folder)
+    if not runs:
+        raise InputError(f"{folder}: contains no runs; start one with train.py, or give another folder")
+    return runs
+
+
+def print_list(folder: Path) -> None:
+    """Prints one line per run under a folder. Raises InputError if there are none."""
+    runs = runs_in(folder)
+    within = folder if runs != [folder] else folder.parent
+    print(list_text([read_status(run, brief=True) for run in runs], within=within))
+
+
+def print_status(folder: Path, refresh_seconds: float | None) -> None:
+    """Prints how a run is doing, again and again while it runs if so asked; of a folder of runs, their list.
+
+    Raises InputError for a folder that is no run and contains none.
+    """
+    if folder.is_dir() and not (folder / METRICS_FILE).is_file() and find_runs(folder):
+        return print_list(folder)
+    run = require_run(folder)
+    while True:
+        now = read_status(run)
+        if refresh_seconds is not None and sys.stdout.isatty():
+            print("\033[H\033[2J", end="")
+        print(status_text(now), flush=True)
+        if refresh_seconds is None or now.state != "running":
+            return None
+        try:
+            time.sleep(refresh_seconds)
+        except KeyboardInterrupt:
+            return None
+        if not sys.stdout.isatty():
+            print()
+
+
 def list_text(statuses: list[RunStatus], *, within: Path) -> str:
     """One line per run."""
     header = ["run", "state", "step", "done", "tokens", "loss", "val loss", "tok/s", "left", "last line"]
@@ -263,6 +315,16 @@ def status_text(status: RunStatus) -> str:
     if events:
         lines += ["", "last events", *(f"  {event_text(event)}" for event in events)]
     return "\n".join(lines)
+
+
+def last_event_text(status: RunStatus) -> str:
+    """'checkpoint 12 s ago: step 500 · path ...'; of steps, validations and scores nothing."""
+    event = next((event for event in reversed(status.events) if event["event"] not in FIGURES), None)
+    if event is None:
+        return ""
+    ago = f" {duration_text(max(0.0, time.time() - event['time']))} ago" if is_number(event.get("time")) else ""
+    facts = event.get("message") or event.get("reason") or facts_text(event)
+    return f"{event['event']}{ago}: {' '.join(str(facts).split())}"
 
 
 def event_text(event: Event) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from pretrain.processes import folder_lock
 from pretrain_tools.runs.live_log import LiveRuns, LogFollower
-from pretrain_tools.runs.live_table import last_event_text
+from pretrain_tools.runs.status import last_event_text
 from support.run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
 
 

@@ -157,12 +157,12 @@ def test_several_models_make_a_table_of_models_by_strategies(recipe, tmp_path, m
         return EQUAL if name != "ep" else refused if dense else other
 
     monkeypatch.setattr(parity, "train_under", train_under)
-    options = {"steps": 2, "strategies": ["ddp", "ep"], "processes": 2, "precision": "fp32"}
+    options = {"steps": 2, "strategies": "ddp,ep", "processes": 2, "precision": "fp32"}
     for name in ("dense", "experts"):
         (tmp_path / name).mkdir()
 
     def compare(*models: str) -> int:
-        return parity.measure_parity_of_models(recipe, tmp_path, models=[Path(model) for model in models], **options)
+        return parity.compare_strategies(recipe, tmp_path, models=[Path(model) for model in models], **options)
 
     assert compare("dense.json") == 0
     capsys.readouterr()

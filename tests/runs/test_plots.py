@@ -8,14 +8,19 @@ import pytest
 from matplotlib.figure import Figure
 
 from pretrain.runs.history import read_history
-from pretrain_tools.runs.curves import MEASURES, POSITIONS, Places, curves_of, differing_settings, thin
-from pretrain_tools.runs.plots import PAGE, axis_text, picture_panels, smoothed, write_page, write_png
+from pretrain_tools.runs.curves import POSITIONS, Curves, Places
+from pretrain_tools.runs.page import PAGE, page_of_plot
+from pretrain_tools.runs.plots import PlottedRun, axis_text, picture_panels, smoothed, write_png
 from pretrain_tools.runs.status import read_status
 from support.run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
 
 
-def curves(run, name="run"):
-    return curves_of(name, read_history(run), read_status(run))
+def plotted(run, name="run"):
+    return PlottedRun.of(name, read_history(run), read_status(run))
+
+
+def curves(run):
+    return plotted(run).curves
 
 
 def test_every_group_of_columns_has_every_position(tmp_path):
@@ -26,7 +31,8 @@ def test_every_group_of_columns_has_every_position(tmp_path):
         assert len({len(column) for column in group.values()}) == 1
     assert run.scores["arc_easy · acc"]["value"] == [0.25] and run.scores["arc_easy · acc"]["standard_error"] == [0.01]
     assert run.validation["demo"]["tokens"] == [20 * 2048, 60 * 2048, 100 * 2048]
-    assert {mark["event"] for mark in run.marks} == {"checkpoint", "end"}
+    assert [event["event"] for event in run.happened] == ["start", "checkpoint", "end"]
+    assert set(POSITIONS) < set(run.happened[0])
 
 
 def test_flops_are_the_runs_own_figure_and_else_6_per_parameter(tmp_path):
@@ -54,16 +60,17 @@ def test_the_loss_by_position_is_drawn_at_the_end_of_each_stage(tmp_path):
     longer = {"stage_sequence_length": 512, "stage_loss": 2.5}
     lines = [start_line(), train_line(1), validation(10, 4.0, 3.9), validation(20, 3.5, 3.4), train_line(21)]
     lines += [validation(30, 3.4, 3.3, None, **longer), validation(40, 3.0, 2.8, 2.6, **longer), train_line(40)]
-    run = curves(write_run(tmp_path / "a", lines))
+    whole = plotted(write_run(tmp_path / "a", lines))
+    run = whole.curves
     assert run.by_position == {
         "demo, step 20": {"position": [128, 256], "loss": [3.5, 3.4]},
         "demo, step 40": {"position": [128, 256, 512], "loss": [3.0, 2.8, 2.6]},
     }
     assert run.validation["demo, stage's length"]["loss"] == [None, None, 2.5, 2.5]
-    assert any(title.startswith("Validation loss by position") for title, _, _ in picture_panels([run]))
+    assert any(title.startswith("Validation loss by position") for title, _, _ in picture_panels([whole]))
     short = curves(write_run(tmp_path / "b", [start_line(), train_line(1), validation(10, 4.0)]))
     assert short.by_position == {}, "one range is the loss itself"
-    write_png([run], tmp_path / "plot.png")
+    write_png([whole], tmp_path / "plot.png")
 
 
 def test_places_between_logged_steps_lie_on_straight_lines():
@@ -74,24 +81,27 @@ def test_places_between_logged_steps_lie_on_straight_lines():
     assert place.of([{"step": 5}])["tokens"] == [5 * 2048]
 
 
+def drawn(events):
+    found = Curves()
+    found.add({"hours": 0.0, **event} for event in events)
+    return found.drawn().train
+
+
 def test_a_long_curve_is_thinned_without_losing_a_spike():
     events = [train_line(step, loss=3.0) for step in range(1, 50_001)]
     events[31_415]["loss"], events[27_182]["loss"], events[14_142]["grad_norm"] = 9.0, 1.0, 77.0
-    kept, means = thin(events)
-    assert len(kept) <= 4 * 600 + 1
-    assert max(e["loss"] for e in kept) == 9.0 and min(e["loss"] for e in kept) == 1.0
-    assert max(e["grad_norm"] for e in kept) == 77.0
-    assert [e["step"] for e in kept] == sorted({e["step"] for e in kept})
-    assert kept[0]["step"] == 1 and kept[-1]["step"] == 50_000
-    # The smooth line goes through means of all points, not of the extremes that are kept.
-    assert len(means["loss"]) == len(kept) and max(means["loss"]) < 3.1 and set(means) == set(MEASURES)
+    train = drawn(events)
+    assert {len(column) for column in train.values()} == {600}
+    assert max(train["loss_high"]) == 9.0 and min(train["loss_low"]) == 1.0 and max(train["grad_norm_high"]) == 77.0
+    assert train["step"] == sorted(set(train["step"])) and train["step"][-1] == 50_000
+    # The smooth line goes through means of all steps of a point, not of its extremes.
+    assert max(train["loss"]) == pytest.approx(3 + 6 / 83, abs=0.002)
 
 
 def test_a_short_curve_stays_whole_and_an_empty_one_empty():
-    events = [train_line(step) for step in range(1, 200)]
-    kept, means = thin(events)
-    assert kept == events and means["loss"] == [pytest.approx(e["loss"], rel=1e-5) for e in events]
-    assert thin([]) == ([], {key: [] for key in MEASURES})
+    train = drawn([train_line(step) for step in range(1, 200)])
+    assert train["loss"] == train["loss_low"] == train["loss_high"] == [round(5 - n / 100, 6) for n in range(1, 200)]
+    assert set(map(len, drawn([]).values())) == {0} and drawn([]).keys() == train.keys()
 
 
 def test_the_smooth_line_neither_lags_nor_invents():
@@ -119,40 +129,34 @@ def test_numbers_on_axes_are_short(value, text):
     assert axis_text(value) == text
 
 
-def page_data(path):
-    text = path.read_text()
+def page_data(text):
     return text, json.loads(re.search(r'type="application/json">(.*?)</script>', text, re.DOTALL)[1])
 
 
 def test_the_page_holds_everything_and_asks_for_nothing(tmp_path):
-    runs = [curves(finished_run(tmp_path / name, seed=seed), name) for name, seed in (("a", 1), ("b", 2))]
-    path = tmp_path / "plot.html"
-    write_page(runs, path)
-    text, data = page_data(path)
-    assert [run["name"] for run in data["runs"]] == ["a", "b"]
-    assert data["runs"][0]["train"]["loss"][:2] == [4.99, 4.98]
+    runs = [plotted(finished_run(tmp_path / name, seed=seed), name) for name, seed in (("a", 1), ("b", 2))]
+    text, data = page_data(page_of_plot(runs))
+    assert [run["name"] for run in data["runs"]] == ["a", "b"] and data["results"][0]["state"] == "finished"
+    assert data["curves"]["0"]["train"]["loss"][:2] == [4.99, 4.98]
     assert data["differences"] == {"seed": ["1", "2"]}
     loads = r"""\b(src|href)\s*=|@import|url\(\s*['"]?(http|//)|fetch\(|XMLHttpRequest|import\s*\("""
     assert not re.search(loads, text)
     assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
-    assert not (tmp_path / ".plot.html.unfinished").exists()
 
 
 def test_no_text_of_a_run_breaks_out_of_the_page(tmp_path):
     evil = "</script><script>alert(1)</script>"
     lines = [start_line(), train_line(1), {"event": "warning", "step": 1, "message": evil}]
-    path = tmp_path / "plot.html"
-    write_page([curves(write_run(tmp_path / "run", lines), evil)], path)
-    text, data = page_data(path)
+    text, data = page_data(page_of_plot([plotted(write_run(tmp_path / "run", lines), evil)]))
     assert text.count("</script>") == PAGE.read_text().count("</script>") and "alert(1)</script>" not in text
-    assert data["runs"][0]["name"] == evil and evil in data["runs"][0]["marks"][0]["text"]
+    assert data["runs"][0]["name"] == evil and evil in data["curves"]["0"]["happened"][1]["text"]
 
 
 def test_a_loss_that_is_not_finite_is_a_gap(tmp_path):
     lines = [start_line(), train_line(1), {**train_line(2), "loss": None}, train_line(3), end_line(3, 16, "diverged")]
-    run = curves(write_run(tmp_path / "run", lines))
-    assert run.train["loss"] == [4.99, None, 4.97] and run.state == "stopped"
-    write_page([run], tmp_path / "plot.html")
+    run = plotted(write_run(tmp_path / "run", lines))
+    assert run.curves.train["loss"] == [4.99, None, 4.97] and run.status.state == "stopped"
+    assert "null" in page_of_plot([run])
     write_png([run], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
@@ -161,9 +165,9 @@ def test_the_picture_has_a_panel_for_everything(tmp_path):
     lines = [start_line(), *(train_line(step) for step in range(1, 60))]
     lines += [{"event": kind, "step": 30} for kind in ("spike", "skip", "rollback", "resume", "control", "warning")]
     lines += [validation_line(50, 4.0, "web"), validation_line(50, 3.0, "code")]
-    busy = curves(write_run(tmp_path / "busy", lines), "busy")
+    busy = plotted(write_run(tmp_path / "busy", lines), "busy")
     path = tmp_path / "plot.png"
-    plain = [curves(finished_run(tmp_path / name), name) for name in ("plain", "other")]
+    plain = [plotted(finished_run(tmp_path / name), name) for name in ("plain", "other")]
     write_png([busy, *plain], path)
     header = path.read_bytes()[:24]
     width, height = int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
@@ -179,8 +183,8 @@ def test_the_picture_has_a_panel_for_everything(tmp_path):
 def test_a_single_logged_step_is_seen_and_every_loss_of_a_short_run(tmp_path):
     """Steps 10 and 20 of 20: each alone would be a line without length, and the first be left out of the range."""
     lines = [start_line(), validation_line(0, 6.2), train_line(10, loss=9.0), end_line(10)]
-    one = curves(write_run(tmp_path / "one", lines))
-    two = curves(write_run(tmp_path / "two", [*lines, train_line(2000, loss=3.0)]))
+    one = plotted(write_run(tmp_path / "one", lines))
+    two = plotted(write_run(tmp_path / "two", [*lines, train_line(2000, loss=3.0)]))
     for run in (one, two):
         for title, position, draw in picture_panels([run]):
             axis = Figure().subplots()
@@ -191,9 +195,8 @@ def test_a_single_logged_step_is_seen_and_every_loss_of_a_short_run(tmp_path):
 
 
 def test_settings_that_differ_are_found_whichever_run_has_them(tmp_path):
-    a, b = (curves(finished_run(tmp_path / str(rate), learning_rate=rate), str(rate)) for rate in (1e-3, 2e-3))
+    runs = [finished_run(tmp_path / str(rate), learning_rate=rate) for rate in (1e-3, 2e-3)]
     (tmp_path / "0.002" / "strategy.json").unlink()
-    b = curves(tmp_path / "0.002", "b")
-    found = differing_settings([a, b])
+    found = page_data(page_of_plot([plotted(run) for run in runs]))[1]["differences"]
     assert found["optim.learning_rate"] == ["0.001", "0.002"] and found["strategy.ranks"] == ["2", "-"]
     assert "seed" not in found

@@ -14,10 +14,9 @@ from pretrain.errors import InputError
 from pretrain.processes import folder_lock
 from pretrain.runs.control import COMMANDS, Control
 from pretrain.runs.history import read_history
-from pretrain_tools.runs.curves import curves_of
 from pretrain_tools.runs.live_log import LiveRuns
-from pretrain_tools.runs.live_page import LiveData, PageServer, write_live_page
-from pretrain_tools.runs.plots import write_page
+from pretrain_tools.runs.page import LiveData, PageServer, page_of_plot, write_live_page
+from pretrain_tools.runs.plots import PlottedRun
 from pretrain_tools.runs.status import read_status
 from support.run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
 
@@ -28,7 +27,7 @@ HOSTILE = "</script><script>document.title='taken'</script>"
 @pytest.fixture
 def served(tmp_path, monkeypatch):
     """A server of a folder with a live and a finished run."""
-    monkeypatch.setattr("pretrain_tools.runs.live_page.ANSWER_SECONDS", 30.0)
+    monkeypatch.setattr("pretrain_tools.runs.page.ANSWER_SECONDS", 30.0)
     lines = [start_line(start_id="s1"), *(train_line(step) for step in range(1, 41)), validation_line(40, 4.5)]
     live = write_run(tmp_path / "runs/live", [*lines, {"event": "warning", "step": 40, "message": HOSTILE}])
     finished_run(tmp_path / "runs/done")
@@ -73,14 +72,15 @@ def test_news_are_what_a_page_lacks(served, tmp_path):
     assert (done["state"], done["step"]) == ("finished", 100) and news["curves"] == {}
     with open(tmp_path / "runs/live/metrics.jsonl", "a") as file:
         file.write(json.dumps(train_line(41, 1.5)) + '\n{"event": "train", "st')
-    number, generation = live["number"], 1
-    news = json.loads(ask(served, "GET", f"/news?since={news['version']}&shown={number}.{generation}.0.0.0")[1])
+    number = live["number"]
+    news = json.loads(ask(served, "GET", f"/news?since={news['version']}&shown={number}.-1")[1])
     assert [run["loss"] for run in news["runs"]] == [1.5]
     curves = news["curves"][str(number)]
-    assert len(curves["points"]) == 41 and curves["measured"] == [["validation demo", 40, 4.5, None]]
-    has = f"{number}.{curves['generation']}.41.1.{len(curves['happened'])}"
-    news = json.loads(ask(served, "GET", f"/news?since={news['version']}&shown={has}")[1])
-    assert news["runs"] == [] and len(news["curves"][str(number)]["points"]) == 1
+    assert curves["train"]["loss"][-2:] == [4.6, 1.5] and curves["validation"]["demo"]["loss"] == [4.5]
+    asked = f"/news?since={news['version']}&shown={number}.{curves['version']}"
+    news = json.loads(ask(served, "GET", asked)[1])
+    assert news["runs"] == [] and news["curves"] == {}, "the page has everything"
+    assert ask(served, "GET", f"/news?shown={number}")[0] == 400
 
 
 @pytest.mark.parametrize("command", ["save", "stop", "anneal", "abort"])
@@ -140,7 +140,7 @@ def test_a_command_to_a_run_that_has_ended_is_refused_with_the_reason(served):
 
 
 def test_bad_queries_are_answered(served):
-    for path, status in {"/news?since=x": 400, "/news?shown=1.2": 400, "/plot?run=x": 404, "/../etc": 404}.items():
+    for path, status in {"/news?since=x": 400, "/news?shown=1.2.3": 400, "/plot?run=x": 404, "/../etc": 404}.items():
         assert ask(served, "GET", path)[0] == status, path
 
 
@@ -170,7 +170,7 @@ def test_a_browser_shows_runs_and_curves_and_what_came_after_the_page(served, tm
     assert ">live</span>" in page and ">done</span>" in page and "77 of 100" in page
     (curve,) = re.findall(r'<path d="(M[^"]+)" class="curve" data-run="live"', page)[:1]
     assert curve.count("L") == 76
-    assert "Validation demo" in page and "<title>1 running · Runs in" in page  # the hostile name has run nothing
+    assert "Validation loss</h3>" in page and "<title>1 running · Runs in" in page  # the hostile name has run nothing
     assert len(re.findall("<button", page)) == len(COMMANDS) and '<div id="alarm" hidden="">' in page
 
 
@@ -189,7 +189,7 @@ def test_the_file_needs_no_server(tmp_path):
 def test_a_single_logged_step_is_seen(tmp_path):
     run = write_run(tmp_path / "runs/short", [start_line(), validation_line(0, 6.2), train_line(10), end_line(10)])
     write_live_page(LiveData(LiveRuns(tmp_path / "runs")), tmp_path / "watch.html", None)
-    write_page([curves_of("short", read_history(run), read_status(run))], tmp_path / "plot.html")
+    (tmp_path / "plot.html").write_text(page_of_plot([PlottedRun.of("short", read_history(run), read_status(run))]))
     for name in ("watch.html", "plot.html"):
         page = seen_in_browser((tmp_path / name).as_uri(), tmp_path)
         panels = re.findall(r'class="panel.*?</svg>', page, re.DOTALL)

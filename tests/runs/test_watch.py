@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pretrain.processes import folder_lock
 from pretrain_tools.runs.live_log import LiveRuns
-from pretrain_tools.runs.live_table import LIVE_COLUMNS, live_table
+from pretrain_tools.runs.watch import LIVE_COLUMNS, live_table
 from support.project import ROOT, run_script, start_script
 from support.run_logs import finished_run, start_line, train_line, validation_line, write_run
 from support.terminals import CONTROL_C, InTerminal
