@@ -5,7 +5,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ IRRELEVANT = ("seed", "output", "group", "branch_from", "model", "budget", "samp
               "logging", "cadence", "export", "publish", "hub", "trackers", "tracking", "guard", "validation.every",
               "batch.sequences_per_micro_batch", "compile", "attention", "activation_checkpointing")  # fmt: skip
 """Settings in which runs of one size and budget may differ without being other experiments."""
-COUNTS = ("matrix", "total")
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a run that is larger, or another."""
+    """The loss to expect of a run of another size."""
 
     name: str
     parameters: int
@@ -83,6 +82,10 @@ class Prediction:
     interval: tuple[float, float]
     times_compute: float
     """Of the largest run."""
+
+    def holds(self, loss: float) -> bool:
+        """Whether a measured loss is within the interval."""
+        return self.interval[0] <= loss <= self.interval[1]
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,12 @@ class Ladder:
     predictions: list[Prediction]
     cautions: list[str]
 
+    @property
+    def measured(self) -> float:
+        """The loss that the back-test predicts."""
+        asked = (self.backtest.parameters, self.backtest.tokens)
+        return next(rung.loss for rung in self.rungs if (rung.parameters, rung.tokens) == asked)
+
 
 def read_ladder_runs(folders: Iterable[Path], count: str, intermediate: bool) -> tuple[list[LadderRun], list[str]]:
     """The runs below the folders that finished, and what to say of the others. Raises InputError for none."""
@@ -112,8 +121,7 @@ def read_ladder_runs(folders: Iterable[Path], count: str, intermediate: bool) ->
     for run in dict.fromkeys(path.resolve() for path in runs):
         shown = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
         history = problems.attempt(read_history, shown)
-        reason = unusable(history) if history else ""
-        if reason:
+        if history and (reason := unusable(history)):
             said.append(f"{shown}: left out: {reason}")
         elif history:
             points += problems.attempt(points_of_run, history, count, intermediate) or []
@@ -153,14 +161,13 @@ def points_of_run(history: History, count: str, intermediate: bool) -> list[Ladd
     for event in history.of("validation"):
         loss = event.get("loss")
         losses.setdefault(event["step"], {})[str(event["source"])] = loss if is_number(loss) else math.inf
-    sources = tuple(sorted(losses[max(losses)]))
-    settings |= {"the tokenizer": sorted(map(str, tokenizers)), "the validation sources": list(sources)}
-    tokens = {event["step"]: event["tokens"] for event in history.of("train")}
     last = max(losses)
+    settings |= {"the tokenizer": sorted(map(str, tokenizers)), "the validation sources": sorted(losses[last])}
+    tokens = {event["step"]: event["tokens"] for event in history.of("train")}
     steps = [last]
     if intermediate and config.get("optim.schedule") == "constant":
         begin = max(AFTER_WARMUP * last, 2 * (config.get("optim.warmup_steps") or 0))
-        steps = [step for step in losses if begin <= step and step in tokens]
+        steps = [step for step in losses if begin <= step]
     return [
         LadderRun(folder, parameters, tokens[step], statistics.fmean(losses[step].values()), settings, step == last)
         for step in steps
@@ -171,8 +178,7 @@ def points_of_run(history: History, count: str, intermediate: bool) -> list[Ladd
 def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:
     """Differences under which losses are not of the same thing."""
     problems = []
-    must = ("the tokenizer", "the validation sources", "data.sequence_length", "optim.schedule")
-    for name in must:
+    for name in ("the tokenizer", "the validation sources", "data.sequence_length", "optim.schedule"):
         values: dict[str, list[str]] = {}
         for run in runs:
             values.setdefault(json.dumps(run.settings.get(name)), []).append(str(run.folder))
@@ -207,12 +213,12 @@ def rungs_of(runs: Sequence[LadderRun]) -> list[Rung]:
     return sorted(rungs, key=lambda rung: (rung.parameters, rung.tokens))
 
 
-def sizes_of_ladder(rungs: Sequence[Rung]) -> list[int]:
-    """The distinct ones."""
+def distinct_sizes(parameters: Iterable[int]) -> list[int]:
+    """The sizes of the rungs, of those nearer than SIZES_DIFFER the smallest."""
     sizes: list[int] = []
-    for rung in sorted(rungs, key=lambda rung: rung.parameters):
-        if not sizes or rung.parameters > SIZES_DIFFER * sizes[-1]:
-            sizes.append(rung.parameters)
+    for size in sorted(parameters):
+        if not sizes or size > SIZES_DIFFER * sizes[-1]:
+            sizes.append(size)
     return sizes
 
 
@@ -228,16 +234,10 @@ def fit_rungs(rungs: Sequence[Rung]) -> ScalingLaw:
 
 
 def predict_loss(law: ScalingLaw, rungs: Sequence[Rung], name: str, parameters: int, tokens: int) -> Prediction:
-    """Of one run."""
-    largest = max(rung.compute for rung in rungs)
-    return Prediction(
-        name,
-        parameters,
-        tokens,
-        float(law.loss(parameters, tokens)),
-        law.interval(parameters, tokens),
-        6.0 * parameters * tokens / largest,
-    )
+    """Predicts the loss of one run."""
+    times = 6.0 * parameters * tokens / max(rung.compute for rung in rungs)
+    loss = float(law.loss(parameters, tokens))
+    return Prediction(name, parameters, tokens, loss, law.interval(parameters, tokens), times)
 
 
 def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count: str) -> Ladder:
@@ -245,7 +245,7 @@ def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count:
 
     One size is refused in any case: it says nothing of others.
     """
-    sizes = sizes_of_ladder(rungs)
+    sizes = distinct_sizes(rung.parameters for rung in rungs)
     shown = ", ".join(count_text(size) for size in sizes)
     if len(sizes) < 2:
         raise InputError(
@@ -267,20 +267,18 @@ def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count:
         smaller = [rung for rung in rungs if rung.parameters * SIZES_DIFFER < sizes[-1]]
         last = max((rung for rung in rungs if rung not in smaller), key=lambda rung: rung.compute)
         backtest = predict_loss(fit_rungs(smaller), smaller, "backtest", last.parameters, last.tokens)
-    predictions = [predict_loss(law, rungs, *one) for one in asked]
-    return Ladder(rungs, law, count, backtest, predictions, ladder_cautions(rungs, law, backtest, predictions))
+    ladder = Ladder(rungs, law, count, backtest, [predict_loss(law, rungs, *one) for one in asked], [])
+    return replace(ladder, cautions=cautions_of(ladder, sizes))
 
 
-def ladder_cautions(
-    rungs: Sequence[Rung], law: ScalingLaw, backtest: Prediction | None, predictions: Sequence[Prediction]
-) -> list[str]:
-    """What the figures do not carry."""
+def cautions_of(ladder: Ladder, sizes: Sequence[int]) -> list[str]:
+    """Warnings of what the figures cannot tell."""
     import numpy as np
 
-    said, sizes = [], sizes_of_ladder(rungs)
+    said = []
     if len(sizes) < LEAST_SIZES:
         said.append(f"{len(sizes)} sizes show no law: the fit below is mostly its priors")
-    logs = np.log([[rung.parameters, rung.tokens] for rung in rungs]).T
+    logs = np.log([[rung.parameters, rung.tokens] for rung in ladder.rungs]).T
     flat = logs.std(axis=1) < 1e-3
     if flat.any() or abs(np.corrcoef(logs)[0, 1]) > SAME_DIRECTION:
         how = "tokens did not vary" if flat[1] else "tokens grew with size"
@@ -288,26 +286,24 @@ def ladder_cautions(
             f"{how}, so the runs cannot tell alpha from beta: the priors do. Predictions on the same line of tokens "
             "per parameter do not need to know; others do"
         )
-    if backtest is not None:
-        measured = next(r for r in rungs if (r.parameters, r.tokens) == (backtest.parameters, backtest.tokens))
-        if not backtest.interval[0] <= measured.loss <= backtest.interval[1]:
-            said.append(
-                f"the largest size is {measured.loss / backtest.loss - 1:+.2%} off the law of the smaller ones, "
-                "outside their interval: the ladder bends, or its settings are not equally good at every size"
-            )
-    by_compute = sorted((rung for rung in rungs if rung.tokens_per_step), key=lambda rung: rung.compute)
+    if ladder.backtest is not None and not ladder.backtest.holds(ladder.measured):
+        said.append(
+            f"the largest size is {ladder.measured / ladder.backtest.loss - 1:+.2%} off the law of the smaller ones, "
+            "outside their interval: the ladder bends, or its settings are not equally good at every size"
+        )
+    by_compute = sorted((rung for rung in ladder.rungs if rung.tokens_per_step), key=lambda rung: rung.compute)
     for less, more in itertools.pairwise(by_compute):
-        steps = [round(rung.tokens / rung.tokens_per_step) for rung in (less, more)]
-        if steps[1] < steps[0]:
+        fewer, steps = (round(rung.tokens / rung.tokens_per_step) for rung in (more, less))
+        if fewer < steps:
             said.append(
-                f"{count_text(more.parameters)} parameters had {steps[1]:,} steps of {more.tokens_per_step:,} tokens, "
-                f"{count_text(less.parameters)} with less compute {steps[0]:,} of {less.tokens_per_step:,}: such a "
+                f"{count_text(more.parameters)} parameters had {fewer:,} steps of {more.tokens_per_step:,} tokens, "
+                f"{count_text(less.parameters)} with less compute {steps:,} of {less.tokens_per_step:,}: such a "
                 "ladder bends; give all sizes one --batch.tokens_per_step"
             )
     said += [
         f"{one.name}: {one.times_compute:.3g} times the compute of the largest run; beyond {FAR_COMPUTE:g} times an "
         "interval holds only if the law does"
-        for one in predictions
+        for one in ladder.predictions
         if one.times_compute > FAR_COMPUTE
     ]
     return said
@@ -322,26 +318,16 @@ def read_predictions(texts: Iterable[str], count: str) -> list[tuple[str, int, i
 
 
 def read_prediction(text: str, count: str) -> tuple[str, int, int]:
-    """See `read_predictions`."""
+    """See `read_predictions`; of a recipe the shards need not exist."""
     if text.endswith((".yaml", ".yml")):
-        return prediction_of_recipe(Path(text), count)
+        from pretrain.data.vocabulary import planned_model_config
+        from pretrain_tools.planning.candidates import work_of_run
+
+        config = read_run_config(Path(text))
+        work = work_of_run(config, planned_model_config(config))
+        return text, work.non_embedding if count == "matrix" else work.active, work.tokens
     given = dict(part.partition("=")[::2] for part in text.split(","))
     numbers = {key.strip(): parse_count(value.strip()) for key, value in given.items()}
     if set(numbers) != {"parameters", "tokens"} or not all(isinstance(n, int) and n > 0 for n in numbers.values()):
         raise InputError(f"--predict {text}: give parameters=30M,tokens=600M, or a recipe")
     return text, numbers["parameters"], numbers["tokens"]
-
-
-def prediction_of_recipe(path: Path, count: str) -> tuple[str, int, int]:
-    """A recipe's size and tokens; its shards need not exist."""
-    from pretrain.data.vocabulary import planned_model_config
-    from pretrain_tools.planning.candidates import work_of_run
-
-    config = read_run_config(path)
-    work = work_of_run(config, planned_model_config(config))
-    return str(path), work.non_embedding if count == "matrix" else work.active, work.tokens
-
-
-def common_place(folders: Sequence[Path]) -> Path:
-    """Where the files go: into the folder given, or beside several."""
-    return (folders[0] if len(folders) == 1 else Path()) / "ladder"

@@ -2,13 +2,14 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pretrain.errors import InputError, one_line, read_small_file
+from pretrain.errors import InputError, Problems, one_line, read_small_file
 from pretrain.files import write_durably
 from pretrain.units import count_text, counted, table
 from pretrain_tools.experiments.ladder import (
@@ -16,9 +17,12 @@ from pretrain_tools.experiments.ladder import (
     LEAST_SIZES,
     MOST_NOISE,
     Ladder,
-    Prediction,
     Rung,
-    sizes_of_ladder,
+    distinct_sizes,
+    make_ladder,
+    read_ladder_runs,
+    read_predictions,
+    rungs_of,
 )
 from pretrain_tools.experiments.scaling_law import (
     EXPONENT,
@@ -31,7 +35,8 @@ from pretrain_tools.experiments.scaling_law import (
     law_of,
     law_values,
 )
-from pretrain_tools.runs.plots import COLOURS, axis_text
+from pretrain_tools.runs.comparison import require_writable
+from pretrain_tools.runs.plots import COLORS, axis_text, save_figure, style_panel
 
 LADDER_FORMAT = {"format": "groundwork-ladder", "version": 1}
 MOSTLY_PRIOR = 0.5
@@ -47,78 +52,96 @@ HOW = (
 )
 
 
+def report_ladder(
+    folders: Sequence[Path], *, predict: Sequence[str], count: str, intermediate: bool, output: Path | None
+) -> None:
+    """Fits a ladder to the runs in these folders, prints it and writes it as JSON and picture.
+
+    Raises InputError with everything that cannot be used.
+
+    Args:
+        predict: see `read_predictions`.
+        count: matrix or total: what N counts.
+        intermediate: of runs of constant rate, take losses on the way too.
+        output: path without a suffix; None: `ladder` in the folder, of several in the current one.
+    """
+    base = output or (folders[0] if len(folders) == 1 else Path()) / "ladder"
+    problems = Problems()
+    asked = problems.attempt(read_predictions, predict, count)
+    found = problems.attempt(read_ladder_runs, folders, count, intermediate)
+    problems.attempt(require_writable, base)
+    problems.stop_if_any()
+    runs, left_out = found
+    ladder = make_ladder(rungs_of(runs), asked, count)
+    print(ladder_text(ladder, left_out))
+    values, picture = (base.with_name(f"{base.name}{ending}") for ending in (".json", ".png"))
+    write_durably(values, json.dumps(ladder_values(ladder), indent=1) + "\n")
+    draw_ladder(ladder, picture)
+    print(values, picture, sep="\n")
+
+
 def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
     """The fit, its residuals, the back-test, the predictions, and what not to believe."""
-    law, shares = ladder.law, ladder.law.prior_shares
+    law = ladder.law
     rows = [["N", "tokens", "D/N", "loss", "spread", "seeds", "law", "residual"]]
     for rung, residual in zip(ladder.rungs, law.residuals, strict=True):
-        rows.append([*rung_cells(rung), f"{float(law.loss(rung.parameters, rung.tokens)):.4f}", f"{residual:+.2%}"])
-    lines = ["L(N, D) = E + A / N^alpha + B / D^beta", COUNTED[ladder.count], "", table(rows, right=set(range(8))), ""]
+        rows.append(
+            [
+                count_text(rung.parameters),
+                count_text(rung.tokens),
+                f"{rung.tokens / rung.parameters:.3g}",
+                f"{rung.loss:.4f}",
+                f"{rung.spread:.4f}" if rung.spread is not None else "-",
+                str(len(rung.folders)),
+                f"{float(law.loss(rung.parameters, rung.tokens)):.4f}",
+                f"{residual:+.2%}",
+            ]
+        )
     fits = [["", "fit", "90 % interval", ""]]
     for name, value in law.coefficients.items():
         low, high = law.coefficient_intervals[name]
-        note = "mostly the prior" if shares.get(name, 0.0) > MOSTLY_PRIOR else ""
+        note = "mostly the prior" if law.prior_shares.get(name, 0.0) > MOSTLY_PRIOR else ""
         fits.append([name, f"{value:.4g}", f"{low:.4g} to {high:.4g}", note])
+    lines = ["L(N, D) = E + A / N^alpha + B / D^beta", COUNTED[ladder.count], "", table(rows, right=set(range(8))), ""]
     lines += [table(fits), "", f"noise around the law: {law.noise:.2%}"]
     if ladder.backtest is not None:
-        lines.append(backtest_text(ladder))
+        told, (low, high) = ladder.backtest, ladder.backtest.interval
+        lines.append(
+            f"back-test: without the largest size the law says {told.loss:.4f} ({low:.4f} to {high:.4f}) at "
+            f"{told.times_compute:.3g} times the compute; measured {ladder.measured:.4f}, "
+            f"{ladder.measured / told.loss - 1:+.2%}, {'within' if told.holds(ladder.measured) else 'OUTSIDE'} the "
+            "interval"
+        )
     if ladder.predictions:
         rows = [["prediction", "N", "tokens", "compute", "loss", "90 % interval", ""]]
-        rows += [prediction_cells(one) for one in ladder.predictions]
+        for one in ladder.predictions:
+            low, high = one.interval
+            sizes = [count_text(one.parameters), count_text(one.tokens), f"{one.times_compute:.3g} x"]
+            half = f"+- {(high - low) / 2 / one.loss:.1%}"
+            rows.append([one.name, *sizes, f"{one.loss:.4f}", f"{low:.4f} to {high:.4f}", half])
         lines += ["", table(rows, right={1, 2, 3, 4})]
-    worse = sum(rung.left_out for rung in ladder.rungs)
-    notes = [*left_out]
-    notes += [f"{counted(worse, 'run')} of the same size and tokens with worse settings left out"] if worse else []
-    return "\n".join([*lines, "", HOW, *notes, *(f"warning: {caution}" for caution in ladder.cautions)])
-
-
-def rung_cells(rung: Rung) -> list[str]:
-    """What was measured."""
-    spread = f"{rung.spread:.4f}" if rung.spread is not None else "-"
-    cells = [count_text(rung.parameters), count_text(rung.tokens), f"{rung.tokens / rung.parameters:.3g}"]
-    return [*cells, f"{rung.loss:.4f}", spread, str(len(rung.folders))]
-
-
-def backtest_text(ladder: Ladder) -> str:
-    """How well the smaller sizes would have predicted the largest."""
-    told = ladder.backtest
-    measured = next(rung for rung in ladder.rungs if (rung.parameters, rung.tokens) == (told.parameters, told.tokens))
-    held = told.interval[0] <= measured.loss <= told.interval[1]
-    return (
-        f"back-test: without the largest size the law says {told.loss:.4f} ({told.interval[0]:.4f} to "
-        f"{told.interval[1]:.4f}) at {told.times_compute:.3g} times the compute; measured {measured.loss:.4f}, "
-        f"{measured.loss / told.loss - 1:+.2%}, {'within' if held else 'OUTSIDE'} the interval"
-    )
-
-
-def prediction_cells(one: Prediction) -> list[str]:
-    """A row of the table."""
-    low, high = one.interval
-    half = (high - low) / 2 / one.loss
-    sizes = [count_text(one.parameters), count_text(one.tokens), f"{one.times_compute:.3g} x"]
-    return [one.name, *sizes, f"{one.loss:.4f}", f"{low:.4f} to {high:.4f}", f"+- {half:.1%}"]
+    lines += ["", HOW, *left_out]
+    if worse := sum(rung.left_out for rung in ladder.rungs):
+        lines.append(f"{counted(worse, 'run')} of the same size and tokens with worse settings left out")
+    return "\n".join([*lines, *(f"warning: {caution}" for caution in ladder.cautions)])
 
 
 def ladder_values(ladder: Ladder) -> dict[str, Any]:
     """ladder.json: losses in nats per token; `law` is what predictions are made of."""
     law = ladder.law
-
-    def prediction(one: Prediction) -> dict[str, Any]:
-        return {**vars(one), "interval": list(one.interval)}
-
     return {
         **LADDER_FORMAT,
         "count": ladder.count,
         "coefficients": law.coefficients,
-        "intervals": {name: list(ends) for name, ends in law.coefficient_intervals.items()},
+        "intervals": law.coefficient_intervals,
         "prior_shares": law.prior_shares,
         "noise": law.noise,
         "rungs": [
             {**vars(rung), "folders": list(map(str, rung.folders)), "residual": round(float(residual), 6)}
             for rung, residual in zip(ladder.rungs, law.residuals, strict=True)
         ],
-        "backtest": prediction(ladder.backtest) if ladder.backtest else None,
-        "predictions": [prediction(one) for one in ladder.predictions],
+        "backtest": vars(ladder.backtest) if ladder.backtest else None,
+        "predictions": [vars(one) for one in ladder.predictions],
         "cautions": ladder.cautions,
         "interval_method": HOW,
         "law": law_values(law),
@@ -139,10 +162,11 @@ class WrittenLadder:
         """(loss, low, high, what to know of it) of a run."""
         counted = matrix_parameters if self.count == "matrix" else parameters
         times = 6.0 * counted * tokens / self.largest_compute
-        far = f", {times:.3g} times the compute of its largest run" + (
-            ": if the law holds so far" * (times > FAR_COMPUTE)
+        far = ": if the law holds so far" if times > FAR_COMPUTE else ""
+        known = (
+            f"90 % by {self.path}, {times:.3g} times the compute of its largest run{far}; on its text, with its "
+            "tokenizer and settings"
         )
-        known = f"90 % by {self.path}{far}; on its text, with its tokenizer and settings"
         return float(self.law.loss(counted, tokens)), *self.law.interval(counted, tokens), known
 
 
@@ -152,12 +176,14 @@ def read_ladder(path: Path) -> WrittenLadder:
         values = json.loads(read_small_file(path, most_bytes=1 << 24))
         if {name: values.get(name) for name in LADDER_FORMAT} != LADDER_FORMAT:
             raise ValueError("another format")
-        law, rungs = law_of(values["law"]), [Rung(**{**rung, "spread": None}) for rung in without_residuals(values)]
-        sizes = sizes_of_ladder(rungs)
+        law = law_of(values["law"])
+        names = [name for name in Rung.__dataclass_fields__ if name in values["rungs"][0]]
+        rungs = [Rung(**{name: rung[name] for name in names}) for rung in values["rungs"]]
+        sizes = distinct_sizes(rung.parameters for rung in rungs)
         found = WrittenLadder(path, law, values["count"], max(rung.compute for rung in rungs))
     except InputError as error:
         raise InputError(f"--ladder {path}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise InputError(f"--ladder {path}: is not what runs.py ladder writes ({one_line(error)})") from None
     if len(sizes) < LEAST_SIZES:
         raise InputError(f"--ladder {path}: has {len(sizes)} sizes; {LEAST_SIZES} are needed to predict others")
@@ -168,20 +194,8 @@ def read_ladder(path: Path) -> WrittenLadder:
     return found
 
 
-def without_residuals(values: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in rung.items() if name != "residual"} for rung in values["rungs"]]
-
-
-def write_ladder(ladder: Ladder, base: Path) -> list[Path]:
-    """Writes base.json and base.png."""
-    paths = [base.with_name(f"{base.name}{ending}") for ending in (".json", ".png")]
-    write_durably(paths[0], json.dumps(ladder_values(ladder), indent=1) + "\n")
-    draw_ladder(ladder, paths[1])
-    return paths
-
-
 def draw_ladder(ladder: Ladder, path: Path) -> None:
-    """The loss by compute, with the law and its interval along the ladder's own line of tokens; the residuals."""
+    """Draws the loss by compute, with the law and its interval along the ladder, and the residuals."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.6), layout="constrained")
@@ -194,34 +208,27 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
     tokens = np.exp(slope * np.log(sizes) + offset)
     low, high = np.array([law.interval(n, d) for n, d in zip(sizes, tokens, strict=True)]).T
     compute = 6 * sizes * tokens
-    curve.fill_between(compute, low, high, color=COLOURS[0], alpha=0.15, linewidth=0, label="90 % interval of a run")
-    curve.plot(compute, law.loss(sizes, tokens), color=COLOURS[0], linewidth=1.5, label="law, along the ladder")
-    shared = {"linestyle": "none", "zorder": 3}
-    at, losses = [rung.compute for rung in rungs], [rung.loss for rung in rungs]
+    curve.fill_between(compute, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval of a run")
+    curve.plot(compute, law.loss(sizes, tokens), color=COLORS[0], linewidth=1.5, label="law, along the ladder")
+    at = [rung.compute for rung in rungs]
     spreads = [rung.spread or 0.0 for rung in rungs]
-    curve.errorbar(at, losses, yerr=spreads, color="#000000", marker="o", markersize=5, label="measured", **shared)
-    for one in ladder.predictions:
+    dots = {"linestyle": "none", "zorder": 3, "color": "#000000", "marker": "o", "markersize": 5}
+    curve.errorbar(at, [rung.loss for rung in rungs], yerr=spreads, label="measured", **dots)
+    stars = {**dots, "color": COLORS[1], "marker": "*", "markersize": 11, "capsize": 4}
+    for number, one in enumerate(ladder.predictions):
+        place = (6.0 * one.parameters * one.tokens, one.loss)
         ends = [[one.loss - one.interval[0]], [one.interval[1] - one.loss]]
-        look = {"color": COLOURS[1], "marker": "*", "markersize": 11, "capsize": 4}
-        curve.errorbar([6.0 * one.parameters * one.tokens], [one.loss], yerr=ends, **look, **shared)
-        curve.annotate(
-            f"{one.loss:.3f}", (6.0 * one.parameters * one.tokens, one.loss), xytext=(8, 6),
-            textcoords="offset points", fontsize=9,
-        )  # fmt: skip
-    if ladder.predictions:
-        curve.plot([], [], color=COLOURS[1], marker="*", linestyle="none", label="predicted")
-    curve.set_title("Validation loss (nats per token) by compute (6 N D)", fontsize=11, loc="left", fontweight="bold")
+        curve.errorbar(*([value] for value in place), yerr=ends, label="" if number else "predicted", **stars)
+        beside = {"xytext": (8, 6), "textcoords": "offset points", "fontsize": 9}
+        curve.annotate(f"{one.loss:.3f}", place, **beside)
     curve.legend(frameon=False, fontsize=9)
-    rest.axhspan(-100 * law.noise, 100 * law.noise, color=COLOURS[0], alpha=0.12, linewidth=0)
-    rest.axhline(0, color=COLOURS[0], linewidth=1)
+    rest.axhspan(-100 * law.noise, 100 * law.noise, color=COLORS[0], alpha=0.12, linewidth=0)
+    rest.axhline(0, color=COLORS[0], linewidth=1)
     rest.plot(at, 100 * law.residuals, "o", color="#000000", markersize=5)
-    rest.set_title("Measured beside the law (%); band: the noise", fontsize=11, loc="left", fontweight="bold")
+    style_panel(curve, "Validation loss (nats per token) by compute (6 N D)")
+    style_panel(rest, "Measured beside the law (%); band: the noise")
     for panel in (curve, rest):
         panel.set_xscale("log")
         panel.set_xlabel("FLOPs")
         panel.yaxis.set_major_formatter(axis_text)
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    figure.savefig(unfinished, dpi=110, format="png")
-    unfinished.replace(path)
+    save_figure(figure, path)

@@ -61,16 +61,26 @@ class Proposal:
     """Spearman's rank correlation of these predictions with what was measured."""
 
 
-def mixture_request(
-    recipe: Path, changes: Sequence[tuple[str, str]], count: int, seeds: int, output: Path
-) -> SweepRequest:
-    """A sweep over `count` mixtures, the recipe's own first. Raises InputError where there is nothing to mix."""
-    config = read_run_config(recipe, list(changes))
-    sources = sources_to_mix(config, count)
+def run_mixture(
+    recipe: Path,
+    changes: Sequence[tuple[str, str]],
+    *,
+    count: int,
+    seeds: int,
+    output: Path,
+    parallel: int | None = None,
+) -> int:
+    """Trains what is left of `count` mixtures, the recipe's own first, and proposes weights; returns the exit status.
+
+    Raises InputError where there is nothing to mix.
+    """
+    sources = sources_to_mix(read_run_config(recipe, list(changes)), count)
     candidates = candidate_weights(np.array([source.weight for source in sources]), count)
     texts = [as_setting(sources, weights) for weights in candidates]
     labels = {text: f"{number:03d}" for number, text in enumerate(texts)}
-    return SweepRequest(recipe, (Axis("data.train", tuple(texts)),), tuple(changes), seeds, None, None, output, labels)
+    axes = (Axis("data.train", tuple(texts)),)
+    request = SweepRequest(recipe, axes, tuple(changes), seeds, None, None, output, labels)
+    return run_sweep(request, parallel, report_mixture)
 
 
 def sources_to_mix(config: RunConfig, count: int) -> list[Source]:
@@ -102,18 +112,18 @@ def candidate_weights(own: NDArray, count: int) -> NDArray[np.float64]:
     return rounded / rounded.sum(axis=1, keepdims=True)
 
 
-def as_setting(sources: Sequence[Source], weights: NDArray) -> str:
-    """data.train as the command line takes it."""
-    mixed = [
-        source.model_dump(mode="json", exclude_defaults=True) | {"weight": round(float(weight), 4)}
+def reweighted(sources: Sequence[Source], weights: NDArray) -> list[Source]:
+    """The sources with these weights."""
+    return [
+        source.model_copy(update={"weight": round(float(weight), 4)})
         for source, weight in zip(sources, weights, strict=True)
     ]
-    return json.dumps(mixed)
 
 
-def run_mixture(request: SweepRequest, parallel: int | None) -> int:
-    """Trains what is left of the candidates and proposes; returns the exit status."""
-    return run_sweep(request, parallel, report_mixture)
+def as_setting(sources: Sequence[Source], weights: NDArray) -> str:
+    """data.train as the command line takes it."""
+    mixed = reweighted(sources, weights)
+    return json.dumps([{**one.model_dump(mode="json", exclude_defaults=True), "weight": one.weight} for one in mixed])
 
 
 def fit_mixture(weights: NDArray, losses: NDArray, strength: float) -> MixtureFit:
@@ -147,31 +157,28 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
     random = np.random.default_rng(1)
     tried = np.concatenate([weights, random.dirichlet(np.ones(weights.shape[1]), PROPOSALS)])
     tried = tried[((tried >= weights.min(axis=0)) & (tried <= weights.max(axis=0))).all(axis=1)]
-    best = tried[np.argmin(fit_mixture(weights, losses, strength).losses(tried).mean(axis=1))]
+    fit = fit_mixture(weights, losses, strength)
+    best = tried[np.argmin(fit.losses(tried).mean(axis=1))]
     both = np.stack([weights[0], best])
     gains = []
     for _ in range(RESAMPLES):
         rows = random.integers(0, len(weights), len(weights))
         own, found = fit_mixture(weights[rows], losses[rows], max(strength, 1e-4)).losses(both).mean(axis=1)
         gains.append(own - found)
-    fit = fit_mixture(weights, losses, strength)
     own, found = fit.losses(both).mean(axis=1)
-    unseen = unseen_losses(weights, losses, strength).mean(axis=1)
     low, high = np.quantile(gains, (0.05, 0.95))
+    ranks = [
+        np.argsort(np.argsort(values))
+        for values in (unseen_losses(weights, losses, strength).mean(axis=1), losses.mean(axis=1))
+    ]
     return Proposal(
         weights=best,
         losses=fit.losses(best),
         gain=float(own - found),
         gain_interval=(float(low), float(high)),
         error=unseen_error(strength),
-        agreement=rank_correlation(unseen, losses.mean(axis=1)),
+        agreement=float(np.corrcoef(*ranks)[0, 1]),
     )
-
-
-def rank_correlation(first: NDArray, second: NDArray) -> float:
-    """Spearman's."""
-    ranks = [np.argsort(np.argsort(values)).astype(float) for values in (first, second)]
-    return float(np.corrcoef(*ranks)[0, 1])
 
 
 def losses_by_source(result: PointResult) -> dict[str, float]:
@@ -204,17 +211,8 @@ def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int
     losses = np.array([[of_run[source] for source in validation] for of_run in measured])
     found = propose(weights, losses)
     print(mixture_text(named, validation, weights, losses, found))
-    proposed = config.data.model_copy(
-        update={
-            "train": [
-                source.model_copy(update={"weight": round(float(weight), 4)})
-                for source, weight in zip(sources, found.weights, strict=True)
-            ]
-        }
-    )
-    recipe = config.model_copy(
-        update={"data": proposed, "output": config.output.with_name(f"{config.output.name}_mixture")}
-    )
+    proposed = config.data.model_copy(update={"train": reweighted(sources, found.weights)})
+    folder = config.output.with_name(f"{config.output.name}_mixture")
     values = {
         "sources": named,
         "validation": validation,
@@ -223,10 +221,11 @@ def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int
         ],
         "proposal": {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in vars(found).items()},
     }
-    write_durably(request.output / "mixture.json", json.dumps(values, indent=1) + "\n")
+    report, recipe = request.output / "mixture.json", request.output / "mixture.yaml"
+    write_durably(report, json.dumps(values, indent=1) + "\n")
     header = f"# {request.recipe} with the weights that the mixtures in {request.output} propose\n"
-    write_durably(request.output / "mixture.yaml", header + as_yaml(recipe))
-    print(request.output / "mixture.json", request.output / "mixture.yaml", sep="\n")
+    write_durably(recipe, header + as_yaml(config.model_copy(update={"data": proposed, "output": folder})))
+    print(report, recipe, sep="\n")
     return 0
 
 
@@ -234,11 +233,13 @@ def mixture_text(
     named: Sequence[str], validation: Sequence[str], weights: NDArray, losses: NDArray, found: Proposal
 ) -> str:
     """The mixtures, the best first, and the proposal with what is known of it."""
-    means = losses.mean(axis=1)
-    own = table_row("recipe", weights[0], losses[0])
-    rows = [["", *named, *(f"loss {source}" for source in validation), "mean"], own]
-    rows += [table_row("", weights[n], losses[n]) for n in np.argsort(means) if n]
-    rows.append(table_row("proposed", found.weights, found.losses))
+
+    def row(name: str, weights: NDArray, losses: NDArray) -> list[str]:
+        return [name, *(f"{weight:.1%}" for weight in weights), *(f"{x:.4f}" for x in losses), f"{losses.mean():.4f}"]
+
+    rows = [["", *named, *(f"loss {source}" for source in validation), "mean"], row("recipe", weights[0], losses[0])]
+    rows += [row("", weights[n], losses[n]) for n in np.argsort(losses.mean(axis=1)) if n]
+    rows.append(row("proposed", found.weights, found.losses))
     low, high = found.gain_interval
     sure = (
         "so it is better than the recipe's own as far as runs of this size tell"
@@ -256,8 +257,3 @@ def mixture_text(
             "you need before you believe it.",
         ]
     )
-
-
-def table_row(name: str, weights: NDArray, losses: NDArray) -> list[str]:
-    """Weights in per cent, losses, their mean."""
-    return [name, *(f"{weight:.1%}" for weight in weights), *(f"{x:.4f}" for x in losses), f"{losses.mean():.4f}"]

@@ -26,7 +26,7 @@ from pretrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NUMERIC, EXIT
 from pretrain.files import ROOT, SEAL_FILE, write_durably
 from pretrain.parallel.launcher import environment_alone
 from pretrain.processes import hold_while_open, is_held
-from pretrain.runs.history import Event, count_hours, current_events, is_number, read_metrics
+from pretrain.runs.history import count_hours, current_events, is_number, read_metrics
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, checkpoint_folders, read_json
 from pretrain.terminal import LIVE_LINE, is_terminal
 from pretrain.units import duration_text
@@ -94,30 +94,29 @@ def read_outcome(run: SmallRun) -> RunOutcome:
     events = read_metrics(run.output)
     count_hours(events)
     events = current_events(events)
-    step = max(checkpoint_folders(run.output), default=0)
     train = [event for event in events if event["event"] == "train"]
     last = next((e for e in reversed(events) if e["event"] in ("end", "start", "train")), {})
-    finished = last.get("event") == "end" and last.get("code") == 0 and (run.output / "final" / SEAL_FILE).is_file()
-    diverged = last.get("event") == "end" and last.get("code") == EXIT_NUMERIC
-    return RunOutcome(
-        state="finished" if finished else "diverged" if diverged else "unfinished" if events else "new",
-        step=last.get("step", step) if finished else step,
-        tokens=train[-1].get("tokens") or 0 if train else 0,
-        losses=validation_losses(events),
-        seconds=3600 * events[-1]["hours"] if events else 0.0,
-        reason=str(last.get("reason", "")) if not finished else "",
-        was_stopped=last.get("code") in (EXIT_PREEMPTED, EXIT_INTERRUPTED),
-    )
-
-
-def validation_losses(events: list[Event]) -> dict[int, float]:
-    """{step: mean over the sources}"""
-    found: dict[int, list[float]] = {}
+    code = last.get("code") if last.get("event") == "end" else None
+    state = "unfinished" if events else "new"
+    if code == EXIT_NUMERIC:
+        state = "diverged"
+    if code == 0 and (run.output / "final" / SEAL_FILE).is_file():
+        state = "finished"
+    losses: dict[int, list[float]] = {}
     for event in events:
         if event["event"] == "validation":
             loss = event.get("loss")
-            found.setdefault(event.get("step") or 0, []).append(loss if is_number(loss) else math.inf)
-    return {step: statistics.fmean(losses) for step, losses in found.items()}
+            losses.setdefault(event.get("step") or 0, []).append(loss if is_number(loss) else math.inf)
+    checkpoint = max(checkpoint_folders(run.output), default=0)
+    return RunOutcome(
+        state=state,
+        step=last.get("step", checkpoint) if state == "finished" else checkpoint,
+        tokens=train[-1].get("tokens") or 0 if train else 0,
+        losses={step: statistics.fmean(of_sources) for step, of_sources in losses.items()},
+        seconds=3600 * events[-1]["hours"] if events else 0.0,
+        reason=str(last.get("reason", "")) if state != "finished" else "",
+        was_stopped=last.get("code") in (EXIT_PREEMPTED, EXIT_INTERRUPTED),
+    )
 
 
 def device_slots(parallel: int | None) -> list[dict[str, str]]:
@@ -141,29 +140,30 @@ class Progress:
     """How far all runs are, and how long the rest takes at the speed so far.
 
     Args:
+        runs: by name; a search adds to them.
         work: FLOPs of all that is to be trained, which may be less than the runs' budgets.
     """
 
     def __init__(self, runs: Mapping[str, SmallRun], work: float):
-        self.runs, self.work = runs, work
-        self.shares = {name: self.share(run, read_outcome(run).step) for name, run in runs.items()}
-        self._done_before, self._since = self.done(), time.monotonic()
-        self._shown = time.monotonic()
-
-    @staticmethod
-    def share(run: SmallRun, step: int) -> float:
-        return min(1.0, step / run.total_steps)
+        self.runs = runs
+        self.work = work
+        self.steps = {name: read_outcome(run).step for name, run in runs.items()}
+        """{name: how far it is}."""
+        self._done_before = self.done()
+        self._since = self._shown = time.monotonic()
 
     def done(self) -> float:
         """FLOPs."""
-        return sum(self.runs[name].flops * share for name, share in self.shares.items())
+        runs = ((self.runs[name], step) for name, step in self.steps.items())
+        return sum(run.flops * min(1.0, step / run.total_steps) for run, step in runs)
 
     def left_text(self) -> str:
         """'12 min 05 s left'; empty while nothing is known."""
-        trained, seconds = self.done() - self._done_before, time.monotonic() - self._since
+        done = self.done()
+        trained = done - self._done_before
         if trained <= 0:
             return ""
-        return f"{duration_text(max(0.0, self.work - self.done()) / trained * seconds)} left"
+        return f"{duration_text(max(0.0, self.work - done) / trained * (time.monotonic() - self._since))} left"
 
     def show(self, active: list[str]) -> None:
         """Redraws the live line, or prints a line now and then."""
@@ -174,14 +174,13 @@ class Progress:
         parts = []
         for name in active:
             run, text = self.runs[name], "starting"
-            if (run.output / METRICS_FILE).is_file():
-                status = read_status(run.output, brief=True)
-                if status.step:
-                    self.shares[name] = self.share(run, status.step)
-                    loss = f", loss {status.loss:.4f}" if status.loss is not None else ""
-                    text = f"step {status.step:,}/{run.total_steps:,}{loss}"
+            status = read_status(run.output, brief=True) if (run.output / METRICS_FILE).is_file() else None
+            if status and status.step:
+                self.steps[name] = status.step
+                loss = f", loss {status.loss:.4f}" if status.loss is not None else ""
+                text = f"step {status.step:,}/{run.total_steps:,}{loss}"
             parts.append(f"{name} {text}")
-        text = " · ".join([*parts, *filter(None, [self.left_text()])])
+        text = " · ".join(filter(None, [*parts, self.left_text()]))
         if watched:
             LIVE_LINE.show(text)
         else:
@@ -189,18 +188,14 @@ class Progress:
 
 
 @dataclass
-class _Training:
+class Training:
     """A train.py: our child, or one that an earlier caller has left."""
 
     run: SmallRun
-    process: subprocess.Popen | None
+    process: subprocess.Popen | None = None
 
     def ended(self) -> bool:
         return self.process.poll() is not None if self.process else not is_held(self.run.log)
-
-    @property
-    def status(self) -> int | None:
-        return self.process.returncode if self.process else None
 
     def signal(self, number: int) -> None:
         if self.process:
@@ -230,9 +225,9 @@ def train_runs(
         while True:
             for slot, one in [(slot, one) for slot, one in training.items() if one.ended()]:
                 del training[slot]
-                progress.shares[one.run.name] = progress.share(one.run, read_outcome(one.run).step)
+                progress.steps[one.run.name] = read_outcome(one.run).step
                 LIVE_LINE.clear()
-                ended(one.run, one.status)
+                ended(one.run, one.process.returncode if one.process else None)
             for slot, environment in enumerate(slots):
                 if slot not in training and not received:
                     given = next_run({one.run.name for one in training.values()})
@@ -248,7 +243,7 @@ def train_runs(
             time.sleep(POLL_SECONDS_OF_RUNS)
 
 
-def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, _Training]:
+def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, Training]:
     """{slot: run} of those that an earlier caller has started and that still run."""
     found = {}
     for folder in {run.folder for run in runs.values()}:
@@ -256,11 +251,11 @@ def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, _Training]:
             run = runs.get(str(read_json(path).get("run")))
             if run is not None and is_held(run.log):
                 print(f"{run.name}: still being trained since before; waiting for it", file=sys.stderr, flush=True)
-                found[int(path.stem)] = _Training(run, None)
+                found[int(path.stem)] = Training(run)
     return found
 
 
-def start_training(run: SmallRun, pause_at: int | None, slot: int, environment: Mapping[str, str]) -> _Training:
+def start_training(run: SmallRun, pause_at: int | None, slot: int, environment: Mapping[str, str]) -> Training:
     """Starts train.py as a user would."""
     record = run.folder / "slots" / f"{slot}.json"
     for folder in (record.parent, run.log.parent):
@@ -277,11 +272,11 @@ def start_training(run: SmallRun, pause_at: int | None, slot: int, environment: 
             stderr=subprocess.STDOUT,
             start_new_session=True,  # a Ctrl-C reaches it once, passed on
         )
-    return _Training(run, process)
+    return Training(run, process)
 
 
 @contextmanager
-def signals_passed_on(training: Mapping[int, _Training]) -> Iterator[list[int]]:
+def signals_passed_on(training: Mapping[int, Training]) -> Iterator[list[int]]:
     """The signals that have come, which every run has got too."""
     received: list[int] = []
 

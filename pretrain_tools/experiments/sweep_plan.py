@@ -73,14 +73,12 @@ class SweepRequest:
     labels: Mapping[str, str] = field(default_factory=dict)
     """{value as written: how folders name it}, where it is long."""
 
-    def settings(self, values: Sequence[str]) -> dict[str, str]:
-        """{path: value as written}"""
-        return dict(zip((axis.path for axis in self.axes), values, strict=True))
-
     @property
     def grid(self) -> list[dict[str, str]]:
-        """Every combination; of ranges, of their ends."""
-        return [self.settings(values) for values in itertools.product(*(axis.values for axis in self.axes))]
+        """Every combination as {path: value as written}; of ranges, of their ends."""
+        paths = [axis.path for axis in self.axes]
+        combinations = itertools.product(*(axis.values for axis in self.axes))
+        return [dict(zip(paths, values, strict=True)) for values in combinations]
 
     @property
     def rungs(self) -> list[float]:
@@ -91,11 +89,8 @@ class SweepRequest:
     @property
     def described(self) -> dict[str, Any]:
         """As the plan records it."""
-        vary = {
-            axis.path: f"{axis.values[0]}..{axis.values[1]}" if axis.is_range else axis.values for axis in self.axes
-        }
         return {
-            "vary": {path: value if isinstance(value, str) else list(value) for path, value in vary.items()},
+            "vary": {axis.path: "..".join(axis.values) if axis.is_range else list(axis.values) for axis in self.axes},
             "seeds": self.seeds,
             "halving": self.halving,
             "search": self.search,
@@ -162,10 +157,11 @@ def is_number_text(text: str) -> bool:
 
 def request_problems(request: SweepRequest) -> Problems:
     """What cannot be swept, as far as the command line tells."""
-    problems, combinations = Problems(), math.prod(len(axis.values) for axis in request.axes)
+    problems = Problems()
+    combinations = math.prod(len(axis.values) for axis in request.axes)
     ranges = [axis for axis in request.axes if axis.is_range]
     changed = {path for path, _ in request.changes}
-    for path in [axis.path for axis in request.axes]:
+    for path in (axis.path for axis in request.axes):
         if path == "output":
             problems.append("--vary output: every run has a folder of its own under --output")
         if path == "seed" and request.seeds > 1:
@@ -174,9 +170,9 @@ def request_problems(request: SweepRequest) -> Problems:
             problems.append(f"--{path} beside --vary {path}: give one of the two")
     if request.search is None:
         problems += [
-            f"--vary {a.path}={a.values[0]}..{a.values[1]}: a range is searched: give --search and a number of "
+            f"--vary {axis.path}={'..'.join(axis.values)}: a range is searched: give --search and a number of "
             "settings to try, or list the values"
-            for a in ranges
+            for axis in ranges
         ]
     elif not ranges:
         problems.append(f"--search {request.search}: searches ranges, as in --vary optim.learning_rate=1e-4..1e-2")
@@ -211,14 +207,13 @@ def run_name(request: SweepRequest, settings: Mapping[str, str], seed: int) -> s
 
 def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: Path) -> RunConfig:
     """The recipe of one run: nothing is uploaded, and one checkpoint kept unless the command line says otherwise."""
+    # A tracker names each run by its own folder.
+    tracking = {"group": config.tracking.group or request.output.name, "name": None}
     update: dict[str, Any] = {
         "output": output,
         "seed": seed,
         "hub": Hub(),
-        # Each run has the name of its own folder.
-        "tracking": config.tracking.model_copy(
-            update={"group": config.tracking.group or request.output.name, "name": None}
-        ),
+        "tracking": config.tracking.model_copy(update=tracking),
     }
     if not any(path.startswith("checkpoint") for path, _ in request.changes):
         kept = {"keep_last": 1, "keep_best": 0, "milestones_every": None, "mirror": None}
@@ -226,32 +221,27 @@ def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: P
     return config.model_copy(update=update)
 
 
-def read_point_configs(request: SweepRequest, points: Sequence[Mapping[str, str]]) -> list[RunConfig]:
-    """The recipe with the settings of each point. Raises InputError with the problems of all, each once."""
-    problems = Problems()
-    configs = [
-        problems.attempt(read_run_config, request.recipe, [*request.changes, *settings.items()]) for settings in points
-    ]
-    problems.stop_if_any()
-    return configs
-
-
 def check_points(
-    request: SweepRequest, points: Sequence[Mapping[str, str]]
+    request: SweepRequest, points: Sequence[dict[str, str]]
 ) -> list[tuple[dict[str, str], RunConfig, "RunPlan"]]:
-    """(settings, recipe, plan) of each. Raises InputError with every problem of any."""
+    """(settings, recipe, plan) of each. Raises InputError with every problem of any, each once."""
     from pretrain.training.run_plan import derive
     from pretrain.training.validation import open_validation
 
-    configs = read_point_configs(request, points)
+    unreadable = Problems()
+    configs = [
+        unreadable.attempt(read_run_config, request.recipe, [*request.changes, *settings.items()])
+        for settings in points
+    ]
+    unreadable.stop_if_any()
     found: dict[str, list[int]] = {}
     plans, tokenizers = [], set()
     say_stage(f"Checking {counted(len(points), 'setting')}")
     for number, (settings, config) in enumerate(zip(points, configs, strict=True)):
-        problems, name = Problems(), run_name(request, settings, config.seed)
-        config = config_of_run(config, request, config.seed, request.output / "runs" / name)
+        problems = Problems()
+        output = request.output / "runs" / run_name(request, settings, config.seed)
         with redirect_stderr(io.StringIO()):  # each would say that its architecture is tested
-            plans.append(problems.attempt(derive, config, ranks=1))
+            plans.append(problems.attempt(derive, config_of_run(config, request, config.seed, output), ranks=1))
             validation = problems.attempt(open_validation, config.data)
         tokenizers |= {reader.manifest.tokenizer_sha256 for reader in (validation or {}).values()}
         if validation == {}:
@@ -261,7 +251,7 @@ def check_points(
     if len(tokenizers) > 1:
         found["data: losses per token of different tokenizers are not comparable; sweep each by itself"] = []
     Problems(f"{where_found(at, points)}{problem}" for problem, at in found.items()).stop_if_any()
-    return [(dict(settings), *rest) for settings, *rest in zip(points, configs, plans, strict=True)]
+    return list(zip(points, configs, plans, strict=True))
 
 
 def where_found(numbers: Sequence[int], points: Sequence[Mapping[str, str]]) -> str:
@@ -298,11 +288,10 @@ def name_problems(request: SweepRequest, points: Sequence[Mapping[str, str]]) ->
 
 def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequence["RunPlan"]) -> None:
     """Writes the plan, or compares it with the one there. Raises InputError with what differs."""
-    base = flatten_settings(configs[0].model_dump(mode="json"))
     varied = [axis.path for axis in request.axes]
     base = {
         path: value
-        for path, value in base.items()
+        for path, value in flatten_settings(configs[0].model_dump(mode="json")).items()
         if path not in ("output", "seed") and not any(path == name or path.startswith(f"{name}.") for name in varied)
     }
     identity = [{k: v for k, v in plan.identity.items() if k.startswith(("model", "data."))} for plan in plans]
@@ -311,9 +300,8 @@ def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequen
     plan = json.loads(json.dumps(plan))
     path = request.output / PLAN_FILE
     if not path.is_file():
-        if request.output.is_dir() and any(p for p in request.output.iterdir() if not p.name.startswith(".")):
+        if any(not there.name.startswith(".") for there in request.output.iterdir()):
             raise InputError(f"--output {request.output}: holds something else; choose another folder")
-        request.output.mkdir(parents=True, exist_ok=True)
         write_durably(path, json.dumps(plan, indent=1, ensure_ascii=False) + "\n")
         return
     there = read_json(path)
@@ -321,37 +309,45 @@ def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequen
         raise InputError(f"{path}: is not the plan of a sweep of this version; choose another --output")
     before, now = flat_plan(there), flat_plan(plan)
     defaults = {name: as_plain(field.default) for name, field in fields_of_config()}
-    added = {name for name in now.keys() - before.keys() if name in defaults and defaults[name] == now[name]}
     # Settings that a newer version of the project has, at their defaults, are no difference.
-    differ = setting_differences([before, {name: value for name, value in now.items() if name not in added}])
-    if not differ:
-        return
+    now = {name: value for name, value in now.items() if name in before or (name, value) not in defaults.items()}
     lines = [
-        f"{request.output}: {name} was {shortened(json.dumps(before))}, "
-        f"the command now gives {shortened(json.dumps(now))}"
-        for name, (before, now) in differ.items()
+        f"{request.output}: {name} was {shortened(json.dumps(was))}, "
+        f"the command now gives {shortened(json.dumps(given))}"
+        for name, (was, given) in setting_differences([before, now]).items()
     ]
-    more = [f"... and {len(lines) - MOST_DIFFERENCES} more"] if len(lines) > MOST_DIFFERENCES else []
-    raise InputError(*lines[:MOST_DIFFERENCES], *more, "give the command that began the sweep, or another --output")
+    if lines:
+        more = [f"... and {len(lines) - MOST_DIFFERENCES} more"] if len(lines) > MOST_DIFFERENCES else []
+        raise InputError(
+            *lines[:MOST_DIFFERENCES], *more, "give the command that began the sweep, or another --output"
+        )
 
 
 def flat_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """By names that a person recognises."""
-    flat = {f"--{key}": plan.get(key) for key in ("seeds", "halving", "search")}
-    flat |= {f"--vary {path}": values for path, values in (plan.get("vary") or {}).items()}
-    flat["seed"] = plan.get("first_seed")
-    flat |= plan.get("recipe") or {}
-    for number, identity in enumerate(plan.get("identity") or []):
-        flat |= {f"{key} on disk, of setting {number + 1}": value for key, value in identity.items()}
-    return flat
+    """The plan by names that a person recognizes."""
+    return {
+        **{f"--{key}": plan.get(key) for key in ("seeds", "halving", "search")},
+        **{f"--vary {path}": values for path, values in (plan.get("vary") or {}).items()},
+        "seed": plan.get("first_seed"),
+        **(plan.get("recipe") or {}),
+        **{
+            f"{key} on disk, of setting {number}": value
+            for number, identity in enumerate(plan.get("identity") or [], start=1)
+            for key, value in identity.items()
+        },
+    }
 
 
 def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint], parameters: int) -> list[str]:
-    """What may not be meant, with figures."""
-    said, tokens = [], sorted({point.tokens for point in points})
+    """Warnings of what may not be meant, with figures.
+
+    points: those that are known; none of a search that begins.
+    """
+    said = []
+    tokens = sorted({point.tokens for point in points})
     varied = [axis.path for axis in request.axes]
     sized = any(path.startswith(("model", "budget")) for path in varied)
-    if not sized and tokens[-1] > 1.02 * tokens[0]:
+    if tokens and not sized and tokens[-1] > 1.02 * tokens[0]:
         said.append(
             f"the runs train on {count_text(tokens[0])} to {count_text(tokens[-1])} tokens, so losses differ for that "
             "alone; a budget in tokens, --budget.tokens, is the same for all"
@@ -363,8 +359,7 @@ def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint], param
             f"halving compares at {', '.join(f'{share:.0%}' for share in request.rungs[:-1])} of the budget, before "
             "the learning rate has decayed: high rates look worse there than they end"
         )
-    needed = len(points) * request.seeds * parameters * BYTES_OF_A_KEPT_RUN
-    place = next(place for place in (request.output, *request.output.absolute().parents) if place.is_dir())
-    if needed > (free := shutil.disk_usage(place).free):
+    needed = (request.search or len(points)) * request.seeds * parameters * BYTES_OF_A_KEPT_RUN
+    if needed > (free := shutil.disk_usage(request.output).free):
         said.append(f"checkpoints and models of all runs take {bytes_text(needed)}; free are {bytes_text(free)}")
     return said

@@ -14,7 +14,7 @@ from pretrain.recipe import as_yaml, parse_yaml, read_run_config
 from pretrain.units import count_text, duration_text, table
 from pretrain_tools.experiments.small_runs import RunOutcome, SmallRun
 from pretrain_tools.experiments.sweep_plan import SweepRequest, is_number_text
-from pretrain_tools.runs.plots import COLOURS, axis_text
+from pretrain_tools.runs.plots import axis_text, color_of, save_figure, style_panel
 
 SWEEP_RESULTS, SWEEP_PICTURE, BEST_RECIPE = "results.json", "results.png", "best.yaml"
 RATIO_FOR_LOG = 4.0
@@ -96,25 +96,25 @@ def report_sweep(request: SweepRequest, results: Sequence[PointResult]) -> int:
 
 
 def sweep_table(request: SweepRequest, results: Sequence[PointResult]) -> str:
-    """One row per setting, the best first."""
+    """One row per setting, the best first. A loss from before the end is in brackets."""
     paths = [axis.path for axis in request.axes]
     rows = [[*paths, "loss", "spread", "seeds", "tokens", "time", ""]]
     for result in results:
-        loss = result.mean_loss if math.isfinite(result.mean_loss) else result.last_loss
-        shown = f"{loss:.4f}" if math.isfinite(loss) else "-"
-        seconds = statistics.fmean(one.outcome.seconds for one in result.runs)
-        tokens = max(one.outcome.tokens for one in result.runs)
+        loss = f"{result.mean_loss:.4f}" if math.isfinite(result.mean_loss) else f"({result.last_loss:.4f})"
         why = next((one.failure for one in result.runs if one.failure), "")
         state = "" if result.state == "finished" else result.state + (f": {why[:60]}" if why else "")
-        spread = f"{result.spread:.4f}" if result.spread is not None else "-"
-        cells = [loss_mark(result, shown), spread, str(len(result.losses)), count_text(tokens), duration_text(seconds)]
-        rows.append([*(result.settings[path] for path in paths), *cells, state])
+        rows.append(
+            [
+                *(result.settings[path] for path in paths),
+                loss if math.isfinite(min(result.mean_loss, result.last_loss)) else "-",
+                f"{result.spread:.4f}" if result.spread is not None else "-",
+                str(len(result.losses)),
+                count_text(max(one.outcome.tokens for one in result.runs)),
+                duration_text(statistics.fmean(one.outcome.seconds for one in result.runs)),
+                state,
+            ]
+        )
     return table(rows, right=set(range(len(paths) + 5)))
-
-
-def loss_mark(result: PointResult, shown: str) -> str:
-    """A loss from before the end is in brackets."""
-    return shown if math.isfinite(result.mean_loss) or shown == "-" else f"({shown})"
 
 
 def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
@@ -145,8 +145,7 @@ def at_the_edge(request: SweepRequest, results: Sequence[PointResult]) -> list[s
     for axis in request.axes:
         best = results[0].settings[axis.path]
         tried = {result.settings[axis.path] for result in results}
-        is_ordered = axis.path != "seed" and all(is_number_text(text) for text in tried)
-        if not is_ordered or len(tried) < 2:
+        if axis.path == "seed" or len(tried) < 2 or not all(is_number_text(text) for text in tried):
             continue
         values = sorted(tried, key=lambda text: float(parse_yaml(text)))
         if best in (values[0], values[-1]) and parse_yaml(best) != 0:  # most settings go no lower than 0
@@ -208,7 +207,7 @@ def best_recipe(request: SweepRequest, best: PointResult) -> str:
 
 
 def draw_sweep(request: SweepRequest, results: Sequence[PointResult], path: Path) -> None:
-    """A panel for each setting: the loss by its values, a line where all else is equal, dots for the seeds."""
+    """Draws a panel for each setting: the loss by its values, a line where all else is equal, dots for the seeds."""
     from matplotlib.figure import Figure
 
     axes = request.axes
@@ -218,13 +217,11 @@ def draw_sweep(request: SweepRequest, results: Sequence[PointResult], path: Path
     figure = Figure(figsize=(5.6 * columns, 4.2 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False)
     for panel, axis in zip(panels.flat, axes, strict=False):
-        draw_axis(panel, axis.path, finished, is_best=finished[0])
+        draw_axis(panel, axis.path, finished)
     for panel in panels.flat[len(axes) :]:
         panel.set_visible(False)
     panels[0][0].set_ylabel("validation loss (nats per token)")
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    figure.savefig(unfinished, dpi=110, format="png")
-    unfinished.replace(path)
+    save_figure(figure, path)
 
 
 def fitting_label(text: str, width: int) -> str:
@@ -235,47 +232,47 @@ def fitting_label(text: str, width: int) -> str:
     return "\n".join(textwrap.wrap(text, width)) or text
 
 
-def draw_axis(panel: Any, path: str, finished: Sequence[PointResult], is_best: PointResult) -> None:
-    """One setting's panel."""
+def draw_axis(panel: Any, path: str, finished: Sequence[PointResult]) -> None:
+    """Draws one setting's panel, with a ring around the best result, the first."""
     texts = list(dict.fromkeys(result.settings[path] for result in finished))
-    numeric = all(is_number_text(text) for text in texts)
-    if numeric:
+    place = {text: float(number) for number, text in enumerate(texts)}
+    if all(is_number_text(text) for text in texts):
         place = {text: float(parse_yaml(text)) for text in texts}
-        texts.sort(key=place.get)
         if min(place.values()) > 0 and max(place.values()) >= RATIO_FOR_LOG * min(place.values()):
             panel.set_xscale("log")
             panel.xaxis.set_minor_formatter("")
-    else:
-        place = {text: float(number) for number, text in enumerate(texts)}
     if len(texts) <= 10:
         width = max(SHORTEST_LINE, LINE_UNDER_PANEL // len(texts))
         panel.set_xticks(list(place.values()), [fitting_label(text, width) for text in place])
-    lines: dict[tuple, list[PointResult]] = {}
+    lines: dict[str, list[PointResult]] = {}
     for result in finished:
-        others = tuple((other, value) for other, value in result.settings.items() if other != path)
-        lines.setdefault(others, []).append(result)
+        others = [(other, value) for other, value in result.settings.items() if other != path]
+        named = ", ".join(f"{other.rpartition('.')[2]} {value}" for other, value in others)
+        lines.setdefault(named, []).append(result)
     single = all(len(points) == 1 for points in lines.values())
-    for number, (others, points) in enumerate(lines.items()):
-        colour = COLOURS[0] if single else COLOURS[number % len(COLOURS)]
+    for number, (named, points) in enumerate(lines.items()):
+        color = color_of(0 if single else number)
         points = sorted(points, key=lambda result: place[result.settings[path]])
         x = [place[result.settings[path]] for result in points]
-        y = [statistics.fmean(result.losses) for result in points]
-        spreads = [result.spread or 0.0 for result in points]
-        named = ", ".join(f"{other.rpartition('.')[2]} {value}" for other, value in others)
-        label = fitting_label(named, LINE_IN_LEGEND) if not single and number < MOST_LINES else None
         panel.errorbar(
-            x, y, yerr=spreads, color=colour, marker="o", markersize=4, capsize=3, linewidth=1.5, label=label
+            x,
+            [statistics.fmean(result.losses) for result in points],
+            yerr=[result.spread or 0.0 for result in points],
+            label=fitting_label(named, LINE_IN_LEGEND) if not single and number < MOST_LINES else None,
+            color=color,
+            marker="o",
+            markersize=4,
+            capsize=3,
+            linewidth=1.5,
         )
-        for result in points:
+        for at, result in zip(x, points, strict=True):
             if len(result.losses) > 1:
-                panel.scatter(
-                    [place[result.settings[path]]] * len(result.losses), result.losses, s=9, color=colour, alpha=0.5
-                )
-    best = place[is_best.settings[path]], is_best.mean_loss if math.isfinite(is_best.mean_loss) else is_best.losses[0]
-    panel.scatter(*best, s=90, facecolors="none", edgecolors="#000000", linewidths=1.4, zorder=4)
-    panel.set_title(path, fontsize=11, loc="left", fontweight="bold")
+                panel.scatter([at] * len(result.losses), result.losses, s=9, color=color, alpha=0.5)
+    best = finished[0]
+    loss = best.mean_loss if math.isfinite(best.mean_loss) else best.losses[0]
+    ring = {"s": 90, "facecolors": "none", "edgecolors": "#000000", "linewidths": 1.4, "zorder": 4}
+    panel.scatter(place[best.settings[path]], loss, **ring)
+    style_panel(panel, path)
     panel.yaxis.set_major_formatter(axis_text)
-    panel.grid(alpha=0.25)
-    panel.spines[["top", "right"]].set_visible(False)
     if len(lines) > 1 and not single:
         panel.legend(frameon=False, fontsize=8)

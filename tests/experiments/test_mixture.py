@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import yaml
 
-from pretrain_tools.experiments.mixture import candidate_weights, propose
-from support.project import run_script
+from pretrain.errors import InputError
+from pretrain.recipe import pair_up, read_run_config
+from pretrain_tools.experiments.mixture import candidate_weights, propose, run_mixture
+from support.recorded_runs import record_instead_of_training
 
 OWN = np.array([0.8, 0.1, 0.1])
 LEARNED = np.array([[1.2, 0.1, 0.3], [0.1, 0.9, 0.1], [0.2, 0.1, 0.6]])
@@ -52,7 +54,7 @@ def test_where_weights_do_not_matter_nothing_is_claimed():
     assert all(found.gain < 0.05 and found.agreement < 0.7 for found in claims)
 
 
-def test_small_runs_propose_a_recipe_and_bad_requests_are_refused(recipe, shards, tmp_path):
+def test_small_runs_propose_a_recipe_and_bad_requests_are_refused(recipe, shards, tmp_path, monkeypatch, capsys):
     other = tmp_path / "other"
     shutil.copytree(shards, other)
     values = yaml.safe_load(recipe.read_text())
@@ -60,19 +62,32 @@ def test_small_runs_propose_a_recipe_and_bad_requests_are_refused(recipe, shards
     mixed = recipe.with_name("mixed.yaml")
     mixed.write_text(yaml.safe_dump(values))
     output = tmp_path / "mixtures"
-    arguments = ["--config", mixed, "--output", output, "--budget.steps", "3", "--validation.sequences", "2"]
-    done = run_script("runs.py", "mixture", *arguments, "--runs", "6")
+
+    def losses(config):
+        share = config.data.train[1].weight / sum(source.weight for source in config.data.train)
+        return {"source": 2 + share, "other": 2 + (1 - share) ** 2}
+
+    trained = record_instead_of_training(monkeypatch, losses)
+
+    def mixture(count, *more):
+        changes = pair_up(["--budget.steps", "3", "--validation.sequences", "2", *more])
+        return run_mixture(mixed, changes, count=count, seeds=1, output=output)
+
+    assert mixture(6) == 0
+    said = capsys.readouterr().out
     found = json.loads((output / "mixture.json").read_text())
     assert len(found["mixtures"]) == 6 and found["mixtures"][0]["weights"] == pytest.approx([0.25, 0.75])
-    assert found["validation"] == ["other", "source"] and "interval" in done.stdout
-    proposed = yaml.safe_load((output / "mixture.yaml").read_text())
-    assert [s["weight"] for s in proposed["data"]["train"]] == pytest.approx(found["proposal"]["weights"], abs=1e-4)
-    assert proposed["data"]["train"][1]["max_epochs"] == 2 and proposed["budget"]["steps"] == 3
-    assert run_script("runs.py", "mixture", *arguments, "--runs", "6").stdout == done.stdout
-    for given, problem in (
-        (["--runs", "5"], "too few to fit 2 sources; give 6 or more"),
-        (["--runs", "7"], "--vary data.train"),
-        (["--runs", "6", "--data.train", f"[{{shards: {other}}}]"], "1 source makes no mixture"),
+    assert found["mixtures"][0]["losses"] == pytest.approx([2 + 0.25**2, 2.75], abs=1e-3)
+    assert found["validation"] == ["other", "source"] and "interval" in said
+    proposed = read_run_config(output / "mixture.yaml")
+    assert [s.weight for s in proposed.data.train] == pytest.approx(found["proposal"]["weights"], abs=1e-4)
+    assert proposed.data.train[1].max_epochs == 2 and proposed.budget.steps == 3
+    assert sorted(trained) == [f"train={number:03d}" for number in range(6)]
+    assert mixture(6) == 0 and capsys.readouterr().out == said and len(trained) == 6, "all is found done"
+    for count, more, problem in (
+        (5, [], "too few to fit 2 sources; give 6 or more"),
+        (7, [], "--vary data.train"),
+        (6, ["--data.train", f"[{{shards: {other}}}]"], "1 source makes no mixture"),
     ):
-        refused = run_script("runs.py", "mixture", *arguments, *given, check=False)
-        assert refused.returncode == 2 and problem in refused.stderr and "Traceback" not in refused.stderr
+        with pytest.raises(InputError, match=problem):
+            mixture(count, *more)

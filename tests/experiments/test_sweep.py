@@ -17,7 +17,7 @@ from pretrain.errors import InputError
 from pretrain.recipe import read_run_config
 from pretrain_tools.experiments import sweep as sweeps
 from pretrain_tools.experiments.small_runs import RunOutcome, SmallRun, device_slots
-from pretrain_tools.experiments.sweep import Grid, pick_settings
+from pretrain_tools.experiments.sweep import Sweep, pick_settings
 from pretrain_tools.experiments.sweep_plan import SweepPoint, SweepRequest, config_of_run, read_axes, request_problems
 from pretrain_tools.experiments.sweep_report import (
     PointResult,
@@ -28,6 +28,7 @@ from pretrain_tools.experiments.sweep_report import (
     verdict_of_sweep,
 )
 from support.project import events, run_script, start_script
+from support.recorded_runs import record_instead_of_training
 
 
 def sweep(recipe, output, *arguments, **settings):
@@ -112,7 +113,7 @@ def test_halving_drops_the_worse_half_at_each_rung(tmp_path, monkeypatch):
         return RunOutcome("finished" if step == 8 else "unfinished", step, 0, curves[small.index(run)], 0.0)
 
     monkeypatch.setattr(sweeps, "read_outcome", outcome)
-    grid = Grid(request("a=0,1,2,3", halving=3, output=tmp_path), points)
+    grid = Sweep(request("a=0,1,2,3", halving=3, output=tmp_path), points, flops=1.0)
     assert grid.request.rungs == [0.25, 0.5, 1.0]
     order = []
     while given := grid.next_run(set()):
@@ -120,8 +121,8 @@ def test_halving_drops_the_worse_half_at_each_rung(tmp_path, monkeypatch):
         order.append((run.name, pause_at))
         reached[run.name] = pause_at or 8
     assert order == [("a=0", 2), ("a=1", 2), ("a=2", 2), ("a=3", 2), ("a=0", 4), ("a=1", 4), ("a=1", None)]
-    assert grid.work == pytest.approx(4 * 0.25 + 2 * 0.25 + 1 * 0.5)
-    again = Grid(grid.request, points)  # after a kill
+    assert grid.progress.work == pytest.approx(4 * 0.25 + 2 * 0.25 + 1 * 0.5)
+    again = Sweep(grid.request, points, flops=1.0)  # after a kill
     assert again.next_run(set()) is None and [point.settings["a"] for point in again.alive] == ["1"]
 
 
@@ -194,6 +195,26 @@ def test_a_search_learns_from_what_it_has_tried_and_repeats_itself(tmp_path):
     distances = [result.mean_loss - 3 for result in tried]
     assert statistics.fmean(distances[10:]) < statistics.fmean(distances[:10]) and min(distances) < 0.2
     assert len({json.dumps(result.settings) for result in tried}) == 20
+
+
+def test_a_search_trains_what_it_picks_and_is_reported(recipe, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("optuna")
+    trained = record_instead_of_training(
+        monkeypatch, lambda config: {"source": 3 + abs(math.log10(config.optim.learning_rate) + 2)}
+    )
+    output = tmp_path / "found"
+    asked = request(
+        "optim.learning_rate=1e-4..1e-1", search=5, recipe=recipe, output=output, changes=(("budget.steps", "3"),)
+    )
+    assert sweeps.run_sweep(asked, 2) == 0
+    said = capsys.readouterr()
+    assert len(trained) == 5 and "5 runs, 2 runs at a time" in said.err and "Best: optim.learning_rate" in said.out
+    trials = json.loads((output / "trials.json").read_text())
+    assert [f"learning_rate={trial['optim.learning_rate']}" for trial in trials] == trained
+    results = json.loads((output / "results.json").read_text())["results"]
+    losses = [point["loss"] for point in results]
+    assert losses == sorted(losses) and losses[0] == pytest.approx(min(losses))
+    assert sweeps.run_sweep(asked, 2) == 0 and capsys.readouterr().out == said.out and len(trained) == 5
 
 
 def test_trackers_show_the_runs_of_a_sweep_as_a_group_each_by_its_folder(recipe, tmp_path):

@@ -1,0 +1,36 @@
+"""Runs of many small experiments, recorded at once where train.py would take seconds for each."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+from pretrain.config import RunConfig
+from pretrain.files import SEAL_FILE
+from pretrain.recipe import read_run_config
+from pretrain_tools.experiments import small_runs
+from support.run_logs import end_line, start_line, train_line, validation_line, write_run
+
+
+def record_instead_of_training(monkeypatch, losses: Callable[[RunConfig], dict[str, float]]) -> list[str]:
+    """Each train.py that an experiment starts leaves a finished run with these {source: validation loss}.
+
+    Returns the names of the runs, as they are started.
+    """
+    trained: list[str] = []
+
+    def popen(command: list[str], **options: object) -> SimpleNamespace:
+        assert command[:1] == [sys.executable] and Path(command[1]).name == "train.py"
+        config = read_run_config(Path(command[command.index("--config") + 1]))
+        last = config.budget.steps
+        lines = [start_line(0, last), *(train_line(step) for step in range(1, last + 1))]
+        lines += [validation_line(last, loss, source) for source, loss in losses(config).items()]
+        run = write_run(config.output, [*lines, end_line(last)])
+        (run / "final").mkdir()
+        (run / "final" / SEAL_FILE).touch()
+        trained.append(run.name)
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
+
+    monkeypatch.setattr(small_runs.subprocess, "Popen", popen)
+    monkeypatch.setattr(small_runs, "POLL_SECONDS_OF_RUNS", 0.0)
+    return trained
