@@ -1,4 +1,4 @@
-"""The numbers that a recipe's `auto` stands for, by its model, its tokens and its batch."""
+"""Numbers for a recipe's `auto`, by its model, its tokens and its batch."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ from pretrain.parallel.launcher import processes_launched
 
 
 def settled(config: RunConfig, processes: int | None = None) -> RunConfig:
-    """The recipe with numbers in place of `auto`; they follow from the recipe and its data alone.
+    """Puts numbers in the place of `auto`; they follow from the recipe and its data alone.
 
     processes: among which an `auto` batch is divided; only the micro-batch, which affects no result, follows them.
     None: those that were launched.
@@ -29,10 +29,13 @@ def settled(config: RunConfig, processes: int | None = None) -> RunConfig:
         return config
     try:
         model_config = planned_model_config(config)
-        parameters, active = count_parameters(model_config), active_parameters(model_config)
+        parameters = count_parameters(model_config)
+        active = active_parameters(model_config)
     except InputError:  # `derive` says what is wrong with the model, and all else that is
-        parameters = active = 1
-    budget, optim = config.budget, config.optim
+        parameters = 1
+        active = 1
+    budget = config.budget
+    optim = config.optim
     tokens = budget.tokens or (budget.tokens_per_parameter or 0) * active
     batch = settled_batch(config, tokens or tokens_of_steps(budget.steps), processes or processes_launched())
     per_step = batch.tokens_per_step
@@ -50,17 +53,18 @@ def settled(config: RunConfig, processes: int | None = None) -> RunConfig:
 
 
 def has_auto(config: RunConfig) -> bool:
-    """Whether the recipe leaves a number open that `settled` finds."""
+    """Returns True if the recipe leaves a number open that `settled` finds."""
     optim = config.optim
     return "auto" in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps)
 
 
 def settled_batch(config: RunConfig, tokens: float, processes: int) -> Batch:
-    """A power of two sequences, times the levels of a ramp, nearest to the law's batch.
+    """Returns the batch nearest to the law's: a power of two sequences, times the levels of a ramp.
 
     A number of processes that does not divide it is refused by `derive`: another batch would be another run.
     """
-    batch, length = config.batch, config.data.sequence_length
+    batch = config.batch
+    length = config.data.sequence_length
     if batch.tokens_per_step != "auto":
         return batch
     levels = round(1 / batch.ramp.start) if batch.ramp else 1

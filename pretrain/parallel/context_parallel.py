@@ -13,7 +13,6 @@ heads, E width of a head.
 """
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,13 +43,9 @@ from pretrain.model.reference import (
 )
 from pretrain.model.small_copy import in_a_line
 from pretrain.parallel.fully_sharded import FullySharded
-from pretrain.parallel.launcher import processes_launched
+from pretrain.parallel.launcher import CP_SIZE, parallel_size, sharing_problems, uncombined_sizes
 from pretrain.parallel.strategy import OptimizerBuilder
 
-SIZE_VARIABLE = "PARALLELISM_CONFIG_CP_SIZE"
-SIZE_SETTING = "parallelism_config_cp_size"
-OTHER_SIZES = ("dp_replicate_size", "tp_size", "sp_size")
-"""Settings of parallelism_config that are not combined with this."""
 PER_HEAD = ("s_aux", "position_bias")
 """Arguments of an attention that have a value for each head, or pair of positions."""
 EXCHANGING, FOLDED = "groundwork_exchanging", "groundwork_folded"
@@ -63,12 +58,16 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 class ContextParallel(FullySharded):
     """FSDP2 over all processes, with the positions of each sequence divided among those of a group."""
 
+    size_variable = CP_SIZE
+
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         problems = super().problems(config, name)
-        if of_size := size_problems():
+        of_size = uncombined_sizes(CP_SIZE, ("dp_replicate", "tp", "sp"))
+        of_size += sharing_problems(CP_SIZE, word_for_all="0", shared="a sequence")
+        if of_size:
             return problems + of_size
-        parts = parts_requested()
+        parts = parallel_size(CP_SIZE)
         length = config.data.sequence_length
         if length % parts:
             below = length // parts * parts
@@ -84,7 +83,7 @@ class ContextParallel(FullySharded):
 
     def __init__(self, precision: str, config: RunConfig | None = None):
         super().__init__(precision, config)
-        self.sequence_parts = parts_requested()
+        self.sequence_parts = parallel_size(CP_SIZE)
         shape = (self.ranks.count // self.sequence_parts, self.sequence_parts)
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("data", "context"))
         self.context_group: dist.ProcessGroup = mesh.get_group("context")
@@ -99,7 +98,7 @@ class ContextParallel(FullySharded):
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """As in `FullySharded`. Raises InputError for an attention that is not known to take whole sequences."""
+        """Does as in `FullySharded`. Raises InputError for an attention that is not known to take whole sequences."""
         exchange_heads(model.causal_lm, self.sequence_parts, self.context_group.group_name)
         prepared = super().prepare(model, weights, build_optimizer)
         prepared.register_forward_pre_hook(
@@ -108,30 +107,7 @@ class ContextParallel(FullySharded):
         return prepared
 
     def describe(self) -> dict:
-        return {**super().describe(), SIZE_SETTING: self.sequence_parts, "data_parallel_size": self.data_ranks}
-
-
-def parts_requested() -> int:
-    """Returns the processes that share each sequence, as the launcher says; its 0 means all of them."""
-    return int(os.environ.get(SIZE_VARIABLE, "1")) or processes_launched()
-
-
-def size_problems() -> list[str]:
-    """Returns what is wrong with the number of processes that are to share a sequence, or combined with it."""
-    launched = processes_launched()
-    parts = parts_requested()
-    problems = [
-        f"launcher: parallelism_config_{name}: {size} is not combined with {SIZE_SETTING}; use 1, or another strategy"
-        for name in OTHER_SIZES
-        if (size := os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")) != "1"
-    ]
-    if launched < 2 or parts < 2 or launched % parts:
-        works = [str(size) for size in range(2, launched + 1) if launched % size == 0]
-        remedy = f"0 (all processes) or {', '.join(works)}" if works else "another strategy, or --num_processes 2"
-        problems.append(
-            f"launcher: {SIZE_SETTING}: {parts} of {launched} processes cannot share a sequence; use {remedy}"
-        )
-    return problems
+        return {**super().describe(), CP_SIZE.lower(): self.sequence_parts, "data_parallel_size": self.data_ranks}
 
 
 def model_problem(model_config: PreTrainedConfig, parts: int) -> str | None:
@@ -148,7 +124,7 @@ def heads_problem(model_config: PreTrainedConfig, parts: int) -> str | None:
     if divides(heads, key_heads, parts):
         return None
     works = [str(n) for n in range(2, heads + 1) if divides(heads, key_heads, n)]
-    remedy = f"{SIZE_SETTING} can be {', '.join(works)}" if works else "use fsdp2"
+    remedy = f"{CP_SIZE.lower()} can be {', '.join(works)}" if works else "use fsdp2"
     return (
         f"model: {heads} query heads and {key_heads} key-value heads cannot be divided among the {parts} processes of "
         f"a sequence; {remedy}"

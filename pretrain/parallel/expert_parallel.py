@@ -33,7 +33,7 @@ from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.routers import expert_parameters, routers_of
 from pretrain.optim.matrix_exchange import Holders
-from pretrain.parallel.launcher import parallel_size
+from pretrain.parallel.launcher import EP_SIZE, PP_DEGREE, parallel_size
 from pretrain.parallel.model_parallel import ModelParallel, sum_in_place
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import OptimizerBuilder, Strategy
@@ -43,8 +43,7 @@ from pretrain.parallel.tensor_parallel import AutocastModel, separate_kinds
 class ExpertParallel(ModelParallel):
     """The experts of each layer over the processes of a group; several groups hold copies of them."""
 
-    size_variable = "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE"
-    size_setting = "megatron_lm_expert_model_parallel_size"
+    size_variable = EP_SIZE
     all_processes = "all"  # of `null` the launcher passes nothing on
     # Rows are exchanged four times per layer: their processes are neighbours.
     mesh_order = ("data", "model")
@@ -59,7 +58,7 @@ class ExpertParallel(ModelParallel):
 
     @classmethod
     def size_problems(cls) -> list[str]:
-        degree = os.environ.get("MEGATRON_LM_PP_DEGREE", "1")
+        degree = os.environ.get(PP_DEGREE, "1")
         if degree == "1":
             return super().size_problems()
         return [
@@ -87,13 +86,13 @@ class ExpertParallel(ModelParallel):
         return (
             f"model: {' or '.join(map(str, sorted(counts)))} experts in a layer cannot be divided by "
             f"{parallel_size(cls.size_variable)} expert-parallel processes; {', '.join(works)} can be used, as "
-            f"{cls.size_setting}"
+            f"{EP_SIZE.lower()}"
         )
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """As in `Strategy`. No process ever holds more whole layers than one."""
+        """Does as in `Strategy`. No process ever holds more whole layers than one."""
         self.causal_lm = causal_lm = model.causal_lm
         for unit in units_of(causal_lm):
             weights.fill(causal_lm, unit)

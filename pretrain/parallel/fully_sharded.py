@@ -56,7 +56,7 @@ class FullySharded(Strategy):
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """As in `Strategy`. No process ever holds more of the whole model than one layer, or what is beside them."""
+        """Does as in `Strategy`. No process ever holds more of the whole model than a layer, or the rest."""
         self.causal_lm = causal_lm = model.causal_lm
         plugin = self.accelerator.state.fsdp_plugin
         self.reshards = bool(plugin.reshard_after_forward)

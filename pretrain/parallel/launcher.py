@@ -21,6 +21,10 @@ FLAGS = {
     "MEGATRON_LM": "ACCELERATE_USE_MEGATRON_LM",
 }
 """{distributed_type in a launcher's file: the variable that the launcher sets for it}; MULTI_GPU has none."""
+TP_SIZE = "PARALLELISM_CONFIG_TP_SIZE"
+CP_SIZE = "PARALLELISM_CONFIG_CP_SIZE"
+PP_DEGREE = "MEGATRON_LM_PP_DEGREE"
+EP_SIZE = "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE"
 DIVISIONS = ("cp", "tp", "dp_replicate")
 """Sizes in parallelism_config. The first that is not 1 is looked up below; a strategy refuses those beside its own."""
 LAUNCHES: dict[tuple[str, str | None], str] = {
@@ -61,7 +65,7 @@ def launched_strategy() -> str:
 def launched_division(kind: str) -> str | None:
     """Returns the size that a launcher's file of this distributed_type gives; None if it gives none."""
     if kind == "MEGATRON_LM":
-        return "ep" if "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE" in os.environ else "pp"
+        return "ep" if EP_SIZE in os.environ else "pp"
     if not environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return None
     given = [name for name in DIVISIONS if os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1") != "1"]
@@ -105,15 +109,49 @@ def deepspeed_file() -> dict:
 
 
 def parallel_size(variable: str) -> int:
-    """Returns the processes that share one model, by this variable of the launcher; all of them for null and all.
+    """Returns the processes that share one model or sequence, by this variable of the launcher; null: all of them.
 
-    Raises ValueError for anything but these and a number that is at least 1.
+    Raises ValueError for anything but a word for all and a number that is at least 1.
     """
     text = os.environ.get(variable, "None")
-    size = processes_launched() if text in ("None", "all") else int(text)
+    if text in ("None", "all") or (text == "0" and variable == CP_SIZE):  # accelerate's launcher crashes on null there
+        return processes_launched()
+    size = int(text)
     if size < 1:
         raise ValueError(f"{variable} is {size}")
     return size
+
+
+def sharing_problems(variable: str, word_for_all: str, shared: str = "a model") -> list[str]:
+    """Returns what is wrong with the number of processes that are to share something, with what works.
+
+    Args:
+        variable: of the launcher; in lower case it is the setting in the launcher's file.
+        word_for_all: what stands there for all processes.
+    """
+    launched = processes_launched()
+    works = [str(size) for size in range(2, launched + 1) if launched % size == 0]
+    remedy = "another strategy, or --num_processes 2"
+    if works:
+        remedy = f"{word_for_all} (all processes) or {', '.join(works)}"
+    try:
+        size = parallel_size(variable)
+    except ValueError as error:
+        return [f"launcher: {variable.lower()}: {error}; use {remedy}"]
+    if size < 2 or launched % size:
+        return [f"launcher: {variable.lower()}: {size} of {launched} processes cannot share {shared}; use {remedy}"]
+    return []
+
+
+def uncombined_sizes(variable: str, others: tuple[str, ...]) -> list[str]:
+    """Returns a message for each of these other sizes in parallelism_config that the launcher's file gives as well."""
+    settings = {name: os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1") for name in others}
+    return [
+        f"launcher: parallelism_config_{name}_size: {size} is not combined with {variable.lower()}; use 1, or another "
+        "strategy"
+        for name, size in settings.items()
+        if size != "1"
+    ]
 
 
 def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[str]:

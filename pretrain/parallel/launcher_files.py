@@ -42,14 +42,14 @@ AIO_KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit"
 
 
 def conflict(file: str, key: str, value: Any, config: RunConfig, setting: str) -> str:
-    """The message for a setting that the recipe has at the dotted path `setting`."""
+    """Returns the message for a setting that the recipe has at the dotted path `setting`."""
     in_recipe = reduce(getattr, setting.split("."), config)
     where = "the launcher's file" if file == "launcher" else file
     return f"{file}: {key}: {value} conflicts with the recipe's {setting}: {in_recipe}; remove it from {where}"
 
 
 def launcher_command() -> tuple[list[str], Path] | None:
-    """Arguments of the `accelerate launch` that started this process, and where it runs; None without one.
+    """Returns the arguments of the `accelerate launch` that started this process, and where it runs; None without one.
 
     The launcher passes on neither its file's name nor its command line: both are read from the parent process.
     """
@@ -57,7 +57,8 @@ def launcher_command() -> tuple[list[str], Path] | None:
 
     for parent in psutil.Process().parents()[:3]:
         try:
-            words, folder = parent.cmdline(), Path(parent.cwd())
+            words = parent.cmdline()
+            folder = Path(parent.cwd())
         except psutil.Error:
             continue
         for module in LAUNCHERS:
@@ -69,7 +70,7 @@ def launcher_command() -> tuple[list[str], Path] | None:
 
 
 def command_problems(strategy: str, processes: int) -> list[str]:
-    """Where the launcher started something else than it was told to, or ignored something in its file."""
+    """Returns where the launcher started something else than it was told to, or ignored something in its file."""
     command = launcher_command()
     if command is None:
         return []
@@ -89,7 +90,7 @@ def command_problems(strategy: str, processes: int) -> list[str]:
 
 
 def launcher_file_problems(path: Path, strategy: str) -> list[str]:
-    """What accelerate ignores in this file: unknown keys inside its sections, and a strategy that does not run."""
+    """Returns what accelerate ignores in this file: unknown keys in its sections, a strategy that does not run."""
     from accelerate.commands.launch import launch_command_parser
 
     try:
@@ -98,7 +99,7 @@ def launcher_file_problems(path: Path, strategy: str) -> list[str]:
         return []  # accelerate has reported it
     if not isinstance(settings, dict):
         return []
-    known = {action.dest for action in launch_command_parser()._actions}
+    known = {action.dest for action in launch_command_parser()._actions}  # argparse has no public list of them
     problems = []
     asked = settings.get("distributed_type")
     if asked in ("FSDP", "DEEPSPEED", "MEGATRON_LM") and strategy in ("single", "ddp"):
@@ -117,7 +118,7 @@ def launcher_file_problems(path: Path, strategy: str) -> list[str]:
 
 
 def deepspeed_problems(path: str | None, config: RunConfig) -> list[str]:
-    """What is wrong with the DeepSpeed JSON that the launcher names; settings of the recipe do not belong in it."""
+    """Returns what is wrong with the launcher's DeepSpeed JSON; settings of the recipe do not belong in it."""
     if path is None:
         return [
             "launcher: deepspeed_config names no deepspeed_config_file; name a JSON such as those in "
@@ -147,7 +148,7 @@ def deepspeed_problems(path: str | None, config: RunConfig) -> list[str]:
 
 
 def zero_problems(name: str, settings: Any) -> list[str]:
-    """Unknown keys and values that do not run in the zero_optimization section of a DeepSpeed JSON."""
+    """Returns unknown keys and values that do not run in the zero_optimization section of a DeepSpeed JSON."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.zero.offload_config import (
         DeepSpeedZeroOffloadOptimizerConfig,

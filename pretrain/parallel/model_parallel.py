@@ -23,7 +23,7 @@ from pretrain.model.build import build_meta_model
 from pretrain.model.routers import routers_of
 from pretrain.optim.gradient_norm import total_norm
 from pretrain.optim.matrix_exchange import Holders
-from pretrain.parallel.launcher import FLAGS, parallel_size, processes_launched
+from pretrain.parallel.launcher import FLAGS, parallel_size, sharing_problems
 from pretrain.parallel.strategy import Strategy
 
 
@@ -34,11 +34,9 @@ class ModelParallel(Strategy, ABC):
     compilations = ("auto", "none", "regional")
     holds_whole_model = False
     experts_problem: ClassVar[str | None]
-    """Why mixtures of experts do not run; None: they do."""
+    """The reason why mixtures of experts do not run; None: they do."""
     size_variable: ClassVar[str]
-    """Environment variable in which the launcher passes on how many processes share a model."""
-    size_setting: ClassVar[str]
-    """Name of that in the launcher's file."""
+    """Variable in which the launcher passes on how many processes share a model; in lower case, its file's setting."""
     all_processes: ClassVar[str] = "null"
     """Word that stands there for as many as there are."""
     mesh_order: ClassVar[tuple[str, str]]
@@ -90,18 +88,7 @@ class ModelParallel(Strategy, ABC):
     @classmethod
     def size_problems(cls) -> list[str]:
         """Returns what is wrong with the number of processes that are to share a model."""
-        launched = processes_launched()
-        works = [str(size) for size in range(2, launched + 1) if launched % size == 0]
-        remedy = "another strategy, or --num_processes 2"
-        if works:
-            remedy = f"{cls.all_processes} (all processes) or {', '.join(works)}"
-        try:
-            size = parallel_size(cls.size_variable)
-        except ValueError as error:
-            return [f"launcher: {cls.size_setting}: {error}; use {remedy}"]
-        if launched < 2 or size < 2 or launched % size:
-            return [f"launcher: {cls.size_setting}: {size} of {launched} processes cannot share a model; use {remedy}"]
-        return []
+        return sharing_problems(cls.size_variable, cls.all_processes)
 
     def make_accelerator(self) -> Accelerator:
         # To accelerate these are plain processes: the parallelism is not Megatron-LM's nor transformers'.
@@ -154,7 +141,11 @@ class ModelParallel(Strategy, ABC):
             torch._foreach_div_(gradients, divisor)
 
     def describe(self) -> dict:
-        return {**super().describe(), self.size_setting: self.model_ranks, "data_parallel_size": self.data_ranks}
+        return {
+            **super().describe(),
+            self.size_variable.lower(): self.model_ranks,
+            "data_parallel_size": self.data_ranks,
+        }
 
 
 def sum_in_place(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -20,7 +20,7 @@ from pretrain.config import Pipeline, RunConfig
 from pretrain.hardware import seed_dropout
 from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.parallel.launcher import parallel_size
+from pretrain.parallel.launcher import PP_DEGREE, parallel_size
 from pretrain.parallel.model_parallel import ModelParallel
 from pretrain.parallel.pipeline_stages import (
     Stage,
@@ -37,7 +37,7 @@ from pretrain.parallel.tensor_group import TensorGroup
 
 @dataclass(frozen=True)
 class StageLayout:
-    """How a schedule of torch's lays the stages out."""
+    """The order in which a schedule of torch's lays the stages out."""
 
     stages_per_rank: int
     is_v: bool = False
@@ -216,8 +216,7 @@ class StagedTensors(TensorGroup):
 class PipelineParallel(ModelParallel):
     """Stages of the model on different processes; several pipelines share the data."""
 
-    size_variable = "MEGATRON_LM_PP_DEGREE"
-    size_setting = "megatron_lm_pp_degree"
+    size_variable = PP_DEGREE
     experts_problem = "the loads that balance experts are counted by micro-step, not by microbatch of a stage"
     # Stages exchange little, copies of a stage all its gradients: those are neighbours.
     mesh_order = ("model", "data")

@@ -20,7 +20,7 @@ from pretrain.model.small_copy import in_a_line
 
 
 def split_layers(parameters_per_layer: list[int], stages: int, first: int, last: int) -> list[range]:
-    """Consecutive layers for each stage, at least one each, the stages as equal in parameters as they can be.
+    """Divides layers into consecutive ones for each stage, at least one each, as equal in parameters as they can be.
 
     `first` and `last` are the parameters that the first stage has beside its layers (the embedding) and the last one
     (final norm and head). Minimises the sum over the stages of parameters^2, by dynamic programming.
@@ -50,7 +50,7 @@ def split_layers(parameters_per_layer: list[int], stages: int, first: int, last:
 
 @dataclass(frozen=True)
 class PipelineMicroBatch:
-    """What a stage must know of a pipeline microbatch beyond the hidden states that reach it."""
+    """A pipeline microbatch as a stage must know it, beyond the hidden states that reach it."""
 
     targets_BT: Tensor
     weight: Tensor
@@ -59,7 +59,7 @@ class PipelineMicroBatch:
 
 
 def split_micro_batch(targets_BT: Tensor, arguments: Mapping[str, Any], parts: int) -> list[PipelineMicroBatch]:
-    """Equal parts of a micro-batch, by rows, with the attention's arguments (see `attention_arguments`) for each."""
+    """Cuts a micro-batch by rows into equal parts, each with the attention's arguments (see `attention_arguments`)."""
     batch, length = targets_BT.shape
     rows = batch // parts
     counted_B = (targets_BT >= 0).sum(dim=1)
@@ -96,19 +96,21 @@ class Stage(nn.Module):
     def __init__(self, model: LanguageModelLoss, layers: range, precision: str):
         super().__init__()
         all_layers = layers_of(model.causal_lm)
-        self.is_first, self.is_last = layers.start == 0, layers.stop == len(all_layers)
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == len(all_layers)
         self.base = cut(model.causal_lm, layers, self.is_first, self.is_last)
         self.head = model.causal_lm.get_output_embeddings() if self.is_last else None
         self.precision = precision
         self.loss_of_hidden = model.loss_of_hidden if self.is_last else None
         self.microbatches: list[PipelineMicroBatch] = []
-        """Of the micro-batch that runs now."""
+        """Pipeline microbatches of the micro-batch that runs now."""
         self.cross_entropy: Tensor | None = None
         """Last stage: weighted sum over the pipeline microbatches that went through so far."""
 
     def begin(self, microbatches: list[PipelineMicroBatch]) -> None:
-        """Before the first of these pipeline microbatches arrives."""
-        self.microbatches, self.cross_entropy = microbatches, None
+        """Is called before the first of these pipeline microbatches arrives."""
+        self.microbatches = microbatches
+        self.cross_entropy = None
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         """`number`, a host tensor of one element, says which pipeline microbatch `x` is."""
@@ -118,7 +120,8 @@ class Stage(nn.Module):
             hidden_BTD = self.base(**inputs, use_cache=False, **microbatch.attention_arguments).last_hidden_state
             if not self.is_last:
                 hidden_BTD = hidden_BTD.float()
-                # Zero-bubble schedules detach what a stage returns in place, which torch refuses for a view.
+                # Zero-bubble schedules detach what a stage returns in place, which torch refuses for a view. There is
+                # no public name for being one.
                 return hidden_BTD.clone() if hidden_BTD._is_view() else hidden_BTD
             loss, cross_entropy = self.loss_of_hidden(hidden_BTD, microbatch.targets_BT)
         weighted = cross_entropy * microbatch.weight
@@ -127,7 +130,7 @@ class Stage(nn.Module):
 
 
 def cut(causal_lm: PreTrainedModel, layers: range, is_first: bool, is_last: bool) -> nn.Module:
-    """The base model with these layers alone; embeddings in the first part only, the final norm in the last only.
+    """Returns the base model with these layers alone; embeddings in the first part only, the final norm in the last.
 
     Its own forward pass does the rest (masks, rotary tables, the layers' arguments), from `inputs_embeds` in all parts
     but the first. The modules are shared with the whole model.
@@ -135,6 +138,7 @@ def cut(causal_lm: PreTrainedModel, layers: range, is_first: bool, is_last: bool
     whole = causal_lm.base_model
     all_layers = layers_of(causal_lm)
     part = copy.copy(whole)
+    # A shallow copy shares this private dict, which nn.Module has no public way to replace.
     part._modules = dict(whole._modules)
     # Models index these lists by the layer's place in their own list.
     part.config = copy.copy(whole.config)
@@ -166,14 +170,15 @@ class Nothing(nn.Module):
 
 @one_thread()
 def cut_problem(model_config: PreTrainedConfig) -> str | None:
-    """Why stages of this architecture do not add up to it; None if they do.
+    """Returns why stages of this architecture do not add up to it; None if they do.
 
     Found out by cutting a small copy in two. Models that scale their embeddings in the forward pass, or compute
     something between layers, cannot be cut by `cut`.
     """
     reference = reference_of(KeyedConfig.of(model_config))
     window = ReferenceWindow.of(reference.config)
-    ids_BT, targets_BT = window.inputs_BT, window.ids_BT[:, 1:].contiguous()
+    ids_BT = window.inputs_BT
+    targets_BT = window.ids_BT[:, 1:].contiguous()
     model = LanguageModelLoss(reference)
     works = "llama, qwen3, gpt2, gpt_neox, mistral, olmo2, phi3 and others whose layers do all the work can"
     said = f"model: {model_config.model_type} cannot be cut into pipeline stages"
@@ -182,7 +187,8 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
     try:
         with torch.no_grad():
             wanted = model(ids_BT, targets_BT)[0]
-            x, layers = ids_BT, len(layers_of(reference))
+            x = ids_BT
+            layers = len(layers_of(reference))
             for part in (range(layers // 2), range(layers // 2, layers)):
                 stage = Stage(model, part, "fp32")
                 stage.begin(split_micro_batch(targets_BT, {}, 1))
@@ -195,7 +201,7 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
 
 
 def layer_problem(model_config: Any, stages: int, ranks: int, schedule: str) -> str | None:
-    """What is wrong with so many stages of this model; None if every stage can have a layer."""
+    """Returns what is wrong with so many stages of this model; None if every stage can have a layer."""
     layers = model_config.num_hidden_layers
     if layers >= stages:
         return None
@@ -222,7 +228,7 @@ def fill_stages(causal_lm: PreTrainedModel, stages: list[Stage], weights: Initia
 
 
 def stage_parameters(causal_lm: PreTrainedModel, stages: int) -> tuple[list[range], list[int]]:
-    """(layers, parameters) of each of so many balanced stages. A tied embedding counts in the first and the last."""
+    """Returns (layers, parameters) of so many balanced stages. A tied embedding counts in the first and the last."""
     layers = layers_of(causal_lm)
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}

@@ -19,7 +19,7 @@ _Value = TypeVar("Value")
 
 
 def slow_host_group() -> dist.ProcessGroup:
-    """All ranks, over the network from host memory, for one thread beside the loop. All ranks call together."""
+    """Makes a group of all ranks, from host memory, for one thread beside the loop. All ranks call together."""
     return dist.new_group(backend="gloo", timeout=timedelta(hours=12))
 
 
@@ -38,7 +38,7 @@ class Ranks:
 
     @classmethod
     def of_launch(cls) -> "Ranks":
-        """Those that run, once torch.distributed does. Raises RuntimeError if not all that were launched do."""
+        """Makes those that run, once torch.distributed does. Raises RuntimeError if not all that were launched do."""
         running = dist.get_world_size() if dist.is_initialized() else 1
         if running != processes_launched():  # accelerate falls back to fewer silently
             raise RuntimeError(f"{processes_launched()} processes were launched, but accelerate runs {running}")
@@ -48,11 +48,11 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that prints and writes what is written once."""
+        """True of the rank that prints and writes what is written once."""
         return self.rank == 0
 
     def gather(self, value: Any, in_background: bool = False) -> list[Any]:
-        """One small object of every rank, on every rank.
+        """Returns one small object of every rank, on every rank.
 
         in_background: called from the one thread beside the loop.
         """
@@ -64,7 +64,7 @@ class Ranks:
 
     @contextmanager
     def together(self, error: type[Exception]) -> Iterator[None]:
-        """What fails on one rank in this block raises `error` on all, so that none waits for one that failed."""
+        """Raises `error` on all ranks if this block fails on one, so that none waits for one that failed."""
         problem = None
         try:
             yield
@@ -87,7 +87,7 @@ class Ranks:
         return future.result() if self.is_main else None
 
     def print(self, text: str) -> None:
-        """From the main rank alone."""
+        """Prints from the main rank alone."""
         if self.is_main:
             say(text)
 

@@ -5,7 +5,7 @@ import os
 from pretrain.config import Data, RunConfig
 from pretrain.data.shards import rely_on_first
 from pretrain.errors import InputError
-from pretrain.parallel.context_parallel import ContextParallel, parts_requested
+from pretrain.parallel.context_parallel import ContextParallel
 from pretrain.parallel.expert_parallel import ExpertParallel
 from pretrain.parallel.fully_sharded import FullySharded
 from pretrain.parallel.launcher import launched_strategy, launcher_problems, parallel_size, processes_launched
@@ -38,8 +38,7 @@ def micro_batches_launched() -> int:
     """Returns how many micro-batches the processes that were launched take together in a micro-step."""
     name = launched_strategy()
     try:
-        sharing = parallel_size(TensorParallel.size_variable) if name in ("tp", "fsdp_tp") else 1
-        sharing = parts_requested() if name == "cp" else sharing
+        sharing = parallel_size(STRATEGIES[name].size_variable) if name in ("tp", "fsdp_tp", "cp") else 1
     except ValueError:  # which the strategy's own check refuses
         sharing = 1
     return max(1, processes_launched() // sharing)

@@ -1,4 +1,4 @@
-"""Do the processes that hold copies of the same weights still hold the same weights?
+"""Compares copies of the same weights on several processes, bit by bit.
 
 Copies are updated alike and never compared, so that a flipped bit, a broken link or a kernel that adds in another
 order on one GPU goes unseen until the loss shows it. A digest of each tensor, exact in integers, finds the first bit.
@@ -15,11 +15,11 @@ ReplicaGroup = tuple[dist.ProcessGroup | None, dict[str, torch.Tensor]]
 CHUNK = 2**22
 """Elements digested at a time: their products, 32 MB, and their weights are all the memory it takes."""
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""Integers as wide as a number of so many bytes."""
+"""{bytes of a number: an integer as wide}."""
 
 
 def replica_differences(groups: Sequence[ReplicaGroup], device: torch.device) -> list[str]:
-    """Messages for what differs between copies, the same list on all ranks; [] if all copies are equal.
+    """Returns messages for what differs between copies, the same list on all ranks; [] if all copies are equal.
 
     Reads each tensor once and waits for the device. All ranks of the world call together, each with its own groups
     (see `Strategy.replicas`).
@@ -46,7 +46,7 @@ def replica_differences(groups: Sequence[ReplicaGroup], device: torch.device) ->
 
 
 def digest_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A 64-bit digest of each tensor's bits, int64 of shape (tensors,), on `device`."""
+    """Returns a 64-bit digest of each tensor's bits, int64 of shape (tensors,), on `device`."""
     # Random, so that changes of several elements do not cancel; odd, so that one alone cannot vanish modulo 2^64.
     longest = min(CHUNK, max(tensor.numel() for tensor in tensors))
     generator = torch.Generator().manual_seed(0)
@@ -57,7 +57,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> tor
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum of the elements' bit patterns, each times its place's weight, modulo 2^64: the order of addition is free."""
+    """Sums the elements' bit patterns, each times its place's weight, modulo 2^64: the order of addition is free."""
     bits = tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in bits.split(CHUNK):
@@ -66,7 +66,7 @@ def digest(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def compare(names: Sequence[str], digests: torch.Tensor, ranks: Sequence[int]) -> list[str]:
-    """What differs, one line for each tensor, the ranks named that are not of the majority, or all if there is none.
+    """Returns what differs, a line for each tensor, naming ranks not of the majority, or all if there is none.
 
     Args:
         digests: int64 of shape (ranks, tensors).

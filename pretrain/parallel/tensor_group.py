@@ -6,6 +6,8 @@ from typing import Self
 
 import torch
 from torch.distributed.tensor import DTensor
+
+# distribute_tensor, the public way, would send what every process has already.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -19,18 +21,18 @@ class TensorGroup:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """A group of these tensors, of which every rank has the whole or, of a DTensor, its part."""
+        """Makes a group of these tensors, of which every rank has the whole or, of a DTensor, its part."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return cls(shapes, {name: tensor.dtype for name, tensor in tensors.items()}, tensors)
 
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        """The whole tensor, perhaps the one that trains, where it is; None on a rank that does not want it."""
+        """Returns the whole tensor, perhaps the one that trains, where it is; None on a rank that does not want it."""
         tensor = self.tensors[name].detach()
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return whole if wanted else None
 
     def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        """The whole tensor on the host; None on a rank that takes part but does not want it."""
+        """Returns the whole tensor on the host; None on a rank that takes part but does not want it."""
         whole = self.whole(name, wanted)
         return whole.to("cpu") if wanted else None
 
@@ -39,10 +41,12 @@ class ShardedState(Mapping[str, torch.Tensor]):
     """Saved optimizer state, whole, as the parts that go with this process's parts of the parameters."""
 
     def __init__(self, whole: Mapping[str, torch.Tensor], name_of: Mapping[torch.Tensor, str]):
-        self._whole, self._parameters = whole, {name: parameter for parameter, name in name_of.items()}
+        self._whole = whole
+        self._parameters = {name: parameter for parameter, name in name_of.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        tensor, parameter = self._whole[name], self._parameters.get(name.rpartition(".")[0])
+        tensor = self._whole[name]
+        parameter = self._parameters.get(name.rpartition(".")[0])
         if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
             return tensor
         part = local_part(tensor, parameter).to(parameter.to_local().device)
@@ -73,6 +77,6 @@ def load_parts(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Te
 
 
 def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """The part of `whole` that this process holds if it is laid out over the processes as `like` is."""
+    """Returns the part of `whole` that this process holds if it is laid out over the processes as `like` is."""
     shape, offset = compute_local_shape_and_global_offset(whole.shape, like.device_mesh, like.placements)
     return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]

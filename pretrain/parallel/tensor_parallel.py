@@ -8,7 +8,6 @@ columns needs nothing from the other processes, the one by rows after it one sum
 """
 
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +29,13 @@ from pretrain.model.inputs import IGNORED
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.matrix_exchange import Holders
 from pretrain.parallel.fully_sharded import shard_layers
-from pretrain.parallel.launcher import environment_flag, parallel_size, processes_launched
+from pretrain.parallel.launcher import (
+    TP_SIZE,
+    environment_flag,
+    parallel_size,
+    processes_launched,
+    uncombined_sizes,
+)
 from pretrain.parallel.model_parallel import ModelParallel, sum_in_place
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import OptimizerBuilder
@@ -79,8 +84,7 @@ def plan_problem(model_config: Any, size: int) -> str | None:
 class TensorParallel(ModelParallel):
     """Every layer on all processes of a group, a slice on each; several groups share the data."""
 
-    size_variable = "PARALLELISM_CONFIG_TP_SIZE"
-    size_setting = "parallelism_config_tp_size"
+    size_variable = TP_SIZE
     experts_problem = "torch's parallelize_module does not split the matrices of stacked experts"
     # Slices are summed twice per layer, in both directions: their processes are neighbours.
     mesh_order = ("data", "model")
@@ -93,7 +97,7 @@ class TensorParallel(ModelParallel):
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """As in `Strategy`. No process ever holds more whole layers than one."""
+        """Does as in `Strategy`. No process ever holds more whole layers than one."""
         self.causal_lm = causal_lm = model.causal_lm
         plan = tensor_plan_of(causal_lm.config)
         for unit in units_of(causal_lm):
@@ -172,17 +176,14 @@ class ShardedTensorParallel(TensorParallel):
         problems = super().size_problems()
         launched = processes_launched()
         if not problems and parallel_size(cls.size_variable) == launched:
-            problems.append(f"launcher: {cls.size_setting}: all {launched} processes share a model; that is tp.yaml")
-        return problems + [
-            f"launcher: parallelism_config_{other}: {size} is not combined with {cls.size_setting}; use 1"
-            for other in ("dp_replicate_size", "cp_size", "sp_size")
-            if (size := os.environ.get(f"PARALLELISM_CONFIG_{other.upper()}", "1")) != "1"
-        ]
+            setting = cls.size_variable.lower()
+            problems.append(f"launcher: {setting}: all {launched} processes share a model; that is tp.yaml")
+        return problems + uncombined_sizes(cls.size_variable, ("dp_replicate", "cp", "sp"))
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """As in `Strategy`. No process ever holds more whole layers than one."""
+        """Does as in `Strategy`. No process ever holds more whole layers than one."""
         self.causal_lm = causal_lm = model.causal_lm
         plan = tensor_plan_of(causal_lm.config)
         if model.from_hidden_states:

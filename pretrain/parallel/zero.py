@@ -115,7 +115,7 @@ class Zero(Strategy):
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """As in `Strategy`. In stage 3 no process ever holds more of the whole model than one layer."""
+        """Does as in `Strategy`. In stage 3 no process ever holds more of the whole model than one layer."""
         self.causal_lm = causal_lm = model.causal_lm
         self._fill(causal_lm, weights)
         buffers = {name: buffer.clone() for name, buffer in causal_lm.named_buffers()}
@@ -223,7 +223,7 @@ class Zero(Strategy):
         self.model.backward(loss, scale_wrt_gas=False)
 
     def update(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in `Strategy`; DeepSpeed clips at the norm it was configured with, and skips what is not finite."""
+        """Does as in `Strategy`; DeepSpeed clips at the norm it was configured with, and skips what is not finite."""
         self.model.step()
         grad_norm = torch.as_tensor(self.model.get_global_grad_norm(), dtype=torch.float32, device=self.device)
         return grad_norm, torch.tensor(float(self.optimizer.overflow), device=self.device)

@@ -1,4 +1,4 @@
-"""Where in DeepSpeed's flat tensors parameters are; ZeRO-3's optimizer as tensors by parameter.
+"""Finds parameters in DeepSpeed's flat tensors; gives ZeRO-3's optimizer as tensors by parameter.
 
 They may be on the device, in host memory or on a disk.
 DeepSpeed's own functions for this bring a whole sub-group of parameters, up to 12 GB, in from the disk for each
@@ -21,11 +21,14 @@ Place = tuple[torch.Tensor, torch.Tensor, int, tuple[tuple[int, int], ...]]
 
 
 class Partitions:
-    """This process's parts of the fp32 master weights and of AdamW's moments."""
+    """This process's parts of the fp32 master weights and of AdamW's moments.
+
+    Private names of DeepSpeed: it swaps sub-groups with its disk and gathers partitions by these alone.
+    """
 
     def __init__(self, optimizer: Any):
         self._optimizer = optimizer
-        """DeepSpeed's, of stage 3."""
+        """DeepSpeed's optimizer of stage 3."""
         self._present: int | None = None
         """The sub-group that was brought in from the disk."""
         self._changed = False
@@ -38,17 +41,18 @@ class Partitions:
             self._present = group
 
     def release(self) -> None:
-        """Before anything is trained: DeepSpeed needs the memory, and reads from the disk what it works on."""
+        """Goes before anything is trained: DeepSpeed needs the memory, and reads from the disk what it works on."""
         if self._present is None:
             return
         if self._changed:
             self._optimizer._optimizer_states_and_gradient_swap_out(self._present)
         else:
             self._optimizer._release_swap_buffers(self._present)
-        self._present, self._changed = None, False
+        self._present = None
+        self._changed = False
 
     def create_state(self, state_of: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]) -> None:
-        """State as after some steps, which the optimizer itself makes in its first step only.
+        """Makes the state after some steps, which the optimizer itself makes in its first step only.
 
         state_of: (a parameter, the flat tensor that it is in) to the state of that tensor.
         """
@@ -61,7 +65,7 @@ class Partitions:
                 self.release()
 
     def places(self) -> "list[Place]":
-        """Where each parameter's part is."""
+        """Returns where each parameter's part is."""
         found = []
         for parameters, flat in zip(
             self._optimizer.fp16_groups, self._optimizer.fp32_partitioned_groups_flat, strict=True
@@ -73,7 +77,7 @@ class Partitions:
         return found
 
     def part(self, parameter: torch.Tensor, key: str | None) -> torch.Tensor:
-        """This process's elements of a master weight (key None) or of a moment, flat; valid until the next call."""
+        """Returns this process's elements of a master weight (key None) or of a moment, flat, until the next call."""
         group, offset, elements = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
         self.bring_in(group)
         flat = self._optimizer.fp32_partitioned_groups_flat[group]
@@ -81,7 +85,7 @@ class Partitions:
         return tensor.narrow(0, offset, elements)
 
     def get(self, parameter: torch.Tensor, key: str | None, device: torch.device) -> torch.Tensor:
-        """The whole of it, on every process; all call together."""
+        """Returns the whole of it, on every process; all call together."""
         return self._optimizer._fp32_state_allgather(parameter, self.part(parameter, key).to(device))
 
     @torch.no_grad()
@@ -104,12 +108,12 @@ class Partitions:
 
 
 def fragment_places(groups: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]]) -> list[Place]:
-    """Stages 1 and 2: where each parameter's part is; all processes call together.
+    """Returns, in stages 1 and 2, where each parameter's part is; all processes call together.
 
     groups: (parameters, this process's part of their flat masters). A process's part begins and ends anywhere.
     """
     parameters = [(parameter, flat) for them, flat in groups for parameter in them]
-    fragments = [parameter._hp_mapping for parameter, _ in parameters]
+    fragments = [parameter._hp_mapping for parameter, _ in parameters]  # DeepSpeed has no public function for ranges
     starts = [fragment.lp_fragment_address.start if fragment else 0 for fragment in fragments]
     ends = [start + (f.lp_fragment_address.numel if f else 0) for start, f in zip(starts, fragments, strict=True)]
     of_rank: list = [None] * dist.get_world_size()
@@ -123,7 +127,7 @@ def fragment_places(groups: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]
 def placed_pieces(
     places: Sequence[Place], matrices: Mapping[torch.Tensor, HiddenMatrix], holders: Holders
 ) -> dict[torch.Tensor, list[MatrixPiece]]:
-    """{flat tensor: what it has of the parameters that are matrices}."""
+    """Returns {flat tensor: what it has of the parameters that are matrices}."""
     pieces: dict[torch.Tensor, list[MatrixPiece]] = {}
     for parameter, flat, offset, ranges in places:
         if parameter not in matrices:
@@ -139,7 +143,7 @@ def placed_pieces(
 
 
 def placed_parts(places: Sequence[Place], holders: Holders) -> dict[torch.Tensor, list[ParameterPart]]:
-    """{flat tensor: what it has of every parameter}."""
+    """Returns {flat tensor: what it has of every parameter}."""
     parts: dict[torch.Tensor, list[ParameterPart]] = {}
     for parameter, flat, offset, ranges in places:
         first, end = ranges[holders.rank]

@@ -185,7 +185,7 @@ class _GradientOfHidden(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """How a process calls the model."""
+    """A process's call of the model."""
 
     window: WindowSpec
     weights: torch.dtype
@@ -263,7 +263,7 @@ def _last_hidden_state(model: PreTrainedModel, inputs: dict[str, Any], call: For
 
 @contextlib.contextmanager
 def _fake_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, the model trains, and it and everything made has a size and no storage; buffers keep their dtype."""
+    """Gives the model, and everything that is made inside, a size and no storage; buffers keep their dtype."""
     with FakeTensorMode(allow_non_fake_inputs=True), _grouped_products_of_any_dtype():
         for module in model.modules():
             # Module.to cannot turn meta tensors into fake ones.

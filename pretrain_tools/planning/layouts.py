@@ -1,4 +1,4 @@
-"""How the processes of a run divide it under each strategy, by its launcher file or as they were launched."""
+"""Divides runs over processes under each strategy, by its launcher file or as they were launched."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -7,15 +7,21 @@ from typing import Any
 import yaml
 
 from pretrain.files import ROOT
-from pretrain.parallel.context_parallel import SIZE_SETTING, SIZE_VARIABLE, parts_requested
-from pretrain.parallel.launcher import deepspeed_file, parallel_size, processes_launched, replicas_requested
+from pretrain.parallel.launcher import (
+    CP_SIZE,
+    TP_SIZE,
+    deepspeed_file,
+    parallel_size,
+    processes_launched,
+    replicas_requested,
+)
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.parallel.strategy import Strategy
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a launcher file divides a run over processes."""
+    """The way in which a launcher file divides a run over processes."""
 
     name: str
     """File in accelerate_configs/."""
@@ -26,7 +32,7 @@ class Layout:
     parts: int = 1
     """Parts of a sequence, each on a process of its own, for cp."""
     problem: str | None = None
-    """Why so many processes cannot run it."""
+    """The reason why so many processes cannot run it."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that the launcher would set, as far as the strategy's `problems` read them."""
     options: str = ""
@@ -91,7 +97,7 @@ def launched_layout(name: str) -> Layout:
     """Returns how the processes that were launched divide a run, by the launcher's environment."""
     shipped = layout(name, processes_launched())
     if name == "cp":
-        return replace(shipped, parts=max(1, parts_requested()))
+        return replace(shipped, parts=parallel_size(CP_SIZE))
     if name == "hsdp":
         return replace(shipped, groups=replicas_requested())
     if name in ("tp", "fsdp_tp", "pp", "ep"):
@@ -126,22 +132,22 @@ def _of_sequences(plain: Layout) -> Layout:
 
 
 def _in_parts(plain: Layout, parts: int, *, is_option: bool) -> Layout:
-    options = f" --{SIZE_SETTING} {parts}" if is_option else ""
-    return replace(plain, parts=parts, environment={SIZE_VARIABLE: str(parts)}, options=options)
+    options = f" --{CP_SIZE.lower()} {parts}" if is_option else ""
+    return replace(plain, parts=parts, environment={CP_SIZE: str(parts)}, options=options)
 
 
 def _of_models(plain: Layout, groups: int) -> Layout:
     """tp, pp and ep: so many groups of processes, each of which shares one model."""
-    strategy = STRATEGIES[plain.name]
+    variable = STRATEGIES[plain.name].size_variable
     size = plain.ranks // groups
-    options = f" --{strategy.size_setting} {size}" if groups > 1 else ""
-    return replace(plain, groups=groups, environment={strategy.size_variable: str(size)}, options=options)
+    options = f" --{variable.lower()} {size}" if groups > 1 else ""
+    return replace(plain, groups=groups, environment={variable: str(size)}, options=options)
 
 
 def _of_pairs(plain: Layout) -> Layout:
     """fsdp_tp: in pairs, as the file says."""
     problem = "needs at least four GPUs, and an even number" if plain.ranks < 4 or plain.ranks % 2 else None
-    environment = {STRATEGIES["fsdp_tp"].size_variable: "2"}
+    environment = {TP_SIZE: "2"}
     return replace(plain, groups=max(1, plain.ranks // 2), environment=environment, problem=problem)
 
 

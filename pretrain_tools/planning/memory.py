@@ -89,30 +89,45 @@ class Sizes:
 class Work:
     """The work of a process in a micro-step, however the processes share it."""
 
+    run: "PlannedRun"
     sizes: Sizes
-    activations: Activations
-    activations_in_bf16: Activations
-    """The same where the weights themselves are in the recipe's precision, as FSDP2 and ZeRO hold them."""
     sequences: int
     """Sequences of one forward pass."""
-    tokens: int
-    """The same in tokens."""
-    compute: int
-    """Bytes of an element in the matrix products."""
     accumulates: bool
     """True if a step has more than one micro-step."""
-    loss: str
-    """A key of LOSS_BACKENDS."""
-    optimizer: str
-    averages: bool
-    """True if an average of the weights is kept."""
-    rounds_stochastically: bool
-    device_type: str
+
+    @property
+    def activations(self) -> Activations:
+        return self.run.trace(self.run.forward_pass)
+
+    @property
+    def activations_in_bf16(self) -> Activations:
+        """The same where the weights themselves are in the recipe's precision, as FSDP2 and ZeRO hold them."""
+        call = self.run.forward_pass
+        return self.run.trace(replace(call, weights=torch.bfloat16, autocast=False) if self.run.is_half else call)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one forward pass."""
+        return self.sequences * self.run.config.data.sequence_length
+
+    @property
+    def compute(self) -> int:
+        """Bytes of an element in the matrix products."""
+        return 2 if self.run.is_half else FP32
+
+    @property
+    def loss(self) -> str:
+        """A key of LOSS_BACKENDS."""
+        config = self.run.config
+        if not self.run.projects:
+            return "logits"
+        return choose_loss(config.loss.backend, device_type=self.run.device_type, compile_mode=config.compile)
 
     @property
     def parameter_bytes(self) -> int:
         """Bytes of an element of the weights that are trained."""
-        return 2 if self.rounds_stochastically else FP32
+        return 2 if self.run.config.optim.stochastic_rounding else FP32
 
     @property
     def head_gradient(self) -> float:
@@ -121,14 +136,16 @@ class Work:
 
     def update_bytes(self, form: str, processes: int = 1) -> float:
         """Returns the bytes that an update allocates and frees again; arguments as of `OptimizerSpec.update_bytes`."""
-        spec = OPTIMIZERS[self.optimizer](self.sizes.shapes)
-        return spec.update_bytes(self.device_type, self.rounds_stochastically, form, processes)
+        optim = self.run.config.optim
+        spec = OPTIMIZERS[optim.name](self.sizes.shapes)
+        return spec.update_bytes(self.run.device_type, optim.stochastic_rounding, form, processes)
 
     def optimizer_bytes(self, share: float = 1.0) -> float:
         """Returns the optimizer's state, and the average of the weights, for this share of the parameters."""
-        average = share * FP32 * self.sizes.total if self.averages else 0.0
-        share = 1.0 if OPTIMIZERS[self.optimizer].state_is_whole else share
-        return average + share * FP32 * optimizer_elements(self.optimizer, self.sizes)
+        name = self.run.config.optim.name
+        average = share * FP32 * self.sizes.total if self.run.config.averaging.kind != "none" else 0.0
+        share = 1.0 if OPTIMIZERS[name].state_is_whole else share
+        return average + share * FP32 * optimizer_elements(name, self.sizes)
 
     def activation_bytes(self, activations: Activations, weight_bytes: int, waiting: float) -> dict[str, float]:
         """Returns what activations and the loss take at each moment until the backward pass has come to the embedding.
@@ -221,9 +238,32 @@ class PlannedRun:
     """cuda or cpu: the loss works in pieces of another size on a CPU."""
 
     @property
+    def is_half(self) -> bool:
+        """True if matrix products are in 16 bits."""
+        return self.precision != "fp32"
+
+    @property
     def projects(self) -> bool:
         """True if the loss can be computed from hidden states, without whole logits."""
         return projects_hidden_states(self.model_config)
+
+    @property
+    def forward_pass(self) -> ForwardPass:
+        """The call of the model with weights as the optimizer holds them."""
+        config = self.config
+        attention = FLASH if self.device_type == "cuda" else "groundwork_sdpa"
+        if config.attention == "eager":
+            attention = "groundwork_eager"
+        if library_attention(self.model_config) == "eager":
+            attention = "eager"
+        return ForwardPass(
+            config.data.window,
+            parameter_dtype(config.optim),
+            autocast=self.is_half,
+            attention=attention,
+            activation_checkpointing=config.activation_checkpointing,
+            compiled=config.compile != "none",
+        )
 
     def trace(self, call: ForwardPass) -> Activations:
         """Returns what one of its forward passes leaves in memory."""
@@ -249,40 +289,9 @@ class PlannedRun:
             micro_batches: that all processes take together in a micro-step.
             parts: into which a pipeline cuts the micro-batch; one is a forward pass.
         """
-        config = self.config
-        is_half = self.precision != "fp32"
-        attention = FLASH if self.device_type == "cuda" else "groundwork_sdpa"
-        if config.attention == "eager":
-            attention = "groundwork_eager"
-        if library_attention(self.model_config) == "eager":
-            attention = "eager"
-        call = ForwardPass(
-            config.data.window,
-            parameter_dtype(config.optim),
-            autocast=is_half,
-            attention=attention,
-            activation_checkpointing=config.activation_checkpointing,
-            compiled=config.compile != "none",
-        )
-        in_bf16 = replace(call, weights=torch.bfloat16, autocast=False) if is_half else call
-        rows = max(1, sequences // parts)
-        loss = "logits"
-        if self.projects:
-            loss = choose_loss(config.loss.backend, device_type=self.device_type, compile_mode=config.compile)
-        return Work(
-            sizes=sizes_of(self.model_config),
-            activations=self.trace(call),
-            activations_in_bf16=self.trace(in_bf16),
-            sequences=rows,
-            tokens=rows * config.data.sequence_length,
-            compute=2 if is_half else FP32,
-            accumulates=config.batch.tokens_per_step >= 2 * sequences * config.data.sequence_length * micro_batches,
-            loss=loss,
-            optimizer=config.optim.name,
-            averages=config.averaging.kind != "none",
-            rounds_stochastically=config.optim.stochastic_rounding,
-            device_type=self.device_type,
-        )
+        tokens = sequences * self.config.data.sequence_length * micro_batches
+        accumulates = self.config.batch.tokens_per_step >= 2 * tokens
+        return Work(self, sizes_of(self.model_config), max(1, sequences // parts), accumulates)
 
 
 def optimizer_elements(name: str, sizes: Sizes) -> float:
@@ -300,15 +309,17 @@ def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> float:
     vocabulary = work.sizes.vocabulary
     compute = work.compute
     head = vocabulary * work.sizes.width
-    if work.loss == "logits":
+    loss = work.loss
+    device_type = work.run.device_type
+    if loss == "logits":
         # Logits in the products' dtype and in fp32, then log-probabilities and their gradient in fp32.
         logits = work.tokens * vocabulary
         return logits * (2 * FP32 + compute)
-    chunk_bytes = CHUNK_BYTES.get(work.device_type, CHUNK_BYTES["cuda"])
+    chunk_bytes = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
     chunk = min(work.tokens, max(MIN_CHUNK_TOKENS, chunk_bytes // (FP32 * vocabulary) // 64 * 64))
-    is_cpu = work.device_type == "cpu"
+    is_cpu = device_type == "cpu"
     working = chunk * vocabulary * compute  # the chunk's logits, which become its gradient
-    softmax = 0 if work.loss == "chunked_compiled" else chunk * vocabulary * FP32
+    softmax = 0 if loss == "chunked_compiled" else chunk * vocabulary * FP32
     if is_cpu:
         softmax = min(CPU_PIECE_BYTES, softmax)
     elif compute != FP32:

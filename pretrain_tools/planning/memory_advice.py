@@ -1,4 +1,4 @@
-"""What to change when memory runs out, with what each change would need.
+"""Advises what to change when memory runs out, with what each change would need.
 
     python -m pretrain_tools.planning.memory_advice < facts.json
 
