@@ -593,11 +593,11 @@ class RunConfig(Section):
         return {**rest, "tracking": {**tracking, "group": group}}
 
     def with_batch(self, **settings: Any) -> "RunConfig":
-        """The same run with these settings of its batch."""
+        """Returns the same run with these settings of its batch."""
         return self.model_copy(update={"batch": self.batch.model_copy(update=settings)})
 
     def as_stage(self, number: int) -> "RunConfig":
-        """The run as if that stage, with its sequences and micro-batch, were all of it."""
+        """Returns the run as if that stage, with its sequences and micro-batch, were all of it."""
         length = self.data.windows[number].sequence_length
         stage = CurriculumStage(train=self.data.mixtures[number].train)
         data = self.data.model_copy(update={"train": None, "stages": [stage], "sequence_length": length})

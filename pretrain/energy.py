@@ -1,7 +1,7 @@
-"""Joules that a run uses: counted by the hardware where it can be read, else estimated and called so; and their CO2.
+"""Measures the joules that a run uses: counted by the hardware if it can be read, else estimated and called so.
 
-Of processors and GPUs alone: neither cooling nor power supplies, disks or network. Reading takes microseconds (RAPL,
-a file for each processor) to a millisecond (NVML), and happens at log steps only.
+Covers processors and GPUs alone: neither cooling nor power supplies, disks or network. Reading takes microseconds
+(RAPL, a file for each processor) to a millisecond (NVML), and happens at log steps only.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from pretrain.gpus import gpu_called
 
 POWERCAP = Path("/sys/class/powercap")
 WATTS_PER_THREAD = 4.0
-"""Of a processor that is not known: codecarbon's DEFAULT_POWER_PER_CORE (codecarbon/core/cpu.py)."""
+"""Watts of an unknown processor: codecarbon's DEFAULT_POWER_PER_CORE (codecarbon/core/cpu.py)."""
 
 Reader = Callable[[], float]
 """Joules since some time in the past; raises OSError where it can no longer be read."""
@@ -39,14 +39,15 @@ class EnergyMeter:
         local = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._machines = -(-ranks // local)
         self._readers, self.how = _readers(device, local, powercap)
-        """how: 'measured by NVML', 'estimated: ...'; None where nothing is known."""
+        """how: 'measured by NVML', 'estimated: ...'; None if nothing is known."""
         if self.how and self._machines > 1:
             self.how += f", on one of {self._machines} machines"
         self._last = self._read()
 
     def joules(self) -> float | None:
-        """Since the last call, or since the beginning; None where nothing is known, or can no longer be read."""
-        now, before = self._read(), self._last
+        """Returns joules since the last call, or since the beginning; None if nothing can be read."""
+        before = self._last
+        now = self._read()
         self._last = now
         if not now or len(now) != len(before):
             return None
@@ -79,7 +80,7 @@ def _over_time(watts: float) -> Reader:
 
 
 def rapl_readers(powercap: Path = POWERCAP) -> list[Reader]:
-    """One per processor, and per bank of memory where it counts apart; [] where not all can be read.
+    """Returns one reader per processor, and per memory bank that counts apart; [] if not all can be read.
 
     Linux gives the counters to root alone (CVE-2020-8694), unless an administrator decides otherwise.
     """
@@ -96,7 +97,7 @@ def rapl_readers(powercap: Path = POWERCAP) -> list[Reader]:
 
 
 def _zone_reader(folder: Path) -> Reader:
-    """A counter of microjoules, which begins anew when it is full: within minutes, at hundreds of watts."""
+    """Reads a counter of microjoules, which begins again when it is full: within minutes at hundreds of watts."""
     counter, full = folder / "energy_uj", int((folder / "max_energy_range_uj").read_text())
     last, total = int(counter.read_text()), 0
 
@@ -111,7 +112,7 @@ def _zone_reader(folder: Path) -> Reader:
 
 
 def nvml_readers(count: int) -> list[Reader]:
-    """One per GPU that torch sees first, of NVIDIA's counters since the driver was loaded; [] where there are none.
+    """Returns one reader per GPU, of NVIDIA's counters since the driver was loaded; [] without them.
 
     Volta and newer have them (nvmlDeviceGetTotalEnergyConsumption).
     """
@@ -147,7 +148,7 @@ def _gpu_reader(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Reader:
 
 
 def processor_watts(local: int) -> tuple[float, str]:
-    """(watts of the threads that so many processes of this machine use, where the figure is from)."""
+    """Returns (watts of the threads that so many processes of this machine use, where the figure is from)."""
     cores = os.cpu_count() or 1
     threads = min(cores, local * torch.get_num_threads())
     if importlib.util.find_spec("codecarbon") is not None:

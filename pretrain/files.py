@@ -29,7 +29,7 @@ def write_durably(path: Path, content: bytes | str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes creations, renames and removals in a folder durable; given a file, its content."""
+    """Makes creations, renames and removals in a folder durable; or the content of a file."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -48,9 +48,9 @@ FINGERPRINT_BYTES = 1 << 16
 
 
 def fingerprint_of(file: BinaryIO, size: int) -> str:
-    """Detects a changed file without reading it all: sha256 of its size and first, middle and last 64 KiB.
+    """Hashes a file's size and its first, middle and last 64 KiB, which detects a change without reading it all.
 
-    Of a file that cannot seek, the first 64 KiB alone.
+    A file that cannot seek gives its first 64 KiB alone.
     """
     digest = hashlib.sha256(str(size).encode())
     for start in sorted({0, size // 2, max(0, size - FINGERPRINT_BYTES)}) if file.seekable() else [0]:
@@ -61,21 +61,23 @@ def fingerprint_of(file: BinaryIO, size: int) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """The hash of a file's content."""
+    """Returns the hash of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def as_json(fields: Any) -> bytes:
-    """How the records of prepared data are written: the same fields give the same bytes."""
+    """Writes a record of prepared data: the same fields give the same bytes."""
     # A name on the command line may not be UTF-8; JSON reads the escape of its bytes back as they were.
     return (json.dumps(fields, ensure_ascii=False, indent=1) + "\n").encode(errors="backslashreplace")
 
 
 SEAL_FILE = "MANIFEST.json"
-PROVENANCE_FILE, SIGNATURE_FILE = "provenance.json", "model.sig"
-CARD_FILE, PICTURE_FILE = "README.md", "loss.png"
-"""What publish.py adds to a folder, sealed or not: both cover the seal, and so cannot be in it."""
+PROVENANCE_FILE = "provenance.json"
+SIGNATURE_FILE = "model.sig"
+"""Added by publish.py to a folder, sealed or not: both cover the manifest, and so cannot be in it."""
+CARD_FILE = "README.md"
+PICTURE_FILE = "loss.png"
 FORMAT = {"format": "groundwork-checkpoint", "version": 1}
 REMOVED = ".removing-"
 
@@ -127,7 +129,7 @@ def seal(path: Path) -> dict:
 
 
 def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None) -> list[str]:
-    """What is wrong with this rank's share of a sealed folder's files; [] if nothing is.
+    """Returns what is wrong with this rank's share of a sealed folder's files; [] if nothing is.
 
     beat: called before each file, since reading one takes a while.
     """
@@ -151,7 +153,7 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None]
 
 
 def sealed_files(manifest: bytes) -> dict[str, dict]:
-    """{name: {bytes, sha256}} in the content of a MANIFEST.json. Raises ValueError for any other content."""
+    """Returns {name: {bytes, sha256}} in the content of a MANIFEST.json. Raises ValueError for any other content."""
     try:
         contents = json.loads(manifest)
         files = {
@@ -165,7 +167,7 @@ def sealed_files(manifest: bytes) -> dict[str, dict]:
 
 
 def damage_of_content(name: str, content: bytes, entry: Mapping[str, object]) -> str | None:
-    """What is wrong with a file's content, given the manifest's entry of it; None if nothing is."""
+    """Returns what is wrong with a file's content, given the manifest's entry of it; None if nothing is."""
     if len(content) != entry.get("bytes"):
         return f"{name} has {len(content):,} bytes instead of {entry.get('bytes')}"
     is_same = hashlib.sha256(content).hexdigest() == entry.get("sha256")
@@ -173,7 +175,7 @@ def damage_of_content(name: str, content: bytes, entry: Mapping[str, object]) ->
 
 
 def damage_of_file(path: Path, name: str, expected_size: object, sha256: object) -> list[str]:
-    """What is wrong with one file, given the manifest's size and hash."""
+    """Returns what is wrong with one file, given the manifest's size and hash."""
     try:
         if (size := path.stat().st_size) != expected_size:
             return [f"{name} has {size:,} bytes instead of {expected_size}"]

@@ -37,7 +37,7 @@ class Gpu:
 
 
 def _gpu(name: str, *figures: float | None, has_bf16: bool = True) -> Gpu:
-    """From the units of the data sheets: GiB, TFLOP/s (bf16, fp8), GB/s (memory, link, network), W, USD."""
+    """Converts the units of the data sheets: GiB, TFLOP/s (bf16, fp8), GB/s (memory, link, network), W, USD."""
     units = (GIB, 1e12, 1e12, 1e9, 1e9, 1e9, 1, 1)
     scaled = (figure and figure * unit for figure, unit in zip(figures, units, strict=True))
     return Gpu(name, *scaled, has_bf16=has_bf16)
@@ -77,7 +77,7 @@ VARIANTS = {"d", "laptop", "max", "mig", "nvl", "super", "ti"}
 
 
 def gpu_called(device_name: str) -> Gpu | None:
-    """The GPU that torch.cuda.get_device_name calls so, 'NVIDIA A100-SXM4-80GB' for one; None if unknown."""
+    """Returns the GPU that torch.cuda.get_device_name calls so, e.g. 'NVIDIA A100-SXM4-80GB'; None if unknown."""
     words = set(re.split(r"[ -]", device_name.lower()))
     own = {name: set(name.split("_")) for name in GPUS}
     known = [gpu for name, gpu in GPUS.items() if own[name] <= words and not (words - own[name]) & VARIANTS]
@@ -90,7 +90,7 @@ USUAL_MEMORY = re.compile(r"(?<=.{4})(?:24|32|48|80|94|141)gi?b$")
 
 
 def listed_name(name: str) -> str | None:
-    """The table's name for what people write: RTX4090, 4090, A100-SXM4-80GB, NVIDIA H100 PCIe; None if it has none."""
+    """Returns the table's name for what people write: RTX4090, 4090, A100-SXM4-80GB, H100 PCIe; None if unknown."""
     names = {MAKERS.sub("", known): known for known in GPUS}
     asked = MAKERS.sub("", name.lower())
     for spelling in (asked, USUAL_MEMORY.sub("", asked)):
@@ -101,7 +101,7 @@ def listed_name(name: str) -> str | None:
 
 
 def find_gpu(name: str, **given: float | None) -> Gpu:
-    """The GPU of this name, with the fields of Gpu that were given in the place of the table's figures.
+    """Returns the GPU of this name; fields of Gpu that are given replace the table's figures.
 
     A name that is not in the table needs memory_bytes and bf16_flops. Raises InputError without them.
     """
@@ -114,6 +114,6 @@ def find_gpu(name: str, **given: float | None) -> Gpu:
             f"--gpu: {name} is not in the table{did_you_mean(key, [*GPUS, CPU])}; any other can be described with "
             "--gpu_memory 80GB and --peak_tflops 989"
         )
-    # What the table would say of a card in a common machine: PCIe 4, 25 Gbit/s, 350 W.
+    # The table's figures for a card in a common machine: PCIe 4, 25 Gbit/s, 350 W.
     common = Gpu(key, 0, 0, None, 1e12, 32e9, 3e9, 350, 0.0)
     return replace(common, **given)

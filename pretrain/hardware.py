@@ -1,4 +1,4 @@
-"""What the machine can do: peak arithmetic rates, for MFU; its memory and its cores."""
+"""Knows what the machine can do: peak arithmetic rates, for MFU; its memory and its cores."""
 
 import ctypes
 import os
@@ -13,14 +13,16 @@ import torch
 from pretrain.gpus import CPU, Gpu, gpu_called
 from pretrain.units import bytes_text, counted
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
 """Numbers of malloc's settings, from glibc's malloc.h."""
 
-DRIVER_FILE, DEVICE_FILE = Path("/proc/driver/nvidia/version"), Path("/dev/nvidia0")
-"""Of NVIDIA's driver on Linux."""
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+DEVICE_FILE = Path("/dev/nvidia0")
+"""Files of NVIDIA's driver on Linux."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""Our names of precisions to the dtype between the matrix products."""
+"""{precision: dtype of the activations}."""
 
 ONEDNN_ISAS_WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni")
 """Values of ONEDNN_MAX_CPU_ISA under which oneDNN multiplies bf16 by converting it."""
@@ -28,7 +30,7 @@ ONEDNN_ISAS_WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", 
 
 @cache
 def missing_bf16(device_type: str) -> str | None:
-    """Why bf16 products are emulated on 'cpu' or 'cuda', as text; None if the device has instructions for them.
+    """Returns why 'cpu' or 'cuda' emulates bf16 matmuls; None if the device has instructions for them.
 
     ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA restrict torch's kernels and matrix products to the instructions of an
     older CPU; torch.cpu's own checks ignore them.
@@ -53,7 +55,7 @@ def missing_bf16(device_type: str) -> str | None:
 
 
 def emulation_of_bf16(device: torch.device) -> str | None:
-    """That bf16 is slower than fp32 here, with the measured rates (0.2 s); None where it is not, or is native.
+    """Measures (0.2 s) if bf16 is slower than fp32 here, and says so; None if it is not, or is native.
 
     Small matrices on a CPU: an emulated product of (1024, 1024) takes seconds.
     """
@@ -74,7 +76,7 @@ def emulation_of_bf16(device: torch.device) -> str | None:
 
 
 def unusable_gpu() -> str | None:
-    """The problem, if the machine has an NVIDIA GPU that torch cannot use and CUDA_VISIBLE_DEVICES does not hide it.
+    """Returns the problem if torch cannot use an NVIDIA GPU that CUDA_VISIBLE_DEVICES does not hide.
 
     Training would take the CPU, a hundred times slower.
     """
@@ -101,7 +103,7 @@ def unusable_gpu() -> str | None:
 
 
 def driver_version() -> str | None:
-    """Of NVIDIA's driver; None where there is none, or it does not say."""
+    """Returns the version of NVIDIA's driver; None if there is none, or it does not say."""
     try:
         version = re.search(r"\b\d+\.\d+(?:\.\d+)*", DRIVER_FILE.read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -110,7 +112,7 @@ def driver_version() -> str | None:
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]:
-    """(peak FLOP/s of the device in matrix products, where the number is from); None for a GPU that is not listed."""
+    """Returns (peak FLOP/s of the device in matmuls, source of the number); None for a GPU that is not listed."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         if (gpu := gpu_called(name)) is None:
@@ -133,9 +135,18 @@ def cpu_as_gpu(processes: int, flops: float | None = None) -> Gpu:
     if flops is None:
         flops = peak_flops(torch.device("cpu"), "bf16" if has_bf16 else "fp32")[0] / processes
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    slow_memory, slow_link, slow_network = 2e10, 5e9, 1e8
-    figures = (memory / processes, flops, None, slow_memory, slow_link, slow_network)
-    return Gpu(CPU, *figures, watts=0.0, price_per_hour=0.0, has_bf16=has_bf16)
+    return Gpu(
+        CPU,
+        memory_bytes=memory / processes,
+        bf16_flops=flops,
+        fp8_flops=None,
+        memory_bytes_per_second=2e10,
+        link_bytes_per_second=5e9,
+        network_bytes_per_second=1e8,
+        watts=0.0,
+        price_per_hour=0.0,
+        has_bf16=has_bf16,
+    )
 
 
 def measured_matrix_flops(
@@ -164,7 +175,7 @@ def measured_matrix_flops(
 
 
 def describe_machine(device: torch.device) -> dict[str, str | int]:
-    """Device, cores and system, for the run's record."""
+    """Describes device, cores and system, for the run's record."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "device": gpu or platform.processor() or platform.machine(),
@@ -175,7 +186,7 @@ def describe_machine(device: torch.device) -> dict[str, str | int]:
 
 
 def device_in_words(device: torch.device) -> str:
-    """What a run is on: the device, its memory, and of a GPU the driver and torch's CUDA."""
+    """Describes what a run is on: the device, its memory, and for a GPU the driver and torch's CUDA."""
     memory = bytes_text(memory_bytes(device))
     if device.type != "cuda":
         return f"CPU ({platform.machine()}), {counted(torch.get_num_threads(), 'thread')}, {memory} of memory"
@@ -188,7 +199,7 @@ def device_in_words(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory of the device: of the GPU, or this process's share of the machine's."""
+    """Returns the memory of the GPU, or this process's share of the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -196,7 +207,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def use_all_cores() -> None:
-    """accelerate launch and torchrun set OMP_NUM_THREADS=1; the processes of a machine share its cores instead.
+    """Shares the machine's cores among its processes, instead of the one thread that launchers set.
 
     A number that the user set stays: any other than 1, or 1 without a launcher.
     """
@@ -208,17 +219,17 @@ def use_all_cores() -> None:
 
 
 def threads_beside(device: torch.device) -> str:
-    """OMP_NUM_THREADS of a process beside a training on this device; as it is, or 1, where that uses the cores."""
+    """Returns OMP_NUM_THREADS for a process beside a training; 1 if training on this device uses the cores."""
     return str(torch.get_num_threads()) if device.type == "cuda" else os.environ.get("OMP_NUM_THREADS", "1")
 
 
 def seed_dropout(seed: int, device: torch.device) -> None:
-    """torch.manual_seed without what it does where no GPU is: a stack trace for each kind, 0.6 ms in all."""
+    """Seeds as torch.manual_seed does, which without a GPU also takes 0.6 ms for stack traces of other devices."""
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
 
 
 def keep_freed_memory() -> None:
-    """glibc keeps what tensors have freed instead of giving it back to the system (Linux; elsewhere nothing happens).
+    """Makes glibc keep the memory that tensors have freed (Linux; elsewhere nothing happens).
 
     A step on a CPU frees and takes the same gigabyte again, and the system would clear every page of it each time: 4 %
     of a step (docs/performance.md).

@@ -1,4 +1,4 @@
-"""`accelerate launch` for people and schedulers: Ctrl-C waits for the run, and the exit status is the run's own.
+"""Wraps `accelerate launch` for people and schedulers: Ctrl-C waits for the run, and the exit status is the run's.
 
     python -m pretrain.launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config RECIPE
     python -m pretrain.launch --supervise --config_file ...     # and start it again after every crash
@@ -41,8 +41,11 @@ ENDED_ON_PURPOSE = {
 SHUTDOWN_SECONDS = 300
 """How long torchrun waits for its processes after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise; its
 own 30 s are too short for the checkpoint of a large model."""
-SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, LONG_LIFE_SECONDS = 5.0, 300.0, 600.0
-"""Before another start: doubled after every one that ended soon."""
+SHORTEST_PAUSE_SECONDS = 5.0
+LONGEST_PAUSE_SECONDS = 300.0
+"""Pauses before another start: doubled after every one that ended soon."""
+LONG_LIFE_SECONDS = 600.0
+"""A start that lived so long resets the pause."""
 
 
 def launch(arguments: list[str]) -> int:
@@ -76,10 +79,12 @@ def launch(arguments: list[str]) -> int:
 
 
 def patient_agent() -> type:
-    """The class that starts torchrun's processes, without restarts after an end on purpose."""
+    """Returns the class that starts torchrun's processes, without restarts after an end on purpose."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     class Agent(LocalElasticAgent):
+        # torchrun restarts whatever the exit status was, and has no public hook between the end and the restart: its
+        # max_restarts is fixed when the agent starts.
         def _monitor_workers(self, worker_group):
             result = super()._monitor_workers(worker_group)
             if result.is_failed() and ENDED_ON_PURPOSE.issuperset(end.exitcode for end in result.failures.values()):
@@ -90,12 +95,12 @@ def patient_agent() -> type:
 
 
 def status_after(number: int) -> int:
-    """The exit status of a run that a signal has ended."""
+    """Returns the exit status of a run that a signal has ended."""
     return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED
 
 
 def status_of(code: int) -> int:
-    """A process's return code as an exit status; of one that a signal killed, that of a crash."""
+    """Returns a process's exit status; a process that a signal killed counts as crashed."""
     if code < 0:
         print(f"the run was killed by {signal.Signals(-code).name}", file=sys.stderr)
         return CRASHED
@@ -103,7 +108,7 @@ def status_of(code: int) -> int:
 
 
 def wait_for_the_rest(number: int) -> None:
-    """A second signal has ended torchrun's wait: hands it on, and returns once all processes have ended."""
+    """Hands on a second signal, which has ended torchrun's wait, and returns once all processes have ended."""
     left = psutil.Process().children()
     pass_on(number)
     psutil.wait_procs(left)
@@ -144,7 +149,7 @@ def supervise(command: list[str]) -> int:
 
 
 def ended(process: subprocess.Popen) -> int | None:
-    """The return code; None if it has not ended within a second."""
+    """Returns the exit status; None if it has not ended within a second."""
     try:
         return process.wait(timeout=1.0)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""One process per output folder: a lock file that names its holder and is released when the holder dies."""
+"""Locks an output folder for one process, and tells which processes live."""
 
 import fcntl
 import json
@@ -41,7 +41,7 @@ def hold_while_open(file: IO) -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process still has the file open that was marked by `hold_while_open`."""
+    """Tells if a process still has the file open that was marked by `hold_while_open`."""
     try:
         with open(path, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,7 +83,7 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
 
 
 def _is_silent(path: Path, silence_seconds: float | None) -> bool:
-    """Whether nobody touches the file for this long. Compares it with itself, since clocks of machines may differ.
+    """Tells if nobody touches the file for this long. Compares it with itself, since clocks of machines may differ.
 
     Counts looks and not seconds: while this machine is suspended, nobody looks.
     """
@@ -111,14 +111,14 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def process_state(pid: int) -> str | None:
-    """One letter as in ps, Z being dead and T stopped; None if there is no such process or no /proc."""
+    """Returns a process's letter as in ps, Z for dead and T for stopped; None without the process or /proc."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return None
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs; a zombie does not."""
+    """Tells if a process of this machine runs; a zombie does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Reads recipes and command lines into a RunConfig; the only module that knows YAML and argv.
+"""Reads recipes and command lines into a RunConfig; the only module of the trainer that parses both.
 
 A misspelt key, a wrong type or a rule that two settings break together is reported with the file, the dotted path,
 what was given and what is allowed, all problems at once.
@@ -27,12 +27,14 @@ from pretrain.terminal import say
 from pretrain.units import table
 
 brief = reprlib.Repr()
-brief.maxlevel, brief.maxstring, brief.maxother = 3, 200, 200
-"""Of aliases within aliases, a plain repr would fill the memory."""
+brief.maxlevel = 3
+brief.maxstring = 200
+brief.maxother = 200
+"""A plain repr of aliases within aliases would fill the memory."""
 
 
 def parse_yaml(text: str) -> Any:
-    """What the text says. Raises ValueError where it is not YAML, or nested as no recipe is."""
+    """Parses YAML. Raises ValueError if the text is not YAML, or nested as no recipe is."""
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
@@ -110,7 +112,7 @@ def naming_preparations(recipe: Path) -> Iterator[None]:
 
 
 def preparations(recipe: Path) -> dict[str, str]:
-    """{folder: the command that prepares its shards}, by the comment at the head of a recipe.
+    """Returns {folder: the command that prepares its shards}, by the comment at the head of a recipe.
 
     A command that trains the tokenizer of another stands before that, joined by &&.
     """
@@ -174,7 +176,7 @@ TAKEN = {
     "--help [SECTION]": "all settings, or those of one section, such as --help optim",
     "--SECTION.NAME VALUE": "any setting, in the place of the recipe's",
 }
-"""What train.py takes."""
+"""{flag of train.py: help}."""
 FIRST_COMMANDS = """\
 Trains a language model as a recipe says; the same command resumes a run.
 
@@ -208,7 +210,7 @@ def read_command_line(argv: list[str], usage: str) -> CommandLine:
 
 
 def steps_to_profile(given: list[str], flags: dict[str, bool]) -> int | None:
-    """The number after --profile; None without it."""
+    """Returns the number after --profile; None without it."""
     if not given:
         return None
     if len(given) > 1 or not given[0].isdecimal():
@@ -219,13 +221,13 @@ def steps_to_profile(given: list[str], flags: dict[str, bool]) -> int | None:
 
 
 def named_recipe(arguments: list[str]) -> list[str]:
-    """['recipes/x.yaml', ...] -> ['--config', 'recipes/x.yaml', ...]; anything else stays."""
+    """Turns ['recipes/x.yaml', ...] into ['--config', 'recipes/x.yaml', ...]; anything else stays."""
     is_recipe = bool(arguments) and arguments[0].endswith((".yaml", ".yml")) and not arguments[0].startswith("-")
     return ["--config", *arguments] if is_recipe else arguments
 
 
 def help_text(usage: str, asked: list[str]) -> str:
-    """The usage and all settings by section, or the settings of the sections that were asked for.
+    """Returns the usage and all settings by section, or the settings of the sections that were asked for.
 
     Raises InputError for a section that does not exist.
     """
@@ -251,12 +253,12 @@ def help_text(usage: str, asked: list[str]) -> str:
 
 
 def as_plain(default: Any) -> Any:
-    """A default as JSON can hold it."""
+    """Returns a default as JSON can hold it."""
     return default.model_dump() if isinstance(default, Section) else default
 
 
 def choices_in(annotation: Any) -> list[str]:
-    """The words that a setting, or each entry of one, must be taken from; [] where other values are allowed too."""
+    """Returns the words that a setting, or each entry of one, must be one of; [] if other values are allowed."""
     if get_origin(annotation) is Literal:
         return [str(choice) for choice in get_args(annotation)]
     found = [choices_in(inner) for inner in get_args(annotation) if inner is not type(None)]
@@ -264,7 +266,7 @@ def choices_in(annotation: Any) -> list[str]:
 
 
 def explain(command_line: CommandLine) -> str:
-    """Every setting, one per line: dotted path, value, and where it comes from: command line, recipe or default."""
+    """Lists every setting, one per line: dotted path, value, and origin: command line, recipe or default."""
     in_recipe = set(leaves(parse_yaml(read_small_file(command_line.recipe))))
     in_recipe |= {"model.config"} & {f"{path}.config" for path in in_recipe}
     rows = []
@@ -277,7 +279,7 @@ def explain(command_line: CommandLine) -> str:
 
 
 def leaves(values: Any, prefix: str = "") -> dict[str, Any]:
-    """{'a': {'b': [1]}} -> {'a.b.0': 1}; empty lists and mappings are leaves."""
+    """Flattens {'a': {'b': [1]}} to {'a.b.0': 1}; empty lists and mappings are leaves."""
     if isinstance(values, dict | list) and values:
         items = values.items() if isinstance(values, dict) else enumerate(values)
         return {path: leaf for key, value in items for path, leaf in leaves(value, f"{prefix}{key}.").items()}
@@ -285,7 +287,7 @@ def leaves(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
-    """['--a.b=1', '--c', '2'] -> [('a.b', '1'), ('c', '2')]; flags of other projects become the setting they mean."""
+    """Turns ['--a.b=1', '--c', '2'] into [('a.b', '1'), ('c', '2')]; reads flags of other projects as ours."""
     pairs = []
     problems = Problems()
     rest = list(arguments)
@@ -356,7 +358,7 @@ def read_run_config(path: str | Path, overrides: list[tuple[str, str]] = ()) -> 
 
 
 def without_auto(errors: list[dict]) -> list[dict]:
-    """The errors but for "or auto" of a number that was already refused, whose message says it too."""
+    """Returns the errors but for "or auto" of a number that was already refused, whose message says it too."""
     is_auto = [error["type"] == "literal_error" and error["ctx"]["expected"] == "'auto'" for error in errors]
     of_auto = {error["loc"][:-1] for error, auto in zip(errors, is_auto, strict=True) if auto}
     numbers = {error["loc"][:-1] for error, auto in zip(errors, is_auto, strict=True) if not auto} & of_auto
@@ -385,7 +387,7 @@ def set_dotted(values: dict, key: str, text: str) -> str | None:
 
 
 def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
-    """One line for one of pydantic's errors: file or flag, dotted path, what is wrong, what was given."""
+    """Words one of pydantic's errors: file or flag, dotted path, what is wrong, what was given."""
     where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
     known = allowed_keys(problem["loc"])
     if known is None:  # pydantic appends the branch of a union to the path: not a key of the recipe
@@ -405,7 +407,7 @@ def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
 
 
 def allowed_keys(loc: tuple) -> list[str] | None:
-    """The keys that stand beside the last one of this path; None where the path leaves the schema."""
+    """Returns the keys that stand beside the last one of this path; None if the path leaves the schema."""
     schema: Any = RunConfig
     siblings: list[str] | None = None
     for part in (part for part in loc if not isinstance(part, int)):
@@ -418,14 +420,14 @@ def allowed_keys(loc: tuple) -> list[str] | None:
 
 
 def sections_in(annotation: Any) -> list[type[Section]]:
-    """The config sections that a field's type mentions."""
+    """Returns the config sections that a field's type mentions."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [section for inner in getattr(annotation, "__args__", ()) for section in sections_in(inner)]
 
 
 def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> list[tuple[str, FieldInfo]]:
-    """(dotted path, field) of every setting, lists as `[]`."""
+    """Returns (dotted path, field) of every setting, lists as `[]`."""
     rows: list[tuple[str, FieldInfo]] = []
     for name, field in schema.model_fields.items():
         path = f"{prefix}{field.alias or name}"
@@ -441,7 +443,7 @@ SECTIONS_LEFT_OUT = {"batch.ramp"}
 
 
 def list_fields() -> list[tuple[str, Any, str]]:
-    """(dotted path, default, docstring) of every setting, for docs and tests."""
+    """Returns (dotted path, default, docstring) of every setting, for docs and tests."""
     return [
         (path, "required" if field.is_required() else field.default, field.description or "")
         for path, field in fields_of_config()
@@ -449,5 +451,5 @@ def list_fields() -> list[tuple[str, Any, str]]:
 
 
 def as_yaml(config: RunConfig) -> str:
-    """The resolved config as a recipe that can be run again."""
+    """Returns the resolved config as a recipe that can be run again."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

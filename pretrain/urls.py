@@ -29,14 +29,14 @@ class UnreachableError(OSError):
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether an address is a URL rather than a path."""
+    """Tells if an address is a URL rather than a path."""
     return URL.match(str(path)) is not None
 
 
 def shown(path: str) -> str:
-    """An address to show and record: a URL without user, password and query, which may hold secrets.
+    """Returns an address to show and record: a URL without user, password and query, which may hold secrets.
 
-    Of a path, bytes that are not UTF-8 are written out: neither a terminal nor JSON takes them.
+    Bytes of a path that are not UTF-8 are escaped: neither a terminal nor JSON takes them.
     """
     if not is_url(path):
         return os.fsencode(path).decode(errors="backslashreplace")
@@ -45,7 +45,7 @@ def shown(path: str) -> str:
 
 
 def file_system(url: str) -> tuple["AbstractFileSystem", str]:
-    """(file system, path in it) of a URL. Raises InputError for a protocol that is unknown or lacks its library."""
+    """Returns (file system, path in it) of a URL. Raises InputError if the protocol is unknown or lacks a library."""
     from fsspec.core import url_to_fs
 
     try:
@@ -124,7 +124,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def _translated(url: str, action: Callable[[], _Value]) -> _Value:
-    """The result of `action`; whatever a file system raises becomes an UnreachableError that names the file."""
+    """Returns the result of `action`; an error of a file system becomes an UnreachableError that names the file."""
     try:
         return action()
     except FileNotFoundError:
@@ -134,7 +134,7 @@ def _translated(url: str, action: Callable[[], _Value]) -> _Value:
 
 
 def find_urls(pattern: str) -> list[str]:
-    """The files that a URL names, sorted; `*` and `**` as in paths. Raises InputError when they cannot be listed."""
+    """Returns the files that a URL names, sorted; `*` and `**` as in paths. Raises InputError if listing fails."""
     system, path = file_system(pattern)
     try:
         if "*" not in path:
@@ -148,7 +148,7 @@ def find_urls(pattern: str) -> list[str]:
 
 
 def size_of(path: str) -> int:
-    """Bytes of a file; 0 where its server does not say. Raises OSError where it cannot be read."""
+    """Returns the bytes of a file; 0 if its server does not say. Raises OSError if it cannot be read."""
     if not is_url(path):
         return os.path.getsize(path)
     return int(_about(path).get("size") or 0)

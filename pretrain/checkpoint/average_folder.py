@@ -1,4 +1,4 @@
-"""The average in a checkpoint, as a model folder that from_pretrained loads."""
+"""Presents the average in a checkpoint as a model folder that from_pretrained loads."""
 
 import tempfile
 from collections.abc import Iterator
@@ -9,13 +9,9 @@ from pretrain.errors import InputError
 from pretrain.files import SEAL_FILE
 
 
-def has_average(checkpoint: Path) -> bool:
-    return any(checkpoint.glob("average*.safetensors"))
-
-
 def require_average(name: str, checkpoint: Path) -> None:
     """Raises InputError for a model without one; `name` is what the user gave."""
-    if not has_average(checkpoint):
+    if not any(checkpoint.glob("average*.safetensors")):
         raise InputError(
             f"{name}: there is no average in {checkpoint}; checkpoints of runs with averaging.kind: ema or tail have "
             "one from the first steps that are averaged on: give RUN@STEP, or --weights raw"
@@ -24,7 +20,7 @@ def require_average(name: str, checkpoint: Path) -> None:
 
 @contextmanager
 def average_folder(checkpoint: Path) -> Iterator[Path]:
-    """Within it, a folder of links to the checkpoint's files in which the average is the model."""
+    """Makes a folder of links to the checkpoint's files in which the average is the model, and removes it."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / f"{checkpoint.name}-average"
         folder.mkdir()

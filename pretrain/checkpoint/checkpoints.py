@@ -48,9 +48,10 @@ from pretrain.runs.run_folder import (
 )
 from pretrain.terminal import say
 
-UNFINISHED, DAMAGED = ".saving-", "damaged-"
+UNFINISHED = ".saving-"
+DAMAGED = "damaged-"
 SLOWEST_SAVE_SECONDS = 3600.0
-"""A disk may take so long; after that a wait for it counts as a hang."""
+"""A disk may take so long; after that the watchdog takes a wait for it as a hang."""
 
 
 class NoValidCheckpointError(RunStoppedError):
@@ -97,13 +98,13 @@ class Checkpoints:
         self.settings = settings
         self.in_background = settings.in_background
         self.last_step: int | None = None
-        """Of the newest checkpoint that was found valid or written."""
+        """Step of the newest checkpoint that was found valid or written."""
         self.begun_step: int | None = None
         """The same, or the step of a save that is not over: known to all ranks at the same time."""
         self._in_flight: Save | None = None
         self._done: list[Save] = []
         self._memory: dict[str, HostMemory] = {}
-        """By file."""
+        """{file: memory for its tensors}."""
         with ranks.together(SaveError):
             if ranks.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +156,7 @@ class Checkpoints:
         save.stall_seconds = time.perf_counter() - save.started
 
     def finished(self) -> Save | None:
-        """A save that was written or failed since the last call; ranks need not ask in the same step."""
+        """Returns a save that was written or failed since the last call; ranks need not ask in the same step."""
         if self._in_flight is not None and not self._in_flight.thread.is_alive():
             self.wait()
         return self._done.pop(0) if self._done else None
@@ -171,12 +172,13 @@ class Checkpoints:
             self.last_step = save.step
 
     def _staged(self, prefix: str, group: TensorGroup, beat: Callable[[], None]) -> dict[str, dict[str, torch.Tensor]]:
-        """This rank's share in memory that nothing else writes to; reused in every save.
+        """Copies this rank's share to memory that nothing else writes to; reuses it in every save.
 
         Allocating costs more than the copy: the kernel clears every new page.
         """
         staged: dict[str, dict[str, torch.Tensor]] = {}
-        plan, on_gpu = plan_files(group, prefix), False
+        plan = plan_files(group, prefix)
+        on_gpu = False
         mine = shares(prefix, group, self.ranks.rank, self.ranks.count, beat, on_host=not self.in_background)
         for file, name, tensor in mine:
             on_gpu = on_gpu or tensor.is_cuda
@@ -196,7 +198,7 @@ class Checkpoints:
         return staged
 
     def _write(self, save: Save, unfinished: Path) -> None:
-        """In the thread: writes this rank's files, waits for those of other ranks, commits."""
+        """Writes this rank's files, waits for those of other ranks, commits. Runs in the thread."""
         save.problem = "not finished"
         try:
             save.problem = self._written(save, unfinished)
@@ -207,7 +209,8 @@ class Checkpoints:
 
     def _written(self, save: Save, unfinished: Path) -> str | None:
         """Returns what went wrong, the same on all ranks; raises if the others can no longer be asked."""
-        problem, written = None, {}
+        problem = None
+        written = {}
         try:
             for file, tensors in save.files.items():
                 save_file(tensors, unfinished / file, metadata={"format": "pt"})
@@ -305,7 +308,7 @@ class Checkpoints:
                 write_durably(self.folder / "LATEST", checkpoint_name(newest))
 
     def _lost(self) -> str:
-        """Evidence that checkpoints existed here and are gone, in words; '' if there never was one."""
+        """Returns the evidence that checkpoints existed here and are gone; '' if there never was one."""
         if damaged := len(list(self.folder.glob(f"{DAMAGED}*"))):
             return f"{damaged} damaged"
         if (self.folder / "LATEST").exists():
@@ -333,7 +336,7 @@ class Checkpoints:
 
 
 def wait_for(save: Save, beat: Callable[[], None]) -> None:
-    """Waits until it is written. Beats meanwhile: a slow disk is not a hang, one that never answers is."""
+    """Waits until a save is written. Beats meanwhile: a slow disk is not a hang, one that never answers is."""
     while save.thread.is_alive():
         save.thread.join(timeout=1.0)
         if time.perf_counter() - save.started < SLOWEST_SAVE_SECONDS:
@@ -354,15 +357,16 @@ class SavedRun:
     model: SavedTensors
     optimizer: SavedTensors
     average: SavedTensors
-    """Of no tensors where the state says that there is none."""
+    """Empty if the state says that there is none."""
     contents: dict[str, Any]
     """trainer_state.json: state, identity, strategy, guard, validation_loss."""
 
 
 def load_saved(folder: Path) -> SavedRun:
-    """The contents of a valid checkpoint."""
+    """Opens a valid checkpoint."""
     try:
         contents = json.loads((folder / "trainer_state.json").read_bytes())
-        return SavedRun(*(SavedTensors(folder, prefix) for prefix in ("model", "optimizer", "average")), contents)
+        tensors = {prefix: SavedTensors(folder, prefix) for prefix in ("model", "optimizer", "average")}
+        return SavedRun(**tensors, contents=contents)
     except (OSError, ValueError, SafetensorError) as error:
         raise NoValidCheckpointError(f"{folder}: {error}") from error

@@ -1,4 +1,4 @@
-"""final/: the trained model as save_pretrained would write it, in the export dtype, with tokenizer and model card."""
+"""Writes final/: the trained model as save_pretrained would, in the export dtype, with tokenizer and model card."""
 
 import json
 import shutil
@@ -20,11 +20,11 @@ from pretrain.parallel.launcher import environment_alone, python_path
 from pretrain.parallel.strategy import Strategy
 
 CARD_SECONDS = 300.0
-"""After which a model goes without its card."""
+"""The longest wait for a model card; then the model goes without."""
 
 
 def describe_model(model: PreTrainedModel, tokenizer: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Everything of a HF model folder but the weights: configs, code of local architectures, tokenizer.
+    """Writes a HF model folder without its weights: configs, code of local architectures, tokenizer.
 
     dtype: of the weights in the folder; from_pretrained loads in it.
     """
@@ -47,13 +47,16 @@ def export_final(
     run: Path, strategy: Strategy, dtype: str, describe: Callable[..., None], beat: Callable[[], None]
 ) -> Path:
     """Writes run/final, complete or not at all; all ranks together. Raises SaveError if one cannot write."""
-    ranks, final, unfinished = strategy.ranks, run / "final", run / ".saving-final"
+    ranks = strategy.ranks
+    final = run / "final"
+    unfinished = run / ".saving-final"
     with ranks.together(SaveError):
         if ranks.is_main:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
     with ranks.together(SaveError):
-        group, buffers = strategy.model_tensors(), {name for name, _ in strategy.causal_lm.named_buffers()}
+        group = strategy.model_tensors()
+        buffers = {name for name, _ in strategy.causal_lm.named_buffers()}
         # Buffers as they are: the library reads a router's bias in fp32, and rounded it would choose other experts.
         dtypes = dict.fromkeys(group.shapes.keys() - buffers, DTYPES[dtype])
         published = PublishedNames.of(strategy.causal_lm.config)

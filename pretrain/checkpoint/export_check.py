@@ -1,4 +1,4 @@
-"""Is the exported model the one that was trained? Reloaded by from_pretrained, and compared number by number."""
+"""Checks that the exported model is the one that was trained: reloads it and compares number by number."""
 
 import itertools
 from collections.abc import Iterator
@@ -22,12 +22,13 @@ from pretrain.hardware import DTYPES
 LOSS_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 2e-2, "fp8": 2e-1}
 """Nats per token between the model as it trains and its export, by the coarser of their precisions: many times what
 rounding does (in bf16 some 1e-3), a small part of what one tensor in the wrong place does."""
-PROBE_SEQUENCES, PROBE_TOKENS = 2, 32
+PROBE_SEQUENCES = 2
+PROBE_TOKENS = 32
 
 
 @dataclass
 class ExportCheck:
-    """What was compared, with what result."""
+    """The result of a comparison."""
 
     folder: Path
     problems: list[str] = field(default_factory=list)
@@ -40,7 +41,7 @@ class ExportCheck:
     """Nats per token between the model as it trained and the export, on the same text; the largest of the sources."""
 
     def in_words(self) -> str:
-        """One line for the log."""
+        """Returns one line for the log."""
         if self.problems:
             return f"{self.folder} is NOT the model that was trained: {'; '.join(self.problems)}"
         said = []
@@ -111,7 +112,7 @@ def verify_export(
 
 @contextmanager
 def no_loading_bars() -> Iterator[None]:
-    """Loading takes seconds, and its progress bars would clutter the run's log."""
+    """Hides the progress bars of loading, which would clutter the run's log."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -122,7 +123,7 @@ def no_loading_bars() -> Iterator[None]:
 
 
 def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:
-    """The model in fp32 by from_pretrained; None, with the problem noted, unless every weight has its place."""
+    """Returns the model in fp32 by from_pretrained; None, with the problem noted, if a weight is out of place."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, use_safetensors=True
@@ -140,7 +141,7 @@ def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:
 
 
 def exported_tokenizer_problems(folder: Path, model: PreTrainedModel) -> list[str]:
-    """Where the folder's tokenizer and model disagree about their ids."""
+    """Returns where the folder's tokenizer and model disagree about their IDs."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -156,14 +157,14 @@ def exported_tokenizer_problems(folder: Path, model: PreTrainedModel) -> list[st
 
 @torch.no_grad()
 def exported_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tensor:
-    """(B, T, V), in the model's own arithmetic."""
+    """Returns logits_BTV, in the model's own arithmetic."""
     return model(input_ids=ids_BT, use_cache=False).logits
 
 
 def compare_logits(
     check: ExportCheck, logits_BTV: torch.Tensor, checkpoint: Path, ids_BT: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """The export's fp32 logits against the checkpoint's, with its weights rounded and as they are."""
+    """Compares the export's fp32 logits with the checkpoint's, with its weights rounded and as they are."""
     if not (checkpoint / "config.json").is_file():
         check.left_out.append(f"there is no {checkpoint}")
         return
@@ -185,7 +186,7 @@ def compare_logits(
 
 @torch.no_grad()
 def losses_of(model: PreTrainedModel, readers: dict[str, ShardReader], window: WindowSpec) -> dict[str, float]:
-    """{source: mean loss per token in nats over its first window}, in fp32 on the CPU.
+    """Returns {source: mean loss per token in nats over its first window}, in fp32 on the CPU.
 
     By the library's own eager forward pass and logits, each document of the window alone: a path that training did
     not take, so that its mistakes show here.
@@ -207,7 +208,7 @@ def losses_of(model: PreTrainedModel, readers: dict[str, ShardReader], window: W
 
 
 def compare_losses(check: ExportCheck, model: PreTrainedModel, trained: TrainingLosses, tolerance: float) -> None:
-    """A difference above `tolerance` nats, or NaN, is a problem."""
+    """Compares losses; a difference above `tolerance` nats, or NaN, is a problem."""
     exported = losses_of(model, trained.readers, trained.window)
     for name, loss in trained.losses.items():
         difference = abs(exported[name] - loss)

@@ -30,7 +30,7 @@ class HostMemory:
         self._tried_to_lock = False
 
     def hold(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as it is now, here; from a GPU as soon as its stream has been waited for."""
+        """Returns the tensor as it is now, here; from a GPU as soon as its stream has been waited for."""
         if tensor.is_cuda and not self._tried_to_lock:
             self._tried_to_lock = True
             if lock(self._bytes, tensor.device):

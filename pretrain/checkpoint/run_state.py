@@ -1,4 +1,4 @@
-"""A run's state beyond its tensors, and what must survive a crash between two checkpoints."""
+"""The state of a run beyond its tensors, and what must survive a crash between two checkpoints."""
 
 import json
 import math
@@ -14,7 +14,7 @@ ROLLBACKS = "rollbacks.json"
 
 
 class Request(IntEnum):
-    """What a signal or a user asks of a run; of several at once the largest counts."""
+    """A request of a signal or a user to a run; of several at once the largest counts."""
 
     NONE = 0
     PROFILE = 1
@@ -72,7 +72,7 @@ class RunState:
         return [tuple(rollback["samples"]) for rollback in self.rollbacks if rollback["samples"]]
 
     def after_rollbacks(self, recorded: list[dict[str, Any]]) -> "RunState":
-        """The checkpoint's state after rollbacks that may be newer, with the decay that was asked for before them."""
+        """Returns the checkpoint's state after rollbacks that may be newer, with a decay requested before them."""
         if len(recorded) <= len(self.rollbacks):
             return self
         decay = {name: recorded[-1].get(name) for name in ("anneal_from", "anneal_steps")}
@@ -85,12 +85,12 @@ class RunState:
 
 
 def record_rollbacks(run: Path, rollbacks: list[dict[str, Any]]) -> None:
-    """Records them at once: a crash before the next checkpoint must not bring the bad data back."""
+    """Records the rollbacks at once: a crash before the next checkpoint must not bring the bad data back."""
     write_durably(run / ROLLBACKS, json.dumps(rollbacks, indent=1))
 
 
 def recorded_rollbacks(run: Path) -> list[dict[str, Any]]:
-    """Those of `record_rollbacks`; [] if there were none. Raises InputError if the file is damaged."""
+    """Reads what `record_rollbacks` wrote; [] if there is no file. Raises InputError if it is damaged."""
     path = run / ROLLBACKS
     try:
         return parse_rollbacks(path.read_bytes())
@@ -105,7 +105,7 @@ def recorded_rollbacks(run: Path) -> list[dict[str, Any]]:
 
 
 def parse_rollbacks(content: bytes) -> list[dict[str, Any]]:
-    """The content of rollbacks.json. Raises ValueError for anything else."""
+    """Reads the content of rollbacks.json. Raises ValueError for anything else."""
     rollbacks = json.loads(content)
     used = {"samples", "learning_rate_factor"}
     if not isinstance(rollbacks, list) or not all(isinstance(one, dict) and used <= one.keys() for one in rollbacks):

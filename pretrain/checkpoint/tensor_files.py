@@ -1,4 +1,4 @@
-"""Named tensors as safetensors files: which tensor is in which file, which rank writes it, and reading it again."""
+"""Named tensors as safetensors files: which tensor is in which file, which rank writes it, and how it is read."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ class SavedTensors(Mapping[str, torch.Tensor]):
             return file.get_tensor(name)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """{name: shape}, from the files' headers."""
+        """Returns {name: shape}, from the files' headers."""
         found: dict[str, tuple[int, ...]] = {}
         for path in dict.fromkeys(self._file_of.values()):
             with safe_open(path, framework="pt") as file:
@@ -48,7 +48,7 @@ class SavedTensors(Mapping[str, torch.Tensor]):
 
 
 def plan_files(group: TensorGroup, prefix: str, max_file_bytes: int = MAX_FILE_BYTES) -> dict[str, list[str]]:
-    """{file name: names of its tensors}: HF's naming, one file where everything fits."""
+    """Returns {file name: names of its tensors}: HF's naming, one file if everything fits."""
     bundles: list[list[str]] = [[]]
     room = max_file_bytes
     for name, shape in group.shapes.items():
@@ -69,7 +69,7 @@ def tensor_index(
     dtypes: Mapping[str, torch.dtype] | None = None,
     published: PublishedNames | None = None,
 ) -> dict[str, dict]:
-    """{file name: contents} of HF's index of which tensor is in which file; {} where there is one file."""
+    """Returns {file name: contents} of HF's index of which tensor is in which file; {} if there is one file."""
     files = plan_files(group, prefix)
     if len(files) == 1:
         return {}
@@ -88,9 +88,9 @@ def shares(
     *,
     on_host: bool = True,
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(file, name, tensor) of what this rank writes; calls `beat` for every tensor of any rank.
+    """Returns (file, name, tensor) of what this rank writes; calls `beat` for every tensor of any rank.
 
-    on_host: whether tensors are copied there; else each is where it was assembled, perhaps the one being trained.
+    on_host: copies tensors there; else each is where it was assembled, perhaps the one being trained.
 
     All ranks walk through all tensors in the same order, since fetching one may need all of them; files go to ranks
     in turn, the optimizer's from the last rank on, so that the large files have different writers.
@@ -117,7 +117,7 @@ def write_group(
 ) -> dict[str, dict]:
     """Writes this rank's share of the files; returns {file: {bytes, sha256}} of what it wrote.
 
-    dtypes: of the tensors in the files; where one is left out, its own.
+    dtypes: of the tensors in the files; a tensor without one keeps its own.
     beat: called for every tensor: a large model on a slow disk takes longer than a step may.
     published: names and pieces to write in the place of the group's; tensors of one are in one file.
     """
@@ -140,6 +140,6 @@ def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def bytes_of(group: TensorGroup, dtypes: Mapping[str, torch.dtype] | None = None) -> int:
-    """Bytes of a group's tensors on disk."""
+    """Returns the bytes of a group's tensors on disk."""
     dtypes = {**group.dtypes, **(dtypes or {})}
     return sum(tensor_bytes(shape, dtypes[name]) for name, shape in group.shapes.items())

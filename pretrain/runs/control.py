@@ -1,4 +1,4 @@
-"""Control of a live run through two small files in its folder: a request and the trainer's answer.
+"""Controls a live run through two small files in its folder: a request and the trainer's answer.
 
     RUN/control/request.json   {id, command, start_id, time, host, pid}   written by runs.py save, stop, abort ...
     RUN/control/answer.json    {id, command, step}                        written by the trainer when it is done
@@ -26,7 +26,8 @@ COMMANDS = {
     "profile": "find out why a live run is slow; it goes on",
 }
 """{command: what it does}"""
-REQUEST_FILE, ANSWER_FILE = "control/request.json", "control/answer.json"
+REQUEST_FILE = "control/request.json"
+ANSWER_FILE = "control/answer.json"
 
 
 class Control:
@@ -38,14 +39,16 @@ class Control:
     """
 
     def __init__(self, run_folder: Path, start_id: str, warn: Callable[[str], None] = warnings.warn):
-        self._request, self._answer = run_folder / REQUEST_FILE, run_folder / ANSWER_FILE
-        self._start_id, self._warn = str(start_id), warn
+        self._request = run_folder / REQUEST_FILE
+        self._answer = run_folder / ANSWER_FILE
+        self._start_id = str(start_id)
+        self._warn = warn
         self._seen: tuple[int, int] | None = None
         self.asked: dict = {}
         """The last request that `poll` returned, until it is answered."""
 
     def poll(self) -> str | None:
-        """The command of a new request, once; None if there is none. Costs one os.stat, about 2 microseconds."""
+        """Returns the command of a new request, once; None if there is none. Costs one os.stat (2 microseconds)."""
         try:
             stat = os.stat(self._request)
         except OSError:

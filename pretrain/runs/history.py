@@ -66,11 +66,11 @@ class History:
     """Of all steps, repeated ones too, as far as they were logged; None if nothing was."""
 
     def of(self, name: str) -> list[Event]:
-        """The events of one name, in order."""
+        """Returns the events of one name, in order."""
         return [event for event in self.events if event["event"] == name]
 
     def last(self, name: str) -> Event:
-        """The last event of that name; empty if there is none."""
+        """Returns the last event of that name; empty if there is none."""
         return next((event for event in reversed(self.events) if event["event"] == name), {})
 
     def median(self, measure: str) -> float | None:
@@ -79,14 +79,14 @@ class History:
         return statistics.median(values) if values else None
 
     def validation(self) -> dict[str, list[Event]]:
-        """{source: validation events}"""
+        """Returns {source: validation events}"""
         sources: dict[str, list[Event]] = {}
         for event in self.of("validation"):
             sources.setdefault(str(event.get("source")), []).append(event)
         return sources
 
     def scores(self) -> dict[str, list[Score]]:
-        """{name: its scores by step}, of all evaluations during and after the run."""
+        """Returns {name: its scores by step}, of all evaluations during and after the run."""
         scores: dict[str, list[Score]] = {}
         for event in self.of("evaluation"):
             for score in scores_of(event):
@@ -95,7 +95,7 @@ class History:
 
 
 def scores_of(event: Event) -> list[Score]:
-    """The numbers of an `evaluation` event: of a task, with standard errors, or losses on a source.
+    """Returns the numbers of an `evaluation` event: of a task, with standard errors, or losses on a source.
 
     None for the parts of a group that has scores of its own: sixty curves would hide the one.
     """
@@ -122,7 +122,7 @@ def is_number(value: object) -> bool:
 
 
 def require_run(folder: Path) -> Path:
-    """The folder, if it holds a run's metrics. Raises InputError saying what it is instead."""
+    """Returns the folder, if it holds a run's metrics. Raises InputError saying what it is instead."""
     if (folder / METRICS_FILE).is_file():
         return folder
     if folder.is_file():
@@ -148,7 +148,7 @@ def require_run(folder: Path) -> Path:
 
 
 def require_runs(folders: Iterable[Path]) -> list[Path]:
-    """The folders as runs. Raises InputError with every folder that is not a run."""
+    """Returns the folders as runs. Raises InputError with every folder that is not a run."""
     problems = Problems()
     runs = [problems.attempt(require_run, folder) for folder in folders]
     problems.stop_if_any()
@@ -156,7 +156,7 @@ def require_runs(folders: Iterable[Path]) -> list[Path]:
 
 
 def find_runs(folder: Path, *, depth: int = 3) -> list[Path]:
-    """The runs in a folder and its subfolders, by name, without runs inside runs."""
+    """Returns the runs in a folder and its subfolders, by name, without runs inside runs."""
     found = []
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -183,13 +183,13 @@ def read_history(run: Path) -> History:
 
 
 def joules_of(events: Iterable[Event]) -> float | None:
-    """The energy in all these events; None if there is none."""
+    """Returns the energy in all these events; None if there is none."""
     found = [event["joules"] for event in events if is_number(event.get("joules"))]
     return sum(found) if found else None
 
 
 def read_metrics(run: Path) -> list[Event]:
-    """The events of a run in the order in which they were logged, repeated steps included; [] without a log."""
+    """Returns the events of a run in the order of the log, repeated steps included; [] without a log."""
     try:
         with open(run / METRICS_FILE, "rb") as file:
             return parse_lines(file)
@@ -198,7 +198,7 @@ def read_metrics(run: Path) -> list[Event]:
 
 
 def parse_lines(lines: Iterable[bytes]) -> list[Event]:
-    """The events in the lines, without truncated lines and other text."""
+    """Returns the events in the lines, without truncated lines and other text."""
     events = []
     for line in lines:
         try:
@@ -243,7 +243,7 @@ def count_hours(events: list[Event], since: tuple[float, float | None] = (0.0, N
 
 
 def current_events(events: Iterable[Event]) -> list[Event]:
-    """The events without those lines of curves that were superseded when steps were repeated."""
+    """Returns the events without those lines of curves that were superseded when steps were repeated."""
     current: list[Event] = []
     for event in events:
         back_to = repeats_after(event)
@@ -254,7 +254,7 @@ def current_events(events: Iterable[Event]) -> list[Event]:
 
 
 def repeats_after(event: Event) -> int | None:
-    """The last step that stays valid after this event, if it says that training continues from an earlier step."""
+    """Returns the last step that stays valid after this event, if training continues from an earlier step."""
     if event["event"] == "start":
         # Step 0 itself is measured again by a process that starts from scratch.
         return event.get("step") or -1
@@ -279,7 +279,7 @@ def _subject(event: Event) -> tuple:
 
 
 def read_end(run: Path, *, lines: int = 2000, look_back_bytes: int = 1 << 22) -> list[Event]:
-    """The last events of a run, without superseded ones, read from the end of the file, whatever its length.
+    """Returns the last events of a run, without superseded ones, read from the end of the file, whatever its length.
 
     lines: how many of the last lines to read; before them, only validations within `look_back_bytes`.
     """
@@ -293,24 +293,24 @@ def read_end(run: Path, *, lines: int = 2000, look_back_bytes: int = 1 << 22) ->
 
 
 def first_start(lines: Iterable[bytes]) -> Event:
-    """The first `start` event in the lines of a log, which warnings may precede; empty if there is none."""
+    """Returns the first `start` event in the lines of a log, which warnings may precede; empty if there is none."""
     return next((event for line in lines for event in parse_lines([line]) if event["event"] == "start"), {})
 
 
 def first_start_of(run: Path) -> Event:
-    """The run's first `start`; empty if there is none."""
+    """Returns the run's first `start`; empty if there is none."""
     with open(run / METRICS_FILE, "rb") as file:
         return first_start(file)
 
 
 def last_start(run: Path) -> Event:
-    """The newest `start` event, wherever it is in the file; empty if there is none."""
+    """Returns the newest `start` event, wherever it is in the file; empty if there is none."""
     with open(run / METRICS_FILE, "rb") as file:
         events = parse_lines(line for line in file if line.startswith(b'{"event": "start"'))
     return events[-1] if events else {}
 
 
 def last_good_end(run: Path) -> Event:
-    """The event that closed a run after its export; empty if there is none."""
+    """Returns the event that closed a run after its export; empty if there is none."""
     ends = [event for event in read_metrics(run) if event["event"] == "end" and event.get("code") == 0]
     return ends[-1] if ends else {}

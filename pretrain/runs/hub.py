@@ -1,4 +1,4 @@
-"""What a training run knows of the Hub: whether its settings are right, and how publish.py is started beside it."""
+"""Checks a run's settings of the Hub, and starts publish.py beside it."""
 
 import re
 import shutil
@@ -32,7 +32,7 @@ def offer_problems(
     languages: list[str],
     named: tuple[str, str, str] = ("hub.repository", "publish.license", "publish.language"),
 ) -> list[str]:
-    """What is wrong with a repository, a licence and languages, as far as can be told without the Hub.
+    """Returns what is wrong with a repository, a licence and languages, as far as can be told without the Hub.
 
     named: the three settings, in messages.
     """
@@ -54,7 +54,7 @@ def offer_problems(
 
 
 def repository_problems(repository: str | None, named: str) -> list[str]:
-    """Why this cannot be OWNER/NAME; [] if it can."""
+    """Returns why this cannot be OWNER/NAME; [] if it can."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -68,7 +68,7 @@ def repository_problems(repository: str | None, named: str) -> list[str]:
 
 
 def login_problems() -> list[str]:
-    """Whether a token is in the environment or the login store; not whether the Hub takes it."""
+    """Returns the problem if neither the environment nor the login store has a token; the Hub may still refuse one."""
     from huggingface_hub import get_token
 
     if get_token():
@@ -114,22 +114,22 @@ def publish_in_background(
 
 
 def evaluation_log(run: Path, checkpoint: str) -> Path:
-    """The output of a checkpoint's evaluation, which holds the file open while it runs (processes.py)."""
+    """Returns the output of a checkpoint's evaluation, which holds the file open while it runs (processes.py)."""
     return run / EVALUATIONS / f"{checkpoint}.log"
 
 
 def revision_of(step: int) -> str:
-    """The branch of a checkpoint."""
+    """Returns the branch of a checkpoint."""
     return f"step-{step}"
 
 
 def waiting_mark(run: Path, revision: str) -> Path:
-    """A file that exists from when training starts to publish a model until the model is on the Hub."""
+    """Returns a file that exists from when training starts to publish a model until it is on the Hub."""
     return run / STAGING / f".{revision}{WAITING}"
 
 
 def cut_short(run: Path) -> list[int | None]:
-    """The steps (None: final/) whose uploads a crash interrupted and whose models still exist."""
+    """Returns the steps (None: final/) whose uploads a crash interrupted and whose models still exist."""
     steps = []
     for mark in sorted((run / STAGING).glob(f".*{WAITING}")):
         revision = mark.name.removeprefix(".").removesuffix(WAITING)

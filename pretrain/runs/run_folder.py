@@ -1,4 +1,4 @@
-"""What lies where in a run's folder, and its small files, read as a crash may have left them."""
+"""Knows the paths in a run's folder, and reads its small files as a crash may have left them."""
 
 import json
 import math
@@ -17,21 +17,24 @@ if TYPE_CHECKING:
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
 """Held by the process that trains the run."""
-MIRROR_FOLDER, MIRROR_STATUS = "mirror", "mirror/status.json"
+MIRROR_FOLDER = "mirror"
+MIRROR_STATUS = "mirror/status.json"
 """Written by the thread that copies the run to its mirror."""
-PROFILE_FOLDER, PROFILE_REPORT = "profile", "report.json"
+PROFILE_FOLDER = "profile"
+PROFILE_REPORT = "report.json"
 """A folder for each profile, and in it what is written last."""
-LONGEST_NAME, LONGEST_PATH = 255, 3500
+LONGEST_NAME = 255
+LONGEST_PATH = 3500
 """Bytes. Linux takes paths of 4,096; the longest of ours below a run's folder leaves so many."""
 
 
 def heartbeat_path(run: Path, rank: int = 0) -> Path:
-    """What a process writes every few seconds while it trains."""
+    """Returns the file that a process writes every few seconds while it trains."""
     return run / "heartbeats" / f"rank-{rank:05d}.json"
 
 
 def read_json(path: Path) -> dict:
-    """The object in a small JSON file; empty if there is none, or not a whole one."""
+    """Returns the object in a small JSON file; empty if there is none, or not a whole one."""
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -40,7 +43,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """config.yaml as plain values: also that of a run which another version of the schema wrote; {} if unreadable."""
+    """Reads config.yaml as plain values, whatever version of the schema wrote it; {} if unreadable."""
     import yaml
 
     from pretrain.recipe import Loader
@@ -53,7 +56,7 @@ def read_config(run: Path) -> dict[str, Any]:
 
 
 def setting(config: Mapping[str, Any], name: str) -> Any:
-    """A value of config.yaml by its dotted name; None where there is none."""
+    """Returns a value of config.yaml by its dotted name; None if there is none."""
     value: Any = config
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -61,13 +64,13 @@ def setting(config: Mapping[str, Any], name: str) -> Any:
 
 
 def checkpoint_folders(run: Path) -> dict[int, Path]:
-    """{step: folder} of a run's checkpoints, oldest first, whatever their state."""
+    """Returns {step: folder} of a run's checkpoints, oldest first, whatever their state."""
     found = {step_named(path.name): path for path in (run / "checkpoints").glob("step-*")}
     return {step: found[step] for step in sorted(found.keys() - {None})}
 
 
 def latest_step(run: Path) -> int | None:
-    """The step that checkpoints/LATEST names: the newest that was written, or that a rollback went back to."""
+    """Returns the step that checkpoints/LATEST names: the newest that was written, or that a rollback went back to."""
     try:
         return step_named((run / "checkpoints" / "LATEST").read_text().strip())
     except (OSError, UnicodeDecodeError):
@@ -75,29 +78,29 @@ def latest_step(run: Path) -> int | None:
 
 
 def checkpoint_name(step: int) -> str:
-    """500 -> step-00000500"""
+    """Writes 500 as step-00000500."""
     return f"step-{step:08d}"
 
 
 def step_named(name: str) -> int | None:
-    """step-00000500 -> 500; None for a name that `checkpoint_name` does not give, such as step-00000500.bak."""
+    """Reads step-00000500 as 500; None for a name that `checkpoint_name` does not give: step-00000500.bak."""
     digits = re.fullmatch(r"step-([0-9]{8,})", name)
     step = int(digits[1]) if digits else None
     return step if step is not None and checkpoint_name(step) == name else None
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step of a folder whose name `step_named` knows."""
+    """Returns the step of a folder whose name `step_named` knows."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def read_state(checkpoint: Path) -> dict:
-    """A checkpoint's trainer_state.json; empty if it cannot be read."""
+    """Reads a checkpoint's trainer_state.json; empty if it cannot be read."""
     return read_json(checkpoint / "trainer_state.json")
 
 
 def validation_loss_of(state: Mapping[str, Any]) -> float | None:
-    """The validation loss in a trainer_state.json, the mean over the sources; None where none was measured."""
+    """Returns the validation loss in a trainer_state.json, the mean over the sources; None if none was measured."""
     loss = state.get("validation_loss")
     return loss if isinstance(loss, int | float) and math.isfinite(loss) else None
 
@@ -105,9 +108,9 @@ def validation_loss_of(state: Mapping[str, Any]) -> float | None:
 def checkpoint_damage(
     folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None, *, resumes: bool = False
 ) -> list[str]:
-    """As `damage`; the state of a checkpoint in a run's folder must also be of the step that its name says.
+    """Returns what `damage` finds; a checkpoint in a run's folder must also be of the step that its name says.
 
-    resumes: whether training goes on from it, and not only its model is read.
+    resumes: training goes on from it; else only its model is read.
     """
     problems = damage(folder, rank, ranks, beat)
     step = step_named(folder.name) if folder.parent.name == "checkpoints" else None
@@ -117,7 +120,7 @@ def checkpoint_damage(
 
 
 def wrong_step(folder: Path, step: int) -> list[str]:
-    """Why a folder that is as it was sealed is not of this step."""
+    """Returns why a folder that is as it was sealed is not of this step."""
     state = read_state(folder).get("state")
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
         return ["trainer_state.json does not say of which step it is"]
@@ -127,7 +130,7 @@ def wrong_step(folder: Path, step: int) -> list[str]:
 
 
 def contradictions(folder: Path, step: int) -> list[str]:
-    """Why training cannot go on at this step from a folder that is as it was sealed: another's, or not all of it."""
+    """Returns why training cannot continue at this step from an undamaged folder: another step's, or incomplete."""
     if problems := wrong_step(folder, step):
         return problems
     contents = read_state(folder)
@@ -155,13 +158,13 @@ def steps_to_keep(settings: "Checkpoint", losses: Mapping[int, float | None]) ->
 
 
 def best_step(checkpoints: Mapping[int, Path]) -> int | None:
-    """The step with the lowest validation loss, the mean over the sources; None where none was measured."""
+    """Returns the step with the lowest validation loss, the mean over the sources; None if none was measured."""
     losses = {step: validation_loss_of(read_state(folder)) for step, folder in checkpoints.items()}
     return min((step for step, loss in losses.items() if loss is not None), key=losses.get, default=None)
 
 
 def output_problem(run: Path) -> str | None:
-    """Why no run can be written there, as far as shows without writing; None if one can."""
+    """Returns why no run can be written there, without trying; None if nothing shows."""
     longest = max((len(os.fsencode(part)) for part in run.parts), default=0)
     if longest > LONGEST_NAME or len(os.fsencode(run.absolute())) > LONGEST_PATH:
         shown = shortened(run, 60)

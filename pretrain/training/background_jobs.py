@@ -113,7 +113,7 @@ class Evaluations:
 
 
 def evaluation_command(folder: Path, settings: config.Evaluation) -> list[str]:
-    """evaluate.py on the model in a folder, with its results beside the folder."""
+    """Returns the command of evaluate.py on the model in a folder, with its results beside the folder."""
     results = folder.with_suffix(".json").absolute()
     command = [sys.executable, str(ROOT / "evaluate.py"), "--model", str(folder.absolute()), "--output", str(results)]
     command += ["--tasks", *settings.tasks]
@@ -160,7 +160,7 @@ def publish_cut_short(run: config.RunConfig, metrics: Metrics) -> None:
 
 
 def numbers_of(results: Path) -> dict[str, float]:
-    """{'evaluation/acc/arc_easy': 0.31, ...} and the step that was evaluated, from evaluate.py's JSON."""
+    """Returns {'evaluation/acc/arc_easy': 0.31, ...} and the step that was evaluated, from evaluate.py's JSON."""
     (model,) = json.loads(results.read_text(encoding="utf-8"))["models"]
     scores = {
         f"evaluation/{metric}/{task}": value

@@ -1,4 +1,4 @@
-"""A monitoring thread: signals, heartbeats, hangs and dead neighbours.
+"""Monitors a rank in a thread: signals, heartbeats, hangs and dead neighbors.
 
 The loop cannot monitor itself while it waits for another rank in a collective: Python runs signal handlers in the main
 thread, which may be stuck there. This thread wakes up for every signal and several times per second.
@@ -50,11 +50,11 @@ class Watch:
     Args:
         run: the run's folder, for heartbeats and stacks.
         rank: of this process; rank 0 writes heartbeats more often.
-        neighbours: process ids of the other ranks on this machine.
+        neighbors: process ids of the other ranks on this machine.
         step_timeout_seconds, first_step_timeout_seconds: between two beats, of which every micro-step gives one; the
             latter until the first step is done.
         held: a file to touch as a sign of life: the run's lock.
-        on_end: called with reason and exit status, for a few seconds at most, before a hang, a dead neighbour or a
+        on_end: called with reason and exit status, for a few seconds at most, before a hang, a dead neighbor or a
             second signal ends this process.
     """
 
@@ -62,14 +62,14 @@ class Watch:
         self,
         run: Path,
         rank: int,
-        neighbours: Iterable[int],
+        neighbors: Iterable[int],
         *,
         step_timeout_seconds: float,
         first_step_timeout_seconds: float,
         held: Path | None = None,
         on_end: Callable[[str, int], None] = lambda reason, code: None,
     ):
-        self.run, self.rank, self.neighbours = run, rank, list(neighbours)
+        self.run, self.rank, self.neighbors = run, rank, list(neighbors)
         self.step_timeout_seconds = step_timeout_seconds
         self.held, self.on_end = held, on_end
         self.request = Request.NONE
@@ -77,7 +77,7 @@ class Watch:
         self.step = 0
         self._timeout = self.first_step_timeout_seconds = first_step_timeout_seconds
         self._last_beat = time.monotonic()
-        self._last_heartbeat = self._first_signal = self._neighbour_died = None
+        self._last_heartbeat = self._first_signal = self._neighbor_died = None
         self._stopped_since: dict[int, float] = {}
         launched = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
         self._launcher = LAUNCHER if launched else None
@@ -88,7 +88,7 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Called from the main thread: from now on a signal is a request to the loop, and silence is a hang."""
+        """Starts watching, from the main thread: from now on a signal is a request, and silence is a hang."""
         self.heartbeat_path.parent.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup means it
@@ -104,12 +104,12 @@ class Watch:
         self._last_beat = time.monotonic()
 
     def allow_compiling(self) -> None:
-        """The next step may take as long as the first: it compiles other shapes."""
+        """Lets the next step take as long as the first: it compiles other shapes."""
         self._timeout = self.first_step_timeout_seconds
         self.beat()
 
     def close(self) -> None:
-        """Before the ranks exit, so that a clean end is not mistaken for a death; ignores signals from here on."""
+        """Stops watching before the ranks exit, so that a clean end is not taken for a death; ignores signals then."""
         self._closed.set()
         self._writer.send(b"\0")
         self._thread.join()
@@ -137,16 +137,16 @@ class Watch:
                     self._take(signal.Signals(number))
             self._heartbeat()
             self._look_at_launcher()
-            self._look_at_neighbours()
+            self._look_at_neighbors()
             if time.monotonic() - self._last_beat > self._timeout:
                 self._end_hang()
 
     def _forgive(self, seconds: float) -> None:
-        """The process itself was suspended for this long: neither the loop nor the neighbours hang."""
+        """Forgives a suspension of this process: neither the loop nor the neighbors hang."""
         self._last_beat += seconds
         self._stopped_since.clear()
-        if self._neighbour_died is not None:
-            self._neighbour_died += seconds
+        if self._neighbor_died is not None:
+            self._neighbor_died += seconds
 
     def _take(self, number: signal.Signals) -> None:
         now = time.monotonic()
@@ -181,16 +181,16 @@ class Watch:
             self.request = max(self.request, Request.PREEMPT)
             self._say(f"launcher exited; saving and stopping{hint}")
 
-    def _look_at_neighbours(self) -> None:
+    def _look_at_neighbors(self) -> None:
         now = time.monotonic()
-        if dead := [pid for pid in self.neighbours if not is_alive(pid)]:
-            self._neighbour_died = self._neighbour_died or now
+        if dead := [pid for pid in self.neighbors if not is_alive(pid)]:
+            self._neighbor_died = self._neighbor_died or now
             # The launcher's SIGTERM after a death asks for an end, not for a save in which the dead would take part.
-            if self._first_signal is not None or now - self._neighbour_died > ORPHAN_SECONDS:
+            if self._first_signal is not None or now - self._neighbor_died > ORPHAN_SECONDS:
                 self._end(f"process {', '.join(map(str, dead))} of this run has died", CRASHED)
             return
-        # A suspended neighbour is found even while this loop waits for a disk and still beats.
-        stopped = [pid for pid in self.neighbours if process_state(pid) == "T"]
+        # A suspended neighbor is found even while this loop waits for a disk and still beats.
+        stopped = [pid for pid in self.neighbors if process_state(pid) == "T"]
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
         if stopped and now - min(self._stopped_since.values()) > self._timeout:
             self._end_hang(f"process {', '.join(map(str, stopped))} of this run is stopped")
@@ -207,7 +207,7 @@ class Watch:
         except OSError as error:
             reason += f", which could not be written ({error})"
         time.sleep(min(2.0, self.step_timeout_seconds / 16))  # the others write theirs, then all exit
-        for pid in self.neighbours:
+        for pid in self.neighbors:
             if process_state(pid) == "T":  # stopped: it receives no signal but this
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
