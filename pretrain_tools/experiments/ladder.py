@@ -45,7 +45,7 @@ class LadderRun:
     tokens: int
     loss: float
     settings: Mapping[str, Any] = field(repr=False)
-    """Those that matter."""
+    """The settings that matter."""
     is_end: bool = True
 
 
@@ -81,10 +81,10 @@ class Prediction:
     loss: float
     interval: tuple[float, float]
     times_compute: float
-    """Of the largest run."""
+    """Compute as a multiple of the largest run's."""
 
     def holds(self, loss: float) -> bool:
-        """Whether a measured loss is within the interval."""
+        """Tells whether a measured loss is within the interval."""
         return self.interval[0] <= loss <= self.interval[1]
 
 
@@ -110,7 +110,9 @@ class Ladder:
 
 def read_ladder_runs(folders: Iterable[Path], count: str, intermediate: bool) -> tuple[list[LadderRun], list[str]]:
     """The runs below the folders that finished, and what to say of the others. Raises InputError for none."""
-    problems, runs, said = Problems(), [], []
+    problems = Problems()
+    runs = []
+    said = []
     for folder in folders:
         found = [folder] if (folder / METRICS_FILE).is_file() else find_runs(folder) if folder.is_dir() else []
         if not found:
@@ -134,7 +136,7 @@ def read_ladder_runs(folders: Iterable[Path], count: str, intermediate: bool) ->
 
 
 def unusable(history: History) -> str:
-    """Why a run's loss says nothing of its size and budget; '' if it does."""
+    """Tells why a run's loss says nothing of its size and budget; '' if it does."""
     end = next((e for e in reversed(history.events) if e["event"] in ("end", "start", "train")), {})
     if end.get("event") != "end" or end.get("code") != 0:
         return "it has not finished"
@@ -189,7 +191,7 @@ def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:
 
 
 def rungs_of(runs: Sequence[LadderRun]) -> list[Rung]:
-    """Of each size and number of tokens the best setting, its seeds together; by size, then tokens."""
+    """Takes the best setting of each size and number of tokens, its seeds together; sorted by size, then tokens."""
     groups: dict[tuple[int, int], dict[str, list[LadderRun]]] = {}
     for run in runs:
         near = round(math.log(run.tokens) / math.log(1.02))

@@ -25,11 +25,12 @@ from pretrain_tools.experiments.sweep_plan import Axis, SweepRequest
 from pretrain_tools.experiments.sweep_report import PointResult
 
 LEAST_WEIGHT = 0.01
-"""Of a source in a candidate: its log is needed."""
+"""Least weight of a source in a candidate: its log is needed."""
 LEAST_RUNS_PER_SOURCE = 3
 STRENGTHS = tuple(10.0**power for power in range(-6, 2))
-"""Of the ridge."""
-PROPOSALS, RESAMPLES = 20_000, 300
+"""Candidates for the strength of the ridge."""
+PROPOSALS = 20_000
+RESAMPLES = 300
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ class Proposal:
 
     weights: NDArray[np.float64]
     losses: NDArray[np.float64]
-    """Of each validation source."""
+    """The loss of each validation source, by the fit."""
     gain: float
-    """Of the mean loss, over the recipe's own weights, by the fit."""
+    """By how much the mean loss is below that of the recipe's own weights, by the fit."""
     gain_interval: tuple[float, float]
     """90 %, over fits to resampled runs."""
     error: float
@@ -128,9 +129,12 @@ def as_setting(sources: Sequence[Source], weights: NDArray) -> str:
 
 def fit_mixture(weights: NDArray, losses: NDArray, strength: float) -> MixtureFit:
     """Ridge regression of log losses (n, v) on log weights (n, k); the offset is free."""
-    x, y = np.log(weights), np.log(losses)
-    x_mean, y_mean = x.mean(axis=0), y.mean(axis=0)
-    x, y = x - x_mean, y - y_mean
+    x = np.log(weights)
+    y = np.log(losses)
+    x_mean = x.mean(axis=0)
+    y_mean = y.mean(axis=0)
+    x = x - x_mean
+    y = y - y_mean
     slopes = np.linalg.solve(x.T @ x + strength * len(x) * np.eye(x.shape[1]), x.T @ y).T
     return MixtureFit(slopes, y_mean - slopes @ x_mean)
 
@@ -221,7 +225,8 @@ def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int
         ],
         "proposal": {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in vars(found).items()},
     }
-    report, recipe = request.output / "mixture.json", request.output / "mixture.yaml"
+    report = request.output / "mixture.json"
+    recipe = request.output / "mixture.yaml"
     write_durably(report, json.dumps(values, indent=1) + "\n")
     header = f"# {request.recipe} with the weights that the mixtures in {request.output} propose\n"
     write_durably(recipe, header + as_yaml(config.model_copy(update={"data": proposed, "output": folder})))

@@ -85,7 +85,7 @@ class Sweep:
         self.request = request
         self.points: list[SweepPoint] = []
         self.alive: list[SweepPoint] = []
-        """Those that are trained up to the current rung."""
+        """Points that are trained up to the current rung."""
         self.rung = 0
         self.runs: dict[str, SmallRun] = {}
         self.failures: dict[str, str] = {}
@@ -103,7 +103,9 @@ class Sweep:
 
     def _work(self, flops: float) -> float:
         """FLOPs of all that is to be trained."""
-        total, before, alive = 0.0, 0.0, self.request.search or len(self.points)
+        total = 0.0
+        before = 0.0
+        alive = self.request.search or len(self.points)
         for share in self.request.rungs:
             total += alive * (share - before) * flops * self.request.seeds
             before = share

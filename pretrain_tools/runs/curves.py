@@ -25,7 +25,8 @@ LOGGED = ("step", "tokens", "hours", "learning_rate")
 MEASURES = ("loss", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes")
 EXTREMES = ("loss", "grad_norm")
 """Measures of which a point also has the least and the largest, as loss_low and loss_high: no spike is lost."""
-MOST_STEPS, INTERVALS = 2400, 600
+MOST_STEPS = 2400
+INTERVALS = 600
 """Longer runs are divided into equal intervals, a point for each."""
 MOST_HAPPENED = 400
 """Events of a kind, the last ones."""
@@ -35,7 +36,7 @@ Columns = dict[str, list[float | None]]
 
 @dataclass(frozen=True)
 class RunCurves:
-    """What is drawn of a run; each group of columns but by_position has step, tokens, hours and flops."""
+    """The drawn curves of a run; each group of columns but by_position has step, tokens, hours and flops."""
 
     train: Columns
     validation: dict[str, Columns]
@@ -129,7 +130,8 @@ class Curves:
 
 def newest_of_each_kind(events: Sequence[Event]) -> list[Event]:
     """The last MOST_HAPPENED events of each kind, in their order."""
-    kept, counts = [], Counter()
+    kept = []
+    counts = Counter()
     for event in reversed(events):
         counts[event["event"]] += 1
         if counts[event["event"]] <= MOST_HAPPENED:

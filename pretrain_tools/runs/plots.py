@@ -30,7 +30,7 @@ MARKS = {
 POSITION_LABELS = {"step": "step", "tokens": "tokens", "hours": "hours of running", "flops": "FLOPs"}
 MOST_SCORE_PANELS = 15
 MARK_HEIGHT = 0.035
-"""Of a run's line of event marks, as a share of the panel."""
+"""Height of a run's line of event marks, as a share of the panel."""
 SMOOTHED_SHARE = 0.04
 FEW = 12
 """Values of a curve up to which each is a dot, and the first ones count as much as the rest."""
@@ -139,7 +139,8 @@ def draw_measure(
 ) -> None:
     """Draws a measure of the steps: bold its moving average, faint the least and the largest of each point's steps."""
     for number, run in enumerate(runs):
-        train, color = run.curves.train, color_of(number)
+        train = run.curves.train
+        color = color_of(number)
         x, y = points_of(train, position, measure)
         dots = {"marker": "o" if len(y) <= FEW else None, "markersize": 3}
         if smooth and len(y) >= 20:
@@ -223,7 +224,8 @@ def draw_validation(axis: Any, runs: Sequence[PlottedRun], position: str) -> Non
 
 def draw_by_position(axis: Any, runs: Sequence[PlottedRun]) -> None:
     """Draws a point for each range of positions, at its end; a line for each source and stage."""
-    ends, handles = set(), []
+    ends = set()
+    handles = []
     for number, run in enumerate(runs):
         for place, (name, columns) in enumerate(run.curves.by_position.items()):
             color = color_of(number if len(runs) > 1 else place)
@@ -262,7 +264,8 @@ def draw_score_by_run(axis: Any, runs: Sequence[PlottedRun], name: str) -> None:
     """Draws the last score of each run."""
     measured = [(n, run.name, run.curves.scores[name]) for n, run in enumerate(runs) if name in run.curves.scores]
     for place, (number, _, columns) in enumerate(measured):
-        value, error = columns["value"][-1], columns["standard_error"][-1]
+        value = columns["value"][-1]
+        error = columns["standard_error"][-1]
         axis.errorbar([place], [value], yerr=[error or 0.0], color=color_of(number), marker="o", capsize=4)
         beside = {"textcoords": "offset points", "xytext": (8, 0), "va": "center", "fontsize": 9}
         axis.annotate(f"{value:.4g}", (place, value), **beside)

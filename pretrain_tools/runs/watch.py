@@ -28,13 +28,15 @@ from pretrain_tools.runs.status import (
     state_text,
 )
 
-USUAL_PORT, LAST_PORT = 8765, 65_535
+USUAL_PORT = 8765
+LAST_PORT = 65_535
 STATE_STYLES = {"running": "green", "finished": "cyan", "stopped": "yellow", "crashed": "red"}
 LIVE_COLUMNS = {"run": 0, "state": 0, "step": 0, "loss": 0, "val loss": 70, "tok/s": 0, "MFU": 90, "left": 0,
                 "trend": 150, "last event": 110}  # fmt: skip
 """{column: the least width of a terminal that shows it}"""
 LEFT_ALIGNED = ("run", "state", "trend", "last event")
-TREND_WIDTH, TREND_LINES = 16, 96
+TREND_WIDTH = 16
+TREND_LINES = 96
 MOST_NAME_WIDTH = 40
 
 
