@@ -106,8 +106,10 @@ def candidate_weights(own: NDArray, count: int) -> NDArray[np.float64]:
     own = own / own.sum()
     candidates = [own]
     for number in range(1, count):
+        # Half of them anywhere, half around the recipe: the proposal has to lie between what was tried.
         spread = np.ones(len(own)) if number % 2 else 2 * len(own) * own + 0.5
         candidates.append(random.dirichlet(spread))
+    # A source without weight has no logarithm.
     floored = np.maximum(np.array(candidates), LEAST_WEIGHT)
     rounded = np.round(floored / floored.sum(axis=1, keepdims=True), 4)
     return rounded / rounded.sum(axis=1, keepdims=True)
@@ -160,6 +162,7 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
     strength = min(STRENGTHS, key=unseen_error)
     random = np.random.default_rng(1)
     tried = np.concatenate([weights, random.dirichlet(np.ones(weights.shape[1]), PROPOSALS)])
+    # Beyond the weights that were tried the law is a guess.
     tried = tried[((tried >= weights.min(axis=0)) & (tried <= weights.max(axis=0))).all(axis=1)]
     fit = fit_mixture(weights, losses, strength)
     best = tried[np.argmin(fit.losses(tried).mean(axis=1))]
@@ -167,6 +170,7 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
     gains = []
     for _ in range(RESAMPLES):
         rows = random.integers(0, len(weights), len(weights))
+        # A resample may repeat so few runs that the fit needs some ridge.
         own, found = fit_mixture(weights[rows], losses[rows], max(strength, 1e-4)).losses(both).mean(axis=1)
         gains.append(own - found)
     own, found = fit.losses(both).mean(axis=1)
@@ -202,6 +206,7 @@ def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int
     config = read_run_config(request.recipe, list(request.changes))
     sources = config.data.train
     named = [Path(source.shards).name for source in sources]
+    # Without the recipe's own mixture there is no gain to tell.
     if finished[:1] != list(results[:1]) or len(finished) < LEAST_RUNS_PER_SOURCE * len(sources):
         print(
             f"{len(finished)} of {len(results)} mixtures finished; the recipe's own and "

@@ -137,7 +137,9 @@ def fit_scaling_law(
         noise = math.sqrt((ASSUMED_COUNT * assumed**2 + np.sum(counted)) / (ASSUMED_COUNT + freedom))
     random = np.random.default_rng(1)
     count = ASSUMED_COUNT + freedom
+    # Few residuals leave their own size uncertain: a scaled inverse chi-square says by how much.
     refit_noise = noise * np.sqrt(count / random.chisquare(count, REFITS))
+    # With few degrees of freedom its tail has no mean, and would decide the intervals alone.
     refit_noise = np.minimum(refit_noise, 10 * noise)
     drawn = y + refit_noise[:, None] * random.standard_normal((REFITS, len(y)))
     moved = centers + PRIOR_SDS * random.standard_normal((REFITS, 4))
@@ -173,6 +175,7 @@ def _fit(
     for _ in range(MOST_ITERATIONS):
         model = log_loss(theta.T[:, :, None], n, d)
         deviation = (model - y) / noise[:, None]
+        # Reweighted least squares: the fixed point is the minimum of the Huber loss.
         weights = np.minimum(1.0, HUBER_WIDTH / np.maximum(np.abs(deviation), 1e-12))
         slopes = _slopes(theta, n, d, model) / noise[:, None, None]
         of_priors = (theta @ PRIORS.T - centers) / PRIOR_SDS
@@ -182,10 +185,12 @@ def _fit(
         diagonal = np.einsum("rii->ri", curvature)
         damped = curvature + damping[:, None, None] * np.eye(5) * (diagonal[:, None] + 1e-9)
         tried = theta - np.linalg.solve(damped, gradient[..., None])[..., 0]
+        # A step that overshoots could turn an exponent negative, from where the fit does not return.
         tried[:, 3:] = np.clip(tried[:, 3:], 0.01, 2.0)
         then = _objective(tried, n, d, y, noise, centers)
         better = then < objective
         gained = np.where(better, objective - then, 0.0)
+        # Each refit goes on or stays by itself, so one fit among many ends where it would alone.
         theta = np.where(better[:, None], tried, theta)
         objective = np.where(better, then, objective)
         damping = np.clip(np.where(better, damping / 5, damping * 4), 1e-9, 1e9)

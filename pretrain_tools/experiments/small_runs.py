@@ -126,11 +126,13 @@ def device_slots(parallel: int | None) -> list[dict[str, str]]:
     """
     import torch
 
+    # The caller may see some of the GPUs only, by names of its own.
     if count := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
         return [{"CUDA_VISIBLE_DEVICES": names[n % count]} for n in range(parallel or count)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Threads of one run would take the cores of the others; a user's own number stays.
     if not parallel or parallel == 1 or "OMP_NUM_THREADS" in os.environ:
         return [{} for _ in range(parallel or 1)]
     return [{"OMP_NUM_THREADS": str(max(1, cores // parallel))} for _ in range(parallel)]
@@ -233,6 +235,7 @@ def train_runs(
             for slot, environment in enumerate(slots):
                 if slot not in training and not received:
                     given = next_run({one.run.name for one in training.values()})
+                    # What cannot start here can start in no other slot either.
                     if given is None:
                         break
                     training[slot] = start_training(*given, slot, environment)
@@ -248,6 +251,7 @@ def train_runs(
 def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, Training]:
     """{slot: run} of those that an earlier caller has started and that still run."""
     found = {}
+    # A slot may name a run that has ended: the lock on its log tells.
     for folder in {run.folder for run in runs.values()}:
         for path in (folder / "slots").glob("*.json"):
             run = runs.get(str(read_json(path).get("run")))
@@ -265,9 +269,11 @@ def start_training(run: SmallRun, pause_at: int | None, slot: int, environment: 
     write_durably(record, json.dumps({"run": run.name}))
     pause = ["--checkpoint.pause_at", str(pause_at)] if pause_at else []
     with open(run.log, "ab") as log:
+        # The run inherits the lock, so it is seen to train even when its caller is gone.
         hold_while_open(log)
         process = subprocess.Popen(
             [sys.executable, str(ROOT / "train.py"), "--config", str(run.recipe), *pause],
+            # A launcher's variables would make each run a rank of the caller's group.
             env=environment_alone() | environment,
             stdin=subprocess.DEVNULL,
             stdout=log,

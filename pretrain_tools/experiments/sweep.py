@@ -124,6 +124,7 @@ class Sweep:
                 is_open = run.name not in active and run.name not in self.failures
                 if is_open and not read_outcome(run).has_reached(self.pause_at(run)):
                     return run, self.pause_at(run)
+            # A search picks before all have ended, so that no device waits.
             if len(self.points) < (self.request.search or 0):
                 self._pick(active)
             elif active or self.rung == len(self.request.rungs) - 1:
@@ -146,6 +147,7 @@ class Sweep:
         losses = [statistics.fmean(self._loss_at_rung(run) for run in point.runs) for point in self.alive]
         order = sorted(range(len(losses)), key=losses.__getitem__)
         best = sorted(order[: math.ceil(len(order) / 2)])
+        # A lone setting is not halved, but has further rungs to reach.
         if len(best) < len(order):
             share = f"{self.request.rungs[self.rung]:.0%} of the budget"
             print(f"{share}: {len(best)} of {len(order)} settings go on", file=sys.stderr, flush=True)
@@ -153,6 +155,7 @@ class Sweep:
         self.rung += 1
 
     def _loss_at_rung(self, run: SmallRun) -> float:
+        # A run that diverged has losses from before it did.
         outcome = read_outcome(run)
         if outcome.state == "diverged" or run.name in self.failures:
             return math.inf
@@ -218,6 +221,7 @@ def pick_settings(request: SweepRequest, results: Sequence[PointResult], active:
         else:
             low, high = map(float, axis.ends)
             distributions[axis.path] = FloatDistribution(low, high, log=low > 0)
+    # constant_liar: runs at the same time would otherwise be picked at the same place.
     sampler = optuna.samplers.TPESampler(seed=len(results), n_startup_trials=4, constant_liar=True)
     study = optuna.create_study(sampler=sampler)
     for result in results:

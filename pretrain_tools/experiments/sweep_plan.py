@@ -142,6 +142,7 @@ def split_values(text: str) -> list[str]:
     depth = 0
     for character in text:
         depth += (character in "[{") - (character in "]}")
+        # Within brackets a comma is part of a value: data.train is a list.
         if character == "," and depth == 0:
             values.append("")
         else:
@@ -218,6 +219,7 @@ def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: P
         "hub": Hub(),
         "tracking": config.tracking.model_copy(update=tracking),
     }
+    # A sweep of many runs would otherwise fill the disk with checkpoints.
     if not any(path.startswith("checkpoint") for path, _ in request.changes):
         kept = {"keep_last": 1, "keep_best": 0, "milestones_every": None, "mirror": None}
         update["checkpoint"] = config.checkpoint.model_copy(update=kept)
@@ -277,6 +279,7 @@ def make_point(request: SweepRequest, settings: dict[str, str], config: RunConfi
         run = SmallRun(name, request.output, plan.total_steps, plan.total_flops)
         text = as_yaml(config_of_run(config, request, seed, run.output))
         run.recipe.parent.mkdir(parents=True, exist_ok=True)
+        # A run in training reads its recipe again at a restart.
         if not run.recipe.is_file() or run.recipe.read_text(encoding="utf-8") != text:
             write_durably(run.recipe, text)
         runs.append(run)
@@ -298,6 +301,7 @@ def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequen
         for path, value in flatten_settings(configs[0].model_dump(mode="json")).items()
         if path not in ("output", "seed") and not any(path == name or path.startswith(f"{name}.") for name in varied)
     }
+    # Shards and models of the same name may be others by now.
     identity = [{k: v for k, v in plan.identity.items() if k.startswith(("model", "data."))} for plan in plans]
     first_seed = None if "seed" in varied else configs[0].seed
     plan = {**PLAN_FORMAT, **request.described, "first_seed": first_seed, "recipe": base, "identity": identity}

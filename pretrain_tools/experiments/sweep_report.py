@@ -74,6 +74,7 @@ class PointResult:
     @property
     def last_loss(self) -> float:
         """The newest that every seed has, finished or not."""
+        # Seeds that stopped at different steps are compared at the last that all have reached.
         shared = set.intersection(*(set(one.outcome.losses) for one in self.runs))
         return statistics.fmean(one.outcome.losses[max(shared)] for one in self.runs) if shared else math.inf
 
@@ -149,6 +150,7 @@ def at_the_edge(request: SweepRequest, results: Sequence[PointResult]) -> list[s
     for axis in request.axes:
         best = results[0].settings[axis.path]
         tried = {result.settings[axis.path] for result in results}
+        # Of seeds, names and a single value none is the end of a range.
         if axis.path == "seed" or len(tried) < 2 or not all(is_number_text(text) for text in tried):
             continue
         values = sorted(tried, key=lambda text: float(parse_yaml(text)))

@@ -109,6 +109,7 @@ class Evidence:
             return 0.0
         blocked = [rank.typical_parts("blocked_in") for rank in self.ranks]
         parts = dict.fromkeys(part for of_rank in blocked for part in of_rank)
+        # Whoever comes last to an exchange is blocked by the exchange alone.
         return sum(min(of_rank.get(part, 0.0) for of_rank in blocked) for part in parts)
 
     def each(self, of: Callable[[StepRecord], float]) -> list[float]:
@@ -208,6 +209,7 @@ def slow_rank(evidence: Evidence) -> Cause | None:
     others = [other for other in evidence.ranks if other is not rank]
     own = rank.typical(own_of)
     usual = statistics.median(other.typical(own_of) for other in others)
+    # The median of the others, not of all: with two ranks the slow one would be half of it.
     excess = own - usual
     if excess < evidence.least(SLOW_SHARE):
         return None
@@ -281,6 +283,7 @@ def recompilations(evidence: Evidence) -> Cause | None:
 def synchronising_lines(evidence: Evidence) -> Cause | None:
     """Judges the lines of every micro-step; what waits once in an update is no more than a report's line."""
     lines = {line: count for line, count in lines_per_step(evidence).items() if line[2] in (FORWARD, BACKWARD)}
+    # Once per step is what reading a loss takes.
     lines = {line: count for line, count in lines.items() if count >= evidence.micro_steps}
     if not lines:
         return None
@@ -312,6 +315,7 @@ def lines_per_step(evidence: Evidence) -> dict[tuple[str, str, str], float]:
 def idle_device(evidence: Evidence) -> Cause | None:
     """Judges the least idle rank: another rule says what one rank alone does."""
     idle = min(evidence.each(lambda step: sum(step.idle_in.get(phase, 0.0) for phase in PASSES) - step.starved))
+    # A thread that gets no core is no slow host: the machine is busy.
     if idle < evidence.least(IDLE_SHARE if evidence.on_device else IDLE_SHARE_OF_CPU):
         return None
     if not evidence.on_device:

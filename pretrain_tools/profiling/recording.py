@@ -70,6 +70,7 @@ class PhaseMarks:
             self._enter(after or before)
             return result
 
+        # On the object, not on its class: it is taken away again by deleting it.
         setattr(owner, verb, marked)
         self._marked.append((owner, verb))
 
@@ -104,6 +105,7 @@ class PhaseMarks:
         self._enter(BETWEEN_STEPS)
 
     def end_step(self) -> None:
+        # The inner range has to end first.
         for mark in (self._open, self._step):
             mark.__exit__(None, None, None)
         self._open = None
@@ -157,6 +159,7 @@ class Recording:
         except RuntimeError as error:
             self._problem(error)
         self._lines.begin()
+        # Ranks enter the block together, else the first step would look slow on those that came early.
         align()
         self._marks.align()
         self._begin_step(step)
@@ -189,6 +192,7 @@ class Recording:
             records, timeline = read_steps(events, on_device=self.on_device, drawn=STEPS_DRAWN)
         except Exception as error:  # a trace that cannot be read is no reason to end a run
             self._problem(error)
+        # The first step pays for the start of the profiler.
         if is_first:
             self._beside.clear()
             self._lines.forget()
@@ -234,6 +238,7 @@ class Recording:
 
     def summary(self) -> dict[str, Any]:
         """All that the verdict needs of this rank; plain values."""
+        # Where a block could not be read there are fewer records; then there is no verdict.
         for record, beside in zip(self.records, self._beside, strict=False):
             record.cpu = beside["cpu"]
             record.starved = beside["starved"]

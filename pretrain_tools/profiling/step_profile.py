@@ -81,6 +81,7 @@ class StepProfile:
             self._begin()
 
     def _take_request(self) -> None:
+        # Rank 0 alone has read the request; all have to plan the same steps.
         asked = self.strategy.ranks.gather(self.run.control.asked)[0]
         self.run.refusal = self._plan(asked.get("steps", USUAL_STEPS))
         if self.run.refusal is None:
@@ -112,8 +113,10 @@ class StepProfile:
             return None
         with self.run.pausing("the profile"):
             events = self._recording.end_block(is_first=is_first, is_last=step == self._ends)
+            # Reading a trace takes seconds, which the watchdog would take for a hang.
             self.run.watch.beat()
             if step < self._ends:
+                # Blocks end at the same step everywhere: the rank with most events decides.
                 most = max(self.strategy.ranks.gather(events))
                 self._block_ends = min(self._ends, step + max(1, EVENTS_OF_BLOCK // max(1, most)))
                 return self._recording.begin_block(step + 1, self.strategy.ranks.barrier)
@@ -129,6 +132,7 @@ class StepProfile:
         batches = plan.batches
         width = batches.readers[batches.folders[0]].manifest.bytes_per_id
         sequences = stage.sequences_per_micro_batch * self.strategy.micro_batches_per_call
+        # A median over the steps that one rank happens to have would compare different steps.
         if short := [summary for summary in summaries if len(summary["steps"]) < self._steps]:
             return {"problem": f"cannot be read: {'; '.join(short[0]['problems']) or 'steps are missing'}"}
         try:

@@ -76,6 +76,7 @@ class SyncLines:
 
     def _replace(self, name: str) -> None:
         method = getattr(torch.Tensor, name)
+        # Some are inherited: putting them back would shadow the parent's.
         if own := vars(torch.Tensor).get(name):
             self._undo.callback(setattr, torch.Tensor, name, own)
         else:
@@ -103,6 +104,7 @@ class SyncLines:
             self._count("an operation that waits for the device")
 
     def _count(self, called: str) -> None:
+        # Between steps a run may wait, and so may threads that write and read files.
         if self._phase() not in PHASES or not isinstance(threading.current_thread(), OF_THE_PASSES):
             return
         frame = sys._getframe(1)

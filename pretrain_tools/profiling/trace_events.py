@@ -90,6 +90,7 @@ class Spans:
 
     def __sub__(self, other: "Spans") -> "Spans":
         points = np.unique(np.concatenate([self.pairs.ravel(), other.pairs.ravel()]))
+        # Between two neighboring ends of either, both are constant.
         kept = self._holds(points[:-1]) & ~other._holds(points[:-1])
         return Spans(np.stack([points[:-1][kept], points[1:][kept]], axis=1).tolist())
 
@@ -168,6 +169,7 @@ def read_events(profiler: Any) -> list[TraceEvent]:
         kind = "kernel" if on_device else "mark" if is_mark else "operator"
         if name.startswith("gloo:"):
             kind = "collective"
+        # Operators count from 1 as well: only launches and kernels share a number.
         correlation = event.correlation_id() if on_device or LAUNCH.match(name) else 0
         found.append(TraceEvent(name, event.start_ns(), event.end_ns(), event.start_thread_id(), kind, correlation))
     return found
@@ -226,6 +228,7 @@ def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool]) -> tupl
             kind = of.inherited or (POINTWISE if name.startswith(COMPILED) else kernel_kind(name))
             of.pieces.append(WorkSpan(of.since, until, kind))
 
+    # Of events that begin together the longer one has called the other.
     for event in sorted(events, key=lambda event: (event.start, -event.end)):
         close(event.start)
         parent = stack[-1] if stack else None
@@ -235,6 +238,7 @@ def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool]) -> tupl
             launched[event.correlation] = inherited
         if parent:
             add_own(parent, event.start)
+            # A tensor that is divided over ranks dispatches its operator again, and communicates in between.
             parent.waits |= event.name == parent.event.name or "c10d" in event.name
         stack.append(_Open(event, inherited, event.start))
     close(float("inf"))
@@ -277,6 +281,7 @@ def read_steps(
         for part in of_step:
             seconds = (part.end - part.start) / 1e9
             waited = blocked.seconds(part.start, part.end)
+            # Times of host and device may overlap by some nanoseconds.
             rest = max(0.0, seconds - waited - busy.seconds(part.start, part.end))
             _add(record.phases, part.name, seconds)
             _add(record.blocked_in, f"{part.micro_step}/{part.name}", waited)
@@ -292,6 +297,7 @@ def read_steps(
     idle = within - busy - collectives - spans_of(parts, WAITING_FOR_DATA)
     for what, spans in ((IDLE, idle), (BLOCKED, within & blocked)):
         bars += [(begin, end, what) for begin, end in spans.pairs.tolist() if end - begin > visible]
+    # Clocks of machines differ: timelines begin at a mark that all ranks set after a barrier.
     aligned = next((mark.start for mark in marks if mark.name == ALIGNED), steps[0].start)
     return records, [[(begin - aligned) / 1e9, (end - aligned) / 1e9, what] for begin, end, what in bars]
 
@@ -307,6 +313,7 @@ def spans_of(parts: list[list[PhaseSpan]], name: str) -> Spans:
 
 def kind_of_kernel(event: TraceEvent, launched: Mapping[int, str]) -> str:
     """The kind of a kernel on the device: that of the operators around its launch, but communication by its name."""
+    # A product within attention is attention, whatever its kernel is called.
     by_name = kernel_kind(event.name)
     return by_name if by_name == COMMUNICATION else launched.get(event.correlation, by_name)
 

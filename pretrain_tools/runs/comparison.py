@@ -220,6 +220,7 @@ def write_csv(histories: list[History], path: Path) -> int:
         if event["event"] in EXPORTED
     ]
     columns = dict.fromkeys(["run", "event", "step", "tokens", "hours", "time", *itertools.chain.from_iterable(rows)])
+    # Complete or absent: a script may read the table while it is exported again.
     unfinished = path.with_name(f".{path.name}.unfinished")
     with open(unfinished, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns)

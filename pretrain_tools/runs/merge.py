@@ -43,6 +43,7 @@ class MeanTensors(TensorGroup):
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
         if not wanted:
             return None
+        # Sums of many models in fp32 would lose what the last ones differ by.
         total = self.models[0][name].double()
         for model in self.models[1:]:
             total += model[name]
@@ -96,6 +97,7 @@ def addressed(text: str, last: int | None) -> list[ModelAddress]:
     except InputError as error:
         raise InputError(*(problem.replace("--model", "merge", 1) for problem in error.problems)) from error
     found: list[ModelAddress] = []
+    # Newest first: damaged ones are passed over until there are enough.
     for step in reversed(steps):
         try:
             found = [*find_models(f"{text.rstrip('/')}@{step}"), *found]
@@ -167,6 +169,7 @@ def describe_mean(folder: Path, newest: Path, contents: dict) -> None:
         if path.is_file() and path.name not in LEFT_BEHIND and ".safetensors" not in path.suffixes:
             shutil.copyfile(path, folder / path.name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # The folder that is copied may say bf16, as its own weights were.
     config["dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     (folder / MERGE_FILE).write_text(json.dumps(contents, indent=1), encoding="utf-8")

@@ -156,9 +156,11 @@ class FollowedCurves:
     def refresh(self, version: int) -> None:
         """Reads and draws what is new, unless it was just done. Raises OSError where the run is gone."""
         begin = time.monotonic()
+        # A version that came too early stays due: it is still another at the next look.
         if version == self.version or begin < self._due:
             return
         events, is_another = self._log.read()
+        # Replaced or cut short: what was read belongs to another run.
         if is_another:
             self._curves = Curves()
             self._hours = (0.0, None)
@@ -234,6 +236,7 @@ class PageServer(ThreadingHTTPServer):
         self.interval = interval
         self.token = secrets.token_urlsafe(24)
         try:
+            # Other machines do not get here; ssh -L does.
             super().__init__(("127.0.0.1", port), PageRequest)
         except OSError as error:
             raise InputError(

@@ -126,6 +126,7 @@ def measure_parity(
         on = f"{count} process{'es' if count > 1 else ''}"
         print(f"[{number}/{len(strategies)}] {name}, {on}, {steps} steps ...", file=sys.stderr, flush=True)
         outcomes[name] = train_under(name, count, recipe, output / name, overrides)
+        # Nothing can be compared, so the other strategies are not trained.
         if outcomes[REFERENCE].curve is None:
             raise InputError(
                 *(outcomes[REFERENCE].refusals or [f"{recipe} does not train; see {output / REFERENCE}.log"])
@@ -188,6 +189,7 @@ def train_under(name: str, processes: int, recipe: Path, output: Path, overrides
     log = output.with_suffix(".log")
     with open(log, "w", encoding="utf-8") as file:
         status = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
+    # A launch that falls back to one process would agree with the reference, of course.
     if status == 0 and (mistake := mistaken_launch(output, name, processes)):
         with open(log, "a", encoding="utf-8") as file:
             file.write(mistake + "\n")

@@ -110,6 +110,7 @@ def picture_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
         measure("Gradient norm, before clipping", "grad_norm", log=True),
         measure("Tokens per second", "tokens_per_second"),
     ]
+    # Of several runs the losses are compared first.
     panels = [loss, *losses, *panels] if len(runs) > 1 else [loss, *panels, *losses]
     names = dict.fromkeys(name for run in curves for name in run.scores if not name.endswith("perplexity"))
     # Means of sets first, then what moves first: a small model's accuracies stay at chance.
@@ -147,6 +148,7 @@ def draw_measure(
             low, high = (f"{measure}_{end}" if f"{measure}_low" in train else measure for end in ("low", "high"))
             x, low, high = points_of(train, position, low, high)
             both = list(itertools.chain.from_iterable(zip(low, high, strict=True)))
+            # From the least to the largest and back: a spike in a long run stays visible.
             axis.plot([at for at in x for _ in range(2)], both, color=color, linewidth=0.8, alpha=0.35)
             x, y = points_of(train, position, measure)
             axis.plot(x, smoothed(y), color=color, linewidth=1.8)

@@ -120,6 +120,7 @@ def status_from(run: Path, events: list[Event]) -> RunStatus:
     reached = (train.get("step"), start.get("step"), last.get("rollback", {}).get("to_step"))
     step = next((step for step in reached if is_number(step)), None)
     total_steps = _total_steps(run, events, step)
+    # A lock of another machine may be out of sight, or gone with its disk.
     holder = read_json(run / LOCK_FILE) or heartbeat
     return RunStatus(
         folder=run,

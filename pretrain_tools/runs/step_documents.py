@@ -96,6 +96,7 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
         ) from None
     left_out = [tuple(entry["samples"]) for entry in state.get("rollbacks") or [] if entry.get("samples")]
     passed = start.get("stage_starts", [])[1:]
+    # Data that a rollback skipped moves all later samples.
     batches = Batches(data, seed=seed, ramp=ramp, passed=passed, origin=origin).leaving_out(left_out)
     if problems := changed_sources(batches, newest.get("identity", {})):
         raise InputError(*problems)

@@ -135,6 +135,7 @@ def print_lines(runs: LiveRuns, interval: float, write: Callable[[], None] | Non
         for run in found:
             if run.version > seen:
                 print(run_line(runs.name_of(run), run.status), flush=True)
+        # A run that left may have had the largest version.
         seen = max([seen, *(run.version for run in found)])
         between_looks(write, interval)
 
@@ -153,6 +154,7 @@ def run_line(name: str, status: RunStatus) -> str:
 
 def print_once(runs: LiveRuns) -> None:
     """Prints the table as it is now; plain text in a file."""
+    # A file gets all columns, and no marks of a terminal.
     found = runs.refresh()
     if not is_terminal(sys.stdout):
         print(list_text([run.status for run in found], within=runs.folder))
