@@ -30,7 +30,10 @@ from pretrain_tools.runs.commands import steer
 from pretrain_tools.runs.comparison import export_runs, print_comparison, summary_text
 from pretrain_tools.runs.status import print_list, print_status, read_status
 
-ROOT_OF_RUNS = Path("runs")
+ROOT_OF_RUNS = {"nargs": "?", "default": Path("runs")}
+RUN = {"metavar": "RUN"}
+SEVERAL_RUNS = {"nargs": "+", "metavar": "RUN"}
+ANY_SETTING = "Any setting of the recipe can be changed by its path, as with train.py:"
 
 
 def list_runs(arguments: argparse.Namespace) -> None:
@@ -165,7 +168,7 @@ def parser() -> argparse.ArgumentParser:
     add_readers(commands)
     add_merge(commands)
     for name, text in COMMANDS.items():
-        command = add_command(commands, name, control, text)
+        command = add_command(commands, name, control, text, run_folder=RUN)
         command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default 60)")
         if name == "profile":
             command.add_argument("--steps", type=natural, default=20, help="to record (default 20)")
@@ -181,142 +184,120 @@ def add_command(
     name: str,
     run: Callable,
     help: str,
-    given: str = "run_folder",
-    **options: Any,
+    epilog: str = "",
+    **given: dict[str, Any],
 ) -> argparse.ArgumentParser:
-    """A subcommand that `run` does, for a run or, with other options of its argument, for several."""
-    command = commands.add_parser(name, help=help)
+    """Adds a subcommand that `run` does, with the positional argument, a path, that is given by name."""
+    command = commands.add_parser(name, help=help, epilog=epilog)
     command.set_defaults(run=run)
-    command.add_argument(given, type=Path, **({"metavar": "RUN"} | options))
+    for argument, options in given.items():
+        command.add_argument(argument, **{"type": Path, **options})
     return command
 
 
 def add_readers(commands: argparse._SubParsersAction) -> None:
-    """The commands that only read."""
-    default, several = {"nargs": "?", "default": ROOT_OF_RUNS}, {"given": "runs", "nargs": "+"}
-    add_command(
-        commands, "list", list_runs, "all runs under a folder (default runs)", "folder", metavar=None, **default
-    )
+    """Adds the commands that only read."""
+    text = "all runs under a folder (default runs)"
+    add_command(commands, "list", list_runs, text, folder=ROOT_OF_RUNS)
     command = add_command(
-        commands, "watch", watch, "all runs under a folder, live (default runs)", "folder", metavar=None, **default
+        commands, "watch", watch, "all runs under a folder, live (default runs)", folder=ROOT_OF_RUNS
     )
     command.add_argument("--page", action="store_true", help="a page with curves and controls too, for this machine")
     command.add_argument("--port", type=whole, metavar="PORT", help="of the page (default 8765; 0: any)")
     command.add_argument("--output", type=Path, metavar="FILE.html", help="keep the page up to date as one file, too")
-    command.add_argument("--once", action="store_true", help="as it is now, and end")
-    command.add_argument(
-        "--interval", type=positive, default=2.0, metavar="SECONDS", help="between two looks (default 2)"
-    )
-    command = add_command(commands, "status", status, "state and progress of a run", **default)
+    command.add_argument("--once", action="store_true", help="print once and exit")
+    text = "between two refreshes (default 2)"
+    command.add_argument("--interval", type=positive, default=2.0, metavar="SECONDS", help=text)
+    default = {**ROOT_OF_RUNS, **RUN}
+    command = add_command(commands, "status", status, "state and progress of a run", run_folder=default)
     command.add_argument("--watch", type=positive, nargs="?", const=2.0, metavar="SECONDS", help="refresh every N (2)")
-    command = add_command(commands, "plot", plot, "curves of one or more runs, as PNG and HTML", **several)
-    command.add_argument(
-        "--output", type=Path, help="path without a suffix (default: plot.png and plot.html in the run's folder, or "
-        "in the folder that contains the runs)",
-    )  # fmt: skip
-    add_command(commands, "compare", compare, "differing settings and results, side by side", **several)
-    add_command(commands, "summary", summary, "a run on one page")
-    command = add_command(commands, "export", export, "all logged metrics as CSV", **several)
+    command = add_command(commands, "plot", plot, "curves of one or more runs, as PNG and HTML", runs=SEVERAL_RUNS)
+    text = (
+        "path without a suffix (default: plot.png and plot.html in the run's folder, or in the folder that contains "
+    )
+    command.add_argument("--output", type=Path, help=f"{text}the runs)")
+    add_command(commands, "compare", compare, "differing settings and results, side by side", runs=SEVERAL_RUNS)
+    add_command(commands, "summary", summary, "a run on one page", run_folder=RUN)
+    command = add_command(commands, "export", export, "all logged metrics as CSV", runs=SEVERAL_RUNS)
     command.add_argument("--output", type=Path, required=True, metavar="FILE.csv")
-    command = add_command(commands, "documents", documents, "the documents that a step was trained on")
+    command = add_command(commands, "documents", documents, "the documents that a step was trained on", run_folder=RUN)
     command.add_argument("--step", type=natural, required=True, help="as logged: the first step is 1")
     command.add_argument("--limit", type=natural, default=8, help="sequences to show (default 8)")
     command.add_argument("--characters", type=natural, default=600, help="shown of each document (default 600)")
 
 
 def add_merge(commands: argparse._SubParsersAction) -> None:
-    """The command that writes a model."""
-    command = commands.add_parser("merge", help="the mean of checkpoints or models, as a model folder")
-    command.set_defaults(run=merge)
-    command.add_argument("models", nargs="+", metavar="MODEL", help="a run, RUN@STEP, or a model folder")
+    """Adds the command that writes a model."""
+    models = {"nargs": "+", "metavar": "MODEL", "help": "a run, RUN@STEP, or a model folder", "type": str}
+    text = "the mean of checkpoints or models, as a model folder"
+    command = add_command(commands, "merge", merge, text, models=models)
     command.add_argument("--last", type=natural, metavar="N", help="of a run: its N newest checkpoints")
-    command.add_argument(
-        "--weights", choices=["raw", "average"], default="raw",
-        help="raw, or average: the mean that each checkpoint has of its own; of one model that is an export (raw)",
-    )  # fmt: skip
+    text = "raw, or average: the mean that each checkpoint has of its own; of one model that is an export (raw)"
+    command.add_argument("--weights", choices=["raw", "average"], default="raw", help=text)
     command.add_argument("--output", type=Path, metavar="FOLDER", help="(default: merged-FIRST-LAST in the run)")
 
 
 def add_parity(commands: argparse._SubParsersAction) -> None:
-    """The command that trains under every strategy."""
-    command = commands.add_parser(
-        "parity",
-        help="check that a recipe trains identically under every strategy",
-        epilog="Any setting of the recipe can be changed by its path, as with train.py: --data.sequence_length 256",
-    )
-    command.set_defaults(run=parity)
+    """Adds the command that trains under every strategy."""
+    epilog = f"{ANY_SETTING} --data.sequence_length 256"
+    text = "check that a recipe trains identically under every strategy"
+    command = add_command(commands, "parity", parity, text, epilog)
     command.add_argument("--config", type=Path, required=True, metavar="RECIPE")
     command.add_argument("--steps", type=int, default=50, help="optimizer steps of each run (default 50)")
     command.add_argument("--strategies", help="names in accelerate_configs/, comma-separated (default: all)")
-    command.add_argument(
-        "--models", type=Path, nargs="+", metavar="JSON",
-        help="each of these in the place of the recipe's, such as model_configs/qwen3_moe_5m.json, which ep trains",
-    )  # fmt: skip
+    text = "each of these in the place of the recipe's, such as model_configs/qwen3_moe_5m.json, which ep trains"
+    command.add_argument("--models", type=Path, nargs="+", metavar="JSON", help=text)
     command.add_argument("--processes", type=int, default=2, help="processes, except of single (default 2)")
     command.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="(default fp32)")
     command.add_argument("--output", type=Path, default=Path("runs/parity"), help="(default runs/parity)")
 
 
 def add_sweep(commands: argparse._SubParsersAction) -> None:
-    """The command that trains under several settings."""
-    command = commands.add_parser(
-        "sweep",
-        help="train a recipe under several settings and compare; the same command continues",
-        epilog="Any other setting of the recipe can be changed by its path, as with train.py: --budget.steps 500",
+    """Adds the command that trains under several settings."""
+    text = "train a recipe under several settings and compare; the same command continues"
+    command = add_command(commands, "sweep", sweep, text, f"{ANY_SETTING} --budget.steps 500")
+    text = "every combination is trained; or, with --search, a range: optim.learning_rate=1e-4..1e-2"
+    command.add_argument("--vary", action="append", required=True, metavar="SETTING=V1,V2", help=text)
+    add_small_runs(command, "runs of each, from the recipe's seed on (default 1)")
+    text = (
+        "successive halving: 3 ends the worse half after a quarter of the steps, and half of the rest after half of "
     )
-    command.set_defaults(run=sweep)
-    command.add_argument("--config", type=Path, required=True, metavar="RECIPE")
-    command.add_argument(
-        "--vary", action="append", required=True, metavar="SETTING=V1,V2", help="every combination is trained; or, "
-        "with --search, a range: optim.learning_rate=1e-4..1e-2",
-    )  # fmt: skip
-    command.add_argument(
-        "--seeds", type=natural, default=1, help="runs of each, from the recipe's seed on (default 1)"
-    )
-    command.add_argument("--output", type=Path, required=True, metavar="FOLDER")
-    command.add_argument(
-        "--halving", type=natural, metavar="RUNGS", help="successive halving: 3 ends the worse half after a quarter "
-        "of the steps, and half of the rest after half of them",
-    )  # fmt: skip
+    command.add_argument("--halving", type=natural, metavar="RUNGS", help=f"{text}them")
     command.add_argument("--search", type=natural, metavar="N", help="try N settings, picked by optuna")
-    command.add_argument("--parallel", type=natural, metavar="N", help="runs at a time (default: the GPUs, or 1)")
 
 
 def add_mixture(commands: argparse._SubParsersAction) -> None:
-    """The command that proposes weights of sources."""
-    command = commands.add_parser(
-        "mixture",
-        help="train a small recipe on many mixtures of its sources and propose weights; the same command continues",
-        epilog="Any setting of the recipe can be changed by its path, as with train.py: --budget.steps 500",
-    )
-    command.set_defaults(run=mixture)
-    command.add_argument("--config", type=Path, required=True, metavar="RECIPE")
+    """Adds the command that proposes weights of sources."""
+    text = "train a small recipe on many mixtures of its sources and propose weights; the same command continues"
+    command = add_command(commands, "mixture", mixture, text, f"{ANY_SETTING} --budget.steps 500")
     command.add_argument("--runs", type=natural, default=16, help="mixtures, the recipe's own first (default 16)")
-    command.add_argument("--seeds", type=natural, default=1, help="runs of each (default 1)")
+    add_small_runs(command, "runs of each (default 1)")
+
+
+def add_small_runs(command: argparse.ArgumentParser, seeds: str) -> None:
+    """Adds the options of commands that train many runs."""
+    command.add_argument("--config", type=Path, required=True, metavar="RECIPE")
+    command.add_argument("--seeds", type=natural, default=1, help=seeds)
     command.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     command.add_argument("--parallel", type=natural, metavar="N", help="runs at a time (default: the GPUs, or 1)")
 
 
 def add_ladder(commands: argparse._SubParsersAction) -> None:
-    """The command that predicts losses."""
-    help_of_runs = {"metavar": "RUN_OR_SWEEP", "nargs": "+", "given": "runs"}
+    """Adds the command that predicts losses."""
+    several = {**SEVERAL_RUNS, "metavar": "RUN_OR_SWEEP"}
     command = add_command(
-        commands, "ladder", ladder, "loss by size and tokens, fitted to runs; predictions", **help_of_runs
+        commands, "ladder", ladder, "loss by size and tokens, fitted to runs; predictions", runs=several
     )
-    command.add_argument(
-        "--predict", action="append", default=[], metavar="RUN",
-        help="parameters=30M,tokens=600M, or a recipe; may be repeated",
-    )  # fmt: skip
-    command.add_argument(
-        "--count", choices=["matrix", "total"], default="matrix", help="what N counts: parameters in matrix products, "
-        "without embeddings that are looked up, or all (default matrix)",
-    )  # fmt: skip
-    command.add_argument(
-        "--intermediate", action="store_true", help="of runs of constant rate, losses on the way as well"
+    text = "parameters=30M,tokens=600M, or a recipe; may be repeated"
+    command.add_argument("--predict", action="append", default=[], metavar="RUN", help=text)
+    text = (
+        "what N counts: parameters in matrix products, without embeddings that are looked up, or all (default matrix)"
     )
-    command.add_argument(
-        "--output", type=Path, metavar="PATH", help="without a suffix (default: ladder, in the folder)"
-    )
+    command.add_argument("--count", choices=["matrix", "total"], default="matrix", help=text)
+    text = "also take intermediate losses of runs of constant rate"
+    command.add_argument("--intermediate", action="store_true", help=text)
+    text = "without a suffix (default: ladder, in the folder)"
+    command.add_argument("--output", type=Path, metavar="PATH", help=text)
 
 
 def main() -> int:

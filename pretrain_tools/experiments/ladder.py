@@ -45,7 +45,7 @@ class LadderRun:
     tokens: int
     loss: float
     settings: Mapping[str, Any] = field(repr=False)
-    """Those that matter."""
+    """The settings that matter."""
     is_end: bool = True
 
 
@@ -81,10 +81,10 @@ class Prediction:
     loss: float
     interval: tuple[float, float]
     times_compute: float
-    """Of the largest run."""
+    """Compute as a multiple of the largest run's."""
 
     def holds(self, loss: float) -> bool:
-        """Whether a measured loss is within the interval."""
+        """Tells whether a measured loss is within the interval."""
         return self.interval[0] <= loss <= self.interval[1]
 
 
@@ -110,7 +110,9 @@ class Ladder:
 
 def read_ladder_runs(folders: Iterable[Path], count: str, intermediate: bool) -> tuple[list[LadderRun], list[str]]:
     """The runs below the folders that finished, and what to say of the others. Raises InputError for none."""
-    problems, runs, said = Problems(), [], []
+    problems = Problems()
+    runs = []
+    said = []
     for folder in folders:
         found = [folder] if (folder / METRICS_FILE).is_file() else find_runs(folder) if folder.is_dir() else []
         if not found:
@@ -118,6 +120,7 @@ def read_ladder_runs(folders: Iterable[Path], count: str, intermediate: bool) ->
         runs += found
     problems.stop_if_any()
     points = []
+    # A run may be given by itself and within its sweep.
     for run in dict.fromkeys(path.resolve() for path in runs):
         shown = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
         history = problems.attempt(read_history, shown)
@@ -134,7 +137,7 @@ def read_ladder_runs(folders: Iterable[Path], count: str, intermediate: bool) ->
 
 
 def unusable(history: History) -> str:
-    """Why a run's loss says nothing of its size and budget; '' if it does."""
+    """Tells why a run's loss says nothing of its size and budget; '' if it does."""
     end = next((e for e in reversed(history.events) if e["event"] in ("end", "start", "train")), {})
     if end.get("event") != "end" or end.get("code") != 0:
         return "it has not finished"
@@ -165,6 +168,7 @@ def points_of_run(history: History, count: str, intermediate: bool) -> list[Ladd
     settings |= {"the tokenizer": sorted(map(str, tokenizers)), "the validation sources": sorted(losses[last])}
     tokens = {event["step"]: event["tokens"] for event in history.of("train")}
     steps = [last]
+    # A decayed run ends lower than a shorter one passes: on the way only a constant rate counts.
     if intermediate and config.get("optim.schedule") == "constant":
         begin = max(AFTER_WARMUP * last, 2 * (config.get("optim.warmup_steps") or 0))
         steps = [step for step in losses if begin <= step]
@@ -189,14 +193,16 @@ def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:
 
 
 def rungs_of(runs: Sequence[LadderRun]) -> list[Rung]:
-    """Of each size and number of tokens the best setting, its seeds together; by size, then tokens."""
+    """Takes the best setting of each size and number of tokens, its seeds together; sorted by size, then tokens."""
     groups: dict[tuple[int, int], dict[str, list[LadderRun]]] = {}
     for run in runs:
+        # Budgets are rounded to whole steps: tokens within 2 % are one budget.
         near = round(math.log(run.tokens) / math.log(1.02))
         key = json.dumps(run.settings, sort_keys=True, default=str)
         groups.setdefault((run.parameters, near), {}).setdefault(key, []).append(run)
     rungs = []
     for settings in groups.values():
+        # A law is of the best settings of each size; the others say how much worse settings cost.
         best = min(settings.values(), key=lambda seeds: statistics.fmean(run.loss for run in seeds))
         losses = [run.loss for run in best]
         rungs.append(
@@ -264,6 +270,7 @@ def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count:
         )
     backtest = None
     if len(sizes) >= LEAST_SIZES:
+        # A rung of nearly the largest size would give away what is to be predicted.
         smaller = [rung for rung in rungs if rung.parameters * SIZES_DIFFER < sizes[-1]]
         last = max((rung for rung in rungs if rung not in smaller), key=lambda rung: rung.compute)
         backtest = predict_loss(fit_rungs(smaller), smaller, "backtest", last.parameters, last.tokens)

@@ -105,7 +105,8 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
     lines = ["L(N, D) = E + A / N^alpha + B / D^beta", COUNTED[ladder.count], "", table(rows, right=set(range(8))), ""]
     lines += [table(fits), "", f"noise around the law: {law.noise:.2%}"]
     if ladder.backtest is not None:
-        told, (low, high) = ladder.backtest, ladder.backtest.interval
+        told = ladder.backtest
+        low, high = told.interval
         lines.append(
             f"back-test: without the largest size the law says {told.loss:.4f} ({low:.4f} to {high:.4f}) at "
             f"{told.times_compute:.3g} times the compute; measured {ladder.measured:.4f}, "
@@ -150,7 +151,7 @@ def ladder_values(ladder: Ladder) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class WrittenLadder:
-    """What a ladder.json says of other runs."""
+    """A ladder.json, by which other runs are predicted."""
 
     path: Path
     law: ScalingLaw
@@ -200,7 +201,8 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
 
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     curve, rest = figure.subplots(1, 2, width_ratios=(3, 2))
-    rungs, law = ladder.rungs, ladder.law
+    rungs = ladder.rungs
+    law = ladder.law
     logs = np.log([[rung.parameters, rung.tokens] for rung in rungs]).T
     slope, offset = np.polyfit(*logs, 1) if len(rungs) > 1 else (1.0, 0.0)
     largest = max([logs[0].max(), *(math.log(one.parameters) for one in ladder.predictions)])

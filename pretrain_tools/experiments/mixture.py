@@ -25,11 +25,12 @@ from pretrain_tools.experiments.sweep_plan import Axis, SweepRequest
 from pretrain_tools.experiments.sweep_report import PointResult
 
 LEAST_WEIGHT = 0.01
-"""Of a source in a candidate: its log is needed."""
+"""Least weight of a source in a candidate: its log is needed."""
 LEAST_RUNS_PER_SOURCE = 3
 STRENGTHS = tuple(10.0**power for power in range(-6, 2))
-"""Of the ridge."""
-PROPOSALS, RESAMPLES = 20_000, 300
+"""Candidates for the strength of the ridge."""
+PROPOSALS = 20_000
+RESAMPLES = 300
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ class Proposal:
 
     weights: NDArray[np.float64]
     losses: NDArray[np.float64]
-    """Of each validation source."""
+    """The loss of each validation source, by the fit."""
     gain: float
-    """Of the mean loss, over the recipe's own weights, by the fit."""
+    """By how much the mean loss is below that of the recipe's own weights, by the fit."""
     gain_interval: tuple[float, float]
     """90 %, over fits to resampled runs."""
     error: float
@@ -105,8 +106,10 @@ def candidate_weights(own: NDArray, count: int) -> NDArray[np.float64]:
     own = own / own.sum()
     candidates = [own]
     for number in range(1, count):
+        # Half of them anywhere, half around the recipe: the proposal has to lie between what was tried.
         spread = np.ones(len(own)) if number % 2 else 2 * len(own) * own + 0.5
         candidates.append(random.dirichlet(spread))
+    # A source without weight has no logarithm.
     floored = np.maximum(np.array(candidates), LEAST_WEIGHT)
     rounded = np.round(floored / floored.sum(axis=1, keepdims=True), 4)
     return rounded / rounded.sum(axis=1, keepdims=True)
@@ -128,9 +131,12 @@ def as_setting(sources: Sequence[Source], weights: NDArray) -> str:
 
 def fit_mixture(weights: NDArray, losses: NDArray, strength: float) -> MixtureFit:
     """Ridge regression of log losses (n, v) on log weights (n, k); the offset is free."""
-    x, y = np.log(weights), np.log(losses)
-    x_mean, y_mean = x.mean(axis=0), y.mean(axis=0)
-    x, y = x - x_mean, y - y_mean
+    x = np.log(weights)
+    y = np.log(losses)
+    x_mean = x.mean(axis=0)
+    y_mean = y.mean(axis=0)
+    x = x - x_mean
+    y = y - y_mean
     slopes = np.linalg.solve(x.T @ x + strength * len(x) * np.eye(x.shape[1]), x.T @ y).T
     return MixtureFit(slopes, y_mean - slopes @ x_mean)
 
@@ -156,6 +162,7 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
     strength = min(STRENGTHS, key=unseen_error)
     random = np.random.default_rng(1)
     tried = np.concatenate([weights, random.dirichlet(np.ones(weights.shape[1]), PROPOSALS)])
+    # Beyond the weights that were tried the law is a guess.
     tried = tried[((tried >= weights.min(axis=0)) & (tried <= weights.max(axis=0))).all(axis=1)]
     fit = fit_mixture(weights, losses, strength)
     best = tried[np.argmin(fit.losses(tried).mean(axis=1))]
@@ -163,6 +170,7 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
     gains = []
     for _ in range(RESAMPLES):
         rows = random.integers(0, len(weights), len(weights))
+        # A resample may repeat so few runs that the fit needs some ridge.
         own, found = fit_mixture(weights[rows], losses[rows], max(strength, 1e-4)).losses(both).mean(axis=1)
         gains.append(own - found)
     own, found = fit.losses(both).mean(axis=1)
@@ -198,6 +206,7 @@ def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int
     config = read_run_config(request.recipe, list(request.changes))
     sources = config.data.train
     named = [Path(source.shards).name for source in sources]
+    # Without the recipe's own mixture there is no gain to tell.
     if finished[:1] != list(results[:1]) or len(finished) < LEAST_RUNS_PER_SOURCE * len(sources):
         print(
             f"{len(finished)} of {len(results)} mixtures finished; the recipe's own and "
@@ -221,7 +230,8 @@ def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int
         ],
         "proposal": {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in vars(found).items()},
     }
-    report, recipe = request.output / "mixture.json", request.output / "mixture.yaml"
+    report = request.output / "mixture.json"
+    recipe = request.output / "mixture.yaml"
     write_durably(report, json.dumps(values, indent=1) + "\n")
     header = f"# {request.recipe} with the weights that the mixtures in {request.output} propose\n"
     write_durably(recipe, header + as_yaml(config.model_copy(update={"data": proposed, "output": folder})))

@@ -2,8 +2,8 @@
 
 Fitted as there: a Huber loss on log L, from many starts. Few runs cannot tell five numbers, least of all where tokens
 grow with size, as they do along a compute-optimal ladder: there alpha and beta have the same effect. So weak priors
-from published fits hold what the runs leave open, and the intervals show it: each refit draws the priors' centres
-anew, so where the runs say nothing, an interval is as wide as the prior.
+from published fits hold what the runs leave open, and the intervals show it: each refit draws the priors' centers
+again, so where the runs say nothing, an interval is as wide as the prior.
 
 All refits are made together, in numpy. Shapes: R refits, n points, 5 parameters.
 """
@@ -18,13 +18,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-EXPONENT, EXPONENT_SD = 0.35, 0.1
+EXPONENT = 0.35
+EXPONENT_SD = 0.1
 """alpha and beta: 0.34 and 0.28 (Hoffmann), 0.35 and 0.37 (Besiroglu et al., arXiv 2404.10102)."""
-SHARE_OF_E, LOG_E_SD = 0.5, 0.5
+SHARE_OF_E = 0.5
+LOG_E_SD = 0.5
 """E beside the lowest loss: a half, within a factor of 1.6."""
 LOG_BALANCE_SD = 1.0
 """The terms of size and tokens are equal at the compute-optimal point, within a factor of 2.7."""
-ASSUMED_NOISE, ASSUMED_COUNT = 0.003, 2
+ASSUMED_NOISE = 0.003
+ASSUMED_COUNT = 2
 """Relative noise of a loss before any is seen, and for how many runs it counts."""
 HUBER_WIDTH = 1.345
 """Deviations in units of the noise beyond which a run counts less: 95 % efficient for Gaussian noise."""
@@ -53,22 +56,13 @@ class ScalingLaw:
 
     def loss(self, parameters: ArrayLike, tokens: ArrayLike) -> NDArray[np.float64]:
         """Nats per token, of the shape of the arguments together."""
-        n, d = self._scaled(parameters, tokens)
-        return np.exp(log_loss(self.theta, n, d))
+        return np.exp(log_loss(self.theta, *self._scaled(parameters, tokens)))
 
-    def samples(
-        self, parameters: float, tokens: float, *, of_a_run: bool = True, seed: int = 1
-    ) -> NDArray[np.float64]:
-        """Shape (R,): the loss by each refit; of_a_run: with the noise of one run."""
-        n, d = self._scaled(parameters, tokens)
-        logs = log_loss(self.refits.T, n, d)
-        if of_a_run:
-            logs = logs + self.refit_noise * np.random.default_rng(seed).standard_normal(len(logs))
-        return np.exp(logs)
-
-    def interval(self, parameters: float, tokens: float, *, of_a_run: bool = True) -> tuple[float, float]:
-        """Within which the loss of a run is with 90 %."""
-        low, high = np.quantile(self.samples(parameters, tokens, of_a_run=of_a_run), QUANTILES)
+    def interval(self, parameters: float, tokens: float) -> tuple[float, float]:
+        """The range in which the loss of one run is with 90 %, by the refits and a run's own noise."""
+        logs = log_loss(self.refits.T, *self._scaled(parameters, tokens))
+        logs = logs + self.refit_noise * np.random.default_rng(1).standard_normal(len(logs))
+        low, high = np.quantile(np.exp(logs), QUANTILES)
         return float(low), float(high)
 
     @cached_property
@@ -117,35 +111,38 @@ def log_loss(theta: NDArray, n: NDArray, d: NDArray) -> NDArray:
 
 
 def fit_scaling_law(
-    parameters: Sequence[float], tokens: Sequence[float], losses: Sequence[float], *, least_noise: float = 0.0, seed=1
+    parameters: Sequence[float], tokens: Sequence[float], losses: Sequence[float], *, least_noise: float = 0.0
 ) -> ScalingLaw:
     """Fits the law to n runs.
 
     Args:
         least_noise: relative, as different seeds of the same run show it.
-        seed: of the refits.
     """
     n, d, y = (np.log(np.asarray(values, float)) for values in (parameters, tokens, losses))
     reference = float(np.exp(n.mean())), float(np.exp(d.mean()))
-    n, d = n - n.mean(), d - d.mean()
+    n = n - n.mean()
+    d = d - d.mean()
     assumed = max(ASSUMED_NOISE, least_noise)
-    centres = np.array([math.log(SHARE_OF_E) + y.min(), 0.0, EXPONENT, EXPONENT])
-    starts, noise = starting_points(float(np.exp(y.min()))), assumed
+    centers = np.array([math.log(SHARE_OF_E) + y.min(), 0.0, EXPONENT, EXPONENT])
+    starts = starting_points(float(np.exp(y.min())))
+    noise = assumed
     for _ in range(3):  # the noise decides what the priors weigh, and the fit what is noise
         rows = len(starts)
-        fits, objectives = _fit(starts, n, d, np.tile(y, (rows, 1)), np.full(rows, noise), np.tile(centres, (rows, 1)))
+        fits, objectives = _fit(starts, n, d, np.tile(y, (rows, 1)), np.full(rows, noise), np.tile(centers, (rows, 1)))
         theta = fits[np.argmin(objectives)]
         starts = theta[None]
         residuals = y - log_loss(theta, n, d)
         freedom = max(0.0, len(y) - _parameters_used(theta, n, d, noise))
         counted = np.minimum(np.abs(residuals), HUBER_WIDTH * noise) * np.abs(residuals)  # an outlier is no noise
         noise = math.sqrt((ASSUMED_COUNT * assumed**2 + np.sum(counted)) / (ASSUMED_COUNT + freedom))
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(1)
     count = ASSUMED_COUNT + freedom
+    # Few residuals leave their own size uncertain: a scaled inverse chi-square says by how much.
     refit_noise = noise * np.sqrt(count / random.chisquare(count, REFITS))
+    # With few degrees of freedom its tail has no mean, and would decide the intervals alone.
     refit_noise = np.minimum(refit_noise, 10 * noise)
     drawn = y + refit_noise[:, None] * random.standard_normal((REFITS, len(y)))
-    moved = centres + PRIOR_SDS * random.standard_normal((REFITS, 4))
+    moved = centers + PRIOR_SDS * random.standard_normal((REFITS, 4))
     refits, _ = _fit(np.tile(theta, (REFITS, 1)), n, d, drawn, refit_noise, moved)
     return ScalingLaw(theta, refits, refit_noise, reference, noise, residuals)
 
@@ -167,30 +164,33 @@ PRIOR_SDS = np.array([LOG_E_SD, LOG_BALANCE_SD, EXPONENT_SD, EXPONENT_SD])
 
 
 def _fit(
-    theta: NDArray, n: NDArray, d: NDArray, y: NDArray, noise: NDArray, centres: NDArray
+    theta: NDArray, n: NDArray, d: NDArray, y: NDArray, noise: NDArray, centers: NDArray
 ) -> tuple[NDArray, NDArray]:
     """Levenberg and Marquardt's method from theta (R, 5), for y (R, n); Huber weights by iteration.
 
     Returns the fits and their objectives, (R,).
     """
     damping = np.full(len(theta), 1e-2)
-    objective = _objective(theta, n, d, y, noise, centres)
+    objective = _objective(theta, n, d, y, noise, centers)
     for _ in range(MOST_ITERATIONS):
         model = log_loss(theta.T[:, :, None], n, d)
         deviation = (model - y) / noise[:, None]
+        # Reweighted least squares: the fixed point is the minimum of the Huber loss.
         weights = np.minimum(1.0, HUBER_WIDTH / np.maximum(np.abs(deviation), 1e-12))
         slopes = _slopes(theta, n, d, model) / noise[:, None, None]
-        of_priors = (theta @ PRIORS.T - centres) / PRIOR_SDS
+        of_priors = (theta @ PRIORS.T - centers) / PRIOR_SDS
         scaled = PRIORS / PRIOR_SDS[:, None]
         gradient = np.einsum("rni,rn,rn->ri", slopes, weights, deviation) + of_priors @ scaled
         curvature = np.einsum("rni,rn,rnj->rij", slopes, weights, slopes) + scaled.T @ scaled
         diagonal = np.einsum("rii->ri", curvature)
         damped = curvature + damping[:, None, None] * np.eye(5) * (diagonal[:, None] + 1e-9)
         tried = theta - np.linalg.solve(damped, gradient[..., None])[..., 0]
+        # A step that overshoots could turn an exponent negative, from where the fit does not return.
         tried[:, 3:] = np.clip(tried[:, 3:], 0.01, 2.0)
-        then = _objective(tried, n, d, y, noise, centres)
+        then = _objective(tried, n, d, y, noise, centers)
         better = then < objective
         gained = np.where(better, objective - then, 0.0)
+        # Each refit goes on or stays by itself, so one fit among many ends where it would alone.
         theta = np.where(better[:, None], tried, theta)
         objective = np.where(better, then, objective)
         damping = np.clip(np.where(better, damping / 5, damping * 4), 1e-9, 1e9)
@@ -199,21 +199,22 @@ def _fit(
     return theta, objective
 
 
-def _objective(theta: NDArray, n: NDArray, d: NDArray, y: NDArray, noise: NDArray, centres: NDArray) -> NDArray:
+def _objective(theta: NDArray, n: NDArray, d: NDArray, y: NDArray, noise: NDArray, centers: NDArray) -> NDArray:
     deviation = np.abs(log_loss(theta.T[:, :, None], n, d) - y) / noise[:, None]
     huber = np.where(deviation <= HUBER_WIDTH, deviation**2 / 2, HUBER_WIDTH * (deviation - HUBER_WIDTH / 2))
-    return huber.sum(axis=1) + (((theta @ PRIORS.T - centres) / PRIOR_SDS) ** 2).sum(axis=1) / 2
+    return huber.sum(axis=1) + (((theta @ PRIORS.T - centers) / PRIOR_SDS) ** 2).sum(axis=1) / 2
 
 
 def _slopes(theta: NDArray, n: NDArray, d: NDArray, model: NDArray) -> NDArray:
     """Shape (R, n, 5): of log L by theta."""
     e, p, q, alpha, beta = theta.T[:, :, None]
-    of_size, of_tokens = np.exp(p - alpha * n - model), np.exp(q - beta * d - model)
+    of_size = np.exp(p - alpha * n - model)
+    of_tokens = np.exp(q - beta * d - model)
     return np.stack([np.exp(e - model), of_size, of_tokens, -n * of_size, -d * of_tokens], axis=-1)
 
 
 def _parameters_used(theta: NDArray, n: NDArray, d: NDArray, noise: float) -> float:
-    """How many parameters the runs have decided and not the priors: the trace of the hat matrix."""
+    """Counts the parameters that the runs have decided and not the priors: the trace of the hat matrix."""
     slopes = _slopes(theta[None], n, d, log_loss(theta[:, None, None], n, d))[0] / noise
     scaled = PRIORS / PRIOR_SDS[:, None]
     information = slopes.T @ slopes

@@ -35,7 +35,7 @@ from pretrain_tools.runs.status import read_status
 
 POLL_SECONDS_OF_RUNS = 0.2
 SECONDS_BETWEEN_PROGRESS_LINES = 60.0
-"""Of progress, where nobody watches a terminal."""
+"""Interval of progress lines where stderr is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class SmallRun:
 
     name: str
     folder: Path
-    """Of the experiment."""
+    """Folder of the experiment."""
     total_steps: int
     flops: float
-    """Of its whole budget."""
+    """FLOPs of its whole budget."""
 
     @property
     def recipe(self) -> Path:
@@ -64,18 +64,18 @@ class SmallRun:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How far a run is, from its folder alone."""
+    """The progress of a run, from its folder alone."""
 
     state: str
     """new, unfinished, finished, diverged: ended by its guard, as it would again."""
     step: int
-    """Of the newest checkpoint, or of the end."""
+    """Step of the newest checkpoint, or of the end."""
     tokens: int
     losses: dict[int, float]
     """{step: validation loss, the mean over the sources}; infinite where it was not finite."""
     seconds: float
     reason: str = ""
-    """Why it ended, where it did not finish."""
+    """The reason of its end, where it did not finish."""
     was_stopped: bool = False
     """By a signal, a pause or `runs.py stop`, with a save."""
 
@@ -85,12 +85,12 @@ class RunOutcome:
         return self.losses.get(self.step, math.inf) if self.state == "finished" else math.inf
 
     def has_reached(self, step: int | None) -> bool:
-        """Whether nothing is left to train up to a step; None: to the end."""
+        """Tells whether nothing is left to train up to a step; None: to the end."""
         return self.state in ("finished", "diverged") or (step is not None and self.step >= step)
 
 
 def read_outcome(run: SmallRun) -> RunOutcome:
-    """What a run's folder says, whatever a crash has left of it."""
+    """Reads a run's folder, whatever a crash has left of it."""
     events = read_metrics(run.output)
     count_hours(events)
     events = current_events(events)
@@ -126,18 +126,20 @@ def device_slots(parallel: int | None) -> list[dict[str, str]]:
     """
     import torch
 
+    # The caller may see some of the GPUs only, by names of its own.
     if count := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
         return [{"CUDA_VISIBLE_DEVICES": names[n % count]} for n in range(parallel or count)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Threads of one run would take the cores of the others; a user's own number stays.
     if not parallel or parallel == 1 or "OMP_NUM_THREADS" in os.environ:
         return [{} for _ in range(parallel or 1)]
     return [{"OMP_NUM_THREADS": str(max(1, cores // parallel))} for _ in range(parallel)]
 
 
 class Progress:
-    """How far all runs are, and how long the rest takes at the speed so far.
+    """The progress of all runs, and the time that the rest takes at the speed so far.
 
     Args:
         runs: by name; a search adds to them.
@@ -167,13 +169,15 @@ class Progress:
 
     def show(self, active: list[str]) -> None:
         """Redraws the live line, or prints a line now and then."""
-        watched, now = is_terminal(sys.stderr), time.monotonic()
+        watched = is_terminal(sys.stderr)
+        now = time.monotonic()
         if now - self._shown < (1.0 if watched else SECONDS_BETWEEN_PROGRESS_LINES):
             return
         self._shown = now
         parts = []
         for name in active:
-            run, text = self.runs[name], "starting"
+            run = self.runs[name]
+            text = "starting"
             status = read_status(run.output, brief=True) if (run.output / METRICS_FILE).is_file() else None
             if status and status.step:
                 self.steps[name] = status.step
@@ -231,6 +235,7 @@ def train_runs(
             for slot, environment in enumerate(slots):
                 if slot not in training and not received:
                     given = next_run({one.run.name for one in training.values()})
+                    # What cannot start here can start in no other slot either.
                     if given is None:
                         break
                     training[slot] = start_training(*given, slot, environment)
@@ -246,6 +251,7 @@ def train_runs(
 def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, Training]:
     """{slot: run} of those that an earlier caller has started and that still run."""
     found = {}
+    # A slot may name a run that has ended: the lock on its log tells.
     for folder in {run.folder for run in runs.values()}:
         for path in (folder / "slots").glob("*.json"):
             run = runs.get(str(read_json(path).get("run")))
@@ -263,9 +269,11 @@ def start_training(run: SmallRun, pause_at: int | None, slot: int, environment: 
     write_durably(record, json.dumps({"run": run.name}))
     pause = ["--checkpoint.pause_at", str(pause_at)] if pause_at else []
     with open(run.log, "ab") as log:
+        # The run inherits the lock, so it is seen to train even when its caller is gone.
         hold_while_open(log)
         process = subprocess.Popen(
             [sys.executable, str(ROOT / "train.py"), "--config", str(run.recipe), *pause],
+            # A launcher's variables would make each run a rank of the caller's group.
             env=environment_alone() | environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -294,7 +302,7 @@ def signals_passed_on(training: Mapping[int, Training]) -> Iterator[list[int]]:
 
 
 def failure_text(run: SmallRun, status: int | None) -> str:
-    """Why a run ended that has not come to its end: what it refused, else its own last word."""
+    """Tells why a run ended before its end: the problems it reported, else the last line of its log."""
     log = run.log.read_text(encoding="utf-8", errors="replace") if run.log.is_file() else ""
     if status == EXIT_BAD_INPUT and (found := refusals(log, status)):
         return "; ".join(found[-3:])

@@ -85,7 +85,7 @@ class Sweep:
         self.request = request
         self.points: list[SweepPoint] = []
         self.alive: list[SweepPoint] = []
-        """Those that are trained up to the current rung."""
+        """Points that are trained up to the current rung."""
         self.rung = 0
         self.runs: dict[str, SmallRun] = {}
         self.failures: dict[str, str] = {}
@@ -103,7 +103,9 @@ class Sweep:
 
     def _work(self, flops: float) -> float:
         """FLOPs of all that is to be trained."""
-        total, before, alive = 0.0, 0.0, self.request.search or len(self.points)
+        total = 0.0
+        before = 0.0
+        alive = self.request.search or len(self.points)
         for share in self.request.rungs:
             total += alive * (share - before) * flops * self.request.seeds
             before = share
@@ -122,6 +124,7 @@ class Sweep:
                 is_open = run.name not in active and run.name not in self.failures
                 if is_open and not read_outcome(run).has_reached(self.pause_at(run)):
                     return run, self.pause_at(run)
+            # A search picks before all have ended, so that no device waits.
             if len(self.points) < (self.request.search or 0):
                 self._pick(active)
             elif active or self.rung == len(self.request.rungs) - 1:
@@ -144,6 +147,7 @@ class Sweep:
         losses = [statistics.fmean(self._loss_at_rung(run) for run in point.runs) for point in self.alive]
         order = sorted(range(len(losses)), key=losses.__getitem__)
         best = sorted(order[: math.ceil(len(order) / 2)])
+        # A lone setting is not halved, but has further rungs to reach.
         if len(best) < len(order):
             share = f"{self.request.rungs[self.rung]:.0%} of the budget"
             print(f"{share}: {len(best)} of {len(order)} settings go on", file=sys.stderr, flush=True)
@@ -151,6 +155,7 @@ class Sweep:
         self.rung += 1
 
     def _loss_at_rung(self, run: SmallRun) -> float:
+        # A run that diverged has losses from before it did.
         outcome = read_outcome(run)
         if outcome.state == "diverged" or run.name in self.failures:
             return math.inf
@@ -216,6 +221,7 @@ def pick_settings(request: SweepRequest, results: Sequence[PointResult], active:
         else:
             low, high = map(float, axis.ends)
             distributions[axis.path] = FloatDistribution(low, high, log=low > 0)
+    # constant_liar: runs at the same time would otherwise be picked at the same place.
     sampler = optuna.samplers.TPESampler(seed=len(results), n_startup_trials=4, constant_liar=True)
     study = optuna.create_study(sampler=sampler)
     for result in results:

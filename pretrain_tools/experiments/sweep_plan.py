@@ -1,4 +1,4 @@
-"""What a sweep trains: settings to vary, the runs that follow, and every problem of any of them before one starts."""
+"""The plan of a sweep: settings to vary, the runs that follow, and every problem of any of them before one starts."""
 
 import io
 import itertools
@@ -32,7 +32,7 @@ OPTUNA = "optuna==5.0.0"
 LONGEST_VALUE_IN_NAME = 40
 MOST_DIFFERENCES = 8
 BYTES_OF_A_KEPT_RUN = 4 + 8 + 2
-"""Of a run that is kept: weights and AdamW's state in fp32, and the exported model in bf16."""
+"""Bytes per parameter of a run that is kept: weights and AdamW's state in fp32, and the exported model in bf16."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,24 @@ class Axis:
 
     path: str
     values: tuple[str, ...]
-    """As written; of a range its ends."""
+    """The values as written; of a range its ends."""
     is_range: bool = False
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Of a range."""
+        """The ends of a range."""
         low, high = (parse_yaml(value) for value in self.values)
         return low, high
 
     @property
     def is_whole(self) -> bool:
-        """Whether a range is of whole numbers."""
+        """Tells whether a range is of whole numbers."""
         return all(isinstance(end, int) for end in self.ends)
 
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """What the command line asks for."""
+    """A sweep as the command line asks for it."""
 
     recipe: Path
     axes: tuple[Axis, ...]
@@ -88,7 +88,7 @@ class SweepRequest:
 
     @property
     def described(self) -> dict[str, Any]:
-        """As the plan records it."""
+        """The request as the plan records it."""
         return {
             "vary": {axis.path: "..".join(axis.values) if axis.is_range else list(axis.values) for axis in self.axes},
             "seeds": self.seeds,
@@ -106,12 +106,13 @@ class SweepPoint:
     runs: tuple[SmallRun, ...]
     """By seed."""
     tokens: int
-    """Of one run's whole budget."""
+    """Tokens of one run's whole budget."""
 
 
 def read_axes(texts: Iterable[str]) -> list[Axis]:
     """['a.b=1,2', 'c=1e-4..1e-2'] as axes. Raises InputError with everything that is no axis."""
-    problems, axes = Problems(), []
+    problems = Problems()
+    axes = []
     for text in texts:
         path, equals, given = text.removeprefix("--").partition("=")
         values = tuple(split_values(given))
@@ -137,9 +138,11 @@ def read_axes(texts: Iterable[str]) -> list[Axis]:
 
 def split_values(text: str) -> list[str]:
     """'1,[2,3],{a: 4, b: 5}' -> ['1', '[2,3]', '{a: 4, b: 5}']"""
-    values, depth = [""], 0
+    values = [""]
+    depth = 0
     for character in text:
         depth += (character in "[{") - (character in "]}")
+        # Within brackets a comma is part of a value: data.train is a list.
         if character == "," and depth == 0:
             values.append("")
         else:
@@ -156,7 +159,7 @@ def is_number_text(text: str) -> bool:
 
 
 def request_problems(request: SweepRequest) -> Problems:
-    """What cannot be swept, as far as the command line tells."""
+    """Finds what cannot be swept, as far as the command line tells."""
     problems = Problems()
     combinations = math.prod(len(axis.values) for axis in request.axes)
     ranges = [axis for axis in request.axes if axis.is_range]
@@ -198,7 +201,8 @@ def run_name(request: SweepRequest, settings: Mapping[str, str], seed: int) -> s
     last = [path.rpartition(".")[2] for path in settings]
     parts = []
     for path, value in settings.items():
-        short, value = path.rpartition(".")[2], request.labels.get(value, value)
+        short = path.rpartition(".")[2]
+        value = request.labels.get(value, value)
         value = Path(value).stem if re.fullmatch(r"[\w./-]+\.(json|yaml)", value) else value
         value = re.sub(r"[^\w.+-]+", "_", value)[:LONGEST_VALUE_IN_NAME]
         parts.append(f"{short if last.count(short) == 1 else path}={value}")
@@ -215,6 +219,7 @@ def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: P
         "hub": Hub(),
         "tracking": config.tracking.model_copy(update=tracking),
     }
+    # A sweep of many runs would otherwise fill the disk with checkpoints.
     if not any(path.startswith("checkpoint") for path, _ in request.changes):
         kept = {"keep_last": 1, "keep_best": 0, "milestones_every": None, "mirror": None}
         update["checkpoint"] = config.checkpoint.model_copy(update=kept)
@@ -235,7 +240,8 @@ def check_points(
     ]
     unreadable.stop_if_any()
     found: dict[str, list[int]] = {}
-    plans, tokenizers = [], set()
+    plans = []
+    tokenizers = set()
     say_stage(f"Checking {counted(len(points), 'setting')}")
     for number, (settings, config) in enumerate(zip(points, configs, strict=True)):
         problems = Problems()
@@ -273,6 +279,7 @@ def make_point(request: SweepRequest, settings: dict[str, str], config: RunConfi
         run = SmallRun(name, request.output, plan.total_steps, plan.total_flops)
         text = as_yaml(config_of_run(config, request, seed, run.output))
         run.recipe.parent.mkdir(parents=True, exist_ok=True)
+        # A run in training reads its recipe again at a restart.
         if not run.recipe.is_file() or run.recipe.read_text(encoding="utf-8") != text:
             write_durably(run.recipe, text)
         runs.append(run)
@@ -294,6 +301,7 @@ def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequen
         for path, value in flatten_settings(configs[0].model_dump(mode="json")).items()
         if path not in ("output", "seed") and not any(path == name or path.startswith(f"{name}.") for name in varied)
     }
+    # Shards and models of the same name may be others by now.
     identity = [{k: v for k, v in plan.identity.items() if k.startswith(("model", "data."))} for plan in plans]
     first_seed = None if "seed" in varied else configs[0].seed
     plan = {**PLAN_FORMAT, **request.described, "first_seed": first_seed, "recipe": base, "identity": identity}
@@ -307,7 +315,8 @@ def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequen
     there = read_json(path)
     if {key: there.get(key) for key in PLAN_FORMAT} != PLAN_FORMAT:
         raise InputError(f"{path}: is not the plan of a sweep of this version; choose another --output")
-    before, now = flat_plan(there), flat_plan(plan)
+    before = flat_plan(there)
+    now = flat_plan(plan)
     defaults = {name: as_plain(field.default) for name, field in fields_of_config()}
     # Settings that a newer version of the project has, at their defaults, are no difference.
     now = {name: value for name, value in now.items() if name in before or (name, value) not in defaults.items()}

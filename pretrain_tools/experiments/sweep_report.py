@@ -1,4 +1,4 @@
-"""What a sweep has found: a table, results.json, a picture of the loss by each setting, the best recipe."""
+"""The report of a sweep: a table, results.json, a picture of the loss by each setting, the best recipe."""
 
 import json
 import math
@@ -16,11 +16,15 @@ from pretrain_tools.experiments.small_runs import RunOutcome, SmallRun
 from pretrain_tools.experiments.sweep_plan import SweepRequest, is_number_text
 from pretrain_tools.runs.plots import axis_text, color_of, save_figure, style_panel
 
-SWEEP_RESULTS, SWEEP_PICTURE, BEST_RECIPE = "results.json", "results.png", "best.yaml"
+SWEEP_RESULTS = "results.json"
+SWEEP_PICTURE = "results.png"
+BEST_RECIPE = "best.yaml"
 RATIO_FOR_LOG = 4.0
 """Values further apart than this are drawn on a logarithmic axis."""
 MOST_LINES = 8
-LINE_UNDER_PANEL, LINE_IN_LEGEND, SHORTEST_LINE = 64, 48, 7
+LINE_UNDER_PANEL = 64
+LINE_IN_LEGEND = 48
+SHORTEST_LINE = 7
 """Characters of a panel's width, of a line in its legend, and of the shortest line of a label under it."""
 MOST_LINES_OF_LABEL = 5
 
@@ -44,7 +48,7 @@ class PointResult:
 
     @property
     def losses(self) -> list[float]:
-        """Of the seeds that finished."""
+        """The losses of the seeds that finished."""
         return [one.outcome.loss for one in self.runs if one.outcome.state == "finished"]
 
     @property
@@ -70,6 +74,7 @@ class PointResult:
     @property
     def last_loss(self) -> float:
         """The newest that every seed has, finished or not."""
+        # Seeds that stopped at different steps are compared at the last that all have reached.
         shared = set.intersection(*(set(one.outcome.losses) for one in self.runs))
         return statistics.fmean(one.outcome.losses[max(shared)] for one in self.runs) if shared else math.inf
 
@@ -145,6 +150,7 @@ def at_the_edge(request: SweepRequest, results: Sequence[PointResult]) -> list[s
     for axis in request.axes:
         best = results[0].settings[axis.path]
         tried = {result.settings[axis.path] for result in results}
+        # Of seeds, names and a single value none is the end of a range.
         if axis.path == "seed" or len(tried) < 2 or not all(is_number_text(text) for text in tried):
             continue
         values = sorted(tried, key=lambda text: float(parse_yaml(text)))

@@ -1,13 +1,13 @@
-"""What slows a run down: rules over the ranks' steps, each with its threshold and its figures in words.
+"""Rules for what slows a run down, over the ranks' steps: each with its threshold and its figures in words.
 
 Everything is a median over the profiled steps, so that one odd step accuses nobody. What a rank needs for itself is
 compared with the others; the time it waits for them is not its own.
 """
 
-import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from pretrain.units import bytes_text, counted
@@ -23,25 +23,27 @@ from pretrain_tools.profiling.trace_events import (
 )
 
 DATA_SHARE = 0.10
-"""Of a step that a rank waits for its data."""
+"""Share of a step that a rank waits for its data."""
 SLOW_SHARE = 0.15
-"""Of a step that a rank takes longer for itself than the others' median."""
+"""Share of a step that a rank takes longer for itself than the others' median."""
 COMMUNICATION_SHARE = 0.30
-"""Of a step, beyond what the plan expects."""
+"""Share of a step, beyond what the plan expects."""
 BUSY_SHARE = 0.15
-"""Of a step that a rank could have run, and had to wait for a core."""
+"""Share of a step that a rank could have run, and had to wait for a core."""
 IDLE_SHARE = 0.15
-"""Of a step that a GPU has nothing to do."""
+"""Share of a step that a GPU has nothing to do."""
 IDLE_SHARE_OF_CPU = 0.60
 """The same of a CPU, where Python between small operators is a part of every step."""
 BETWEEN_SHARE = 0.15
-"""Of a step, for what is done after its update: logs, agreement of the ranks."""
+"""Share of a step, for what is done after its update: logs, agreement of the ranks."""
 POINTWISE_SHARE = 0.45
-"""Of a GPU's kernels, for those that compute little with what they read."""
+"""Share of a GPU's kernels, for those that compute little with what they read."""
 ATTENTION_FACTOR = 3.0
 """Times what a plan expects of attention's share, where it is a fifth of a step."""
 BUSY = "busy machine"
 PASSES = (FORWARD, BACKWARD, UPDATE)
+MOST_SWAPPED = 1000
+"""Pages that a machine reads back from its disk in a step."""
 LEAST_SECONDS = 1e-3
 """Per step, below which nothing of the above is said."""
 
@@ -60,7 +62,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """What a rank recorded: its summary with the steps as records."""
+    """The recording of one rank: its summary, and its steps as records."""
 
     facts: dict[str, Any]
     steps: list[StepRecord]
@@ -77,7 +79,7 @@ class RankSteps:
         """Median over the steps."""
         return statistics.median(of(step) for step in self.steps)
 
-    def typical_sum(self, name: str) -> dict[str, float]:
+    def typical_parts(self, name: str) -> dict[str, float]:
         """{key: median} of one of the records' mappings."""
         keys = dict.fromkeys(key for step in self.steps for key in getattr(step, name))
         return {key: self.typical(lambda step, key=key: getattr(step, name).get(key, 0.0)) for key in keys}
@@ -92,19 +94,23 @@ class Evidence:
     on_device: bool
     expected: ExpectedStep | None = None
     read_bytes: int = 0
-    """Of a micro-batch, on disk."""
+    """Bytes of a micro-batch on disk."""
     compile_mode: str = "none"
-    seconds: float = field(init=False)
-    """Of a step: the ranks' steps are as long as each other, since they wait for the slowest."""
-    communication: float = field(init=False)
-    """Seconds in which nobody computes and no rank is late: the least that any rank was blocked, part by part."""
 
-    def __post_init__(self):
-        object.__setattr__(self, "seconds", statistics.median(r.typical(lambda s: s.seconds) for r in self.ranks))
-        blocked = [rank.typical_sum("blocked_in") for rank in self.ranks]
+    @cached_property
+    def seconds(self) -> float:
+        """Length of a step: the ranks' steps are as long as each other, since they wait for the slowest."""
+        return statistics.median(self.each(lambda step: step.seconds))
+
+    @cached_property
+    def communication(self) -> float:
+        """Seconds in which nobody computes and no rank is late: the least that any rank was blocked, part by part."""
+        if len(self.ranks) == 1:
+            return 0.0
+        blocked = [rank.typical_parts("blocked_in") for rank in self.ranks]
         parts = dict.fromkeys(part for of_rank in blocked for part in of_rank)
-        least = sum(min(of_rank.get(part, 0.0) for of_rank in blocked) for part in parts)
-        object.__setattr__(self, "communication", least if len(self.ranks) > 1 else 0.0)
+        # Whoever comes last to an exchange is blocked by the exchange alone.
+        return sum(min(of_rank.get(part, 0.0) for of_rank in blocked) for part in parts)
 
     def each(self, of: Callable[[StepRecord], float]) -> list[float]:
         """Median over the steps, of every rank."""
@@ -114,9 +120,13 @@ class Evidence:
         """Seconds of a step in which this rank waits for a slower one."""
         return max(0.0, rank.typical(lambda step: step.blocked) - self.communication)
 
-    @property
-    def device(self) -> str:
-        return "GPU" if self.on_device else "main thread"
+    def least(self, share: float) -> float:
+        """Seconds from which on a share of a step is worth a word."""
+        return max(share * self.seconds, LEAST_SECONDS)
+
+    def part(self, seconds: float) -> str:
+        """'38% of the step (61 ms of 161 ms)'"""
+        return f"{seconds / self.seconds:.0%} of the step ({milliseconds(seconds)} of {milliseconds(self.seconds)})"
 
 
 def find_causes(evidence: Evidence) -> list[Cause]:
@@ -149,14 +159,14 @@ def starved_of(step: StepRecord) -> float:
 
 
 def own_of(step: StepRecord) -> float:
-    """What the rank took for itself, less the time that others on the machine kept it from a core."""
+    """The time that the rank took for itself, less that in which others on the machine kept it from a core."""
     return step.own - min(step.starved, step.own)
 
 
 def busy_machine(evidence: Evidence) -> Cause | None:
     starved = evidence.each(starved_of)
     worst = max(range(len(starved)), key=starved.__getitem__)
-    if starved[worst] < max(BUSY_SHARE * evidence.seconds, LEAST_SECONDS):
+    if starved[worst] < evidence.least(BUSY_SHARE):
         return None
     rank = evidence.ranks[worst]
     text = (
@@ -173,25 +183,21 @@ def busy_machine(evidence: Evidence) -> Cause | None:
 
 
 def slow_data(evidence: Evidence) -> Cause | None:
-    waits = evidence.each(lambda step: step.data)
-    least = max(DATA_SHARE * evidence.seconds, LEAST_SECONDS)
-    late = [rank for rank, seconds in zip(evidence.ranks, waits, strict=True) if seconds >= least]
+    waits = {rank.rank: rank.typical(lambda step: step.data) for rank in evidence.ranks}
+    late = [rank for rank in evidence.ranks if waits[rank.rank] >= evidence.least(DATA_SHARE)]
     if not late:
         return None
-    worst, seconds = max(zip(evidence.ranks, waits, strict=True), key=lambda pair: pair[1])
+    worst = max(evidence.ranks, key=lambda rank: waits[rank.rank])
     reads = worst.facts["read_seconds"]
-    read = statistics.median(reads) if reads else math.inf
     detail = ""
-    if evidence.read_bytes and 0 < read < math.inf:
-        detail = (
-            f"; a read of {bytes_text(evidence.read_bytes)} takes {milliseconds(read)}, "
-            f"{evidence.read_bytes / read / 1e6:.2g} MB/s"
-        )
-    others = "" if len(late) == len(evidence.ranks) else f"; the others wait for {'it' if len(late) == 1 else 'them'}"
-    text = (
-        f"{named(late)} {'waits' if len(late) == 1 else 'wait'} for data {seconds / evidence.seconds:.0%} of the step "
-        f"({milliseconds(seconds)} of {milliseconds(evidence.seconds)}) on {worst.facts['host']}{detail}{others}"
-    )
+    if evidence.read_bytes and reads and (read := statistics.median(reads)) > 0:
+        rate = f"{evidence.read_bytes / read / 1e6:.2g} MB/s"
+        detail = f"; a read of {bytes_text(evidence.read_bytes)} takes {milliseconds(read)}, {rate}"
+    if len(late) < len(evidence.ranks):
+        detail += f"; the others wait for {'it' if len(late) == 1 else 'them'}"
+    seconds = waits[worst.rank]
+    verb = "waits" if len(late) == 1 else "wait"
+    text = f"{named(late)} {verb} for data {evidence.part(seconds)} on {worst.facts['host']}{detail}"
     remedy = "copy the shards to a disk of the machine itself, or look at what else loads the disk or the network"
     return Cause("waiting for data", seconds, text, remedy)
 
@@ -199,19 +205,17 @@ def slow_data(evidence: Evidence) -> Cause | None:
 def slow_rank(evidence: Evidence) -> Cause | None:
     if len(evidence.ranks) == 1:
         return None
-    own = evidence.each(own_of)
-    worst = max(range(len(own)), key=own.__getitem__)
-    others = [rank for number, rank in enumerate(evidence.ranks) if number != worst]
-    excess = own[worst] - statistics.median(own[:worst] + own[worst + 1 :])
-    if excess < max(SLOW_SHARE * evidence.seconds, LEAST_SECONDS):
+    rank = max(evidence.ranks, key=lambda rank: rank.typical(own_of))
+    others = [other for other in evidence.ranks if other is not rank]
+    own = rank.typical(own_of)
+    usual = statistics.median(other.typical(own_of) for other in others)
+    # The median of the others, not of all: with two ranks the slow one would be half of it.
+    excess = own - usual
+    if excess < evidence.least(SLOW_SHARE):
         return None
-    rank = evidence.ranks[worst]
-    median = statistics.median(own[:worst] + own[worst + 1 :])
-    idle = rank.typical(lambda step: step.idle)
     usual_idle = statistics.median(other.typical(lambda step: step.idle) for other in others)
-    where = _phase_of_excess(rank, others)
     how = "computing"
-    if idle - usual_idle > excess / 2:
+    if rank.typical(lambda step: step.idle) - usual_idle > excess / 2:
         how = "the GPU idle" if evidence.on_device else "outside of any operator: Python, a lock or a sleep"
     waits = ", ".join(
         f"rank {other.rank} {milliseconds(evidence.waiting(other))}"
@@ -219,8 +223,9 @@ def slow_rank(evidence: Evidence) -> Cause | None:
     )
     text = (
         f"rank {rank.rank} on {rank.facts['host']} ({rank.facts['device']}) takes {milliseconds(excess)} per step "
-        f"longer for itself than the others' median ({milliseconds(own[worst])} against {milliseconds(median)}, "
-        f"{excess / evidence.seconds:.0%} of the step), most of it in {where}, {how}; the others wait for it: {waits}"
+        f"longer for itself than the others' median ({milliseconds(own)} against {milliseconds(usual)}, "
+        f"{excess / evidence.seconds:.0%} of the step), most of it in {phase_of_excess(rank, others)}, {how}; the "
+        f"others wait for it: {waits}"
     )
     remedy = (
         "look at that machine: other processes, a GPU that is hot or clocked down (nvidia-smi -q -d PERFORMANCE), "
@@ -229,16 +234,17 @@ def slow_rank(evidence: Evidence) -> Cause | None:
     return Cause("slow rank", excess, text, remedy)
 
 
-def _phase_of_excess(rank: RankSteps, others: list[RankSteps]) -> str:
+def phase_of_excess(rank: RankSteps, others: list[RankSteps]) -> str:
     """The phase in which it takes longer than the others, waiting for them aside."""
 
     def own_phases(of: RankSteps) -> dict[str, float]:
-        phases = of.typical_sum("phases")
-        for part, seconds in of.typical_sum("blocked_in").items():
+        phases = of.typical_parts("phases")
+        for part, seconds in of.typical_parts("blocked_in").items():
             phases[part.partition("/")[2]] -= seconds
         return phases
 
-    mine, theirs = own_phases(rank), [own_phases(other) for other in others]
+    mine = own_phases(rank)
+    theirs = [own_phases(other) for other in others]
     longer = {name: mine[name] - statistics.median(phases.get(name, 0.0) for phases in theirs) for name in mine}
     return max(longer, key=longer.get)
 
@@ -246,13 +252,10 @@ def _phase_of_excess(rank: RankSteps, others: list[RankSteps]) -> str:
 def slow_communication(evidence: Evidence) -> Cause | None:
     seconds = evidence.communication
     planned = evidence.expected.communication if evidence.expected else 0.0
-    if seconds - planned < max(COMMUNICATION_SHARE * evidence.seconds, LEAST_SECONDS):
+    if seconds - planned < evidence.least(COMMUNICATION_SHARE):
         return None
     plan = f", where plan.py expects {milliseconds(planned)}" if evidence.expected else ""
-    text = (
-        f"communication takes {seconds / evidence.seconds:.0%} of the step ({milliseconds(seconds)} of "
-        f"{milliseconds(evidence.seconds)}) in which nothing is computed and no rank is late{plan}"
-    )
+    text = f"communication takes {evidence.part(seconds)} in which nothing is computed and no rank is late{plan}"
     remedy = (
         "more micro-steps or larger micro-batches per exchange, another strategy (plan.py ranks them), or a faster "
         "link: NCCL_DEBUG=INFO names the one that is used"
@@ -261,110 +264,99 @@ def slow_communication(evidence: Evidence) -> Cause | None:
 
 
 def recompilations(evidence: Evidence) -> Cause | None:
-    found = [compiled for rank in evidence.ranks for compiled in rank.facts["compilations"]]
-    if not found:
-        return None
-    longest, steps = max(found, key=lambda compiled: compiled["seconds"]), len(evidence.ranks[0].steps)
-    seconds = max(sum(c["seconds"] for c in r.facts["compilations"]) for r in evidence.ranks) / steps
-    reason = f": {longest['reason']}" if longest["reason"] else ""
     compiling = [rank for rank in evidence.ranks if rank.facts["compilations"]]
+    if not compiling:
+        return None
+    found = [compiled for rank in compiling for compiled in rank.facts["compilations"]]
+    steps = len(evidence.ranks[0].steps)
+    longest = max(found, key=lambda compiled: compiled["seconds"])
+    seconds = max(sum(compiled["seconds"] for compiled in rank.facts["compilations"]) for rank in compiling) / steps
+    reason = f": {longest['reason']}" if longest["reason"] else ""
     text = (
         f"{counted(len(found), 'compilation')} in {counted(steps, 'step')} after the warm-up, "
-        f"{milliseconds(seconds)} per step, on {named(compiling)}; "
-        f"{longest['place']}{reason}"
+        f"{milliseconds(seconds)} per step, on {named(compiling)}; {longest['place']}{reason}"
     )
-    return Cause(
-        "recompilation", seconds, text, "keep shapes and Python values in the model the same from step to step"
-    )
+    remedy = "keep shapes and Python values in the model the same from step to step"
+    return Cause("recompilation", seconds, text, remedy)
 
 
 def synchronising_lines(evidence: Evidence) -> Cause | None:
-    """Those of every micro-step; what waits once in an update is no more than a report's line."""
-    per_step: dict[tuple[str, str, str], float] = {}
-    for rank in evidence.ranks:
-        for line in rank.facts["sync_lines"]:
-            if line["phase"] in (FORWARD, BACKWARD):
-                key = line["place"], line["call"], line["phase"]
-                per_step[key] = max(per_step.get(key, 0.0), line["count"] / len(rank.steps))
-    lines = sorted(
-        (key for key, count in per_step.items() if count >= evidence.micro_steps), key=per_step.get, reverse=True
-    )
+    """Judges the lines of every micro-step; what waits once in an update is no more than a report's line."""
+    lines = {line: count for line, count in lines_per_step(evidence).items() if line[2] in (FORWARD, BACKWARD)}
+    # Once per step is what reading a loss takes.
+    lines = {line: count for line, count in lines.items() if count >= evidence.micro_steps}
     if not lines:
         return None
     said = ", ".join(
-        f"{place} ({call} in {phase}, {per_step[place, call, phase]:,.0f} times per step)"
-        for place, call, phase in lines[:5]
+        f"{place} ({call} in {phase}, {count:,.0f} times per step)"
+        for (place, call, phase), count in list(lines.items())[:5]
     )
     more = f" and {len(lines) - 5} more" if len(lines) > 5 else ""
     idle = statistics.median(evidence.each(lambda step: step.idle)) if evidence.on_device else 0.0
-    cost = (
-        f"the GPU is idle {milliseconds(idle)} per step"
-        if evidence.on_device
-        else "on a CPU it costs little; on a GPU the host waits there for all that it has launched"
-    )
-    text = (
-        f"{counted(len(lines), 'line')} {'waits' if len(lines) == 1 else 'wait'} for the device in every micro-step: "
-        f"{said}{more}; {cost}"
-    )
+    cost = "on a CPU it costs little; on a GPU the host waits there for all that it has launched"
+    if evidence.on_device:
+        cost = f"the GPU is idle {milliseconds(idle)} per step"
+    verb = "waits" if len(lines) == 1 else "wait"
+    text = f"{counted(len(lines), 'line')} {verb} for the device in every micro-step: {said}{more}; {cost}"
     remedy = "keep the value on the device (torch.where, masks), or read it once per step after the update"
     return Cause("synchronising line", idle, text, remedy)
 
 
+def lines_per_step(evidence: Evidence) -> dict[tuple[str, str, str], float]:
+    """{(place, call, phase): times per step} of the lines that wait for the device, the most frequent first."""
+    found: dict[tuple[str, str, str], float] = {}
+    for rank in evidence.ranks:
+        for line in rank.facts["sync_lines"]:
+            key = (line["place"], line["call"], line["phase"])
+            found[key] = max(found.get(key, 0.0), line["count"] / len(rank.steps))
+    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
 def idle_device(evidence: Evidence) -> Cause | None:
-    """Of the least idle rank: what one alone does is another rule's."""
+    """Judges the least idle rank: another rule says what one rank alone does."""
     idle = min(evidence.each(lambda step: sum(step.idle_in.get(phase, 0.0) for phase in PASSES) - step.starved))
-    share = idle / evidence.seconds
-    if share < (IDLE_SHARE if evidence.on_device else IDLE_SHARE_OF_CPU) or idle < LEAST_SECONDS:
+    # A thread that gets no core is no slow host: the machine is busy.
+    if idle < evidence.least(IDLE_SHARE if evidence.on_device else IDLE_SHARE_OF_CPU):
         return None
     if not evidence.on_device:
-        text = (
-            f"Python takes {share:.0%} of the step ({milliseconds(idle)} of {milliseconds(evidence.seconds)}) between "
-            "operators: they are too small"
-        )
+        text = f"Python takes {evidence.part(idle)} between operators: they are too small"
         return Cause("host", idle, text, "compile: regional, and larger micro-batches")
     kernels = max(evidence.each(lambda step: step.launched))
-    text = (
-        f"the GPU is idle {share:.0%} of the step ({milliseconds(idle)} of {milliseconds(evidence.seconds)}): the "
-        f"host is too slow to launch {kernels:,.0f} kernels per step"
-    )
+    text = f"the GPU is idle {evidence.part(idle)}: the host is too slow to launch {kernels:,.0f} kernels per step"
     remedy = "compile: regional or full makes fewer kernels, larger micro-batches larger ones; a faster core helps too"
     return Cause("host", idle, text, remedy)
 
 
 def slow_between_steps(evidence: Evidence) -> Cause | None:
-    def seconds_of(step: StepRecord) -> float:
-        return step.idle_in.get(BETWEEN_STEPS, 0.0) + step.idle_in.get("logging", 0.0)
-
-    seconds = max(evidence.each(seconds_of))
-    if seconds < max(BETWEEN_SHARE * evidence.seconds, LEAST_SECONDS):
+    seconds = max(evidence.each(lambda step: step.idle_in.get(BETWEEN_STEPS, 0.0) + step.idle_in.get("logging", 0.0)))
+    if seconds < evidence.least(BETWEEN_SHARE):
         return None
-    text = (
-        f"what is done between steps takes {seconds / evidence.seconds:.0%} of the step ({milliseconds(seconds)} of "
-        f"{milliseconds(evidence.seconds)}): logs, trackers, the agreement of the ranks"
-    )
+    text = f"what is done between steps takes {evidence.part(seconds)}: logs, trackers, the agreement of the ranks"
     remedy = "a larger logging.every_steps, fewer trackers, a run folder on a faster disk"
     return Cause("between steps", seconds, text, remedy)
 
 
 def full_memory(evidence: Evidence) -> Cause | None:
-    retries = {rank.rank: rank.facts["memory"].get("retries_per_step", 0.0) for rank in evidence.ranks}
-    swapped = {rank.rank: rank.facts["memory"].get("swapped_per_step", 0.0) for rank in evidence.ranks}
-    worst, most = max(retries, key=retries.get), max(swapped, key=swapped.get)
-    if retries[worst] > 0:
+    def memory_of(rank: RankSteps, name: str) -> float:
+        return rank.facts["memory"].get(name, 0.0)
+
+    rank = max(evidence.ranks, key=lambda rank: memory_of(rank, "retries_per_step"))
+    if retries := memory_of(rank, "retries_per_step"):
         text = (
-            f"the GPU's memory is too full: on rank {worst} torch gave its caches back and asked again "
-            f"{retries[worst]:.1f} times per step"
+            f"the GPU's memory is too full: on {named([rank])} torch gave its caches back and asked again "
+            f"{retries:.1f} times per step"
         )
         return Cause("memory", 0.0, text, "smaller micro-batches, or PYTORCH_ALLOC_CONF=expandable_segments:True")
-    if swapped[most] >= 1000:
-        text = f"the machine of rank {most} swaps: {swapped[most]:,.0f} pages per step are read back from its disk"
+    rank = max(evidence.ranks, key=lambda rank: memory_of(rank, "swapped_per_step"))
+    if (pages := memory_of(rank, "swapped_per_step")) >= MOST_SWAPPED:
+        text = f"the machine of {named([rank])} swaps: {pages:,.0f} pages per step are read back from its disk"
         return Cause("memory", 0.0, text, "fewer processes on it, or smaller micro-batches")
     return None
 
 
 def kernel_shares(evidence: Evidence) -> dict[str, tuple[float, float]]:
     """{kind: (seconds per step, part of the step)}, median over the ranks; communication is what nothing hides."""
-    sums = [rank.typical_sum("kernels") for rank in evidence.ranks]
+    sums = [rank.typical_parts("kernels") for rank in evidence.ranks]
     found = {kind: statistics.median(of_rank.get(kind, 0.0) for of_rank in sums) for kind in sums[0]}
     found[COMMUNICATION] = evidence.communication
     return {kind: (seconds, seconds / evidence.seconds) for kind, seconds in found.items()}

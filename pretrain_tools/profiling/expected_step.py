@@ -1,4 +1,4 @@
-"""What plan.py expects of a step: its time and the parts of it, by the formulas and rates that a plan is made with."""
+"""The step that plan.py expects: its time and the parts of it, by the formulas and rates that a plan is made with."""
 
 from dataclasses import dataclass, field
 
@@ -41,7 +41,8 @@ def expected_step(
 
     peak_flops: of one process.
     """
-    stage, ranks = run.stage(step), strategy.ranks.count
+    stage = run.stage(step)
+    ranks = strategy.ranks.count
     if strategy.device.type == "cpu":
         gpu = cpu_as_gpu(ranks, peak_flops)
     else:

@@ -1,4 +1,4 @@
-"""What one rank records of the steps of a profile: its trace, the machine beside it, memory, lines that wait.
+"""The recording of a profile's steps on one rank: its trace, the load of the machine, memory, lines that wait.
 
 A step of a large model has 100,000 events of torch, so they are collected in blocks of steps that fit into the host's
 memory, and only the last block's trace is kept as a file.
@@ -9,20 +9,32 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from pretrain.errors import one_line
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.run import Run
-from pretrain_tools.profiling.phases import PhaseMarks
 from pretrain_tools.profiling.sync_lines import SyncLines, short_path
-from pretrain_tools.profiling.trace_events import StepRecord, read_events, read_steps
+from pretrain_tools.profiling.trace_events import (
+    ALIGNED,
+    BACKWARD,
+    BETWEEN_STEPS,
+    FORWARD,
+    MARK,
+    STEP,
+    UPDATE,
+    WAITING_FOR_DATA,
+    StepRecord,
+    read_events,
+    read_steps,
+)
 
 EVENTS_OF_BLOCK = 300_000
 """Some 100 MB of a trace as JSON, 5 MB compressed."""
@@ -31,8 +43,86 @@ MEMORY_EVENTS = 100_000
 SCHEDSTAT, LOADAVG, VMSTAT = (Path("/proc") / name for name in ("thread-self/schedstat", "loadavg", "vmstat"))
 
 
+class PhaseMarks:
+    """One phase is open at any moment of a step, so that they add up to it."""
+
+    def __init__(self, run: Run, read_ahead: ReadAhead):
+        strategy = run.strategy
+        self.phase = BETWEEN_STEPS
+        """Open now."""
+        self._step: record_function | None = None
+        self._open: record_function | None = None
+        self._marked: list[tuple[Any, str]] = []
+        self._mark(read_ahead, "micro_batch", WAITING_FOR_DATA, FORWARD)
+        self._mark(strategy, "backward", BACKWARD, BETWEEN_STEPS)
+        self._mark(strategy, "update", UPDATE, BETWEEN_STEPS)
+        self._mark(run.log, "write", "logging", None)
+        self._mark_pauses(run)
+
+    def _mark(self, owner: Any, verb: str, during: str, after: str | None) -> None:
+        """Lets a method enter a phase, and another one when it returns; None: the one before."""
+        call = getattr(owner, verb)
+
+        def marked(*arguments: Any, **named: Any) -> Any:
+            before = self.phase
+            self._enter(during)
+            result = call(*arguments, **named)
+            self._enter(after or before)
+            return result
+
+        # On the object, not on its class: it is taken away again by deleting it.
+        setattr(owner, verb, marked)
+        self._marked.append((owner, verb))
+
+    def _mark_pauses(self, run: Run) -> None:
+        """Makes a phase of each work between steps that the run names."""
+        pausing = run.pausing
+
+        @contextmanager
+        def marked(work: str) -> Iterator[None]:
+            with pausing(work):
+                in_step = self._step is not None
+                if in_step:
+                    self._enter(work)
+                yield
+                if in_step:
+                    self._enter(BETWEEN_STEPS)
+
+        run.pausing = marked
+        self._marked.append((run, "pausing"))
+
+    def _enter(self, phase: str) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+        self.phase = phase
+        self._open = record_function(MARK + phase)
+        self._open.__enter__()
+
+    def begin_step(self, step: int) -> None:
+        """step: as it will be logged."""
+        self._step = record_function(f"{STEP}{step}")
+        self._step.__enter__()
+        self._enter(BETWEEN_STEPS)
+
+    def end_step(self) -> None:
+        # The inner range has to end first.
+        for mark in (self._open, self._step):
+            mark.__exit__(None, None, None)
+        self._open = None
+        self._step = None
+
+    def align(self) -> None:
+        """Called by all ranks at the same moment, as far as a barrier makes one."""
+        with record_function(ALIGNED):
+            pass
+
+    def remove(self) -> None:
+        for owner, verb in self._marked:
+            delattr(owner, verb)
+
+
 class Recording:
-    """From its making to `close`; the first step warms the profiler up, and has the history of a GPU's memory.
+    """Records steps until `close`; the first warms the profiler up, and has the history of a GPU's memory.
 
     Args:
         folder: of the profile; where it cannot be written, `problems` says so and training goes on.
@@ -40,7 +130,9 @@ class Recording:
 
     def __init__(self, run: Run, read_ahead: ReadAhead, folder: Path):
         strategy = run.strategy
-        self.folder, self.strategy, self.read_ahead = folder, strategy, read_ahead
+        self.folder = folder
+        self.strategy = strategy
+        self.read_ahead = read_ahead
         self.on_device = strategy.device.type == "cuda"
         self.problems: list[str] = []
         self.records: list[StepRecord] = []
@@ -50,7 +142,8 @@ class Recording:
         self._beside: list[dict[str, Any]] = []
         self._events = 0
         self._began = time.time()
-        self._swapped, self._retries = pages_swapped_in(), self._count_retries()
+        self._swapped = pages_swapped_in()
+        self._retries = self._count_retries()
         if self.on_device:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=MEMORY_EVENTS)
 
@@ -66,6 +159,7 @@ class Recording:
         except RuntimeError as error:
             self._problem(error)
         self._lines.begin()
+        # Ranks enter the block together, else the first step would look slow on those that came early.
         align()
         self._marks.align()
         self._begin_step(step)
@@ -78,7 +172,8 @@ class Recording:
         """following: the next step, if it is in the same block."""
         self._marks.end_step()
         now = read_machine()
-        was, self._machine = self._machine, now
+        was = self._machine
+        self._machine = now
         self._beside.append(
             {name: now[name] - was[name] for name in ("cpu", "starved")} | {"runnable": now["runnable"]}
         )
@@ -88,13 +183,16 @@ class Recording:
     def end_block(self, *, is_first: bool, is_last: bool) -> int:
         """Returns the events of a step."""
         self._lines.end()
-        events, records, timeline = [], [], []
+        events = []
+        records = []
+        timeline = []
         try:
             self._profiler.stop()
             events = read_events(self._profiler)
             records, timeline = read_steps(events, on_device=self.on_device, drawn=STEPS_DRAWN)
         except Exception as error:  # a trace that cannot be read is no reason to end a run
             self._problem(error)
+        # The first step pays for the start of the profiler.
         if is_first:
             self._beside.clear()
             self._lines.forget()
@@ -140,8 +238,11 @@ class Recording:
 
     def summary(self) -> dict[str, Any]:
         """All that the verdict needs of this rank; plain values."""
+        # Where a block could not be read there are fewer records; then there is no verdict.
         for record, beside in zip(self.records, self._beside, strict=False):
-            record.cpu, record.starved, record.runnable = beside["cpu"], beside["starved"], beside["runnable"]
+            record.cpu = beside["cpu"]
+            record.starved = beside["starved"]
+            record.runnable = beside["runnable"]
         name = torch.cuda.get_device_name(self.strategy.device) if self.on_device else "CPU"
         return {
             "rank": self.strategy.ranks.rank,
@@ -172,7 +273,7 @@ class Recording:
         return count / max(1, len(self.records))
 
     def _count_retries(self) -> int:
-        """How often a GPU's memory was too full, and torch gave its caches back and asked again."""
+        """Counts how often a GPU's memory was too full, and torch gave its caches back and asked again."""
         return torch.cuda.memory_stats(self.strategy.device).get("num_alloc_retries", 0) if self.on_device else 0
 
 
@@ -185,7 +286,8 @@ def pages_swapped_in() -> int:
 
 def read_machine() -> dict[str, float]:
     """Seconds that this thread ran, and waited for a core, so far; how many threads run or could (Linux; else 0)."""
-    starved, runnable = 0.0, 0
+    starved = 0.0
+    runnable = 0
     with suppress(OSError, ValueError, IndexError):
         starved = int(SCHEDSTAT.read_text().split()[1]) / 1e9
         runnable = int(LOADAVG.read_text().split()[3].partition("/")[0])

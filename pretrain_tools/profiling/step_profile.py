@@ -14,12 +14,13 @@ from pretrain_tools.profiling.report import verdict_of, write_json, write_profil
 
 WARM_UP_STEPS = 5
 """After the start: those that compile, and create the optimizer's state."""
-USUAL_STEPS, MOST_STEPS = 20, 100
+USUAL_STEPS = 20
+MOST_STEPS = 100
 """Unless a request says how many."""
 
 
 def profile_problem(steps: int, begins_at: int, total_steps: int) -> str | None:
-    """Why this many steps cannot be profiled; None if they can. The first, after step `begins_at`, is left out."""
+    """Tells why so many steps cannot be profiled; None if they can. The first, after step `begins_at`, is left out."""
     if not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
         return f"{steps!r} steps cannot be profiled; give 1 to {MOST_STEPS}"
     left = max(0, total_steps - begins_at - 1)
@@ -66,7 +67,8 @@ class StepProfile:
         begins_at = max(self._warm_at, self.run.state.step)
         problem = profile_problem(steps, begins_at, self.run.plan.total_steps)
         if problem is None:
-            self._begins_at, self._steps = begins_at, steps
+            self._begins_at = begins_at
+            self._steps = steps
         return problem
 
     def after_step(self) -> None:
@@ -79,6 +81,7 @@ class StepProfile:
             self._begin()
 
     def _take_request(self) -> None:
+        # Rank 0 alone has read the request; all have to plan the same steps.
         asked = self.strategy.ranks.gather(self.run.control.asked)[0]
         self.run.refusal = self._plan(asked.get("steps", USUAL_STEPS))
         if self.run.refusal is None:
@@ -86,14 +89,16 @@ class StepProfile:
 
     @property
     def folder(self) -> Path:
-        """Of the profile, named by its first step."""
+        """The folder of the profile, named by its first step."""
         return self.run.config.output / PROFILE_FOLDER / f"step-{self._begins_at + 2:08d}"
 
     def _begin(self) -> None:
         step = self.run.state.step
         self.log.say(f"profiling {self._steps} steps from step {step + 2:,} on; training goes on")
         self._recording = Recording(self.run, self.read_ahead, self.folder)
-        self._next, self._block_ends, self._ends = step + 1, step + 1, step + 1 + self._steps
+        self._next = step + 1
+        self._block_ends = step + 1
+        self._ends = step + 1 + self._steps
         self._recording.begin_block(step + 1, self.strategy.ranks.barrier)
 
     def _go_on(self) -> None:
@@ -101,14 +106,17 @@ class StepProfile:
         if step != self._next:  # the run went back
             self._recording.abandon()
             return self._finish({"problem": f"given up: the run went back to step {step:,} in the profiled steps"})
-        self._next, is_first = step + 1, step == self._begins_at + 1
+        self._next = step + 1
+        is_first = step == self._begins_at + 1
         self._recording.end_step(following=step + 1 if step < self._block_ends else None)
         if step < self._block_ends:
             return None
         with self.run.pausing("the profile"):
             events = self._recording.end_block(is_first=is_first, is_last=step == self._ends)
+            # Reading a trace takes seconds, which the watchdog would take for a hang.
             self.run.watch.beat()
             if step < self._ends:
+                # Blocks end at the same step everywhere: the rank with most events decides.
                 most = max(self.strategy.ranks.gather(events))
                 self._block_ends = min(self._ends, step + max(1, EVENTS_OF_BLOCK // max(1, most)))
                 return self._recording.begin_block(step + 1, self.strategy.ranks.barrier)
@@ -118,10 +126,13 @@ class StepProfile:
 
     def _report(self, summaries: list[dict]) -> dict:
         """Writes the report; its sentence. Whatever goes wrong with it, the run goes on."""
-        config, plan = self.run.config, self.run.plan
-        stage, batches = plan.stage(self._ends - 1), plan.batches
+        config = self.run.config
+        plan = self.run.plan
+        stage = plan.stage(self._ends - 1)
+        batches = plan.batches
         width = batches.readers[batches.folders[0]].manifest.bytes_per_id
         sequences = stage.sequences_per_micro_batch * self.strategy.micro_batches_per_call
+        # A median over the steps that one rank happens to have would compare different steps.
         if short := [summary for summary in summaries if len(summary["steps"]) < self._steps]:
             return {"problem": f"cannot be read: {'; '.join(short[0]['problems']) or 'steps are missing'}"}
         try:

@@ -19,14 +19,14 @@ from pretrain.files import ROOT
 from pretrain_tools.profiling.trace_events import BACKWARD, FORWARD, UPDATE, WAITING_FOR_DATA
 
 METHODS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-"""Of a tensor: what takes its values to Python."""
+"""Methods of a tensor that take its values to Python."""
 SPELLED = {"__bool__": "bool()", "__int__": "int()", "__float__": "float()", "__index__": "an index"}
 PASSED_OVER = (str(Path(torch.__file__).parent), __file__, warnings.__file__)
 """Code that is not the line to name."""
 READS_OF_THE_HOST = tuple(
     str(ROOT / "pretrain" / name) for name in ("model/cpu_attention", "parallel/pipeline_stages")
 )
-"""What reads tensors that are the host's own even beside a GPU; without one they look like all others."""
+"""Code that reads tensors that are the host's own even beside a GPU; without one they look like all others."""
 PHASES = (WAITING_FOR_DATA, FORWARD, BACKWARD, UPDATE)
 OF_THE_PASSES = type(threading.main_thread()), threading._DummyThread
 """Threads: the loop's, and those that autograd starts; Python's own write checkpoints and read ahead."""
@@ -42,8 +42,10 @@ class SyncLines:
     """
 
     def __init__(self, phase: Callable[[], str], device_type: str):
-        self._phase, self._device_type = phase, device_type
-        self._counts, self._undo = Counter(), ExitStack()
+        self._phase = phase
+        self._device_type = device_type
+        self._counts = Counter()
+        self._undo = ExitStack()
         self._is_inside = False
 
     def begin(self) -> None:
@@ -52,7 +54,8 @@ class SyncLines:
         if self._device_type == "cuda":
             self._undo.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("always", message=WARNING)
-            shown, warnings.showwarning = warnings.showwarning, self._warned
+            shown = warnings.showwarning
+            warnings.showwarning = self._warned
             self._undo.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
             torch.cuda.set_sync_debug_mode("warn")
             self._shown = shown
@@ -73,6 +76,7 @@ class SyncLines:
 
     def _replace(self, name: str) -> None:
         method = getattr(torch.Tensor, name)
+        # Some are inherited: putting them back would shadow the parent's.
         if own := vars(torch.Tensor).get(name):
             self._undo.callback(setattr, torch.Tensor, name, own)
         else:
@@ -80,7 +84,8 @@ class SyncLines:
         called = SPELLED.get(name, f".{name}()")
 
         def counted_method(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-            was, self._is_inside = self._is_inside, True
+            was = self._is_inside
+            self._is_inside = True
             try:
                 if not was and tensor.device.type == self._device_type:  # a host's tensor is there already
                     self._count(called)
@@ -99,6 +104,7 @@ class SyncLines:
             self._count("an operation that waits for the device")
 
     def _count(self, called: str) -> None:
+        # Between steps a run may wait, and so may threads that write and read files.
         if self._phase() not in PHASES or not isinstance(threading.current_thread(), OF_THE_PASSES):
             return
         frame = sys._getframe(1)
@@ -109,7 +115,7 @@ class SyncLines:
 
 
 def short_path(path: str) -> str:
-    """As people name a file: within the project from its root, of a library from its package."""
+    """Names a file as people do: within the project from its root, of a library from its package."""
     inside = Path(path)
     if inside.is_relative_to(ROOT) and ".venv" not in inside.parts:
         return str(inside.relative_to(ROOT))

@@ -1,30 +1,38 @@
-"""From torch.profiler's events to what a step was spent on: work, waiting, and the kernels by their kind.
+"""The parts of a step by torch.profiler's events: work, waiting, and the kernels by their kind.
 
 On a GPU the device's timeline counts: kernels, collectives that nothing else hid, and the time in which it was idle.
 On a CPU the main thread's does: its operators, and collectives that run while it has nothing to do.
 """
 
 import functools
-import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 MARK = "groundwork: "
-STEP, ALIGNED = f"{MARK}step ", f"{MARK}aligned"
-"""Of the marks in a trace that are no phase: a whole step, and a moment that all ranks share."""
-WAITING_FOR_DATA, FORWARD, BACKWARD, UPDATE, BETWEEN_STEPS = "data", "forward", "backward", "update", "between"
+STEP = f"{MARK}step "
+ALIGNED = f"{MARK}aligned"
+"""Marks in a trace that are no phase: a whole step, and a moment that all ranks share."""
+WAITING_FOR_DATA = "data"
+FORWARD = "forward"
+BACKWARD = "backward"
+UPDATE = "update"
+BETWEEN_STEPS = "between"
 """The phases of every step, the last one between two micro-steps and two steps; a save and the like have their own."""
-BLOCKED, IDLE, WHOLE_STEP = "communication, waiting for ranks", "nothing runs", "step"
+BLOCKED = "communication, waiting for ranks"
+IDLE = "nothing runs"
+WHOLE_STEP = "step"
 """In a timeline, beside the phases."""
 LEAST_DRAWN = 0.004
-"""Of a step."""
+"""Share of a step below which a timeline leaves a wait out."""
 
-OPTIMIZER, COMMUNICATION, POINTWISE = "optimizer", "communication", "pointwise and others"
+OPTIMIZER = "optimizer"
+COMMUNICATION = "communication"
+POINTWISE = "pointwise and others"
 INHERITED = (
     ("attention", re.compile(r"attention|flash|fmha|flex_attn", re.IGNORECASE)),
     ("loss", re.compile(r"chunked_loss|softmax_less_target|cross_entropy|nll_loss", re.IGNORECASE)),
@@ -42,9 +50,9 @@ KERNEL_NAMES = (
     ("copies", re.compile(r"memcpy|memset|aten::(copy_|_to_copy|cat|clone|fill_|zero_)", re.IGNORECASE)),
 )
 KINDS = ("matrix products", "attention", "loss", OPTIMIZER, POINTWISE, "copies")
-"""Of kernels, as a report lists them."""
+"""Kinds of kernels, as a report lists them."""
 COMPILED = ("## Call CompiledFxGraph", "Torch-Compiled Region")
-"""What torch calls compiled code, whose own kernels on a CPU it does not name."""
+"""Names that torch gives compiled code, whose own kernels on a CPU it does not name."""
 NO_WORK = ("autograd::", "c10d::", "_c10d_functional", "profiler::")
 LAUNCH = re.compile(r"^(cuda|cu|hip)[A-Z]")
 """Calls of the device's runtime; operators have numbers of their own, which may be the same."""
@@ -66,31 +74,28 @@ class TraceEvent(NamedTuple):
 class Spans:
     """Stretches of time in order, none overlapping another: (n, 2) in ns."""
 
-    def __init__(self, pairs: Iterable[tuple[int, int]] | np.ndarray):
-        pairs = np.array(pairs if isinstance(pairs, np.ndarray) else list(pairs), dtype=np.int64).reshape(-1, 2)
-        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+    def __init__(self, pairs: Iterable[tuple[int, int]]):
+        pairs = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
         if len(pairs):
             ends = np.maximum.accumulate(pairs[:, 1])
-            first = np.concatenate([[True], pairs[1:, 0] > ends[:-1]])
-            last = np.append(np.flatnonzero(first)[1:], len(pairs)) - 1
+            first = np.append(True, pairs[1:, 0] > ends[:-1])
+            last = np.append(first[1:], True)
             pairs = np.stack([pairs[first, 0], ends[last]], axis=1)
         self.pairs = pairs[pairs[:, 1] > pairs[:, 0]]
-        self._sums = np.concatenate([[0], np.cumsum(self.pairs[:, 1] - self.pairs[:, 0])])
-
-    def _combined(self, other: "Spans", keep: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> "Spans":
-        points = np.unique(np.concatenate([self.pairs.ravel(), other.pairs.ravel()]))
-        kept = keep(self._holds(points[:-1]), other._holds(points[:-1]))
-        return Spans(np.stack([points[:-1][kept], points[1:][kept]], axis=1))
+        self._sums = np.append(0, np.cumsum(self.pairs[:, 1] - self.pairs[:, 0]))
 
     def _holds(self, times: np.ndarray) -> np.ndarray:
         begun = np.searchsorted(self.pairs[:, 0], times, "right")
         return begun > np.searchsorted(self.pairs[:, 1], times, "right")
 
     def __sub__(self, other: "Spans") -> "Spans":
-        return self._combined(other, lambda here, there: here & ~there)
+        points = np.unique(np.concatenate([self.pairs.ravel(), other.pairs.ravel()]))
+        # Between two neighboring ends of either, both are constant.
+        kept = self._holds(points[:-1]) & ~other._holds(points[:-1])
+        return Spans(np.stack([points[:-1][kept], points[1:][kept]], axis=1).tolist())
 
     def __and__(self, other: "Spans") -> "Spans":
-        return self._combined(other, lambda here, there: here & there)
+        return self - (self - other)
 
     def _before(self, time: int) -> int:
         number = int(np.searchsorted(self.pairs[:, 0], time, "right"))
@@ -99,9 +104,9 @@ class Spans:
         begin, end = self.pairs[number - 1]
         return int(self._sums[number - 1] + min(time, end) - begin)
 
-    def seconds(self, start: int | None = None, end: int | None = None) -> float:
-        """Of all of them, or of what lies between two times."""
-        return (int(self._sums[-1]) if start is None else self._before(end) - self._before(start)) / 1e9
+    def seconds(self, start: int, end: int) -> float:
+        """Adds up what lies between two times."""
+        return (self._before(end) - self._before(start)) / 1e9
 
 
 @dataclass
@@ -137,7 +142,7 @@ class StepRecord:
 
     @property
     def own(self) -> float:
-        """What this rank took for itself, whoever it waited for."""
+        """The time that this rank took for itself, whoever it waited for."""
         return self.seconds - self.blocked - self.data
 
 
@@ -156,13 +161,15 @@ def read_events(profiler: Any) -> list[TraceEvent]:
 
     found = []
     for event in profiler.profiler.kineto_results.events():
-        name, on_device = event.name(), event.device_type() != DeviceType.CPU
+        name = event.name()
+        on_device = event.device_type() != DeviceType.CPU
         is_mark = event.is_user_annotation() and not name.startswith(COMPILED)
         if on_device and is_mark:  # the range again, as the device saw it
             continue
         kind = "kernel" if on_device else "mark" if is_mark else "operator"
         if name.startswith("gloo:"):
             kind = "collective"
+        # Operators count from 1 as well: only launches and kernels share a number.
         correlation = event.correlation_id() if on_device or LAUNCH.match(name) else 0
         found.append(TraceEvent(name, event.start_ns(), event.end_ns(), event.start_thread_id(), kind, correlation))
     return found
@@ -170,12 +177,12 @@ def read_events(profiler: Any) -> list[TraceEvent]:
 
 @functools.cache
 def kernel_kind(name: str) -> str:
-    """What an operator or a kernel computes, by its name alone."""
+    """Tells by its name alone what an operator or a kernel computes."""
     return next((kind for kind, pattern in KERNEL_NAMES if pattern.search(name)), POINTWISE)
 
 
 class WorkSpan(NamedTuple):
-    """What one thread ran without calling anything else."""
+    """A stretch of one thread's own work, without what it called."""
 
     start: int
     end: int
@@ -183,7 +190,7 @@ class WorkSpan(NamedTuple):
 
 
 def is_work(name: str) -> bool:
-    """Whether an operator's own time is work; of autograd's nodes and of collectives' calls it is not."""
+    """Tells whether an operator's own time is work; of autograd's nodes and of collectives' calls it is not."""
     return name.startswith(COMPILED) or ("::" in name and not name.startswith(NO_WORK))
 
 
@@ -202,7 +209,9 @@ class _Open:
 
 def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool]) -> tuple[list[WorkSpan], dict[int, str]]:
     """(own work of one thread's operators, {correlation: kind} of what they launched, by the operators around it)."""
-    pieces, launched, stack = [], {}, []
+    pieces = []
+    launched = {}
+    stack = []
 
     def close(until: float) -> None:
         while stack and stack[-1].event.end <= until:
@@ -219,6 +228,7 @@ def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool]) -> tupl
             kind = of.inherited or (POINTWISE if name.startswith(COMPILED) else kernel_kind(name))
             of.pieces.append(WorkSpan(of.since, until, kind))
 
+    # Of events that begin together the longer one has called the other.
     for event in sorted(events, key=lambda event: (event.start, -event.end)):
         close(event.start)
         parent = stack[-1] if stack else None
@@ -228,6 +238,7 @@ def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool]) -> tupl
             launched[event.correlation] = inherited
         if parent:
             add_own(parent, event.start)
+            # A tensor that is divided over ranks dispatches its operator again, and communicates in between.
             parent.waits |= event.name == parent.event.name or "c10d" in event.name
         stack.append(_Open(event, inherited, event.start))
     close(float("inf"))
@@ -244,57 +255,67 @@ def read_steps(
         drawn: number of steps, from the last one back, that the timeline shows.
     """
     marks = sorted((event for event in events if event.name.startswith(MARK)), key=lambda mark: mark.start)
-    whole = [mark for mark in marks if mark.name.startswith(STEP)]
-    aligned = next((mark.start for mark in marks if mark.name == ALIGNED), whole[0].start)
-    parts = phases_of(
-        [mark for mark in marks if mark.name not in (ALIGNED,) and not mark.name.startswith(STEP)], whole
-    )
-    updates = Spans((part.start, part.end) for part in itertools.chain(*parts) if part.name == UPDATE)
-    pieces, launched = walk_threads(events, whole[0].thread, lambda time: updates.seconds(time, time + 1) > 0)
+    steps = [mark for mark in marks if mark.name.startswith(STEP)]
+    parts = phases_of(marks, steps)
+    updates = spans_of(parts, UPDATE)
+    own, launched = walk_threads(events, steps[0].thread, lambda time: updates.seconds(time, time + 1) > 0)
     if on_device:
-        kernels = [event for event in events if event.kind == "kernel"]
-        kinds = [launched.get(e.correlation) or kernel_kind(e.name) for e in kernels]
-        kinds = [
-            COMMUNICATION if kernel_kind(e.name) == COMMUNICATION else k for e, k in zip(kernels, kinds, strict=True)
-        ]
-        pieces = [WorkSpan(e.start, e.end, k) for e, k in zip(kernels, kinds, strict=True)]
-        collectives = Spans((piece.start, piece.end) for piece in pieces if piece.kind == COMMUNICATION)
+        work = [WorkSpan(e.start, e.end, kind_of_kernel(e, launched)) for e in events if e.kind == "kernel"]
     else:
-        collectives = Spans((event.start, event.end) for event in events if event.kind == "collective")
-    busy = Spans((piece.start, piece.end) for piece in pieces if piece.kind != COMMUNICATION)
+        work = [*own, *(WorkSpan(e.start, e.end, COMMUNICATION) for e in events if e.kind == "collective")]
+    by_kind = {kind: Spans((w.start, w.end) for w in work if w.kind == kind) for kind in (*KINDS, COMMUNICATION)}
+    collectives = by_kind.pop(COMMUNICATION)
+    busy = Spans((w.start, w.end) for w in work if w.kind != COMMUNICATION)
     blocked = collectives - busy
-    by_kind = {kind: Spans((p.start, p.end) for p in pieces if p.kind == kind) for kind in KINDS}
-    starts = np.sort(np.array([piece.start for piece in pieces], dtype=np.int64))
-    records, timeline, last = [], [], whole[-drawn:] if drawn else []
-    for step, of_step in zip(whole, parts, strict=True):
-        number = int(step.name.removeprefix(STEP))
-        record = StepRecord(number, (step.end - step.start) / 1e9)
-        timeline += [[(step.start - aligned) / 1e9, (step.end - aligned) / 1e9, WHOLE_STEP]] * (step in last)
-        record.busy, record.blocked = busy.seconds(step.start, step.end), blocked.seconds(step.start, step.end)
+    starts = np.sort([w.start for w in work])
+    records = []
+    for step, of_step in zip(steps, parts, strict=True):
+        record = StepRecord(
+            int(step.name.removeprefix(STEP)),
+            (step.end - step.start) / 1e9,
+            busy=busy.seconds(step.start, step.end),
+            blocked=blocked.seconds(step.start, step.end),
+            kernels={kind: spans.seconds(step.start, step.end) for kind, spans in by_kind.items()},
+            launched=int(np.searchsorted(starts, step.end) - np.searchsorted(starts, step.start)) if on_device else 0,
+        )
         for part in of_step:
-            seconds, waited = (part.end - part.start) / 1e9, blocked.seconds(part.start, part.end)
+            seconds = (part.end - part.start) / 1e9
+            waited = blocked.seconds(part.start, part.end)
+            # Times of host and device may overlap by some nanoseconds.
             rest = max(0.0, seconds - waited - busy.seconds(part.start, part.end))
             _add(record.phases, part.name, seconds)
             _add(record.blocked_in, f"{part.micro_step}/{part.name}", waited)
             _add(record.idle_in, part.name, rest)
-            timeline += [[(part.start - aligned) / 1e9, (part.end - aligned) / 1e9, part.name]] * (step in last)
         record.data = record.idle_in.pop(WAITING_FOR_DATA, 0.0)
         record.idle = max(0.0, record.seconds - record.busy - record.blocked - record.data)
-        record.kernels = {kind: spans.seconds(step.start, step.end) for kind, spans in by_kind.items()}
-        if on_device:
-            record.launched = int(np.searchsorted(starts, step.end) - np.searchsorted(starts, step.start))
         records.append(record)
-    reads = Spans((part.start, part.end) for part in itertools.chain(*parts) if part.name == WAITING_FOR_DATA)
-    shown = Spans((step.start, step.end) for step in last)
+    shown = steps[-drawn:] if drawn else []
+    within = Spans((step.start, step.end) for step in shown)
     visible = LEAST_DRAWN * 1e9 * sum(record.seconds for record in records) / len(records)
-    for what, spans in ((IDLE, shown - busy - collectives - reads), (BLOCKED, shown & blocked)):
-        pairs = [(begin, end) for begin, end in spans.pairs.tolist() if end - begin > visible]
-        timeline += [[(begin - aligned) / 1e9, (end - aligned) / 1e9, what] for begin, end in pairs]
-    return records, timeline
+    bars = [(step.start, step.end, WHOLE_STEP) for step in shown]
+    bars += [(p.start, p.end, p.name) for of_step in parts[len(parts) - len(shown) :] for p in of_step]
+    idle = within - busy - collectives - spans_of(parts, WAITING_FOR_DATA)
+    for what, spans in ((IDLE, idle), (BLOCKED, within & blocked)):
+        bars += [(begin, end, what) for begin, end in spans.pairs.tolist() if end - begin > visible]
+    # Clocks of machines differ: timelines begin at a mark that all ranks set after a barrier.
+    aligned = next((mark.start for mark in marks if mark.name == ALIGNED), steps[0].start)
+    return records, [[(begin - aligned) / 1e9, (end - aligned) / 1e9, what] for begin, end, what in bars]
 
 
 def _add(sums: dict[str, float], name: str, seconds: float) -> None:
     sums[name] = sums.get(name, 0.0) + seconds
+
+
+def spans_of(parts: list[list[PhaseSpan]], name: str) -> Spans:
+    """The phases of that name, in all steps."""
+    return Spans((part.start, part.end) for of_step in parts for part in of_step if part.name == name)
+
+
+def kind_of_kernel(event: TraceEvent, launched: Mapping[int, str]) -> str:
+    """The kind of a kernel on the device: that of the operators around its launch, but communication by its name."""
+    # A product within attention is attention, whatever its kernel is called.
+    by_name = kernel_kind(event.name)
+    return by_name if by_name == COMMUNICATION else launched.get(event.correlation, by_name)
 
 
 def walk_threads(
@@ -312,10 +333,12 @@ def walk_threads(
 
 def phases_of(marks: list[TraceEvent], steps: list[TraceEvent]) -> list[list[PhaseSpan]]:
     """The phases of each step, in order. A micro-step begins with its data."""
+    phases = [mark for mark in marks if mark.name != ALIGNED and not mark.name.startswith(STEP)]
     found = []
     for step in steps:
-        micro_step, of_step = -1, []
-        for mark in marks:
+        micro_step = -1
+        of_step = []
+        for mark in phases:
             if step.start <= mark.start < step.end:
                 name = mark.name.removeprefix(MARK)
                 micro_step += name == WAITING_FOR_DATA

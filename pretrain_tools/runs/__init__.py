@@ -1,4 +1,4 @@
-"""What runs.py shows and asks of run folders.
+"""The tools of runs.py, which read run folders and steer live runs.
 
 Copes with what a crash left behind, imports nothing heavy, and changes a run only through control.
 

@@ -109,7 +109,8 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: C
     Raises InputError if the run ends without an answer or refuses, if another request replaces this one, or if the
     time is up; a request that timed out is cancelled.
     """
-    start, command = time.monotonic(), request["command"]
+    start = time.monotonic()
+    command = request["command"]
     while (waited := time.monotonic() - start) < timeout_seconds:
         # Asked before the answer is read: a trainer that stops first answers, then exits.
         alive = is_training(run)
@@ -140,7 +141,8 @@ def wait_for_profile(run: Path, request: dict, *, show: Callable[[float], None])
 
     Raises InputError if the run ends before, or gives the profile up.
     """
-    start, read = time.monotonic(), set()
+    start = time.monotonic()
+    read = set()
     while True:
         alive = is_training(run)  # asked before the reports are read, as above
         for path in run.glob(f"{PROFILE_FOLDER}/step-*/{PROFILE_REPORT}"):

@@ -147,7 +147,8 @@ def summary_text(history: History, status: RunStatus) -> str:
     """A run on one page: its settings, its results, its course."""
     settings = recorded_settings(history.folder)
     start = history.last("start")
-    total, active = start.get("parameters"), start.get("active_parameters")
+    total = start.get("parameters")
+    active = start.get("active_parameters")
     parameters = _text(total, ", {:,} parameters") or ""
     parameters += (_text(active, ", {:,} active") or "") if active != total else ""
     data = [str(value) for key, value in settings.items() if key.startswith("data.") and key.endswith(".shards")]
@@ -219,6 +220,7 @@ def write_csv(histories: list[History], path: Path) -> int:
         if event["event"] in EXPORTED
     ]
     columns = dict.fromkeys(["run", "event", "step", "tokens", "hours", "time", *itertools.chain.from_iterable(rows)])
+    # Complete or absent: a script may read the table while it is exported again.
     unfinished = path.with_name(f".{path.name}.unfinished")
     with open(unfinished, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns)

@@ -25,7 +25,8 @@ LOGGED = ("step", "tokens", "hours", "learning_rate")
 MEASURES = ("loss", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes")
 EXTREMES = ("loss", "grad_norm")
 """Measures of which a point also has the least and the largest, as loss_low and loss_high: no spike is lost."""
-MOST_STEPS, INTERVALS = 2400, 600
+MOST_STEPS = 2400
+INTERVALS = 600
 """Longer runs are divided into equal intervals, a point for each."""
 MOST_HAPPENED = 400
 """Events of a kind, the last ones."""
@@ -35,7 +36,7 @@ Columns = dict[str, list[float | None]]
 
 @dataclass(frozen=True)
 class RunCurves:
-    """What is drawn of a run; each group of columns but by_position has step, tokens, hours and flops."""
+    """The drawn curves of a run; each group of columns but by_position has step, tokens, hours and flops."""
 
     train: Columns
     validation: dict[str, Columns]
@@ -85,6 +86,7 @@ class Curves:
                 self.start = event if event["event"] == "start" else self.start
 
     def _go_back(self, step: int) -> None:
+        # Steps after this one are trained again, and what was measured at them belongs to no curve.
         kept = int(np.searchsorted(np.array(self.train["step"]), step, "right"))
         for values in self.train.values():
             del values[kept:]
@@ -103,6 +105,7 @@ class Curves:
         happened = newest_of_each_kind(self.happened)
         scores = {name: [at[step] for step in sorted(at)] for name, at in self.scores.items() if at}
         return RunCurves(
+            # Last, so that what was logged replaces what was interpolated.
             train={**places.of([{"event": "train", **point} for point in points]), **train},
             validation={
                 source + of: {**places.of(events), "loss": [rounded(e.get(key)) for e in events]}
@@ -129,7 +132,8 @@ class Curves:
 
 def newest_of_each_kind(events: Sequence[Event]) -> list[Event]:
     """The last MOST_HAPPENED events of each kind, in their order."""
-    kept, counts = [], Counter()
+    kept = []
+    counts = Counter()
     for event in reversed(events):
         counts[event["event"]] += 1
         if counts[event["event"]] <= MOST_HAPPENED:
@@ -153,6 +157,7 @@ def thinned(train: dict[str, NDArray], most_steps: int) -> Columns:
     count = len(train["step"])
     if count == 0:
         return {name: [] for name in (*train, *(f"{name}_{end}" for name in EXTREMES for end in ("low", "high")))}
+    # Equal numbers of steps, so that every mean is over as many.
     first = np.arange(count) if count <= most_steps else np.arange(INTERVALS) * count // INTERVALS
     last = np.append(first[1:], count) - 1
     columns = {name: train[name][last] for name in LOGGED}
@@ -162,6 +167,7 @@ def thinned(train: dict[str, NDArray], most_steps: int) -> Columns:
         sums = np.add.reduceat(np.where(known, train[name], 0.0), first)
         columns[name] = np.divide(sums, counts, out=np.full(len(first), np.nan), where=counts > 0)
     for name in EXTREMES:
+        # fmin and fmax leave NaN out, unlike minimum and maximum.
         columns[f"{name}_low"] = np.fmin.reduceat(train[name], first)
         columns[f"{name}_high"] = np.fmax.reduceat(train[name], first)
     return {name: [rounded(value) for value in values.tolist()] for name, values in columns.items()}

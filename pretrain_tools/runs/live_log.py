@@ -15,9 +15,9 @@ from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, heartbeat_path
 from pretrain_tools.runs.status import FIGURES, RunStatus, status_from
 
 KEPT_EVENTS = 200
-"""Of each run; what a status and a trend need."""
+"""Events of each run that are kept; a status and a trend need no more."""
 MANY = tuple(f'{{"event": "{name}"'.encode() for name in ("train", "sample", "evaluation"))
-"""How the lines begin of which there are most."""
+"""Beginnings of the most frequent lines."""
 LOOK_BACK_BYTES = 1 << 20
 FIND_EVERY_SECONDS = 10.0
 """Looking for new runs lists folders, which is slow on network disks."""
@@ -67,7 +67,7 @@ class LiveRun:
         """The number of the look at which something of it had last changed."""
         self.status: RunStatus | None = None
         self.logged = 0.0
-        """When its log last grew, in seconds since 1970."""
+        """The time at which its log last grew, in seconds since 1970."""
         self._log = LogFollower(folder / METRICS_FILE, last=KEPT_EVENTS)
         self._events: list[Event] = []
         self._seen: list[tuple] = []
@@ -92,7 +92,7 @@ class LiveRun:
 
 
 def file_version(path: Path) -> tuple[int, ...]:
-    """What changes with a file; () without one."""
+    """Inode, size and time of a file, one of which changes with it; () without one."""
     try:
         stat = os.stat(path)
     except OSError:

@@ -29,7 +29,7 @@ from pretrain_tools.runs.addresses import ModelAddress, find_models
 
 MERGE_FILE = "merge.json"
 LEFT_BEHIND = {SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE, CARD_FILE, PICTURE_FILE, MERGE_FILE, "trainer_state.json"}
-"""What a model folder says of one model alone."""
+"""Files of a model folder that describe one model alone."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,12 @@ class MeanTensors(TensorGroup):
 
     models: Sequence[Mapping[str, torch.Tensor]]
     published: PublishedNames
-    """How they are called in the mean's folder."""
+    """The names of tensors in the mean's folder."""
 
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
         if not wanted:
             return None
+        # Sums of many models in fp32 would lose what the last ones differ by.
         total = self.models[0][name].double()
         for model in self.models[1:]:
             total += model[name]
@@ -63,7 +64,8 @@ def merge_models(texts: list[str], *, last: int | None, weights: str, output: Pa
     problems = Problems()
     addresses = [found for text in texts for found in problems.attempt(addressed, text, last) or []]
     problems.stop_if_any()
-    names, folders = [address.name for address in addresses], [address.folder for address in addresses]
+    names = [address.name for address in addresses]
+    folders = [address.folder for address in addresses]
     if len(folders) < 2 and weights == "raw":
         problems.append(
             f"merge {names[0]}: one model is no mean; give several, as RUN --last 5, RUN@400 RUN@500 or two folders"
@@ -95,6 +97,7 @@ def addressed(text: str, last: int | None) -> list[ModelAddress]:
     except InputError as error:
         raise InputError(*(problem.replace("--model", "merge", 1) for problem in error.problems)) from error
     found: list[ModelAddress] = []
+    # Newest first: damaged ones are passed over until there are enough.
     for step in reversed(steps):
         try:
             found = [*find_models(f"{text.rstrip('/')}@{step}"), *found]
@@ -109,7 +112,7 @@ def addressed(text: str, last: int | None) -> list[ModelAddress]:
 
 
 def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path:
-    """Where the mean goes. Raises InputError if it cannot."""
+    """Chooses the folder of the mean. Raises InputError if it cannot be made."""
     if asked is None:
         runs = {address.run for address in addresses}
         if len(runs) > 1 or None in runs:
@@ -166,6 +169,7 @@ def describe_mean(folder: Path, newest: Path, contents: dict) -> None:
         if path.is_file() and path.name not in LEFT_BEHIND and ".safetensors" not in path.suffixes:
             shutil.copyfile(path, folder / path.name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # The folder that is copied may say bf16, as its own weights were.
     config["dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     (folder / MERGE_FILE).write_text(json.dumps(contents, indent=1), encoding="utf-8")

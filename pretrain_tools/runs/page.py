@@ -52,7 +52,7 @@ MOST_CURVES_IN_FILE = 24
 REFRESHED_SECONDS = 0.5
 """Runs are looked at no more often, however many pages ask."""
 SHARE_OF_TIME = 0.1
-"""Of a server's time that goes into the curves of one run: those of long runs are refreshed less often."""
+"""Share of a server's time that goes into the curves of one run: those of long runs are refreshed less often."""
 
 
 def page_text(title: str, data: dict[str, Any], *, is_served: bool = False) -> str:
@@ -112,7 +112,7 @@ def page_of_plot(runs: Sequence[PlottedRun]) -> str:
 
 
 def run_record(number: int, name: str, status: RunStatus, logged: float) -> dict[str, Any]:
-    """What the page shows of a run in its line."""
+    """The figures of a run in its line of the page."""
     return {
         "number": number,
         "name": name,
@@ -149,16 +149,18 @@ class FollowedCurves:
         self._hours: tuple[float, float | None] = (0.0, None)
         self._due = 0.0
         self.record: dict[str, Any] = {}
-        """As the page takes them."""
+        """The curves as the page takes them."""
         self.version = -1
-        """That of the run when they were drawn."""
+        """The run's version when they were drawn."""
 
     def refresh(self, version: int) -> None:
         """Reads and draws what is new, unless it was just done. Raises OSError where the run is gone."""
         begin = time.monotonic()
+        # A version that came too early stays due: it is still another at the next look.
         if version == self.version or begin < self._due:
             return
         events, is_another = self._log.read()
+        # Replaced or cut short: what was read belongs to another run.
         if is_another:
             self._curves = Curves()
             self._hours = (0.0, None)
@@ -170,7 +172,7 @@ class FollowedCurves:
 
 
 class LiveData:
-    """What pages are told of the runs; for several threads."""
+    """The news that pages get of the runs; for several threads."""
 
     def __init__(self, runs: LiveRuns, fresh_seconds: float = REFRESHED_SECONDS):
         self.runs = runs
@@ -234,6 +236,7 @@ class PageServer(ThreadingHTTPServer):
         self.interval = interval
         self.token = secrets.token_urlsafe(24)
         try:
+            # Other machines do not get here; ssh -L does.
             super().__init__(("127.0.0.1", port), PageRequest)
         except OSError as error:
             raise InputError(
@@ -242,7 +245,7 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Where a browser of this machine finds the page."""
+        """The page's address for a browser of this machine."""
         return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -288,7 +291,8 @@ class PageRequest(BaseHTTPRequestHandler):
             return None
         try:
             asked = json.loads(body)
-            run, command = self.server.data.runs.numbered(asked["run"]), asked["command"]
+            run = self.server.data.runs.numbered(asked["run"])
+            command = asked["command"]
         except (ValueError, TypeError, KeyError):
             run = command = None
         if urlsplit(self.path).path != "/control" or run is None or command not in COMMANDS:

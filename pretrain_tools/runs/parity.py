@@ -25,7 +25,7 @@ strategies round in different places, and gradient norms may differ by a few per
 
 @dataclass(frozen=True)
 class Curve:
-    """What a run logged, by step."""
+    """Losses and gradient norms of a run, by step."""
 
     loss: dict[int, float]
     grad_norm: dict[int, float]
@@ -38,7 +38,7 @@ class StrategyOutcome:
     curve: Curve | None
     """None: it did not train to the end."""
     refusals: tuple[str, ...] = ()
-    """Why it refused the recipe, or this machine, before it started."""
+    """Problems for which it refused the recipe, or this machine, before it started."""
 
 
 def strategy_names() -> list[str]:
@@ -126,6 +126,7 @@ def measure_parity(
         on = f"{count} process{'es' if count > 1 else ''}"
         print(f"[{number}/{len(strategies)}] {name}, {on}, {steps} steps ...", file=sys.stderr, flush=True)
         outcomes[name] = train_under(name, count, recipe, output / name, overrides)
+        # Nothing can be compared, so the other strategies are not trained.
         if outcomes[REFERENCE].curve is None:
             raise InputError(
                 *(outcomes[REFERENCE].refusals or [f"{recipe} does not train; see {output / REFERENCE}.log"])
@@ -138,7 +139,7 @@ def measure_parity(
 
 
 def updates_in_bf16(optimizer: str) -> bool:
-    """Whether the optimizer computes its updates in bf16 on this machine under any precision; imports torch."""
+    """Tells whether the optimizer computes its updates in bf16 on this machine under any precision; imports torch."""
     from pretrain.hardware import missing_bf16
     from pretrain.optim.optimizers import OPTIMIZERS
     from pretrain.parallel.strategy import device_type
@@ -147,7 +148,7 @@ def updates_in_bf16(optimizer: str) -> bool:
 
 
 def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes: int) -> list[tuple[str, str]]:
-    """What the recipe leaves to `auto`, as it is for the whole run and fits all launches; imports torch then."""
+    """Settles what the recipe leaves to `auto`, for the whole run and fitting all launches; imports torch then."""
     config = read_run_config(recipe, changes)
     optim = config.optim
     if "auto" not in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps):
@@ -188,6 +189,7 @@ def train_under(name: str, processes: int, recipe: Path, output: Path, overrides
     log = output.with_suffix(".log")
     with open(log, "w", encoding="utf-8") as file:
         status = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
+    # A launch that falls back to one process would agree with the reference, of course.
     if status == 0 and (mistake := mistaken_launch(output, name, processes)):
         with open(log, "a", encoding="utf-8") as file:
             file.write(mistake + "\n")
@@ -199,7 +201,7 @@ def train_under(name: str, processes: int, recipe: Path, output: Path, overrides
 
 
 def mistaken_launch(run: Path, name: str, processes: int) -> str | None:
-    """What a finished run was trained under, if that is not what was asked for: its losses would prove nothing."""
+    """Describes a finished run that was launched as another than asked for: its losses would prove nothing."""
     record = read_json(run / "strategy.json")
     trained = (record.get("strategy"), record.get("ranks"))
     # One process under ddp is called single.

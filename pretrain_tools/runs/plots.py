@@ -30,7 +30,7 @@ MARKS = {
 POSITION_LABELS = {"step": "step", "tokens": "tokens", "hours": "hours of running", "flops": "FLOPs"}
 MOST_SCORE_PANELS = 15
 MARK_HEIGHT = 0.035
-"""Of a run's line of event marks, as a share of the panel."""
+"""Height of a run's line of event marks, as a share of the panel."""
 SMOOTHED_SHARE = 0.04
 FEW = 12
 """Values of a curve up to which each is a dot, and the first ones count as much as the rest."""
@@ -110,6 +110,7 @@ def picture_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
         measure("Gradient norm, before clipping", "grad_norm", log=True),
         measure("Tokens per second", "tokens_per_second"),
     ]
+    # Of several runs the losses are compared first.
     panels = [loss, *losses, *panels] if len(runs) > 1 else [loss, *panels, *losses]
     names = dict.fromkeys(name for run in curves for name in run.scores if not name.endswith("perplexity"))
     # Means of sets first, then what moves first: a small model's accuracies stay at chance.
@@ -139,13 +140,15 @@ def draw_measure(
 ) -> None:
     """Draws a measure of the steps: bold its moving average, faint the least and the largest of each point's steps."""
     for number, run in enumerate(runs):
-        train, color = run.curves.train, color_of(number)
+        train = run.curves.train
+        color = color_of(number)
         x, y = points_of(train, position, measure)
         dots = {"marker": "o" if len(y) <= FEW else None, "markersize": 3}
         if smooth and len(y) >= 20:
             low, high = (f"{measure}_{end}" if f"{measure}_low" in train else measure for end in ("low", "high"))
             x, low, high = points_of(train, position, low, high)
             both = list(itertools.chain.from_iterable(zip(low, high, strict=True)))
+            # From the least to the largest and back: a spike in a long run stays visible.
             axis.plot([at for at in x for _ in range(2)], both, color=color, linewidth=0.8, alpha=0.35)
             x, y = points_of(train, position, measure)
             axis.plot(x, smoothed(y), color=color, linewidth=1.8)
@@ -223,7 +226,8 @@ def draw_validation(axis: Any, runs: Sequence[PlottedRun], position: str) -> Non
 
 def draw_by_position(axis: Any, runs: Sequence[PlottedRun]) -> None:
     """Draws a point for each range of positions, at its end; a line for each source and stage."""
-    ends, handles = set(), []
+    ends = set()
+    handles = []
     for number, run in enumerate(runs):
         for place, (name, columns) in enumerate(run.curves.by_position.items()):
             color = color_of(number if len(runs) > 1 else place)
@@ -262,7 +266,8 @@ def draw_score_by_run(axis: Any, runs: Sequence[PlottedRun], name: str) -> None:
     """Draws the last score of each run."""
     measured = [(n, run.name, run.curves.scores[name]) for n, run in enumerate(runs) if name in run.curves.scores]
     for place, (number, _, columns) in enumerate(measured):
-        value, error = columns["value"][-1], columns["standard_error"][-1]
+        value = columns["value"][-1]
+        error = columns["standard_error"][-1]
         axis.errorbar([place], [value], yerr=[error or 0.0], color=color_of(number), marker="o", capsize=4)
         beside = {"textcoords": "offset points", "xytext": (8, 0), "va": "center", "fontsize": 9}
         axis.annotate(f"{value:.4g}", (place, value), **beside)

@@ -1,4 +1,4 @@
-"""How a run is doing: whether its process is alive, its progress, time left. Reads only the ends of files."""
+"""The state of a run: its process, progress and time left. Reads only the ends of files."""
 
 import fcntl
 import socket
@@ -39,7 +39,7 @@ class RunStatus:
     state: str
     """running, finished, stopped or crashed."""
     reason: str | None
-    """Why it ended, if recorded."""
+    """The reason of its end, if recorded."""
     where: str | None
     """'process 123 on host' that runs it."""
     step: int | None
@@ -59,7 +59,7 @@ class RunStatus:
     events: list[Event] = field(repr=False)
     """The last ones."""
     mirror: str | None = None
-    """How far its mirror is behind, in words; None without one."""
+    """The state of its mirror in words; None without one."""
 
     @property
     def progress(self) -> float | None:
@@ -68,7 +68,7 @@ class RunStatus:
 
 
 def is_training(run: Path) -> bool | None:
-    """Whether a process trains this run now; None if nothing in the folder can tell.
+    """Tells whether a process trains this run now; None if nothing in the folder can tell.
 
     On the machine of the process its lock tells, from elsewhere its heartbeat.
     """
@@ -110,14 +110,17 @@ def status_from(run: Path, events: list[Event]) -> RunStatus:
     """The state of a run whose last events are known. Raises OSError where the run is gone."""
     heartbeat = read_json(heartbeat_path(run))
     last = {event["event"]: event for event in events}
-    train, start = last.get("train", {}), last.get("start", {})
-    alive, end = is_training(run), _end_of(events)
+    train = last.get("train", {})
+    start = last.get("start", {})
+    alive = is_training(run)
+    end = _end_of(events)
     age = time.time() - (run / METRICS_FILE).stat().st_mtime
     if alive is None:
         alive = end is None and age < STALE_HEARTBEAT_SECONDS
     reached = (train.get("step"), start.get("step"), last.get("rollback", {}).get("to_step"))
     step = next((step for step in reached if is_number(step)), None)
     total_steps = _total_steps(run, events, step)
+    # A lock of another machine may be out of sight, or gone with its disk.
     holder = read_json(run / LOCK_FILE) or heartbeat
     return RunStatus(
         folder=run,
@@ -185,7 +188,8 @@ def mirror_text(run: Path) -> str | None:
     status = read_json(run / MIRROR_STATUS)
     if not status:
         return None
-    copied, latest = status.get("copied_step"), latest_step(run)
+    copied = status.get("copied_step")
+    latest = latest_step(run)
     if copied is None:
         said = "nothing copied since the start"
     elif latest is None or copied >= latest:

@@ -1,4 +1,4 @@
-"""What a step was trained on: each sequence's source, shard and place in it, and its documents as text."""
+"""The data of a step: each sequence's source, shard and place in it, and its documents as text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,11 @@ class Sequence:
     """One training sequence of a step."""
 
     number: int
-    """From 1 within the step; ranks take them in turn."""
+    """Number within the step, from 1; ranks take them in turn."""
     source: str
     file: str
     offset: int
-    """Of its first token within the file, in tokens."""
+    """Place of its first token within the file, in tokens."""
     ids: np.ndarray
     """(sequence_length + 1,): the last one is a target only."""
     first_document: int
@@ -36,7 +36,7 @@ class Sequence:
     origins: list[str | None]
     """The source and line of each document; None for shards that do not record it."""
     begins_inside: bool
-    """Whether its first document began in an earlier sequence."""
+    """True if its first document began in an earlier sequence."""
 
 
 def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
@@ -81,7 +81,8 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
     before = min(step, state.get("anneal_from") or step)
     start = next((start for start in reversed(history.of("start")) if start["step"] < before), {})
     try:
-        data, seed = Data.model_validate(start.get("data") or settings["data"]), int(settings["seed"])
+        data = Data.model_validate(start.get("data") or settings["data"])
+        seed = int(settings["seed"])
         ramp = BatchRamp(
             tuple(start["sequences_per_level"]),
             tuple(start["first_steps"]),
@@ -95,6 +96,7 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
         ) from None
     left_out = [tuple(entry["samples"]) for entry in state.get("rollbacks") or [] if entry.get("samples")]
     passed = start.get("stage_starts", [])[1:]
+    # Data that a rollback skipped moves all later samples.
     batches = Batches(data, seed=seed, ramp=ramp, passed=passed, origin=origin).leaving_out(left_out)
     if problems := changed_sources(batches, newest.get("identity", {})):
         raise InputError(*problems)

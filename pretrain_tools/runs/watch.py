@@ -28,13 +28,15 @@ from pretrain_tools.runs.status import (
     state_text,
 )
 
-USUAL_PORT, LAST_PORT = 8765, 65_535
+USUAL_PORT = 8765
+LAST_PORT = 65_535
 STATE_STYLES = {"running": "green", "finished": "cyan", "stopped": "yellow", "crashed": "red"}
 LIVE_COLUMNS = {"run": 0, "state": 0, "step": 0, "loss": 0, "val loss": 70, "tok/s": 0, "MFU": 90, "left": 0,
                 "trend": 150, "last event": 110}  # fmt: skip
 """{column: the least width of a terminal that shows it}"""
 LEFT_ALIGNED = ("run", "state", "trend", "last event")
-TREND_WIDTH, TREND_LINES = 16, 96
+TREND_WIDTH = 16
+TREND_LINES = 96
 MOST_NAME_WIDTH = 40
 
 
@@ -133,6 +135,7 @@ def print_lines(runs: LiveRuns, interval: float, write: Callable[[], None] | Non
         for run in found:
             if run.version > seen:
                 print(run_line(runs.name_of(run), run.status), flush=True)
+        # A run that left may have had the largest version.
         seen = max([seen, *(run.version for run in found)])
         between_looks(write, interval)
 
@@ -151,6 +154,7 @@ def run_line(name: str, status: RunStatus) -> str:
 
 def print_once(runs: LiveRuns) -> None:
     """Prints the table as it is now; plain text in a file."""
+    # A file gets all columns, and no marks of a terminal.
     found = runs.refresh()
     if not is_terminal(sys.stdout):
         print(list_text([run.status for run in found], within=runs.folder))

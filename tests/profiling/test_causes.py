@@ -4,8 +4,7 @@ import pytest
 
 from pretrain_tools.profiling.causes import Evidence, RankSteps, find_causes
 from pretrain_tools.profiling.expected_step import ExpectedStep
-from pretrain_tools.profiling.gantt import MOST_ROWS, draw_gantt
-from pretrain_tools.profiling.report import RANKS_SHOWN, report_text
+from pretrain_tools.profiling.report import MOST_ROWS, RANKS_SHOWN, draw_gantt, report_text
 from pretrain_tools.profiling.trace_events import StepRecord
 
 EXPECTED = ExpectedStep(0.09, 0.4, {"matrix products": 0.03, "attention": 0.003, "loss": 0.003}, 0.002)
