@@ -83,7 +83,6 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
     load_checkpoint(run)
     begin(run, validation_readers)
     model = run.built.model
-    experts = run.built.experts
     throughput = run.speed.throughput
     read_ahead = ReadAhead(strategy)
     cadences = Cadences.of(config, run.plan)
@@ -100,9 +99,8 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
         step = begin_step(run)  # where a stage begins, the model takes its windows and positions
         plan = run.plan
         learning_rate = plan.learning_rate(step) * run.state.learning_rate_factor
-        strategy.set_learning_rate(learning_rate)
         micro_steps = plan.micro_steps(step)
-        experts.begin_step(micro_steps)
+        strategy.begin_step(learning_rate, micro_steps)
         step_loss = torch.zeros((), device=strategy.device)
         for micro_step in range(micro_steps):
             with throughput.loading_data():
@@ -111,11 +109,9 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
             with strategy.accumulate(is_last=micro_step == micro_steps - 1):
                 loss, cross_entropy = model(**batch)
                 strategy.backward(loss / micro_steps)
-            experts.count()
             step_loss += cross_entropy / micro_steps
             run.watch.beat()
         grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
-        experts.end_step(skipped)
         throughput.step_done()
         count_step(run)  # its weights enter their average, if the run keeps one
 

@@ -81,7 +81,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def train(trial: Trial, given: argparse.Namespace) -> dict[str, float]:
     """Trains in a process of its own; {bits_per_byte, tokens}. Raises InputError with the end of its errors."""
-    from pretrain.model.flops import flops_per_token
+    from pretrain.model.build import flops_per_token
     from pretrain.model.model_config import load_model_config
 
     vocabulary = padded(read_manifest(given.shards).vocabulary_size)

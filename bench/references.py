@@ -188,7 +188,7 @@ def loss_error(backend: str, device: str, precision: str, sizes: tuple[int, int,
     """The largest error of the loss and of its gradients by hidden states, head and bias."""
     import torch
 
-    from pretrain.model.inputs import IGNORED
+    from pretrain.model.attention import IGNORED
     from pretrain.model.loss import next_token_loss
 
     tokens, width, vocabulary = sizes

@@ -58,7 +58,8 @@ class Permutation:
         return image.astype(np.int64)
 
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
-        left, right = values >> self._half, values & self._mask
+        left = values >> self._half
+        right = values & self._mask
         for key in self._keys:
             left, right = right, left ^ (_mix(right ^ key) & self._mask)
         return (left << self._half) | right
@@ -82,7 +83,7 @@ Drawn = dict[int, np.ndarray]
 
 @dataclass(frozen=True)
 class SourceRead:
-    """How much of a source a run has read."""
+    """The amount that a run has read of one source."""
 
     shards: str
     """Folder of the prepared source."""
@@ -96,7 +97,7 @@ class SourceRead:
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Where a run stands in its data. Stored in checkpoints: a run whose data change goes on from here."""
+    """A run's position in its data. Stored in checkpoints: a run whose data change continues from here."""
 
     step: int
     sample: int
@@ -125,7 +126,7 @@ class Segment:
     drawn: np.ndarray
     """(PATTERN_LENGTH + 1, sources) windows of each source before each place in the pattern."""
     drawn_before: Drawn
-    """Before this segment."""
+    """Windows drawn before this segment."""
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Source of the window at each sample, and how many windows of that source and length came before it."""
@@ -135,7 +136,7 @@ class Segment:
         return source, draws
 
     def drawn_until(self, sample: int) -> Drawn:
-        """Before `sample`."""
+        """Windows drawn before `sample`."""
         rounds, place = divmod(-((self.first_sample - sample) // self.span), len(self.pattern))
         before = self.drawn_before[self.span]
         return self.drawn_before | {self.span: before + rounds * self.drawn[-1] + self.drawn[place]}
@@ -168,10 +169,14 @@ class Batches:
         passed: Sequence[int] = (),
         origin: DataPosition | None = None,
     ):
-        self.data, self.origin = data, origin
+        self.data = data
+        self.origin = origin
         self.window = data.window
         self.random_windows = data.sampling == "random_windows"
-        self.seed, self.ramp, self.skipped, self.passed = seed, ramp, tuple(skipped), tuple(passed)
+        self.seed = seed
+        self.ramp = ramp
+        self.skipped = tuple(skipped)
+        self.passed = tuple(passed)
         self.readers = open_training(data)
         self.folders = list(self.readers)
         self._numbers, self._read_before = self._continued(origin.sources if origin else ())
@@ -194,7 +199,7 @@ class Batches:
                 for before, reader in zip(self._read_before, self.readers.values(), strict=True)
             ]
         )
-        """Of each source, in windows of lengths that the run no longer has."""
+        """Epochs of each source, read in windows of lengths that the run no longer has."""
         self.stage_starts = self._stage_starts(data)
         """First sample of each stage."""
         self.first_steps = [self._first_step_from(sample) for sample in self.stage_starts]
@@ -202,7 +207,9 @@ class Batches:
         self.segments = self._plan(data)
         self._starts = [segment.first_sample for segment in self.segments]
         self._permutations: dict[tuple[int, int, int], Permutation] = {}
-        self._first_located, self._span_located, self._windows_located = 0, 1, []
+        self._first_located = 0
+        self._span_located = 1
+        self._windows_located = []
         manifests = [reader.manifest for reader in self.readers.values()]
         self.dtype = np.dtype(manifests[0].dtype)
         self.vocabulary_size = manifests[0].vocabulary_size
@@ -210,7 +217,8 @@ class Batches:
 
     def _continued(self, read: Sequence[SourceRead]) -> tuple[list[int], list[dict[int, int]]]:
         """(number, windows drawn before by their length) of each source; new sources take numbers that are free."""
-        left, found = list(read), []
+        left = list(read)
+        found = []
         for folder, reader in self.readers.items():
             # The same folder first: a source may have been moved, but two may hold the same text.
             same = [entry for entry in left if reader.manifest.sha256.startswith(entry.sha256)]
@@ -223,7 +231,7 @@ class Batches:
         return numbers, [{} if entry is None else entry.windows for entry in found]
 
     def position(self, step: int) -> DataPosition:
-        """Where a run stands that has taken the steps before `step`."""
+        """The position of a run that has taken the steps before `step`."""
         sample = self.first_sample(step)
         drawn = self.segments[self._segment_of(sample)].drawn_until(sample)
         sources = []
@@ -258,11 +266,13 @@ class Batches:
         )
 
     def _located(self, first_sample: int, count: int) -> list[tuple[int, int]]:
-        """As `locate`, for many windows at once: that costs hardly more, and the following ones are needed next."""
+        """Returns `locate`, computed for many windows at once: more cost hardly more, and the next step needs them."""
         span = self.span_at(first_sample)
         offset, rest = divmod(first_sample - self._first_located, span)
         if span != self._span_located or rest or offset < 0 or offset + count > len(self._windows_located):
-            self._first_located, self._span_located, offset = first_sample, span, 0
+            self._first_located = first_sample
+            self._span_located = span
+            offset = 0
             self._windows_located = self.locate(first_sample, max(count, LOCATED_SAMPLES))
         return self._windows_located[offset : offset + count]
 
@@ -270,7 +280,8 @@ class Batches:
         """(source number, first token) of `count` consecutive windows of the run, all as long as the first."""
         span = self.span_at(first_sample)
         samples = self._leave_out(first_sample + span * np.arange(count, dtype=np.int64))
-        source, start = np.empty(count, np.int64), np.empty(count, np.int64)
+        source = np.empty(count, np.int64)
+        start = np.empty(count, np.int64)
         for number in range(self._segment_of(samples[0]), self._segment_of(samples[-1]) + 1):
             end = self._starts[number + 1] if number + 1 < len(self._starts) else np.iinfo(np.int64).max
             here = (samples >= self._starts[number]) & (samples < end)
@@ -304,12 +315,14 @@ class Batches:
 
         The share is the expected one: windows of two lengths are in orders that know nothing of each other.
         """
-        first, end = self.stage_starts[number], [*self.stage_starts, self._total][number + 1]
+        first = self.stage_starts[number]
+        end = [*self.stage_starts, self._total][number + 1]
         if self.origin is not None:
             first = max(first, self.origin.sample)
         before = self.segments[self._segment_of(first)].drawn_before if end > first else {}
         drawn = self.segments[self._segment_of(end - 1)].drawn_until(end) if end > first else {}
-        span, found = self._spans[number], {}
+        span = self._spans[number]
+        found = {}
         for place, folder in enumerate(self.folders):
             epochs = {s: before[s][place] / self._windows_per_epoch[s][place] for s in before}
             here = (drawn[span][place] - before[span][place]) / self._windows_per_epoch[span][place] if drawn else 0
@@ -320,7 +333,8 @@ class Batches:
 
     def samples_of(self, first_step: int, last_step: int) -> SkippedRange:
         """The samples of steps first_step to last_step (counted from 0), as a range to leave out."""
-        first, end = self.ramp.sequences_before(first_step), self.ramp.sequences_before(last_step + 1)
+        first = self.ramp.sequences_before(first_step)
+        end = self.ramp.sequences_before(last_step + 1)
         first, last = self._leave_out(np.array([first, end - 1], np.int64)).tolist()
         return first, last + 1 - first
 
@@ -346,8 +360,9 @@ class Batches:
         return self._with(ramp=ramp, skipped=(), passed=passed, origin=origin).leaving_out(skipped)
 
     def begins_segment(self, step: int) -> bool:
-        """Whether the mixture changes within `step`, or at its beginning: a stage ends or a source is used up."""
-        before, after = self.ramp.sequences_before(step), self.ramp.sequences_before(step + 1)
+        """Tells whether the mixture changes in `step` or at its beginning: a stage ends or a source is used up."""
+        before = self.ramp.sequences_before(step)
+        after = self.ramp.sequences_before(step + 1)
         first, last = self._leave_out(np.array([before - 1, after - 1], np.int64))
         return step > 0 and self._segment_of(first) != self._segment_of(last)
 
@@ -390,7 +405,8 @@ class Batches:
         return starts
 
     def _first_tokens(self, source: np.ndarray, draw: np.ndarray, span: int) -> np.ndarray:
-        starts, length = np.empty_like(draw), span * self.window.sequence_length
+        starts = np.empty_like(draw)
+        length = span * self.window.sequence_length
         epoch, place = np.divmod(draw, self._windows_per_epoch[span][source])
         for number, turn in {*zip(source.tolist(), epoch.tolist(), strict=True)}:
             here = (source == number) & (epoch == turn)
@@ -405,7 +421,7 @@ class Batches:
 
     @staticmethod
     def _of_span(span: int) -> tuple[int, ...]:
-        """What keys of longer windows have more: those of data.sequence_length are as if there were no others."""
+        """Parts that keys of longer windows add; those of data.sequence_length are the same as without stages."""
         return (span,) if span > 1 else ()
 
     def _permutation(self, source: int, epoch: int, span: int) -> Permutation:
@@ -443,7 +459,8 @@ class Batches:
 
     def _segment(self, sources: list[Source], span: int, sample: int, drawn: Drawn) -> tuple[Segment | None, int]:
         """The segment that begins at `sample`, and its windows until its first source is used up."""
-        weights, left = np.zeros(len(self.folders)), np.full(len(self.folders), np.iinfo(np.int64).max)
+        weights = np.zeros(len(self.folders))
+        left = np.full(len(self.folders), np.iinfo(np.int64).max)
         for source in sources:
             number = self.folders.index(str(source.shards))
             if source.max_epochs is not None:

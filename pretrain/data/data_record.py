@@ -1,4 +1,4 @@
-"""What a run keeps of the manifests of its shards, for its card and for when the shards are gone."""
+"""The part of its shards' manifests that a run keeps, for its card and for when the shards are gone."""
 
 from collections import Counter
 from pathlib import Path, PurePath
@@ -14,7 +14,7 @@ DECONTAMINATION = "decontamination"
 
 
 def preparation_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Where the documents of shards came from and what was removed, as far as their manifest says; {} without one.
+    """Summarizes where the documents of shards came from and what was removed; {} without such a manifest.
 
     No file is named: of files the number, the size and, of those that were read by URL, the hosts.
     """
@@ -22,7 +22,8 @@ def preparation_of(manifest: dict[str, Any]) -> dict[str, Any]:
     if not sources:
         return {}
     files = [source for source in sources if "split" not in source]
-    options, cleaning = manifest.get("options") or {}, manifest.get("cleaning") or {}
+    options = manifest.get("options") or {}
+    cleaning = manifest.get("cleaning") or {}
     domains = Counter((cleaning.get("domains") or {}).values())
     return {
         "datasets": [
@@ -70,10 +71,10 @@ def public_name(path: str | None) -> str | None:
 
 
 def contamination_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the manifest of a prepared folder says of each benchmark; nothing where none was looked for.
+    """Lists what a folder's manifest says of each benchmark; [] if none was searched for.
 
-    Each is {benchmark, items, sought: items long enough to be found, found: items that stand somewhere, documents that
-    hold one, remove: what of these was removed}.
+    Each row is {benchmark, items, sought: items long enough to be found, found: items found somewhere, documents that
+    contain one, remove: what of these was removed}.
     """
     stages = (manifest.get("options") or {}).get("cleaning") or []
     found = (manifest.get("cleaning") or {}).get("found") or {}

@@ -20,7 +20,7 @@ from pretrain.errors import InputError
 _Result = TypeVar("_Result")
 
 HEADER_BYTES = 16
-"""Of what each process is sent: what became of the reading, and the number of the ids, as int64."""
+"""Header of what each process is sent: the outcome of reading and the number of the ids, as int64."""
 READ, INPUT_REFUSED, READ_FAILED = range(3)
 
 
@@ -67,7 +67,9 @@ class Dispatcher:
     """
 
     def __init__(self, data_ranks: Sequence[int], rank: int, group: dist.ProcessGroup):
-        self.data_ranks, self.rank, self.group = data_ranks, rank, group
+        self.data_ranks = data_ranks
+        self.rank = rank
+        self.group = group
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dispatch")
 
     def take(
@@ -78,14 +80,14 @@ class Dispatcher:
         read: Callable[[int], np.ndarray],
         then: Callable[[np.ndarray], _Result] = lambda ids: ids,
     ) -> Future[_Result]:
-        """What `then` makes, in the background, of the ids that this process takes.
+        """Returns, in the background, what `then` makes of the ids that this process takes.
 
         Args:
             number: of these ids; all processes must be at the same ones.
             shape, dtype: of the ids.
             read: the ids of a data rank; called in the first process alone, for all.
 
-        What `read` raises is raised there; in the others an InputError, or a RuntimeError if it was none.
+        An error of `read` is raised there; the others raise an InputError if it was one, else a RuntimeError.
         """
         return self._thread.submit(lambda: then(self._exchange(number, shape, np.dtype(dtype), read)))
 
@@ -93,11 +95,12 @@ class Dispatcher:
         self, number: int, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[int], np.ndarray]
     ) -> np.ndarray:
         mine = np.zeros(HEADER_BYTES + math.prod(shape) * dtype.itemsize, np.uint8)
-        parts, problem = None, None
+        parts = None
+        problem = None
         if self.rank == 0:
             try:
                 packed = {part: _packed(number, read(part), mine.size) for part in sorted(set(self.data_ranks))}
-            except Exception as error:  # told before it is raised: the others wait
+            except Exception as error:  # sent before it is raised: the others wait in the same collective
                 problem = error
                 failed = torch.from_numpy(mine.copy())
                 failed[:HEADER_BYTES].view(torch.int64)[0] = (

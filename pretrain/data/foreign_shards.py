@@ -80,7 +80,8 @@ def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
             f"link its folder beside the file: ln -s TOKENIZER_FOLDER {folder / TOKENIZER_FOLDER}"
         )
     given = tokenizer or str(folder / TOKENIZER_FOLDER)
-    loaded, tokenizer_folder = load_tokenizer(given), _tokenizer_folder(given)
+    loaded = load_tokenizer(given)
+    tokenizer_folder = _tokenizer_folder(given)
     dtypes = {_dtype_of(file, loaded.vocabulary_size) for file in files.values()}
     if len(dtypes) > 1:
         raise InputError(f"{path}: its files hold ids of different types ({', '.join(sorted(dtypes))})")
@@ -125,14 +126,16 @@ def _dtype_of(file: Path, vocabulary_size: int) -> str:
     if file.suffix in HDF5_SUFFIXES:
         return "uint16" if hdf5_ids(file).dtype.itemsize <= 2 else "uint32"
     index = file.with_suffix(IDX_SUFFIX)
-    dtype, tokens = dtype_for(vocabulary_size), None
+    dtype = dtype_for(vocabulary_size)
+    tokens = None
     if index.is_file():
         dtype, tokens, _ = read_idx(index)
     with file.open("rb") as content:
         first = int.from_bytes(content.read(4), "little")
     if first in LLM_C_MAGIC:
         raise InputError(f"{file}: begins with llm.c's header of 1,024 bytes; give the ids without it: tail -c +1025")
-    size, item = file.stat().st_size, id_dtype(dtype).itemsize
+    size = file.stat().st_size
+    item = id_dtype(dtype).itemsize
     if size % item or (tokens is not None and size != tokens * item):
         expected = f"{tokens * item:,} bytes, as its .idx says" if tokens is not None else f"{dtype} ids"
         raise InputError(f"{file}: has {size:,} bytes, must hold {expected}; restore the file or name its tokenizer")

@@ -43,7 +43,7 @@ class Manifest:
     shards: tuple[Shard, ...]
     sha256: str
     source_names: tuple[str, ...] = ()
-    """Of the documents, by the numbers in the shards' indices."""
+    """Names of the documents' sources, by the numbers in the shards' indices."""
     input_format: str | None = None
     """The format given for all sources; None: by their suffixes."""
     tokenizer_path: Path | None = None

@@ -31,7 +31,7 @@ SHARD_FIELDS = {"file": str, "split": str, "tokens": int, "documents": int, "tex
 
 @dataclass(frozen=True)
 class FoundShards:
-    """What the first process of a run has found in a folder that this one need not see (data/dispatch.py)."""
+    """The findings of a run's first process in a folder that this one need not see (data/dispatch.py)."""
 
     problems: list[str]
     manifest: Manifest | None = None
@@ -45,7 +45,7 @@ _found_by_first: dict[tuple[str, str | None], FoundShards] = {}
 
 
 def rely_on_first(found: Mapping[tuple[str, str | None], FoundShards]) -> None:
-    """From here on this process opens none of these folders; {}: it reads every folder itself.
+    """Makes this process believe `found` and open none of these folders; {}: it reads every folder itself.
 
     Kept for the whole process and not passed along, because it must hold wherever a manifest is read.
     """
@@ -187,7 +187,8 @@ def shard_size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[str
     """Files that are missing or have another size than the manifest says."""
     problems = []
     for shard in shards:
-        path, expected = manifest.folder / shard.file, shard.tokens * manifest.bytes_per_id
+        path = manifest.folder / shard.file
+        expected = shard.tokens * manifest.bytes_per_id
         size = path.stat().st_size if path.is_file() else None
         if size is not None and path.suffix in HDF5_SUFFIXES:
             from pretrain.data.foreign_shards import ids_bytes
@@ -251,7 +252,8 @@ def _hash_problems(path: Path, sha256: str, actual: str | None = None) -> list[s
 def _content_problems(manifest: Manifest, shard: Shard) -> list[str]:
     path = manifest.folder / shard.file
     sha256 = hashlib.sha256()
-    largest_id, ends = 0, 0
+    largest_id = 0
+    ends = 0
     with path.open("rb") as file:
         while block := file.read(VERIFY_BLOCK_BYTES):
             sha256.update(block)

@@ -185,9 +185,9 @@ def _parsed(content: bytes) -> "Tokenizer":
 
 
 def text_decoder(tokenizer: LoadedTokenizer) -> Callable[["np.ndarray"], bytes]:
-    """What turns a document's ids into its text; where the tokenizer drops spaces, they may be others.
+    """Returns a function from a document's ids to its text; spaces that the tokenizer drops may differ.
 
-    By a table where each id stands for the same bytes anywhere, which is many times as fast as tokenizers.
+    It uses a table if each id stands for the same bytes anywhere, which is many times as fast as tokenizers.
     """
     backend = backend_of(tokenizer.json, tokenizer.name)
     decoder = json.dumps(json.loads(tokenizer.json).get("decoder"))

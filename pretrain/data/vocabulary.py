@@ -9,7 +9,7 @@ from pretrain.model.model_config import load_recipe_model_config, padded_vocabul
 
 
 def vocabulary_of(data: Data) -> int | None:
-    """Ids of the tokenizer of the first source; None where its shards cannot be read: what opens them says why."""
+    """Ids of the first source's tokenizer; None if its shards cannot be read: opening them reports the reason."""
     source = data.mixtures[0].train[0]
     try:
         return read_manifest(source.shards, source.tokenizer).vocabulary_size
@@ -26,7 +26,7 @@ def planned_model_config(config: RunConfig) -> PreTrainedConfig:
 
 
 def assumed_vocabulary(config: RunConfig, model_config: PreTrainedConfig) -> list[str]:
-    """What to say of the vocabulary in a plan of shards that do not exist yet; [] where the model states it."""
+    """Notes on the vocabulary for a plan whose shards do not exist yet; [] if the model states its size."""
     if vocabulary_of(config.data) is not None:
         return []
     if len({load_recipe_model_config(config.model, size).vocab_size for size in (64, 128)}) == 1:

@@ -4,18 +4,16 @@ Knows nothing of distribution, optimizers or data. A new model is a JSON in mode
 file in architectures/ (docs/models.md).
 
     architectures/: local architectures
-    model_config, build: from JSON to model
-    initial_weights, pretrained: initial weights unit by unit, from the seed or from files
+    model_config: from a JSON, folder or Hub id to a checked configuration
+    build: from a configuration to counts, a model and its initial weights
+    pretrained: weights from files
     published_names: tensors as save_pretrained writes them, each expert by itself
-    inputs: token ids to what the model takes
-    attention, cpu_attention: kernels, document mask
-    kernels: those that a run uses, in words
+    attention, cpu_attention: kernels, document mask, the model's arguments
+    kernels: those that a GPU run uses, in words
     positions: rotary positions that change within a run
     loss: the loss without whole logits
     compile, fp8: how layers are compiled; fp8 layers
-    routers, expert_products: routers of mixtures of experts; their products in the run's precision
-    flops: what a token costs
+    routers: mixtures of experts
     width_roles: what of a parameter grows with the width
-    small_copy, reference: a small copy of any architecture, and what the library computes with it
-    model_values: values that no model has
+    small_copy: a small copy of any architecture, and what the library computes with it
 """

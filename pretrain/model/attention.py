@@ -15,6 +15,7 @@ Shapes: B windows, T positions, H query heads, G key heads, E width of a head, S
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from pretrain.errors import InputError, did_you_mean
 from pretrain.model import cpu_attention
 from pretrain.model.cpu_attention import HALF_DTYPES
 
+IGNORED = -100
+"""Target that is left out of the loss."""
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 UNKNOWN_TO_FLASH = ("s_aux", "position_bias", "attention_mask")
 SEGMENTS_PER_WINDOW = 8
@@ -57,7 +60,8 @@ def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[s
     cu_seq_lens[: len(starts_S)] = starts_S
     lengths_S = np.diff(starts_S, append=tokens)
     position_ids = np.arange(tokens, dtype=np.int64) - np.repeat(starts_S, lengths_S)
-    position_ids, cu_seq_lens = torch.from_numpy(position_ids).view(batch, length), torch.from_numpy(cu_seq_lens)
+    position_ids = torch.from_numpy(position_ids).view(batch, length)
+    cu_seq_lens = torch.from_numpy(cu_seq_lens)
     return {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
 
 
@@ -79,6 +83,54 @@ def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: to
     # The window's length bounds every segment's: the true maximum would change from step to step and recompile.
     segments = {"cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
     return {"position_ids": position_ids, **segments, "max_length_q": length, "max_length_k": length}
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """A micro-batch in host memory; pinned where it goes to a GPU, so that the copy waits for nothing."""
+
+    ids: Tensor
+    """(B, T + 1) in the shards' own integer type: a quarter of the bytes of int64."""
+    layout: Mapping[str, Tensor] | None
+    """See `document_layout`; None: attend over the whole window."""
+
+    def on_device(self, device: torch.device, attention: str, rows: int | None = None) -> dict[str, Any]:
+        """The model's arguments; see `model_inputs`."""
+        ids = self.ids.to(device, non_blocking=True).to(torch.int64)
+        targets = ids[:, 1:].clone(memory_format=torch.contiguous_format)  # one row would be contiguous as it is
+        if rows is not None:
+            targets[rows:] = IGNORED
+        arguments = attention_arguments(self.layout, attention, device) if self.layout is not None else {}
+        return {"input_ids_BT": ids[:, :-1].contiguous(), "targets_BT": targets, **arguments}
+
+
+def host_batch(ids: np.ndarray, window: WindowSpec, *, end_of_document_id: int, device: torch.device) -> HostBatch:
+    """A batch of ids (B, T + 1), each row one `window`, for a model on `device`."""
+    layout = document_layout(ids[:, :-1], end_of_document_id) if window.document_mask else None
+    batch = HostBatch(torch.from_numpy(ids), layout)
+    if device.type != "cuda":
+        return batch
+    pinned = {name: tensor.pin_memory() for name, tensor in layout.items()} if layout is not None else None
+    return HostBatch(batch.ids.pin_memory(), pinned)
+
+
+def model_inputs(
+    ids: np.ndarray,
+    window: WindowSpec,
+    *,
+    end_of_document_id: int,
+    device: torch.device,
+    attention: str,
+    rows: int | None = None,
+) -> dict[str, Any]:
+    """The model's arguments, on its device, from ids (B, T + 1), each row one `window`.
+
+    Args:
+        attention: the model's attn_implementation, which decides in what form the documents reach it.
+        rows: only the first `rows` count; the targets of the others are ignored. None: all count.
+    """
+    batch = host_batch(ids, window, end_of_document_id=end_of_document_id, device=device)
+    return batch.on_device(device, attention, rows)
 
 
 def candidates_of(requested: str, config: PreTrainedConfig) -> list[str]:
@@ -137,7 +189,7 @@ ATTENTION_NAMES |= {"flash_attention_2": "groundwork_fa2", "flash_attention_3": 
 
 
 def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: WindowSpec | None = None) -> str | None:
-    """Why an attention of ATTENTION_NAMES does not compute here, to follow its name; None if it does."""
+    """The reason, to follow its name, why an attention of ATTENTION_NAMES does not compute here; None if it does."""
     if requested in ("auto", "sdpa", "eager"):
         return None
     if requested == "flex_attention":
@@ -161,7 +213,7 @@ def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: Win
 
 @torch.compiler.assume_constant_result
 def has_flash_kernels(device_index: int | None) -> bool:
-    """Whether this GPU runs torch's flash attention; a T4 and a V100 do not, in whatever dtype."""
+    """Tells whether this GPU runs torch's flash attention; a T4 and a V100 do not, in any dtype."""
     return torch.cuda.get_device_capability(device_index) >= FLASH_CAPABILITY
 
 
@@ -184,7 +236,8 @@ def sdpa(
     """
     _refuse("sdpa", UNSUPPORTED_ARGUMENTS, kwargs)
     query_BHTE, key_BGTE, value_BGTE = in_one_dtype(query_BHTE, key_BGTE, value_BGTE)
-    length, keys = query_BHTE.shape[2], key_BGTE.shape[2]
+    length = query_BHTE.shape[2]
+    keys = key_BGTE.shape[2]
     window = None if sliding_window is None or sliding_window >= keys else sliding_window
     device_type = query_BHTE.device.type
     in_half_on_gpu = device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES
@@ -200,10 +253,12 @@ def sdpa(
     # A single query is the newest token of a generation and sees every key; sdpa's own causal mask fits square only.
     if mask is None and (cu_seq_lens_q is not None or window is not None or 1 < length < keys):
         mask = _dense_mask(query_BHTE, key_BGTE, cu_seq_lens_q, window)
-    is_causal, is_grouped = mask is None and length > 1, query_BHTE.shape[1] != key_BGTE.shape[1]
+    is_causal = mask is None and length > 1
+    is_grouped = query_BHTE.shape[1] != key_BGTE.shape[1]
     if is_grouped and device_type == "cuda" and (mask is not None or not has_flash):
         # Of torch's kernels flash alone knows groups; for the rest falls to whole (T, T) weights in memory.
-        group, is_grouped = query_BHTE.shape[1] // key_BGTE.shape[1], False
+        group = query_BHTE.shape[1] // key_BGTE.shape[1]
+        is_grouped = False
         key_BGTE, value_BGTE = (x.repeat_interleave(group, dim=1) for x in (key_BGTE, value_BGTE))
     out_BHTE = F.scaled_dot_product_attention(
         query_BHTE, key_BGTE, value_BGTE, mask, dropout, is_causal, scale=scaling, enable_gqa=is_grouped
@@ -371,7 +426,7 @@ def _flash(
 
 
 def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
-    """What create_block_mask makes of the same rule, without trying all (T, T) pairs in each micro-step.
+    """Builds create_block_mask's result for the same rule without trying all (T, T) pairs in each micro-step.
 
     Segments follow one another, so the first and the last of a block of queries and of an earlier block of keys tell
     whether they share one (then some pairs count), or are all of one and the same (then all do).
@@ -383,7 +438,8 @@ def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
     def same_segment_and_causal(b, h, query, key):
         return (segment_BT[b, query] == segment_BT[b, key]) & (query >= key)
 
-    first_BN, last_BN = segment_BT[:, ::FLEX_BLOCK], segment_BT[:, FLEX_BLOCK - 1 :: FLEX_BLOCK]
+    first_BN = segment_BT[:, ::FLEX_BLOCK]
+    last_BN = segment_BT[:, FLEX_BLOCK - 1 :: FLEX_BLOCK]
     blocks = first_BN.shape[1]
     is_cut = last_BN.shape[1] < blocks  # the last block, of whose pairs some are beyond the window
     last_BN = torch.cat([last_BN, segment_BT[:, -1:]], dim=1) if is_cut else last_BN

@@ -1,4 +1,4 @@
-"""From a model's JSON, folder or Hub id to a checked configuration, exact counts and a model.
+"""Builds models from configurations, counts what they hold and cost, and gives them their initial weights.
 
 Initial weights are a function of (configuration, seed) alone: every module draws its own from a seed of its own, so
 that any part of a model can be made without the rest and is the same under every strategy (see `initialize_module`).
@@ -7,10 +7,12 @@ that any part of a model can be made without the rest and is the same under ever
 import copy
 import hashlib
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -24,9 +26,11 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from pretrain.errors import InputError
 from pretrain.model.attention import implementation_of
-from pretrain.model.model_config import described, first_line, load_model_config, padded_vocabulary
-from pretrain.model.routers import as_buffers
+from pretrain.model.compile import layers_of
+from pretrain.model.model_config import described, first_line, padded_vocabulary
+from pretrain.model.routers import as_buffers, inactive_parameters
 
+FORMULA = "6N + 12 x layers x heads x head width x sequence length"
 NO_SUCH_ATTENTION = "the architecture's own code does not know this attention"
 
 
@@ -46,7 +50,7 @@ def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) 
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **given)
     except Exception as error:  # whatever a model's own code raises at values that it did not expect
         raise InputError(_building_problem(config, attention, error)) from error
-    _clear_padding(model)
+    clear_padding(model)
     as_buffers(model)
     _count_positions_in_the_window(model, attention)
     return model
@@ -81,6 +85,36 @@ def count_non_embedding_parameters(config: PreTrainedConfig) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) - looked_up
 
 
+def active_parameters(config: PreTrainedConfig) -> int:
+    """The number of parameters that a token uses: without the experts that it is not routed to."""
+    return count_parameters(config) - inactive_parameters(build_meta_model(config))
+
+
+def matrix_parameters(config: PreTrainedConfig) -> int:
+    """N of 6N: the active parameters that take part in a matrix product (see `count_non_embedding_parameters`)."""
+    return count_non_embedding_parameters(config) - inactive_parameters(build_meta_model(config))
+
+
+def flops_per_token(config: PreTrainedConfig, sequence_length: int) -> float:
+    """Operations of the forward and backward pass: FORMULA (PaLM, arXiv 2204.02311, appendix B), N active.
+
+    Where keys and values are of different width, as with multi-head latent attention, the mean of both counts.
+    """
+    attention = 12 * config.num_hidden_layers * attention_width(config) * sequence_length
+    return 6 * matrix_parameters(config) + attention
+
+
+def attention_width(config: PreTrainedConfig) -> float:
+    """Query heads x width of a head, which need not be the hidden width (Qwen3); 0 for a model without attention."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return 0.0 if heads is None else config.hidden_size
+    if getattr(config, "v_head_dim", None) and getattr(config, "qk_nope_head_dim", None):
+        return heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
+    head_width = getattr(config, "head_dim", None)
+    return heads * head_width if isinstance(head_width, int) else config.hidden_size
+
+
 def embedding_parameter_names(model: nn.Module) -> set[str]:
     """Names of all parameters that an nn.Embedding owns, with every name of a tied one (the head's included).
 
@@ -88,6 +122,13 @@ def embedding_parameter_names(model: nn.Module) -> set[str]:
     """
     owned = {id(embedding.weight) for embedding in _embeddings(model)}
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in owned}
+
+
+def transposed_names(model: nn.Module) -> set[str]:
+    """Weights whose columns are the outputs, as GPT-2's."""
+    from transformers.pytorch_utils import Conv1D
+
+    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
 
 
 def build_model(config: PreTrainedConfig, *, seed: int, attention: str | None = None) -> PreTrainedModel:
@@ -130,44 +171,62 @@ def initialize_module(model: PreTrainedModel, name: str, *, seed: int) -> None:
     _refuse_missing_values(type(model).__name__, modules)
 
 
-def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A pretrained model from a folder or the Hub, with fp32 master weights whatever the precision they were saved in.
+class SavedWeights(Protocol):
+    """Weights that exist already; see model/pretrained.py."""
 
-    Only safetensors are read: the older format is a pickle, which executes on load. Raises InputError when there is no
-    such model, when it lacks weights that its configuration asks for, or when the attention is not supported.
+    def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
+        """Gives the module called `unit` its weights on the CPU."""
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """The weights a run starts from, given to a model unit by unit: a strategy never holds more than it must."""
+
+    seed: int
+    pretrained: SavedWeights | None = None
+    """None: drawn from the seed."""
+    dtype: torch.dtype = torch.float32
+    """Dtype of the parameters. Buffers keep theirs: rotary tables must not be rounded."""
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """{name of a parameter: factor} of what the seed draws; see `width_roles`."""
+
+    def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
+        """Gives the module called `unit` inside `causal_lm`, on the meta device so far, its weights on the CPU.
+
+        The same values however many units are filled, and in whatever order. `unit` is one of `units_of(causal_lm)`,
+        or "" for the whole model; call `causal_lm.tie_weights()` after the last.
+        """
+        if self.pretrained is not None:
+            self.pretrained.fill(causal_lm, unit)
+        else:
+            initialize_module(causal_lm, unit, seed=self.seed)
+        for name, parameter in causal_lm.get_submodule(unit).named_parameters(prefix=unit):
+            if self.pretrained is None and name in self.scales:
+                parameter.data *= self.scales[name]
+            parameter.data = parameter.data.to(self.dtype)
+
+
+def units_of(causal_lm: PreTrainedModel) -> list[str]:
+    """Names of the parts that can be made alone: each layer, then whatever else holds no layer, in the model's order.
+
+    Together they are the whole model. Raises InputError for a model with parameters beside its layers, in the modules
+    that contain them.
     """
-    if name_or_path.endswith(".json"):
-        raise InputError(
-            f"{name_or_path}: a JSON describes a model but holds no weights; to continue a pretrained model give its "
-            "folder or Hub id, or train from scratch with init: scratch"
-        )
-    load_model_config(name_or_path, trust_remote_code=trust_remote_code)
-    try:
-        model, loading_info = AutoModelForCausalLM.from_pretrained(
-            name_or_path,
-            dtype=torch.float32,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (ImportError, ValueError) as error:
-        raise InputError(f"{name_or_path}: the library cannot build this model: {first_line(error)}") from error
-    except SafetensorError as error:
-        raise InputError(f"{name_or_path}: its weights are damaged ({first_line(error)}); restore them") from error
-    except OSError as error:
-        raise InputError(
-            f"{name_or_path}: no safetensors weights could be read ({first_line(error)}); give a folder or a Hub id "
-            "that has model.safetensors"
-        ) from error
-    missing = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
-    if missing:
-        raise InputError(
-            f"{name_or_path}: {len(missing)} weights are missing or have another shape than config.json says, the "
-            f"first is {missing[0]}; the checkpoint is incomplete or belongs to another configuration"
-        )
-    _clear_padding(model)
-    as_buffers(model)
-    return model
+    layers = set(layers_of(causal_lm))
+    layer_names = [name for name, module in causal_lm.named_modules() if module in layers]
+    ancestors = {""} | {name[:end] for name in layer_names for end, character in enumerate(name) if character == "."}
+    others = []
+    for name in sorted(ancestors, key=len):
+        container = causal_lm.get_submodule(name)
+        own = [*container.named_parameters(recurse=False), *container.named_buffers(recurse=False)]
+        if own:
+            raise InputError(
+                f"model: {type(causal_lm).__name__} has {own[0][0]} beside its layers{name and f', in {name}'}, so no "
+                "strategy that makes it layer by layer runs it; use ddp"
+            )
+        paths = [f"{name}.{child}" if name else child for child, _ in container.named_children()]
+        others += [path for path in paths if path not in ancestors and path not in layer_names]
+    return [*layer_names, *others]
 
 
 def set_end_of_document(config: PreTrainedConfig, end_of_document_id: int) -> None:
@@ -199,7 +258,7 @@ def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int, *, has_weig
 
 
 def shape_changes(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | None:
-    """Why the weights of one model do not fit another: how many have another shape or are in one of them alone."""
+    """Says how many weights of two models differ in shape or are in one of them alone; None if all fit."""
     ours, theirs = (
         {name: tuple(parameter.shape) for name, parameter in build_meta_model(of).named_parameters()}
         for of in (config, changed)
@@ -224,13 +283,15 @@ def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> No
         custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)
     generation = copy.deepcopy(model.generation_config) or GenerationConfig()
-    generation.bos_token_id, generation.eos_token_id = config.bos_token_id, config.eos_token_id
+    generation.bos_token_id = config.bos_token_id
+    generation.eos_token_id = config.eos_token_id
     if generation.pad_token_id is None and isinstance(config.eos_token_id, int):
         generation.pad_token_id = config.eos_token_id
     generation.save_pretrained(folder)
 
 
-def _clear_padding(model: nn.Module) -> None:
+def clear_padding(model: nn.Module) -> None:
+    """Makes every row of an embedding one that is trained; see `build_meta_model`."""
     for embedding in _embeddings(model):
         embedding.padding_idx = None
 

@@ -1,4 +1,4 @@
-"""How a model's layers run: compiled, or recomputed in the backward pass. In place: parameter names stay."""
+"""Compiles a model's layers or recomputes them in the backward pass, in place: parameter names stay."""
 
 import math
 
@@ -16,7 +16,7 @@ def layers_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 LAYERS_COMPILED_WHOLE = 4
-"""Up to so many, compiling the whole model costs a few seconds more than one layer."""
+"""Up to this number, compiling the whole model costs a few seconds more than one layer."""
 
 
 def choose_compile(
@@ -69,7 +69,7 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
 
 
 def checkpointing_problems(mode: str, model_config: PreTrainedConfig) -> list[str]:
-    """What is wrong with recomputing this model's activations; [] if it can be done, or is not asked for."""
+    """Lists why this model's activations cannot be recomputed as asked; [] if they can."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
     if mode == "none" or getattr(model_class, "supports_gradient_checkpointing", True):
         return []

@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-HALF_SHORTEST_IN_BLOCKS, FP32_SHORTEST_IN_BLOCKS, LONGEST_IN_BLOCKS = 48, 256, 1024
+HALF_SHORTEST_IN_BLOCKS = 48
+FP32_SHORTEST_IN_BLOCKS = 256
+LONGEST_IN_BLOCKS = 1024
 """Segments of these lengths are computed in blocks of queries; measured in docs/performance.md."""
-HALF_LONGEST_AS_PRODUCTS, FP32_LONGEST_AS_PRODUCTS = 64, 128
+HALF_LONGEST_AS_PRODUCTS = 64
+FP32_LONGEST_AS_PRODUCTS = 128
 """Windows of up to so many tokens are left to the compiler where there is one; measured there too."""
 BLOCK_QUERIES = 128
 SCORES_BYTES = 7 * 2**20
@@ -44,7 +47,7 @@ def attend(
 
 
 def as_products(dtype: torch.dtype, tokens: int) -> bool:
-    """Whether compiled code is faster with `attend_by_products` than with torch's flash kernel or with blocks.
+    """Tells whether compiled code is faster with `attend_by_products` than with torch's flash kernel or with blocks.
 
     The kernel gains little from a second thread where windows are short, and is called for each segment.
     """
@@ -55,12 +58,13 @@ def as_products(dtype: torch.dtype, tokens: int) -> bool:
 def attend_by_products(
     query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """What `attend` computes, for the compiler: it fuses all but the products of matrices.
+    """Computes `attend` in a form for the compiler, which fuses all but the products of matrices.
 
     Scores in fp32, the rest in the inputs' dtype.
     """
     batch, heads, length, width = query_BHTE.shape
-    scale, dtype = width**-0.5 if scaling is None else scaling, _score_dtype(query_BHTE.dtype)
+    scale = width**-0.5 if scaling is None else scaling
+    dtype = _score_dtype(query_BHTE.dtype)
     query_NTE, key_NTE, value_NTE = (_heads_together(x, heads) for x in (query_BHTE, key_BGTE, value_BGTE))
     positions_T = torch.arange(length, device=query_BHTE.device)
     is_hidden = positions_T[:, None] < positions_T
@@ -75,7 +79,7 @@ def attend_by_products(
 
 
 def in_blocks(dtype: torch.dtype, windows: int, tokens: int) -> bool:
-    """Whether segments of so many tokens in so many windows at once are computed in blocks of queries.
+    """Tells whether segments of this many tokens in this many windows are computed in blocks of queries.
 
     In half precision torch's flash kernel is slow on every CPU, in fp32 it is good at short segments.
     """
@@ -85,7 +89,7 @@ def in_blocks(dtype: torch.dtype, windows: int, tokens: int) -> bool:
 
 
 def serves_windows(dtype: torch.dtype, windows: int, tokens: int) -> bool:
-    """Whether `attend` is faster than torch's own causal attention where the segments are the windows."""
+    """Tells whether `attend` is faster than torch's own causal attention where the segments are the windows."""
     own = in_blocks(dtype, windows, tokens) or as_products(dtype, tokens)
     return own or (dtype in HALF_DTYPES and tokens <= LONGEST_IN_BLOCKS)
 
@@ -135,7 +139,8 @@ class _Probabilities:
     """The probabilities of all blocks, end to end in one tensor, in the order of computation."""
 
     def __init__(self, kept: Tensor):
-        self._kept, self._end = kept, 0
+        self._kept = kept
+        self._end = 0
 
     def next(self, *shape: int) -> Tensor:
         begin = self._end
@@ -193,8 +198,10 @@ def _backward_in_blocks(
 ) -> None:
     """Fills the gradients of query, key and value."""
     rows, heads, length, _ = query_RHTE.shape
-    dtype, sum_dtype = query_RHTE.dtype, _score_dtype(query_RHTE.dtype)
-    key_NTE, value_NET = _heads_together(key_RGTE, heads), _heads_together(value_RGTE, heads).transpose(1, 2)
+    dtype = query_RHTE.dtype
+    sum_dtype = _score_dtype(query_RHTE.dtype)
+    key_NTE = _heads_together(key_RGTE, heads)
+    value_NET = _heads_together(value_RGTE, heads).transpose(1, 2)
     blocks = [(begin, min(begin + BLOCK_QUERIES, length)) for begin in range(0, length, BLOCK_QUERIES)]
     softmaxes_NQK = [probabilities.next(rows * heads, end - begin, end) for begin, end in blocks]
     for begin, end in reversed(blocks):  # the last block's keys are all keys: the others add to its sums
@@ -209,7 +216,8 @@ def _backward_in_blocks(
         grad_value_NKE = torch.bmm(softmax_NQK.transpose(1, 2), grad_out_NQE)
         grad_key_NKE = torch.bmm(grad_NQK.transpose(1, 2), query_NQE)
         if end == length:
-            grad_value_NTE, grad_key_NTE = grad_value_NKE.to(sum_dtype), grad_key_NKE.to(sum_dtype)
+            grad_value_NTE = grad_value_NKE.to(sum_dtype)
+            grad_key_NTE = grad_key_NKE.to(sum_dtype)
         else:
             grad_value_NTE[:, :end] += grad_value_NKE
             grad_key_NTE[:, :end] += grad_key_NKE

@@ -19,7 +19,7 @@ SIZE_MULTIPLE = 16
 
 
 def fp8_problem(device_type: str) -> str | None:
-    """Why a 'cpu' or the 'cuda' of this machine cannot train in fp8; None if it can."""
+    """The reason why a 'cpu' or the 'cuda' of this machine cannot train in fp8; None if it can."""
     if device_type != "cuda" or torch.cuda.get_device_capability() < SMALLEST_CAPABILITY:
         return (
             "precision: fp8 needs a GPU with fp8 matrix units (compute capability 8.9 or newer: L4, L40, RTX 4090, "

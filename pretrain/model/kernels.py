@@ -1,4 +1,4 @@
-"""Which of the GPU's kernels a run uses, in words, and why it does not use the others."""
+"""Names the GPU kernels that a run uses, and says why it does not use the others."""
 
 import importlib.metadata
 import importlib.util
@@ -11,7 +11,7 @@ from pretrain.model.cpu_attention import HALF_DTYPES
 
 
 def kernels_used(attention: str, compile_mode: str, *, dtype: torch.dtype, window: WindowSpec) -> str:
-    """Of a run on a GPU, with versions.
+    """Names the kernels of a run on a GPU, with versions.
 
     Args:
         attention: as the model is given it, one of `attention.candidates_of`.
@@ -35,7 +35,7 @@ def kernels_used(attention: str, compile_mode: str, *, dtype: torch.dtype, windo
 def kernels_not_used(
     requested: str, attention: str, compile_mode: str, *, dtype: torch.dtype, window: WindowSpec
 ) -> list[str]:
-    """What is faster, or may be, on a GPU, and why this run does without it.
+    """Lists what is faster, or may be, on a GPU, and why this run does without it.
 
     Args:
         requested: the recipe's `attention`; the others as in `kernels_used`.
@@ -57,7 +57,7 @@ def kernels_not_used(
 
 
 def version_of(module: str) -> str:
-    """Of the package that a module is from, which may have another name."""
+    """The version of the package that a module is from, which may have another name."""
     packages = importlib.metadata.packages_distributions().get(module, [module])
     try:
         return importlib.metadata.version(packages[0])

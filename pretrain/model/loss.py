@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig
 
 from pretrain.config import Loss
 from pretrain.errors import InputError
-from pretrain.model.inputs import IGNORED
-from pretrain.model.reference import projects_hidden_states
+from pretrain.model.attention import IGNORED
+from pretrain.model.small_copy import projects_hidden_states
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 """fp32 logits of one chunk, by device type: small beside the head's own gradient."""
@@ -30,24 +30,27 @@ MIN_CHUNK_TOKENS = 256
 """Every chunk reads and writes the head's whole gradient; with fewer rows that traffic outweighs the products."""
 
 
-_RECORDS: list[list[Tensor]] = []
+class LossRecorder:
+    """Holds the list that takes the loss of every token, while there is one; see `recording_losses`."""
+
+    losses: list[Tensor] | None = None
 
 
 @contextmanager
-def recording_losses() -> Iterator[list[Tensor]]:
-    """Inside, what computes a loss without gradients adds the loss of every token to the list, (N,) in fp32, in nats.
+def recording_losses(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Inside, calls of `model` without gradients add the loss of every token to the list, (N,) in fp32, in nats.
 
     A pipeline adds its microbatches one after the other, where its last stage is; other processes of it add nothing.
     """
-    _RECORDS.append([])
+    losses: list[Tensor] = []
+    recorders = [module.recorder for module in model.modules() if hasattr(module, "recorder")]
+    for recorder in recorders:
+        recorder.losses = losses
     try:
-        yield _RECORDS[-1]
+        yield losses
     finally:
-        _RECORDS.pop()
-
-
-def _is_recorded() -> bool:
-    return bool(_RECORDS) and not torch.is_grad_enabled()
+        for recorder in recorders:
+            recorder.losses = None
 
 
 def next_token_loss(
@@ -59,40 +62,47 @@ def next_token_loss(
     z_loss: float = 0.0,
     chunk_tokens: int | None = None,
     backend: str = "chunked",
+    record: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy in nats over the targets that are not IGNORED; 0 if there are none.
 
     Matrix products run in autocast's dtype where autocast is on, softmax and sums in fp32 always. Returns (loss,
     cross_entropy): the loss, to be differentiated, has z_loss x mean(logsumexp^2) added (PaLM, arXiv 2204.02311); the
-    cross-entropy is detached and has not. Both are fp32 scalars. `backend` is a key of LOSS_BACKENDS.
+    cross-entropy is detached and has not. Both are fp32 scalars.
+
+    Args:
+        backend: a key of LOSS_BACKENDS.
+        record: takes the loss of every token, (N,) in fp32; only without gradients.
     """
-    compute = LOSS_BACKENDS[backend]
-    return compute(hidden_BTD.flatten(0, -2), head_weight_VD, head_bias, targets_BT.flatten(), z_loss, chunk_tokens)
+    hidden_ND = hidden_BTD.flatten(0, -2)
+    targets_N = targets_BT.flatten()
+    return LOSS_BACKENDS[backend](hidden_ND, head_weight_VD, head_bias, targets_N, z_loss, chunk_tokens, record)
 
 
 def loss_problems(settings: Loss, model_config: PreTrainedConfig) -> list[str]:
-    """What of the recipe's loss does not run with this model; [] if all does. Raises InputError as `reference_of`."""
+    """Lists settings of the loss that do not run with this model. Raises InputError as `reference_of`."""
     if settings.backend == "torch" and settings.z_loss and projects_hidden_states(model_config):
         return [NO_Z_LOSS]
     return []
 
 
-def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, *, compiled=False):
+def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, record, *, compiled=False):
     if chunk_tokens is None:
         chunk_bytes = CHUNK_BYTES.get(hidden_ND.device.type, CHUNK_BYTES["cuda"])
         chunk_tokens = max(MIN_CHUNK_TOKENS, chunk_bytes // (4 * weight_VD.shape[0]) // 64 * 64)
-    dtype, with_gradient = _compute_dtype(hidden_ND, weight_VD), torch.is_grad_enabled()
+    dtype = _compute_dtype(hidden_ND, weight_VD)
+    with_gradient = torch.is_grad_enabled()
     needs = [with_gradient and x is not None and x.requires_grad for x in (hidden_ND, weight_VD, bias_V)]
     sums, count, *_, losses_N = torch.ops.groundwork.chunked_loss(
         hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, dtype, compiled, needs
     )
-    if _is_recorded():
-        _RECORDS[-1].append(losses_N)
+    if record is not None:
+        record.append(losses_N)
     cross_entropy, z_term = sums / count
     return cross_entropy + z_loss * z_term, cross_entropy.detach()
 
 
-def _torch(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens):
+def _torch(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, record):
     if z_loss:
         raise InputError(NO_Z_LOSS)
     dtype = _compute_dtype(hidden_ND, weight_VD)
@@ -102,13 +112,13 @@ def _torch(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens):
     loss = F.linear_cross_entropy(
         hidden_ND, weight_VD, targets_N, linear_bias=bias_V, ignore_index=IGNORED, options=options
     ).float()
-    if _is_recorded():  # torch's own has no loss by token that is not whole logits
-        _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens)
+    if record is not None:  # torch's own function gives the loss of each token only by way of whole logits
+        _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, record)
     return loss, loss.detach()
 
 
-def _logits(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens):
-    return loss_of_logits(F.linear(hidden_ND, weight_VD, bias_V), targets_N, z_loss)
+def _logits(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, record):
+    return loss_of_logits(F.linear(hidden_ND, weight_VD, bias_V), targets_N, z_loss, record)
 
 
 LOSS_BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -139,13 +149,16 @@ def choose_loss(requested: str, *, device_type: str, compile_mode: str, logits: 
     return "chunked_compiled" if device_type == "cuda" and compile_mode != "none" else "chunked"
 
 
-def loss_of_logits(logits_BTV: Tensor, targets_BT: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+def loss_of_logits(
+    logits_BTV: Tensor, targets_BT: Tensor, z_loss: float, record: list[Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """(loss, cross_entropy) as in `next_token_loss`, from logits that are already there."""
-    logits_NV, targets_N = logits_BTV.flatten(0, -2).float(), targets_BT.flatten()
+    logits_NV = logits_BTV.flatten(0, -2).float()
+    targets_N = targets_BT.flatten()
     is_target_N = targets_N != IGNORED
     count = is_target_N.sum().clamp(min=1)
-    if _is_recorded():
-        _RECORDS[-1].append(F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="none"))
+    if record is not None:
+        record.append(F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="none"))
     cross_entropy = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum") / count
     loss = cross_entropy
     if z_loss:
@@ -190,7 +203,8 @@ def _chunked_loss(
         bias = None if bias_V is None else bias_V.to(dtype)
         for start in range(0, hidden_ND.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            hidden_CD, weights_C1 = hidden_ND[rows].to(dtype), is_target_N[rows, None].float()
+            hidden_CD = hidden_ND[rows].to(dtype)
+            weights_C1 = is_target_N[rows, None].float()
             block_CV = F.linear(hidden_CD, head_VD, bias)
             target_C1 = targets_N[rows].where(is_target_N[rows], 0)[:, None]
             cross_entropy_C1, lse_C1 = softmax_less_target_(block_CV, target_C1, z_loss)
@@ -250,7 +264,8 @@ def _softmax_less_target_(
         piece_rows = max(1, CPU_PIECE_BYTES // (4 * block_CV.shape[1]))
     results = []
     for start in range(0, block_CV.shape[0], piece_rows):
-        logits_RV, target_R1 = block_CV[start : start + piece_rows], target_C1[start : start + piece_rows]
+        logits_RV = block_CV[start : start + piece_rows]
+        target_R1 = target_C1[start : start + piece_rows]
         softmax_RV, lse_R1 = _softmax(logits_RV)
         results.append(torch.cat([lse_R1 - logits_RV.gather(1, target_R1), lse_R1], dim=1))
         if needs_gradient:
@@ -336,7 +351,10 @@ class LanguageModelLoss(nn.Module):
         from_hidden_states: bool | None = None,
     ):
         super().__init__()
-        self.causal_lm, self.z_loss, self.backend = causal_lm, z_loss, backend
+        self.causal_lm = causal_lm
+        self.z_loss = z_loss
+        self.backend = backend
+        self.recorder = LossRecorder()
         if from_hidden_states is None:
             from_hidden_states = projects_hidden_states(causal_lm.config)
         self.from_hidden_states = from_hidden_states
@@ -355,12 +373,22 @@ class LanguageModelLoss(nn.Module):
         """(loss, cross_entropy) as in `next_token_loss`; attention_kwargs (position_ids ...) reach the model."""
         if not self.from_hidden_states:
             outputs = self.causal_lm(input_ids=input_ids_BT, use_cache=False, **attention_kwargs)
-            return loss_of_logits(outputs.logits, targets_BT, self.z_loss)
+            return loss_of_logits(outputs.logits, targets_BT, self.z_loss, self._record())
         outputs = self.causal_lm.base_model(input_ids=input_ids_BT, use_cache=False, **attention_kwargs)
         return self.loss_of_hidden(outputs.last_hidden_state, targets_BT)
 
     def loss_of_hidden(self, hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, cross_entropy) from the base model's last hidden states."""
         head = self.causal_lm.get_output_embeddings()
-        settings = {"head_bias": getattr(head, "bias", None), "z_loss": self.z_loss, "backend": self.backend}
-        return next_token_loss(hidden_BTD, head.weight, targets_BT, **settings)
+        return next_token_loss(
+            hidden_BTD,
+            head.weight,
+            targets_BT,
+            head_bias=getattr(head, "bias", None),
+            z_loss=self.z_loss,
+            backend=self.backend,
+            record=self._record(),
+        )
+
+    def _record(self) -> list[Tensor] | None:
+        return None if torch.is_grad_enabled() else self.recorder.losses

@@ -8,21 +8,22 @@ import dataclasses
 import functools
 import inspect
 import json
+import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub.dataclasses
 import huggingface_hub.errors
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
-from transformers.modeling_rope_utils import RopeParameters
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 import pretrain.model.architectures
 from pretrain.config import ModelSource
 from pretrain.errors import InputError, did_you_mean, read_small_file, shortened
-from pretrain.model.model_values import value_problems
 
 # Keys outside the dataclass fields that the library reads while it builds a configuration from a file.
 READ_BY_EVERY_CLASS = {"model_type", "auto_map", "torch_dtype", "num_labels", "name_or_path", "_name_or_path"}
@@ -36,6 +37,24 @@ VOCABULARY_KEY = "vocab_size"
 LARGE_VOCABULARY = 16_384
 COUNT_FIELDS = (VOCABULARY_KEY, "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 COUNT_FIELDS += ("num_key_value_heads", "head_dim", "max_position_embeddings")
+
+LARGEST = (
+    (r"(?:^|_)n?_?layers?$", 1024, "layers"),
+    (r"heads?$", 1 << 14, "heads"),
+    (r"experts", 1 << 17, "experts"),
+    (r"vocab", 10**8, "tokens in a vocabulary"),
+    (r"(?:size|dim|rank|width|inner|_embd|d_model|dff?)$", 1 << 20, "numbers in a vector"),
+    (r"", 10**9, "of anything"),
+)
+"""(keys, largest value, of what). The first whose pattern is found counts. The largest models that are known have some
+130 layers, 128 heads, 16,384 experts, 300,000 tokens, 110,000 numbers in a vector, 10 million positions."""
+MAY_BE_NEGATIVE = re.compile(r"(?:_id|_index|_bound|_min|clamp_len|_ids)$")
+CONFIG_DTYPES = ("bfloat16", "float16", "float32", "float64")
+ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
+POSITIVE_IN_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor")
+POSITIVE_IN_ROPE += ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
+MOST_DEPTH = 20
+"""Deepest nesting of lists and objects."""
 
 
 def load_model_config(
@@ -66,7 +85,8 @@ def load_model_config(
         config = _config_of_library(name_or_path, trust_remote_code)
         if not changes:
             return config
-        config_class, in_file = type(config), config.to_dict()
+        config_class = type(config)
+        in_file = config.to_dict()
         keys = _changed(config_class, in_file, changes)
         stated = {key: keys[key] for key in keys if key in changes or key == "rope_parameters"}
     if follows_the_data(config_class, keys):
@@ -91,8 +111,16 @@ def changed_config(where: str, config: PreTrainedConfig, changes: Mapping[str, A
     return _checked_config(where, type(config), _changed(type(config), keys, changes), dict(changes))
 
 
+def rope_in_words(rope_parameters: Mapping[str, Any] | None) -> str:
+    """'rope_theta 500,000, rope_type default'; empty for a model without them."""
+    shown = {
+        key: f"{value:,g}" if isinstance(value, float) else value for key, value in (rope_parameters or {}).items()
+    }
+    return ", ".join(f"{key} {value}" for key, value in shown.items())
+
+
 def follows_the_data(config_class: type[PreTrainedConfig], keys: Mapping[str, Any]) -> bool:
-    """Whether a model's keys leave its vocabulary to the data: vocab_size is not there, or auto.
+    """Tells whether a model's keys leave its vocabulary to the data: vocab_size is missing, or auto.
 
     Files that transformers writes always state it, so one without it was written by hand.
     """
@@ -125,7 +153,8 @@ def _config_of_library(name_or_path: str, trust_remote_code: bool) -> PreTrained
 
 def _changed(config_class: type[PreTrainedConfig], keys: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """The keys with the changes in them, whichever of its names each has."""
-    names, changed = config_class.attribute_map, dict(keys)
+    names = config_class.attribute_map
+    changed = dict(keys)
     for key, value in changes.items():
         for other in [name for name in changed if names.get(name, name) == names.get(key, key) and name != key]:
             del changed[other]
@@ -282,7 +311,7 @@ def keys_read_by_model(config_class: type[PreTrainedConfig]) -> set[str]:
 
 
 def reads_plainly(config_class: type[PreTrainedConfig], key: str) -> bool:
-    """Whether the model reads the key as it is, with no other value in place of a null that is stated."""
+    """Tells whether the model reads the key as it is, with no default in place of a null that is stated."""
     plain = rf"""= (?:config\.{key}|getattr\(config, "{key}", (?!None)[^\n]*\))$"""
     return re.search(plain, model_source(config_class), re.MULTILINE) is not None
 
@@ -314,7 +343,7 @@ def _own_fields(config_class: type[PreTrainedConfig]) -> set[str]:
 
 
 def _type_problem(name: str, value: Any, fields: dict) -> str | None:
-    """What is wrong with a value's type by the class's annotations, or None."""
+    """The problem of a value's type by the class's annotations, or None."""
     if name not in fields:
         is_count = isinstance(value, int) and not isinstance(value, bool)
         return None if name not in COUNT_FIELDS or is_count else f"{shortened(repr(value))} is not an integer"
@@ -356,8 +385,10 @@ def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]
     problems = [f"{own_name[name]} is {value}; it must be at least 1" for name, value in count.items() if value < 1]
     if problems:
         return problems
-    width, heads = count.get("hidden_size"), count.get("num_attention_heads")
-    key_heads, head_width = count.get("num_key_value_heads"), count.get("head_dim")
+    width = count.get("hidden_size")
+    heads = count.get("num_attention_heads")
+    key_heads = count.get("num_key_value_heads")
+    head_width = count.get("head_dim")
     if width and heads and head_width is None:
         if rest := width % heads:
             problems.append(
@@ -375,3 +406,115 @@ def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]
     if has_rope and head_width and head_width % 2 and not problems:
         problems.append(f"head_dim is {head_width}; rotary positions turn pairs, so it must be even")
     return problems
+
+
+def value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """Lists the problems of the values in a model's JSON, whatever their class.
+
+    Args:
+        defaults: of the class's keys; where one is an activation or negative, the key takes such values.
+    """
+    if _depth(keys) > MOST_DEPTH:
+        return [f"lists or objects are nested more than {MOST_DEPTH} deep; no model's JSON is"]
+    problems = []
+    for path, value in _numbers(keys):
+        problems += _number_problems(path, value, defaults.get(path))
+    for key, value in keys.items():
+        is_activation = isinstance(defaults.get(key), str) and defaults[key] in ACT2FN
+        if is_activation and (not isinstance(value, str) or value not in ACT2FN):
+            problems.append(f"{key}: {_shown(value)} is not an activation{did_you_mean(str(value), ACT2FN)}")
+    return problems + _kind_problems(keys) + _rope_value_problems(keys)
+
+
+def _kind_problems(keys: Mapping[str, Any]) -> list[str]:
+    """Lists the problems of keys that every class has."""
+    problems = []
+    for key in ("dtype", "torch_dtype"):
+        if (value := keys.get(key)) is not None and value not in CONFIG_DTYPES:
+            problems.append(f"{key}: {_shown(value)} is not a dtype{did_you_mean(str(value), CONFIG_DTYPES)}")
+    for key in ("id2label", "label2id"):
+        if (value := keys.get(key)) is not None and not isinstance(value, dict):
+            problems.append(f"{key}: {_shown(value)} is not an object of labels; a language model needs none")
+    return problems
+
+
+def _number_problems(path: str, value: float, default: Any) -> list[str]:
+    """path: 'rope_parameters.factor' for a number within an object."""
+    name = path.rpartition(".")[2]
+    if not math.isfinite(value):
+        example = default if isinstance(default, int | float) and not isinstance(default, bool) else 1.0
+        return [f"{path}: {value} is not a finite number; allowed: finite numbers, such as {example}"]
+    if "drop" in name and isinstance(value, int | float) and not 0 <= value < 1 and not isinstance(default, bool):
+        return [f"{path}: {_shown(value)}; allowed: a probability from 0 to below 1"]
+    if re.search(r"eps(?:ilon)?(?:_|$)", name) and not 0 < value < 1:
+        return [f"{path}: {_shown(value)}; allowed: a small number above 0 and below 1, such as 1e-6"]
+    if re.search(r"initializer_range|init_std|_std$", name) and value < 0:
+        return [f"{path}: {_shown(value)}; allowed: a number from 0, such as 0.02"]
+    if isinstance(value, int):
+        _, most, what = next(bound for bound in LARGEST if re.search(bound[0], name))
+        if value > most:
+            return [f"{path}: {_shown(value)} is more than any model has; allowed: at most {most:,} {what}"]
+        is_negative = isinstance(default, int | float) and default < 0
+        if value < 0 and not is_negative and not MAY_BE_NEGATIVE.search(name):
+            return [f"{path}: {_shown(value)}; allowed: from 0"]
+    return []
+
+
+def _rope_value_problems(keys: Mapping[str, Any]) -> list[str]:
+    """Lists the problems of rotary parameters, also if there is one object per kind of layer."""
+    problems = _rope_kind_problems("", {"rope_theta": keys.get("rope_theta")})
+    for outer in ("rope_parameters", "rope_scaling"):
+        if (given := keys.get(outer)) is None:
+            continue
+        if not isinstance(given, dict):
+            problems.append(
+                f"{outer}: {_shown(given)} is not an object; such as {{'rope_type': 'linear', 'factor': 8.0}}"
+            )
+            continue
+        nested = {f"{outer}.{kind}.": value for kind, value in given.items() if isinstance(value, dict)}
+        for prefix, values in (nested or {f"{outer}.": given}).items():
+            problems += _rope_kind_problems(prefix, values)
+    return problems
+
+
+def _rope_kind_problems(prefix: str, values: Mapping[str, Any]) -> list[str]:
+    problems = []
+    for key in ("rope_type", "type"):
+        if (kind := values.get(key)) is not None and (not isinstance(kind, str) or kind not in ROPE_TYPES):
+            problems.append(f"{prefix}{key}: {_shown(kind)} is not a rope_type{did_you_mean(str(kind), ROPE_TYPES)}")
+    for key in ("factor", *POSITIVE_IN_ROPE):
+        if (value := values.get(key)) is None:
+            continue
+        least = 1 if key == "factor" else 0
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or value < least or value == 0:
+            allowed = "a number from 1, such as 8.0" if key == "factor" else "a number above 0"
+            problems.append(f"{prefix}{key}: {_shown(value)}; allowed: {allowed}")
+    return problems
+
+
+def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """(dotted path, number) of every number in nested objects and lists; the list's own path for what is in a list."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from _numbers(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(values, list):
+        for value in values:
+            yield from _numbers(value, path)
+    elif isinstance(values, int | float) and not isinstance(values, bool):
+        yield path, values
+
+
+def _depth(values: Any) -> int:
+    """The depth to which lists and objects are nested, up to MOST_DEPTH + 1; without recursion."""
+    depth = 0
+    level = [values]
+    while level and depth <= MOST_DEPTH:
+        depth += 1
+        inner = [list(value.values()) if isinstance(value, Mapping) else value for value in level]
+        level = [item for value in inner for item in value if isinstance(item, Mapping | list)]
+    return depth
+
+
+def _shown(value: Any) -> str:
+    return shortened(f"{value:,}" if type(value) is int and abs(value) < 10**30 else repr(value), 60)

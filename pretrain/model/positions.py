@@ -6,7 +6,6 @@ for each position, as in GPT-2, cannot grow.
 
 import copy
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,15 +16,14 @@ from pretrain.config import Data
 from pretrain.errors import InputError, Problems
 from pretrain.model.build import build_meta_model, build_model
 from pretrain.model.model_config import changed_config
-from pretrain.model.reference import KeyedConfig, ReferenceWindow, logits_of, one_thread, reference_of
-from pretrain.model.small_copy import in_a_line
+from pretrain.model.small_copy import KeyedConfig, ReferenceWindow, in_a_line, logits_of, one_thread, reference_of
 
 KEPT_BY_TYPE = ("rope_theta", "partial_rotary_factor")
-"""What a stage that names another rope_type keeps of the one before."""
+"""Keys that a stage with another rope_type keeps from the one before."""
 OF_EACH_INPUT = ("dynamic", "longrope")
 """Types whose frequencies depend on the sequence at hand: shorter ones would be trained at others."""
 KEYS = ("rope_parameters", "rope_theta", "max_position_embeddings")
-"""Of a configuration, those that a stage changes."""
+"""Keys of a configuration that a stage changes."""
 
 
 def configs_of_stages(config: PreTrainedConfig, data: Data) -> list[PreTrainedConfig]:
@@ -34,9 +32,11 @@ def configs_of_stages(config: PreTrainedConfig, data: Data) -> list[PreTrainedCo
     A stage that changes neither has the configuration before it, the same object. Raises InputError for a model whose
     positions cannot be changed so.
     """
-    problems, configs = Problems(), [config]
+    problems = Problems()
+    configs = [config]
     for number, window in enumerate(data.windows):
-        place, rope_parameters = f"data.stages[{number}]", data.mixtures[number].rope_parameters
+        place = f"data.stages[{number}]"
+        rope_parameters = data.mixtures[number].rope_parameters
         longest = getattr(configs[-1], "max_position_embeddings", None)
         grows = longest is not None and window.sequence_length > longest
         # Without stages `too_long` says what is wrong with the length.
@@ -70,7 +70,7 @@ def _changed(
 
 
 def _rope_changes(config: PreTrainedConfig, place: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What of the configuration follows from a stage's rope_parameters. Raises InputError."""
+    """The changes of the configuration for a stage's rope_parameters. Raises InputError."""
     before = getattr(config, "rope_parameters", None)
     if not isinstance(before, dict) or any(isinstance(value, dict) for value in before.values()):
         if set(given) == {"rope_theta"} and isinstance(getattr(config, "rope_theta", None), int | float):
@@ -99,7 +99,7 @@ def _rope_changes(config: PreTrainedConfig, place: str, given: dict[str, Any]) -
 
 
 def _tables_that_differ(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | None:
-    """What of a model is as long as its positions, so that it cannot grow within a run; None if nothing is."""
+    """Says which tables are as long as the model's positions, so that these cannot grow in a run; None if none is."""
     shapes = [
         {
             "learns a vector for each": {name: p.shape for name, p in model.named_parameters()},
@@ -113,7 +113,7 @@ def _tables_that_differ(config: PreTrainedConfig, changed: PreTrainedConfig) -> 
 @functools.lru_cache(maxsize=64)
 @one_thread()
 def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
-    """Whether a small copy under other frequencies, changed in place, is the one that was built with them."""
+    """Compares a small copy whose frequencies were changed in place with one that was built with them."""
     model = copy.deepcopy(reference_of(keyed))
     small = copy.deepcopy(model.config)
     _take_positions(small, keyed_changed.config)
@@ -123,7 +123,8 @@ def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
         built = build_model(small, seed=0, attention="eager").eval()
         built.load_state_dict(model.state_dict())
         use_positions(model, keyed_changed.config)
-        wanted, found = logits_of(built, ids_BT), logits_of(model, ids_BT)
+        wanted = logits_of(built, ids_BT)
+        found = logits_of(model, ids_BT)
     except Exception as error:  # whatever the library's own classes raise
         return f"cannot have its positions changed ({in_a_line(error)}); leave rope_parameters out"
     if torch.equal(wanted, before):
@@ -167,11 +168,3 @@ def _make_tables_anew(module: nn.Module) -> None:
     for name, value in vars(fresh).items():
         if not name.startswith("_") and name not in ("config", "training"):
             setattr(module, name, value)
-
-
-def rope_in_words(rope_parameters: Mapping[str, Any] | None) -> str:
-    """'rope_theta 500,000, rope_type default'; empty for a model without them."""
-    shown = {
-        key: f"{value:,g}" if isinstance(value, float) else value for key, value in (rope_parameters or {}).items()
-    }
-    return ", ".join(f"{key} {value}" for key, value in shown.items())

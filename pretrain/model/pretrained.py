@@ -6,13 +6,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from pretrain.errors import InputError
-from pretrain.model.build import initialize_module, load_pretrained
-from pretrain.model.model_config import load_model_config
+from pretrain.model.build import clear_padding, initialize_module
+from pretrain.model.model_config import first_line, load_model_config
 from pretrain.model.published_names import PublishedNames
+from pretrain.model.routers import as_buffers
 
 TensorPlaces = dict[str, tuple[Path, str]]
 """{name of a tensor, or of each of its pieces as published: (file, name in it)}"""
@@ -22,7 +23,8 @@ class PretrainedTensors:
     """The weights of a folder or Hub id, by the names of the model that trains, fp32 whatever they were saved in."""
 
     def __init__(self, places: dict[str, TensorPlaces], names: PublishedNames | None = None):
-        self._places, self._names = places, names
+        self._places = places
+        self._names = names
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor of its own, on the CPU; integers keep their type."""
@@ -31,7 +33,8 @@ class PretrainedTensors:
         return tensor.to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
 
     def _found(self, name: str) -> torch.Tensor:
-        tensors, places = {}, self._places[name]
+        tensors = {}
+        places = self._places[name]
         for path in {path for path, _ in places.values()}:
             with safe_open(path, framework="pt") as file:
                 mine = {piece: name_in_file for piece, (there, name_in_file) in places.items() if there == path}
@@ -64,14 +67,71 @@ class PretrainedTensors:
 
 
 class TensorsInMemory(PretrainedTensors):
-    """Likewise of tensors on the CPU by name; each is let go as it is read, so that no two copies are whole."""
+    """The weights in a dict of tensors on the CPU; each is removed as it is read, so that no second copy is whole."""
 
     def _found(self, name: str) -> torch.Tensor:
         return self._places.pop(name)
 
 
-def open_pretrained(name_or_path: str) -> PretrainedTensors | PreTrainedModel:
-    """Where the weights of a folder or a Hub id are; the whole model where its files need more than reading.
+class LoadedModel:
+    """A whole model of the same architecture on the CPU, whose tensors are handed over."""
+
+    def __init__(self, model: PreTrainedModel):
+        self._model = model
+
+    def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
+        """Makes the parameters and buffers of the unit called `unit` those of the same module of `causal_lm`."""
+        source = self._model.get_submodule(unit)
+        for name, module in causal_lm.get_submodule(unit).named_modules():
+            twin = source.get_submodule(name)
+            for key, parameter in list(twin.named_parameters(recurse=False)):
+                setattr(module, key, parameter)
+            for key, buffer in list(twin.named_buffers(recurse=False)):
+                module._buffers[key] = buffer
+
+
+def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A pretrained model from a folder or the Hub, with fp32 master weights whatever the precision they were saved in.
+
+    Only safetensors are read: the older format is a pickle, which executes on load. Raises InputError when there is no
+    such model, when it lacks weights that its configuration asks for, or when the attention is not supported.
+    """
+    if name_or_path.endswith(".json"):
+        raise InputError(
+            f"{name_or_path}: a JSON describes a model but holds no weights; to continue a pretrained model give its "
+            "folder or Hub id, or train from scratch with init: scratch"
+        )
+    load_model_config(name_or_path, trust_remote_code=trust_remote_code)
+    try:
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
+            name_or_path,
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (ImportError, ValueError) as error:
+        raise InputError(f"{name_or_path}: the library cannot build this model: {first_line(error)}") from error
+    except SafetensorError as error:
+        raise InputError(f"{name_or_path}: its weights are damaged ({first_line(error)}); restore them") from error
+    except OSError as error:
+        raise InputError(
+            f"{name_or_path}: no safetensors weights could be read ({first_line(error)}); give a folder or a Hub id "
+            "that has model.safetensors"
+        ) from error
+    missing = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
+    if missing:
+        raise InputError(
+            f"{name_or_path}: {len(missing)} weights are missing or have another shape than config.json says, the "
+            f"first is {missing[0]}; the checkpoint is incomplete or belongs to another configuration"
+        )
+    clear_padding(model)
+    as_buffers(model)
+    return model
+
+
+def open_pretrained(name_or_path: str) -> PretrainedTensors | LoadedModel:
+    """Opens the weights of a folder or a Hub id; loads the whole model if its files need more than reading.
 
     They do where transformers makes one tensor of several kinds of them as it loads (experts, saved one by one, are
     put together here): then every process holds the model until its own part is made. Raises InputError as
@@ -79,9 +139,8 @@ def open_pretrained(name_or_path: str) -> PretrainedTensors | PreTrainedModel:
     """
     files = {} if name_or_path.endswith(".json") else find_tensors(name_or_path)
     names = PublishedNames.of(load_model_config(name_or_path)) if files else None
-    if names is None or (places := places_in_files(files, names)) is None:
-        return load_pretrained(name_or_path)
-    return PretrainedTensors(places, names)
+    places = places_in_files(files, names) if names is not None else None
+    return LoadedModel(load_pretrained(name_or_path)) if places is None else PretrainedTensors(places, names)
 
 
 def find_weights(name_or_path: str) -> None:
@@ -126,12 +185,14 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
 
 
 def places_in_files(files: dict[str, Path], names: PublishedNames) -> dict[str, TensorPlaces] | None:
-    """Where the model's tensors are, the base model's prefix added where the files lack it.
+    """Finds the model's tensors in the files, with or without the base model's prefix.
 
     None where a parameter is missing or has another shape.
     """
-    meta_model, shapes = names.meta_model, shapes_in_files(files)
-    prefix, found = f"{meta_model.base_model_prefix}.", {}
+    meta_model = names.meta_model
+    shapes = shapes_in_files(files)
+    prefix = f"{meta_model.base_model_prefix}."
+    found = {}
     wanted = dict(meta_model.named_parameters())
     buffers = {name for name, _ in meta_model.named_buffers()} & meta_model.state_dict().keys()
     for name in [*wanted, *buffers]:

@@ -26,7 +26,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class PublishedNames:
-    """What becomes of each tensor of an architecture in the folder that `save_pretrained` would write."""
+    """The names and shapes that `save_pretrained` would give to each tensor of an architecture."""
 
     def __init__(self, meta_model: PreTrainedModel):
         tensors = meta_model.state_dict()
@@ -63,7 +63,8 @@ class PublishedNames:
 
     def join(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
         """The tensor of the model that trains, of what `read` returns for each of its published names."""
-        conversions, converter = self.meta_model._weight_conversions, None
+        conversions = self.meta_model._weight_conversions
+        converter = None
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in conversions if isinstance(each, WeightConverter)]
         for piece in self.pieces[name]:
@@ -84,7 +85,8 @@ class JoinedTensors(Mapping[str, Tensor]):
     """Saved tensors by the names of the model that trains, whether they were saved by these or by published ones."""
 
     def __init__(self, saved: Mapping[str, Tensor], names: PublishedNames):
-        self._saved, self._names = saved, names
+        self._saved = saved
+        self._names = names
         parts = {
             name: pieces
             for name, pieces in names.pieces.items()

@@ -1,30 +1,35 @@
-"""The routers of mixtures of experts: found in any model of transformers, followed, and given their losses.
+"""Mixtures of experts: routers in any model of transformers, the coefficients of their losses, experts' products.
 
-Shapes: N tokens of a micro-batch, E experts, K experts of a token.
-
-A router's loss is not part of the model's: it joins the backward pass where the router's scores leave it, as
-Megatron-LM's MoEAuxLossAutoScaler does. So no tensor has to find its way out of a block that is compiled, sharded,
-or computed a second time in the backward pass; and what a router records it overwrites, so that a second time changes
-nothing.
+Shapes: E experts, K experts of a token.
 """
 
-import functools
-import inspect
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from pretrain.config import Loss
+from pretrain.errors import InputError, Problems
 
 RECORDED = "router_logits"
-"""Under this name the classes of transformers declare which module's output has the router's logits."""
+"""Key under which transformers' classes declare the module whose output has the router's logits."""
 TOP_K = ("top_k", "num_experts_per_tok", "moe_top_k", "moe_topk")
 """Names of K, in modules and configurations."""
 BIASES = ("e_score_correction_bias", "expert_bias")
 """Names of the bias that is added to an expert's score where experts are chosen, and is not in the weight that its
 output gets: what DeepSeek-V3 balances by (Wang et al., arXiv 2408.15664)."""
+
+BALANCE_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""Keys of the balancing loss's coefficient in configurations, on transformers' scale (see training/experts.py)."""
+Z_LOSS_COEFFICIENT = "router_z_loss_coef"
+EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+TAKEN_OVER = ("num_experts", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
+TAKEN_OVER += ("act_fn", "_apply_gate", "post_expert_norm")
 
 
 @dataclass(frozen=True)
@@ -103,9 +108,10 @@ def expert_parameters(router: Router) -> tuple[dict[str, nn.Parameter], int]:
 
 
 def expert_matrices(model: nn.Module) -> dict[str, tuple[int | None, bool]]:
-    """By the name of an experts' tensor (E, rows, columns): how each of its matrices holds gate and up projection.
+    """Describes how the matrices of each experts' tensor (E, rows, columns) hold the gate and up projection.
 
-    (dimension of the matrix along which the two lie, None where it is one matrix; whether they alternate along it).
+    Returns {name: (dimension of the matrix along which the two lie, or None if it is one matrix; whether they
+    alternate along it)}.
     """
     found: dict[str, tuple[int | None, bool]] = {}
     for router in routers_of(model):
@@ -114,7 +120,8 @@ def expert_matrices(model: nn.Module) -> dict[str, tuple[int | None, bool]]:
         prefix = f"{router.name.rpartition('.')[0]}."
         for name, shape in shapes.items():
             owner, _, key = name.rpartition(".")
-            down, experts = shapes.get(f"{owner}.down_proj"), router.block.get_submodule(owner)
+            down = shapes.get(f"{owner}.down_proj")
+            experts = router.block.get_submodule(owner)
             dim = None
             if key == "gate_up_proj" and down is not None:
                 # (2I, H) and (H, I), or, transposed, (H, 2I) and (I, H).
@@ -174,121 +181,122 @@ def _undeclared(model: nn.Module) -> list[Router]:
     ]
 
 
-class WithLoss(torch.autograd.Function):
-    """Hands `scores` on, and in the backward pass begins that of `loss`, a scalar, at `scale`."""
+@dataclass(frozen=True)
+class RouterLosses:
+    """Coefficients of the losses that train the routers, and the rate of their bias; 0 for a model without routers."""
 
-    @staticmethod
-    def forward(ctx, scores: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(scale)
-        return scores.clone()
+    routers: int = 0
+    balance: float = 0.0
+    """Coefficient of the balancing loss, which is averaged over the layers."""
+    z_loss: float = 0.0
+    """Coefficient of mean(logsumexp(router logits)^2), averaged over the layers."""
+    bias_rate: float = 0.0
+    """Amount by which each step moves the bias of an expert."""
 
-    @staticmethod
-    def backward(ctx, grad_scores: Tensor) -> tuple[Tensor, Tensor, None]:
-        (scale,) = ctx.saved_tensors
-        return grad_scores, scale.clone(), None
+    def in_words(self) -> dict[str, str]:
+        """A row of the banner; none for a model without routers."""
+        if not self.routers:
+            return {}
+        bias = f", bias +- {self.bias_rate:g} a step" if self.bias_rate else ""
+        return {"routers": f"{self.routers}, balancing loss x {self.balance:g}, z-loss x {self.z_loss:g}{bias}"}
 
 
-class FollowedRouter(nn.Module):
-    """What a router's class becomes once it is followed; `follow` makes the subclass and sets the attributes.
+def router_losses(loss: Loss, model: PreTrainedModel) -> RouterLosses:
+    """The coefficients of a run: the recipe's, else the model's own.
 
-    A subclass and not a hook: it reads nothing that differs between layers but tensors, so that one compilation
-    serves all of them, and no hook breaks a compiled block's graph.
+    Raises InputError where neither says how to balance, or there is no bias to move.
     """
-
-    follow_share_E: Tensor
-    """Assignments to each expert per token in the step before; the sum is K."""
-    follow_scale: Tensor
-    """Scalar: what the gradient of a micro-batch's loss is multiplied by."""
-    follow_record_3E: Tensor
-    """Of the micro-batch: assignments, mean probabilities, mean logsumexp(logits)^2; fp32."""
-    follow_balance: float
-    follow_z_loss: float
-    """Coefficients, divided by the number of routers."""
-    follow_logits_at: int
-    follow_top_k: int
-    follow_score: str
-
-    def forward(self, *args, **kwargs):
-        output = super().forward(*args, **kwargs)
-        if not (self.training and torch.is_grad_enabled()):
-            return output
-        outputs = output if isinstance(output, tuple) else (output,)
-        logits_NE = outputs[self.follow_logits_at].flatten(0, -2).float()
-        experts = logits_NE.shape[-1]
-        with torch.no_grad():
-            counts_E = count_assignments(chosen_of(outputs, logits_NE, self.follow_top_k), experts)
-        probability_E = self.follow_probabilities(logits_NE).mean(0)
-        z = logits_NE.logsumexp(-1).square().mean()
-        with torch.no_grad():
-            self.follow_record_3E.copy_(torch.stack([counts_E, probability_E, z.expand(experts)]))
-        if not (self.follow_balance or self.follow_z_loss):
-            return output
-        balance = experts * (self.follow_share_E * probability_E).sum()
-        loss = self.follow_balance * balance + self.follow_z_loss * z
-        place = scores_at(outputs, self.follow_logits_at)
-        scores = WithLoss.apply(outputs[place], loss, self.follow_scale)
-        outputs = (*outputs[:place], scores, *outputs[place + 1 :])
-        return outputs if isinstance(output, tuple) else outputs[0]
-
-    def follow_probabilities(self, logits_NE: Tensor) -> Tensor:
-        """Of all experts, sum 1; scores that are not a softmax are divided by their sum."""
-        if self.follow_score == "softmax":
-            return logits_NE.softmax(-1)
-        scores_NE = logits_NE.sigmoid() if self.follow_score == "sigmoid" else self.score_fn(logits_NE)
-        return scores_NE / scores_NE.sum(-1, keepdim=True).clamp(min=1e-20)
+    routers = routers_of(model)
+    config = model.config
+    if loss.router_bias_rate and (problem := bias_problem(config, routers)):
+        raise InputError(problem)
+    if not routers:
+        return RouterLosses()
+    problems = Problems()
+    balance = problems.attempt(balance_coefficient, loss, config, routers)
+    if (balance or loss.router_bias_rate) and (unknown := [r.name for r in routers if not is_known(r, config)]):
+        problems.append(
+            f"model: the router {unknown[0]} of {config.model_type} chooses experts in a way that is not known "
+            "here; loss.router_balance: 0 trains without the loss that balances them"
+        )
+    problems.stop_if_any()
+    own_z_loss = float(getattr(config, Z_LOSS_COEFFICIENT, None) or 0.0)
+    z_loss = own_z_loss if loss.router_z_loss is None else loss.router_z_loss
+    return RouterLosses(len(routers), balance, z_loss, loss.router_bias_rate)
 
 
-def chosen_of(outputs: tuple, logits_NE: Tensor, top_k: int) -> Tensor:
-    """Numbers of the chosen experts (N, K): the router's own, or, where it returns none, those of largest logits."""
-    for output in outputs:
-        is_choice = isinstance(output, Tensor) and not output.is_floating_point() and output.dim() > 1
-        if is_choice and output.shape[-1] == top_k:
-            return output.flatten(0, -2)
-    return logits_NE.topk(top_k, dim=-1).indices
+def bias_problem(model_config: PreTrainedConfig, routers: Sequence[Router]) -> str | None:
+    """Says why loss.router_bias_rate has nothing to move; None if every router has its bias."""
+    without = [router.name for router in routers if balancing_bias(router) is None]
+    if routers and not without:
+        return None
+    reason = (
+        f"{without[0]} of {model_config.model_type} has" if without else f"{model_config.model_type} is dense and has"
+    )
+    instead = "balance its experts by loss.router_balance" if without else "leave it out"
+    return (
+        f"loss.router_bias_rate: {reason} no bias by which experts are chosen, as the routers of deepseek_v3, "
+        f"glm4_moe, dots1 and ernie4_5_moe do; {instead}"
+    )
 
 
-def count_assignments(chosen_NK: Tensor, experts: int) -> Tensor:
-    """How many tokens chose each expert, (E,) fp32: exact up to 2^24, whatever the order of the sums."""
-    flat = chosen_NK.flatten()
-    counts_E = torch.zeros(experts, dtype=torch.float32, device=flat.device)
-    return counts_E.scatter_add(0, flat, torch.ones_like(flat, dtype=torch.float32))
+def is_known(router: Router, config: PreTrainedConfig) -> bool:
+    """Tells whether the router's experts and the number chosen are found, so that it can be followed."""
+    return bool(expert_parameters(router)[1]) and experts_per_token(router, config) is not None
 
 
-def scores_at(outputs: tuple, logits_at: int) -> int:
-    """Place of the differentiable output that the block uses: the scores; the logits where there are no others."""
-    floating = [
-        place for place, output in enumerate(outputs) if isinstance(output, Tensor) and output.is_floating_point()
-    ]
-    return next((place for place in floating if place != logits_at), logits_at)
+def balance_coefficient(loss: Loss, model_config: PreTrainedConfig, routers: Sequence[Router]) -> float:
+    """The coefficient of the balancing loss. Raises InputError where neither recipe nor model says how to balance."""
+    if loss.router_balance is not None:
+        return loss.router_balance
+    for name in BALANCE_COEFFICIENTS:
+        if (own := getattr(model_config, name, None)) is not None:
+            return float(own)
+    if loss.router_bias_rate:
+        return 0.0
+    by_bias = "loss.router_bias_rate: 0.001, which balances by the model's bias, or "
+    raise InputError(
+        f"loss.router_balance: {model_config.model_type} is a mixture of experts, and its configuration has no "
+        f"coefficient for the loss that balances them{_other_scale(model_config, routers)}; state "
+        f"{'' if bias_problem(model_config, routers) else by_bias}loss.router_balance: 0.001, or 0 to train without"
+    )
 
 
-def follow(
-    router: Router, config: object, *, device: torch.device, scale: Tensor, balance: float, z_loss: float, experts: int
-) -> None:
-    """Makes a router record what it does, and add its losses to the backward pass.
+def _other_scale(model_config: PreTrainedConfig, routers: Sequence[Router]) -> str:
+    """DeepSeek's aux_loss_alpha is of a sum over layers, and of a loss that is 1 where all experts get the same."""
+    alpha = getattr(model_config, "aux_loss_alpha", None)
+    chosen = experts_per_token(routers[0], model_config)
+    if not alpha or not chosen:
+        return ""
+    return f" (its aux_loss_alpha {alpha:g} would be {alpha * len(routers) / chosen:.4g} here)"
 
-    Args:
-        scale: a scalar that all routers share, written before every step.
-        balance: coefficient of E x sum(share x mean probability).
-        z_loss: coefficient of the mean of logsumexp(logits)^2.
+
+class CastExperts:
+    """An experts module as transformers' function sees it, its weights in another dtype."""
+
+    def __init__(self, experts: nn.Module, dtype: torch.dtype):
+        for name in (*TAKEN_OVER, *EXPERT_WEIGHTS, *(f"{weight}_bias" for weight in EXPERT_WEIGHTS)):
+            value = getattr(experts, name, None)
+            is_weight = isinstance(value, Tensor) and value.is_floating_point()
+            setattr(self, name, value.to(dtype) if is_weight else value)
+
+
+def grouped_mm_in_autocast(
+    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """transformers' grouped_mm; under autocast its products run in autocast's dtype, as those of linear layers do.
+
+    torch.nn.functional.grouped_mm knows nothing of autocast: with fp32 weights, transformers multiplies a mixture's
+    experts, most of its work, in fp32 whatever the precision, and compiled through a loop that waits for the device.
     """
-    module = router.module
-    score = score_of(module)
-    module.__class__ = _followed(type(module))
-    top_k = experts_per_token(router, config)
-    module.follow_share_E = torch.full((experts,), top_k / experts, device=device)
-    module.follow_record_3E = torch.zeros(3, experts, device=device)
-    module.follow_scale, module.follow_balance, module.follow_z_loss = scale, balance, z_loss
-    module.follow_logits_at, module.follow_top_k, module.follow_score = router.logits_at, top_k, score
+    device_type = hidden_states.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
+    dtype = torch.get_autocast_dtype(device_type)
+    cast = CastExperts(experts, dtype)
+    return grouped_mm_experts_forward(cast, hidden_states.to(dtype), top_k_index, top_k_weights)
 
 
-def score_of(module: nn.Module) -> str:
-    """How a router turns logits into scores: softmax, sigmoid, or own (its `score_fn`), by its code."""
-    if callable(getattr(module, "score_fn", None)):
-        return "own"
-    return "sigmoid" if "sigmoid" in inspect.unwrap(type(module).forward).__code__.co_names else "softmax"
-
-
-@functools.cache
-def _followed(kind: type) -> type:
-    return type(kind.__name__, (FollowedRouter, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+ALL_EXPERTS_FUNCTIONS.register("grouped_mm", grouped_mm_in_autocast)
+# Of transformers' own checks of torch's version, which compiled code runs once.
+warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`", category=UserWarning)

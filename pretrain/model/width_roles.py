@@ -1,4 +1,4 @@
-"""What each parameter does as a model grows wider, found by building it at twice its width.
+"""Finds which dimensions of each parameter grow with a model's width, by building it at twice its width.
 
 Maximal update parametrization (Yang et al., arXiv 2203.03466, table 3): the learning rate found at one width holds at
 another if a parameter's initial scale and rate follow from which of its dimensions grow. No multiplier is in the
@@ -12,18 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.errors import InputError
-from pretrain.model.build import build_meta_model, embedding_parameter_names
+from pretrain.model.build import build_meta_model, embedding_parameter_names, transposed_names
 from pretrain.model.compile import layers_of
 from pretrain.model.small_copy import GROWING, in_a_line
 
 
 @dataclass(frozen=True)
 class WidthRole:
-    """What of a parameter grows with the width."""
+    """The dimensions of a parameter that grow with the width."""
 
     inputs: bool
     """The number of values that each of its outputs is a sum of: a hidden matrix, a head, a router."""
@@ -31,15 +30,15 @@ class WidthRole:
     """The number of its outputs."""
 
     def initial_scale(self, ratio: float) -> float:
-        """Of the initial values at `ratio` times the width at which the architecture's own are meant."""
+        """The factor of the initial values at `ratio` times the width that the architecture's own are meant for."""
         if not self.inputs:
             return 1.0
         return ratio**-0.5 if self.outputs else 1 / ratio
 
     def rate_scale(self, ratio: float, *, orthogonalized: bool = False) -> float:
-        """Of the learning rate, for an update whose elements have a given root mean square.
+        """The factor of the learning rate, for updates with a given root mean square of their elements.
 
-        An orthogonalised one is a factor sqrt(ratio) smaller in the norm that counts: its singular values are equal.
+        An orthogonalized update is sqrt(ratio) times smaller in the norm that counts: its singular values are equal.
         """
         if not self.inputs:
             return 1.0
@@ -47,7 +46,7 @@ class WidthRole:
 
 
 def hidden_width(config: PreTrainedConfig) -> int:
-    """Of the hidden states."""
+    """Width of the hidden states."""
     return config.get_text_config().hidden_size
 
 
@@ -57,7 +56,8 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
     A tied head is an embedding, whose rate and scale do not change; in its place those of the norm before it do.
     """
     try:
-        here, wide = build_meta_model(config), build_meta_model(at_width(config, 2.0))
+        here = build_meta_model(config)
+        wide = build_meta_model(at_width(config, 2.0))
     except Exception as error:  # whatever the library's own checks raise at other sizes
         raise InputError(
             f"optim.width_transfer: mup: this model cannot be built at twice its width ({in_a_line(error)}), from "
@@ -112,13 +112,6 @@ def norm_before_head(model: PreTrainedModel) -> str:
         "optim.width_transfer: mup: the head is the embedding (tie_word_embeddings), and there is no norm before it "
         "whose gain could stand for its scale; set --model.tie_word_embeddings false, or width_transfer: none"
     )
-
-
-def transposed_names(model: nn.Module) -> set[str]:
-    """Weights whose columns are the outputs, as GPT-2's."""
-    from transformers.pytorch_utils import Conv1D
-
-    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
 
 
 def at_width(config: PreTrainedConfig, ratio: float) -> PreTrainedConfig:

@@ -22,20 +22,20 @@ LEAST_SQUARE = 1e-30
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """What this process has of a parameter: a slice of it, or flat elements somewhere in a tensor of many."""
+    """This process's part of a parameter: a slice of it, or flat elements somewhere in a tensor of many."""
 
     parameter: torch.Tensor
-    """Whose state this is about."""
+    """The parameter under which the optimizer keeps the state."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     holders: Holders | None = None
-    """Who have the other parts; None: this is the whole."""
+    """The processes with the other parts; None: this is the whole."""
     dim: int = 0
-    """Along which the parameter is divided."""
+    """Dimension along which the parameter is divided."""
     start: int = 0
     """Index along `dim` of the slice; of flat elements the first one."""
     offset: int | None = None
-    """Of flat elements, in their tensor; None: the tensor is the part."""
+    """Index of the first flat element in its tensor; None: the tensor is the part."""
     elements: int = 0
     """Number of flat elements."""
 
@@ -48,7 +48,8 @@ class ParameterPart:
         if self.offset is None:
             return part, self.start
         inner = math.prod(self.shape[1:])
-        first, last = self.start // inner, -(-(self.start + self.elements) // inner)
+        first = self.start // inner
+        last = -(-(self.start + self.elements) // inner)
         block = torch.zeros((last - first, *self.shape[1:]), dtype=part.dtype, device=part.device)
         self.inside(block, first).copy_(part)
         return block, first
@@ -81,7 +82,7 @@ class Adafactor(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self.seed = seed
         self.placed: dict[torch.Tensor, list[ParameterPart]] = {}
-        """What is in flat tensors that stand for many parameters, where a strategy has made such."""
+        """{flat tensor: the parts in it}, if a strategy updates many parameters as one tensor."""
         self._step_supports_amp_scaling = True
 
     @torch.no_grad()
@@ -93,7 +94,8 @@ class Adafactor(torch.optim.Optimizer):
                 position += 1
                 if parameter.grad is None:
                     continue
-                weight, gradient = local_tensor(parameter), local_tensor(parameter.grad)
+                weight = local_tensor(parameter)
+                gradient = local_tensor(parameter.grad)
                 for part in self.placed.get(parameter) or [part_of(parameter)]:
                     update = self._update(part, part.view(weight), part.view(gradient), group, position)
                     if part.holders is None or part.holders.size == 1:
@@ -107,7 +109,8 @@ class Adafactor(torch.optim.Optimizer):
         self, part: ParameterPart, weight: torch.Tensor, gradient: torch.Tensor, group: dict, position: int
     ) -> Generator[list[torch.Tensor], list[torch.Tensor], None]:
         """Updates the weight; yields what has to be summed over the processes that have parts, and gets the sums."""
-        state, skips = self.state[part.parameter], None
+        state = self.state[part.parameter]
+        skips = None
         for key, shape in factored_shapes(part.shape).items():
             state[key] = state[key].to(weight.device) if key in state else torch.zeros(shape, device=weight.device)
         if self.grad_scale is not None:
@@ -170,38 +173,39 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def part_of(parameter: torch.Tensor) -> ParameterPart:
-    """What this process has of a parameter, whole or a DTensor that is sharded along one dimension."""
+    """This process's part of a parameter, which is whole or a DTensor that is sharded along one dimension."""
     if not isinstance(parameter, DTensor):
         return ParameterPart(parameter, tuple(parameter.shape))
     sharded = [axis for axis, placement in enumerate(parameter.placements) if placement.is_shard()]
     if not sharded:
         return ParameterPart(parameter, tuple(parameter.shape))
     ((axis),) = sharded
-    mesh, dim = parameter.device_mesh, parameter.placements[axis].dim
+    mesh = parameter.device_mesh
+    dim = parameter.placements[axis].dim
     holders = Holders(mesh.get_group(axis), torch.device(mesh.device_type))
     start = min(parameter.shape[dim], holders.rank * -(-parameter.shape[dim] // holders.size))
     return ParameterPart(parameter, tuple(parameter.shape), holders, dim, start)
 
 
 def part_of_rows(rows: torch.Tensor, part: ParameterPart, first: int, block: torch.Tensor) -> torch.Tensor:
-    """Of something for each row of the whole parameter, that for the rows of a block."""
+    """Narrows a tensor with a value per row of the whole parameter to the rows of a block."""
     return rows if part.dim == len(part.shape) - 1 else rows.narrow(part.dim, first, block.size(part.dim))
 
 
 def part_of_columns(columns: torch.Tensor, part: ParameterPart, first: int, block: torch.Tensor) -> torch.Tensor:
-    """The same of columns."""
+    """Narrows a tensor with a value per column to the columns of a block."""
     if part.dim == len(part.shape) - 2:
         return columns
     return columns.narrow(min(part.dim, len(part.shape) - 2), first, block.size(part.dim))
 
 
 def part_of_matrices(numbers: torch.Tensor, part: ParameterPart, first: int, block: torch.Tensor) -> torch.Tensor:
-    """The same of whole matrices, where the parameter is a stack of them."""
+    """Narrows a tensor with a value per matrix of a stack to the matrices of a block."""
     return numbers if part.dim >= len(part.shape) - 2 else numbers.narrow(part.dim, first, block.size(part.dim))
 
 
 def part_of_vector(vector: torch.Tensor, first: int, block: torch.Tensor) -> torch.Tensor:
-    """The same of elements, where there is one dimension or none."""
+    """Narrows a tensor with a value per element of a vector to the elements of a block."""
     return vector.view(-1).narrow(0, first, block.numel())
 
 
@@ -215,7 +219,8 @@ def run_together(updates: Sequence[Generator], holders: Holders | None) -> None:
             dist.all_reduce(flat, group=holders.group)
             sums = iter(flat.to(tensors[0].device).split([tensor.numel() for tensor in tensors]))
             asked = [[next(sums).view(tensor.shape) for tensor in them] for them in asked]
-        answers, asked = asked, []
+        answers = asked
+        asked = []
         for update, answer in zip(updates, answers, strict=True):
             with suppress(StopIteration):
                 asked.append(update.send(answer))
@@ -229,7 +234,7 @@ def factored_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def are_matrices(shape: tuple[int, ...]) -> bool:
-    """Whether a parameter is a stack of matrices, as a layer's experts are; a filter for each channel is none."""
+    """Tells whether a parameter is a stack of matrices, such as a layer's experts; one filter per channel is not."""
     return len(shape) > 2 and min(shape[-2:]) > 1
 
 

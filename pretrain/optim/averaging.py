@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from pretrain.config import Averaging, RunConfig
 
 AverageState = dict[str, Any]
-"""What is in an average: its `kind`, the `first_step` whose weights are in it, and their `count`."""
+"""Contents of an average: its `kind`, the `first_step` whose weights are in it, and their `count`."""
 
 
 def averages_after(settings: Averaging, total_steps: int) -> int:
@@ -29,7 +29,7 @@ def averages_after(settings: Averaging, total_steps: int) -> int:
 
 
 def can_continue(settings: Averaging, before: AverageState | None, total_steps: int) -> bool:
-    """Whether an average goes on; not after another kind, nor with weights from before the tail of a longer run."""
+    """Tells whether an average continues: not after another kind, nor with weights from before a longer run's tail."""
     if before is None or before["kind"] != settings.kind:
         return False
     return before["first_step"] > averages_after(settings, total_steps)
@@ -38,7 +38,7 @@ def can_continue(settings: Averaging, before: AverageState | None, total_steps: 
 def average_after_step(
     settings: Averaging, before: AverageState | None, step: int, total_steps: int
 ) -> tuple[AverageState | None, float]:
-    """What is in the average after a `step` whose turn it is, and the weight w_n of that step's weights.
+    """Returns the average's contents after a `step` whose turn it is, and the weight w_n of that step's weights.
 
     None: there is no average yet. A weight of 1 begins one.
     """
@@ -54,7 +54,7 @@ def average_after_step(
 
 
 def averaging_problems(config: RunConfig, total_steps: int) -> list[str]:
-    """Why the averaging asked for cannot work in a run of `total_steps`; [] if it can."""
+    """Lists why the averaging cannot work in a run of `total_steps`; [] if it can."""
     settings = config.averaging
     if settings.kind == "none":
         if config.export.weights == "average":
@@ -98,5 +98,5 @@ class WeightAverage:
 
 
 def held_here(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What this process holds of each."""
+    """The part of each tensor that this process holds."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]

@@ -109,7 +109,8 @@ def batch_ramp(
         target = Fraction(total_steps * sequences_per_step) / steps_per_full
     else:
         target = Fraction(total_sequences)
-    first_steps, seen = [0], 0
+    first_steps = [0]
+    seen = 0
     for index, level in enumerate(levels[:-1], start=1):
         steps = max(0, math.ceil((target * over * index / (parts - 1) - seen) / level))
         seen += steps * level

@@ -143,7 +143,7 @@ class Annealing:
         return self.schedule.warmup_steps
 
     def learning_rate(self, step: int, peak: float) -> float:
-        """As `Schedule.learning_rate`."""
+        """Returns the rate of `step`; see `Schedule.learning_rate`."""
         if step < self.from_step:
             return self.schedule.learning_rate(step, peak)
         begin = self.schedule.factor(max(self.from_step - 1, 0))
@@ -225,10 +225,11 @@ def _progress(step: int, start: int, end: int) -> float:
 
 
 def _problems_of_schedule(schedule: Schedule) -> list[str]:
-    """Of settings that are each right: a recipe's types see to that."""
+    """Lists the problems of settings that are each valid: a recipe's types check those."""
     if schedule.steps < 1:
         return [f"total_steps {schedule.total_steps:,} is below {schedule.first_step + 1:,}: raise the budget"]
-    problems, phases = [], {"warmup_steps": schedule.warmup_steps}
+    problems = []
+    phases = {"warmup_steps": schedule.warmup_steps}
     if schedule.name == "wsd":
         phases["decay_steps"] = schedule.decay_steps or 0
     if schedule.name == "infinite":

@@ -22,7 +22,7 @@ class Holders:
 
     group: dist.ProcessGroup | None
     device: torch.device
-    """Where they compute and communicate, wherever the optimizer's tensors are."""
+    """Device on which they compute and communicate, wherever the optimizer's tensors are."""
 
     @property
     def size(self) -> int:
@@ -41,21 +41,22 @@ class HiddenMatrix:
     blocks: tuple[int, ...] = ()
     """Sizes of the blocks that are matrices of their own, such as q, k and v; (): it is one."""
     block_dim: int = 0
-    """Along which the blocks lie."""
+    """Dimension along which the blocks lie."""
     alternates: bool = False
-    """Whether the blocks, of one size, alternate row by row along it."""
+    """True if the blocks, all of one size, alternate row by row along `block_dim`."""
     stacked: int = 1
-    """How many such matrices the parameter has one after the other: the experts of a layer."""
+    """Number of such matrices in the parameter, one after the other: a layer's experts."""
 
     @property
     def elements(self) -> int:
-        """Of one of them."""
+        """Number of elements of one such matrix."""
         return self.shape[0] * self.shape[1]
 
     def split(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Views of the blocks of a tensor of this shape."""
         if self.alternates:
-            views, count = (whole.mT if self.block_dim else whole), len(self.blocks)
+            views = whole.mT if self.block_dim else whole
+            count = len(self.blocks)
             parts = [views[first::count] for first in range(count)]
             return tuple(part.mT if self.block_dim else part for part in parts)
         return whole.split(self.blocks, self.block_dim) if self.blocks else (whole,)
@@ -63,18 +64,18 @@ class HiddenMatrix:
 
 @dataclass(frozen=True)
 class MatrixPiece:
-    """What this process has of a matrix, in one of the tensors that its optimizer updates."""
+    """This process's piece of a matrix, in one of the tensors that its optimizer updates."""
 
     matrix: HiddenMatrix
     holders: Holders
     tensor: int
-    """Index of the tensor."""
+    """Index of that tensor."""
     ranges: tuple[tuple[int, int], ...] = ()
-    """First element and end of what each process has of the flat matrix; (): all have all of it."""
+    """(first element, end) of each process's piece of the flat matrix; (): all have all of it."""
     offset: int | None = None
-    """Of the piece in the tensor made flat; None: the tensor is the piece."""
+    """Index of the piece's first element in the flat tensor; None: the tensor is the piece."""
     is_transposed: bool = False
-    """Whether the ranges are those of the transposed matrix."""
+    """True if the ranges are of the transposed matrix."""
 
     @property
     def elements(self) -> int:
@@ -87,12 +88,12 @@ class MatrixPiece:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other process is needed for its update, or has it to do."""
+        """True if this process updates it alone, or another one does."""
         return self.holders.size == 1 or self.owner is not None
 
     @property
     def is_here(self) -> bool:
-        """Whether this process has any of it."""
+        """True if this process has any of it."""
         return not self.ranges or self.counts()[self.holders.rank] > 0
 
     def counts(self) -> list[int]:
@@ -100,7 +101,7 @@ class MatrixPiece:
         return [end - first for first, end in self.ranges]
 
     def part(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What is here, in the order of the ranges."""
+        """The elements that are here, in the order of the ranges."""
         part = tensors[self.tensor]
         if self.offset is not None:
             part = part.view(-1).narrow(
@@ -118,18 +119,20 @@ class MatrixPiece:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor, as a plain one with the same storage."""
+    """This process's part of a tensor, as a plain one with the same storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def pieces_of(parameter: torch.Tensor, matrix: HiddenMatrix, tensor: int, copies: Holders | None) -> list[MatrixPiece]:
-    """Of a parameter that is a matrix or a stack of them, whole or a DTensor that is sharded along one dimension.
+    """The pieces of a parameter that is a matrix or a stack of them, whole or sharded along one dimension (DTensor).
 
-    copies: who else has the whole parameter, if they share the work of its update.
+    copies: the processes that have the whole parameter and share the work of its update.
     """
-    holders, dim = copies or Holders(None, parameter.device), None
+    holders = copies or Holders(None, parameter.device)
+    dim = None
     if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
+        mesh = parameter.device_mesh
+        placements = parameter.placements
         sharded = [(axis, placement.dim) for axis, placement in enumerate(placements) if placement.is_shard()]
         holders = Holders(None, torch.device(mesh.device_type))
         if sharded:
@@ -146,10 +149,11 @@ def pieces_of(parameter: torch.Tensor, matrix: HiddenMatrix, tensor: int, copies
 
 
 def stacked_pieces(matrix: HiddenMatrix, holders: Holders, tensor: int, dim: int | None) -> list[MatrixPiece]:
-    """Of each matrix of a stack, which is whole on every process or, sharded along `dim` 0, on one of them."""
+    """A piece per matrix of a stack, which is whole on every process or, sharded along `dim` 0, on one of them."""
     if dim not in (None, 0):
         raise ValueError(f"stacked matrices are sharded between them, not along their dimension {dim}")
-    one, elements = replace(matrix, stacked=1), matrix.elements
+    one = replace(matrix, stacked=1)
+    elements = matrix.elements
     if dim is None:
         return [MatrixPiece(one, holders, tensor, offset=index * elements) for index in range(matrix.stacked)]
     share = -(-matrix.stacked // holders.size)  # as torch.chunk divides
@@ -183,7 +187,8 @@ def replace_whole_matrices(
         if not piece.is_alone:
             shared.setdefault(piece.holders, []).append(piece)
         elif piece.owner in (None, piece.holders.rank):
-            whole, device = piece.whole(tensors), piece.holders.device
+            whole = piece.whole(tensors)
+            device = piece.holders.device
             if whole.device.type == device.type:
                 here.append((whole, piece.matrix))
             else:  # offloaded
@@ -220,7 +225,7 @@ def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
 
 
 def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype, replace_all) -> None:
-    """For matrices that every process has: the results of each go to all, in one collective."""
+    """Updates matrices that every process has: their owners' results go to all, in one collective."""
     owned = [[piece for piece, owner in bucket if owner == rank] for rank in range(holders.size)]
     longest = max(sum(piece.elements for piece in theirs) for theirs in owned)
     gathered = torch.empty(holders.size, longest, dtype=dtype, device=holders.device)
@@ -228,7 +233,8 @@ def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dty
         consecutive_views(row, [piece.elements for piece in theirs])
         for row, theirs in zip(gathered, owned, strict=True)
     ]
-    mine, own_views = owned[holders.rank], views[holders.rank]
+    mine = owned[holders.rank]
+    own_views = views[holders.rank]
     matrices = [piece.as_matrix(view) for piece, view in zip(mine, own_views, strict=True)]
     copy_all(matrices, [piece.whole(tensors) for piece in mine])
     replace_all([(matrix, piece.matrix) for matrix, piece in zip(matrices, mine, strict=True)])
@@ -238,8 +244,9 @@ def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dty
 
 
 def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype, replace_all) -> None:
-    """For matrices of which every process has a part: all parts to the owners, and the results back."""
-    me, processes = holders.rank, range(holders.size)
+    """Updates matrices in parts: all parts go to the owners, and the results back, in one collective each."""
+    me = holders.rank
+    processes = range(holders.size)
     owned = [[piece for piece, owner in bucket if owner == rank] for rank in processes]
     mine = owned[me]
     parts = [piece.part(tensors) for theirs in owned for piece in theirs]

@@ -1,7 +1,7 @@
-"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) in the arithmetic that the device is good at.
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) in the dtype that the device multiplies fast.
 
 The mathematics and the names of the state are torch.optim.Muon's, which multiplies in bf16 everywhere. A CPU without
-bf16 instructions emulates that, at a fiftieth of its speed in fp32.
+bf16 instructions emulates it, 50 times slower than fp32.
 """
 
 import math
@@ -63,7 +63,7 @@ COEFFICIENTS: dict[str, tuple[Quintic, ...]] = {
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised: the update of a matrix is the nearest to its momentum with equal singular values.
+    """Orthogonalized momentum: the update of a matrix is the nearest to its momentum with equal singular values.
 
     B <- m B + (1 - m) G;  U = NS((1 - m) G + m B);  W <- (1 - lr weight_decay) W - lr 0.2 sqrt(max(rows, columns)) U.
     The factor gives the update AdamW's root mean square of about 0.2 (Liu et al., arXiv 2502.16982).
@@ -103,7 +103,7 @@ class Muon(torch.optim.Optimizer):
         if shapes := [matrix.shape for matrix in self.matrices.values() if len(matrix.shape) != 2]:
             raise ValueError(f"Muon updates matrices, not parameters of shape {', '.join(map(str, shapes))}")
         self.placed: dict[torch.Tensor, list[MatrixPiece]] = {}
-        """Pieces in flat tensors that stand for many parameters, where a strategy has made such."""
+        """{flat tensor: the pieces in it}, if a strategy updates many parameters as one tensor."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -112,7 +112,9 @@ class Muon(torch.optim.Optimizer):
                 self._update(with_gradient, group)
 
     def _update(self, parameters: list[torch.Tensor], group: dict) -> None:
-        weights, updates, momenta = ([], [], [])
+        weights = []
+        updates = []
+        momenta = []
         for parameter in parameters:
             state = self.state[parameter]
             if "momentum_buffer" not in state:
@@ -162,7 +164,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     found_inf: torch.Tensor | None = None
 
     def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
-        self.muon, self.adamw = muon, adamw
+        self.muon = muon
+        self.adamw = adamw
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         self._step_supports_amp_scaling = getattr(adamw, "_step_supports_amp_scaling", False)
 
@@ -170,13 +173,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
         of_muon = [group for group in self.param_groups if "ns_steps" in group]
         others = [group for group in self.param_groups if "ns_steps" not in group]
         for part, groups in ((self.muon, of_muon), (self.adamw, others)):
-            part.param_groups, part.state = groups, self.state
-            part.grad_scale, part.found_inf = self.grad_scale, self.found_inf
+            part.param_groups = groups
+            part.state = self.state
+            part.grad_scale = self.grad_scale
+            part.found_inf = self.found_inf
             part.step()
 
 
 def update_scale(matrix: HiddenMatrix) -> float:
-    """What an orthogonalised matrix is multiplied by: of blocks the largest factor among them."""
+    """The factor of an orthogonalized matrix; for blocks, the largest of their factors."""
     rows, columns = matrix.shape
     if matrix.blocks:
         rows, columns = (max(matrix.blocks), columns) if matrix.block_dim == 0 else (rows, max(matrix.blocks))
@@ -184,8 +189,9 @@ def update_scale(matrix: HiddenMatrix) -> float:
 
 
 def orthogonalize_all(matrices: list[tuple[torch.Tensor, HiddenMatrix]], coefficients: Sequence[Quintic]) -> None:
-    """Overwrites matrices, or each block of them, by what is orthogonal; factors of smaller blocks are in it."""
-    blocks, relative = [], []
+    """Orthogonalizes matrices, or each of their blocks, in place; smaller blocks get their smaller factor."""
+    blocks = []
+    relative = []
     for whole, matrix in matrices:
         for block in matrix.split(whole):
             blocks.append(block)

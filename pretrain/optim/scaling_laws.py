@@ -1,26 +1,32 @@
-"""What `auto` stands for: learning rate, batch, weight decay and warmup by parameters and tokens.
+"""Values of `auto`: learning rate, batch, weight decay and warmup by parameters and tokens.
 
 Pure functions of the recipe, never of the number of processes. They follow published laws; docs/quality.md compares
 them with sweeps.
 """
 
-REFERENCE_PARAMETERS, REFERENCE_RATE, RATE_EXPONENT = 108e6, 0.0047 / 2, -1 / 3
+REFERENCE_PARAMETERS = 108e6
+REFERENCE_RATE = 0.0047 / 2
+RATE_EXPONENT = -1 / 3
 """AdamW's peak (OLMo-core's model ladder, after Porian et al., arXiv 2406.19146, and halved)."""
-REFERENCE_BATCH, REFERENCE_BATCH_EXPONENT = 160 * 2048, 2 / 3
+REFERENCE_BATCH = 160 * 2048
+REFERENCE_BATCH_EXPONENT = 2 / 3
 """The tokens per step which that ladder has at the reference parameters, and how they grow with the parameters."""
 LEAST_PARAMETERS = 3e6
 """Smaller models get the rate of this many: in sweeps at 0.8M the law's own was twice the best (docs/quality.md)."""
 BATCH_EXPONENT = 0.5
-"""Of the rate, in the batch (Malladi et al., arXiv 2205.10287)."""
-LEAST_BATCH_FACTOR, MOST_BATCH_FACTOR = 0.35, 2.0
-"""Of AdamW's rate, by the batch; in sweeps with batches of a 30th to a 280th of the reference, 0.30 to 0.38 were best
-(docs/quality.md)."""
-TIMESCALE, TIMESCALE_EXPONENT = 1.084, -0.527
-"""Of AdamW's average of its updates, as a share of the run, by tokens per parameter (Bergsma et al., arXiv
-2505.13738)."""
-LEAST_DECAY, MOST_DECAY = 0.01, 0.2
+"""Exponent of the rate in the batch (Malladi et al., arXiv 2205.10287)."""
+LEAST_BATCH_FACTOR = 0.35
+MOST_BATCH_FACTOR = 2.0
+"""Bounds of AdamW's factor by the batch; in sweeps with batches of a 30th to a 280th of the reference, 0.30 to 0.38
+were best (docs/quality.md)."""
+TIMESCALE = 1.084
+TIMESCALE_EXPONENT = -0.527
+"""Time constant of AdamW's weights, as a share of the run, by tokens per parameter
+(Bergsma et al., arXiv 2505.13738)."""
+LEAST_DECAY = 0.01
+MOST_DECAY = 0.2
 WARMUP_SHARE = 0.05
-"""Of the run, at most."""
+"""Largest share of the run that is warmup."""
 
 
 def batch_by_law(tokens: float) -> float:

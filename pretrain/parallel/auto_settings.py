@@ -6,8 +6,7 @@ from typing import Any
 from pretrain.config import Batch, RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
-from pretrain.model.build import count_parameters
-from pretrain.model.flops import active_parameters
+from pretrain.model.build import active_parameters, count_parameters
 from pretrain.optim.learning_rate import learning_rate_for_batch
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.optim.scaling_laws import (

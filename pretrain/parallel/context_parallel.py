@@ -26,25 +26,23 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from pretrain.config import RunConfig, WindowSpec
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
-from pretrain.model.attention import in_one_dtype, sdpa
-from pretrain.model.build import build_model
-from pretrain.model.initial_weights import InitialWeights
-from pretrain.model.inputs import model_inputs
+from pretrain.model.attention import in_one_dtype, model_inputs, sdpa
+from pretrain.model.build import InitialWeights, build_model
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.model.reference import (
+from pretrain.model.small_copy import (
     END_OF_DOCUMENT,
     TOLERANCE,
     KeyedConfig,
     ReferenceWindow,
+    in_a_line,
     logits_of,
     one_thread,
     reference_of,
     relative_difference,
 )
-from pretrain.model.small_copy import in_a_line
+from pretrain.optim.optimizers import OptimizerBuilder
 from pretrain.parallel.fully_sharded import FullySharded
 from pretrain.parallel.launcher import CP_SIZE, parallel_size, sharing_problems, uncombined_sizes
-from pretrain.parallel.strategy import OptimizerBuilder
 
 PER_HEAD = ("s_aux", "position_bias")
 """Arguments of an attention that have a value for each head, or pair of positions."""

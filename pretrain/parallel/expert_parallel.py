@@ -12,6 +12,7 @@ hold copies of the same ones.
 
 import os
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,18 +27,19 @@ from transformers.distributed.expert_parallel import (
     MoEParamShard,
 )
 
-import pretrain.model.expert_products  # noqa: F401  (experts compute in the precision of the run)
 from pretrain.config import RunConfig
-from pretrain.model.build import build_meta_model
-from pretrain.model.initial_weights import InitialWeights, units_of
+from pretrain.model.build import InitialWeights, build_meta_model, units_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.routers import expert_parameters, routers_of
-from pretrain.optim.matrix_exchange import Holders
+from pretrain.optim.optimizers import OptimizerBuilder
 from pretrain.parallel.launcher import EP_SIZE, PP_DEGREE, parallel_size
 from pretrain.parallel.model_parallel import ModelParallel, sum_in_place
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import OptimizerBuilder, Strategy
+from pretrain.parallel.strategy import Strategy
 from pretrain.parallel.tensor_parallel import AutocastModel, separate_kinds
+
+if TYPE_CHECKING:
+    from pretrain.optim.matrix_exchange import Holders
 
 
 class ExpertParallel(ModelParallel):
@@ -127,7 +129,7 @@ class ExpertParallel(ModelParallel):
             for gradient in gradients
         ]
 
-    def copies(self) -> Holders | None:
+    def copies(self) -> "Holders | None":
         return Strategy.copies(self)
 
     def replicas(self) -> list[ReplicaGroup]:

@@ -19,13 +19,13 @@ from accelerate.utils import DistributedType, patch_environment
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from pretrain.model.build import InitialWeights, units_of
 from pretrain.model.compile import layers_of
-from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.optim.gradient_norm import total_norm
+from pretrain.optim.optimizers import OptimizerBuilder, total_norm
 from pretrain.parallel.launcher import replicas_requested
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import OptimizerBuilder, Strategy, device_type
+from pretrain.parallel.strategy import Strategy, device_type
 
 
 class FullySharded(Strategy):

@@ -7,7 +7,7 @@ own under expert parallel), those along `data` hold the same part of it and see 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,12 @@ from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.model.build import build_meta_model
 from pretrain.model.routers import routers_of
-from pretrain.optim.gradient_norm import total_norm
-from pretrain.optim.matrix_exchange import Holders
+from pretrain.optim.optimizers import total_norm
 from pretrain.parallel.launcher import FLAGS, parallel_size, sharing_problems
 from pretrain.parallel.strategy import Strategy
+
+if TYPE_CHECKING:
+    from pretrain.optim.matrix_exchange import Holders
 
 
 class ModelParallel(Strategy, ABC):
@@ -127,7 +129,9 @@ class ModelParallel(Strategy, ABC):
         dist.all_reduce(square, group=self.model_group)
         return square.sqrt()
 
-    def copies(self) -> Holders | None:
+    def copies(self) -> "Holders | None":
+        from pretrain.optim.matrix_exchange import Holders
+
         return Holders(self.data_group, self.device) if self.data_ranks > 1 else None
 
     def gradients(self) -> list[torch.Tensor]:

@@ -18,8 +18,9 @@ from transformers import PreTrainedConfig
 
 from pretrain.config import Pipeline, RunConfig
 from pretrain.hardware import seed_dropout
-from pretrain.model.initial_weights import InitialWeights
+from pretrain.model.build import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
+from pretrain.optim.optimizers import OptimizerBuilder
 from pretrain.parallel.launcher import PP_DEGREE, parallel_size
 from pretrain.parallel.model_parallel import ModelParallel
 from pretrain.parallel.pipeline_stages import (
@@ -31,7 +32,6 @@ from pretrain.parallel.pipeline_stages import (
     stage_parameters,
 )
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import OptimizerBuilder
 from pretrain.parallel.tensor_group import TensorGroup
 
 

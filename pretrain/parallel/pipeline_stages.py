@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from pretrain.model.build import InitialWeights, units_of
 from pretrain.model.compile import layers_of
-from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.model.reference import TOLERANCE, KeyedConfig, ReferenceWindow, one_thread, reference_of
-from pretrain.model.small_copy import in_a_line
+from pretrain.model.small_copy import TOLERANCE, KeyedConfig, ReferenceWindow, in_a_line, one_thread, reference_of
 
 
 def split_layers(parameters_per_layer: list[int], stages: int, first: int, last: int) -> list[range]:
@@ -102,6 +101,7 @@ class Stage(nn.Module):
         self.head = model.causal_lm.get_output_embeddings() if self.is_last else None
         self.precision = precision
         self.loss_of_hidden = model.loss_of_hidden if self.is_last else None
+        self.recorder = model.recorder
         self.microbatches: list[PipelineMicroBatch] = []
         """Pipeline microbatches of the micro-batch that runs now."""
         self.cross_entropy: Tensor | None = None

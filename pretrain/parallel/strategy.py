@@ -22,18 +22,16 @@ from torch.nn.parallel import DistributedDataParallel
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
 from pretrain.hardware import keep_freed_memory, missing_bf16, unusable_gpu, use_all_cores
-from pretrain.model.fp8 import fp8_problem, use_fp8
-from pretrain.model.initial_weights import InitialWeights
+from pretrain.model.build import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.averaging import WeightAverage
-from pretrain.optim.gradient_norm import total_norm
-from pretrain.optim.matrix_exchange import Holders
-from pretrain.optim.muon import MuonWithAdamW
 from pretrain.optim.optimizers import (
     OPTIMIZERS,
+    OptimizerBuilder,
     describe_optimizer,
     load_optimizer_state,
     optimizer_state_by_name,
+    total_norm,
 )
 from pretrain.parallel.launcher import PRECISIONS, environment_flag, launched_strategy
 from pretrain.parallel.ranks import Ranks, slow_host_group
@@ -43,6 +41,7 @@ from pretrain.parallel.tensor_group import ShardedState, TensorGroup, load_parts
 
 if TYPE_CHECKING:
     from pretrain.data.dispatch import Dispatcher
+    from pretrain.optim.matrix_exchange import Holders
 
 
 def device_type() -> str:
@@ -62,8 +61,11 @@ def device_type() -> str:
 def resolve_precision(requested: str) -> str:
     """Turns auto into bf16 where the device multiplies in bf16, else fp32. Raises InputError for what does not run."""
     device = device_type()
-    if requested == "fp8" and (problem := fp8_problem(device)):
-        raise InputError(problem)
+    if requested == "fp8":
+        from pretrain.model.fp8 import fp8_problem
+
+        if problem := fp8_problem(device):
+            raise InputError(problem)
     if requested == "fp16" and device == "cpu":
         raise InputError("precision: fp16 needs a GPU; use bf16, fp32, or auto, which takes what the device has")
     if requested != "auto":
@@ -71,14 +73,10 @@ def resolve_precision(requested: str) -> str:
     return "fp32" if missing_bf16(device) else "bf16"
 
 
-OptimizerBuilder = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
-"""Takes (name, parameter) pairs and returns an optimizer for them: see `optimizers.optimizer_builder`."""
-
-
 class Strategy:
     """The strategy that runs: one process, or data parallel (DDP). The others are subclasses.
 
-    The loop calls, in this order: prepare, load (when it continues a run), then for every step set_learning_rate,
+    The loop calls, in this order: prepare, load (when it continues a run), then for every step begin_step,
     accumulate with the forward pass and backward in it for every micro-step, update. All ranks call together.
     """
 
@@ -90,6 +88,11 @@ class Strategy:
     """The recipe's values of compile that do."""
     holds_whole_model = True
     """True if each process has all fp32 weights on its device."""
+
+    before_step: tuple[Callable[[int], None], ...] = ()
+    """Called with the number of micro-steps, before the first of a step."""
+    after_update: tuple[Callable[[torch.Tensor], None], ...] = ()
+    """Called with `skipped` at the end of every update, also of one that changed nothing."""
 
     def __init__(self, precision: str, config: RunConfig | None = None):
         """Starts the processes' communication; `config` may be None where nothing is trained."""
@@ -180,6 +183,8 @@ class Strategy:
             build_optimizer: makes the optimizer of the (name, parameter) pairs this process updates.
         """
         if self.precision == "fp8":
+            from pretrain.model.fp8 import use_fp8
+
             use_fp8(model.causal_lm)
         weights.fill(model.causal_lm, "")
         model.causal_lm.tie_weights()
@@ -196,8 +201,9 @@ class Strategy:
         """Builds the optimizer of the parameters that are here, whose names are in `name_of` from now on."""
         named_parameters = [(n, p) for n, p in self.causal_lm.named_parameters() if not p.is_meta]
         self.name_of = {parameter: name for name, parameter in named_parameters}
+        self.spec = build_optimizer.spec
         optimizer = build_optimizer(named_parameters)
-        if isinstance(optimizer, MuonWithAdamW):
+        if self.spec.shares_work:
             optimizer.muon.copies = self.copies()
         self.optimizer_built = describe_optimizer(optimizer)
         return optimizer
@@ -215,6 +221,12 @@ class Strategy:
         """Adds the gradient of `loss` (already divided by the number of micro-steps)."""
         self.accelerator.backward(loss)
 
+    def begin_step(self, learning_rate: float, micro_steps: int) -> None:
+        """Prepares a step of `micro_steps` forward and backward passes."""
+        self.set_learning_rate(learning_rate)
+        for call in self.before_step:
+            call(micro_steps)
+
     def set_learning_rate(self, learning_rate: float) -> None:
         """Is called before the first backward of a step: some strategies update inside the last one."""
         for group in self.optimizer.param_groups:
@@ -225,6 +237,13 @@ class Strategy:
 
         Returns (gradient norm before clipping, 1 if the step was skipped else 0), both on the device: nothing waits.
         """
+        grad_norm, skipped = self.clip_and_step(max_grad_norm)
+        for call in self.after_update:
+            call(skipped)
+        return grad_norm, skipped
+
+    def clip_and_step(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The strategy's own way to `update`, with the same arguments and results."""
         grad_norm = self.gradient_norm()
         skipped = (~torch.isfinite(grad_norm)).float()
         divisor = None  # such that torch.nn.utils.clip_grad_norm_ would multiply by its inverse
@@ -337,9 +356,8 @@ class Strategy:
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         """Puts whole tensors by name into the running model and optimizer."""
         load_parts(self.model_tensors().tensors, model)
-        inner = self.inner_optimizer
-        state = optimizer if inner.spec.state_is_whole else ShardedState(optimizer, self.name_of)
-        load_optimizer_state(inner, self.name_of, state)
+        state = optimizer if self.spec.state_is_whole else ShardedState(optimizer, self.name_of)
+        load_optimizer_state(self.inner_optimizer, self.spec, self.name_of, state)
 
     def state(self) -> dict[str, float]:
         """Returns what else an exact continuation needs: the fp16 loss scale."""
@@ -352,8 +370,10 @@ class Strategy:
                 {**self.accelerator.scaler.state_dict(), **state, "_growth_tracker": state["growth_tracker"]}
             )
 
-    def copies(self) -> Holders | None:
+    def copies(self) -> "Holders | None":
         """Returns who else updates the same whole parameters, and can share the work of that."""
+        from pretrain.optim.matrix_exchange import Holders
+
         return Holders(dist.group.WORLD, self.device) if self.ranks.count > 1 else None
 
     def replicas(self) -> list[ReplicaGroup]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.config import RunConfig
-from pretrain.model.initial_weights import InitialWeights, units_of
-from pretrain.model.inputs import IGNORED
+from pretrain.model.attention import IGNORED
+from pretrain.model.build import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.optim.matrix_exchange import Holders
+from pretrain.optim.optimizers import OptimizerBuilder
 from pretrain.parallel.fully_sharded import shard_layers
 from pretrain.parallel.launcher import (
     TP_SIZE,
@@ -38,7 +38,9 @@ from pretrain.parallel.launcher import (
 )
 from pretrain.parallel.model_parallel import ModelParallel, sum_in_place
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import OptimizerBuilder
+
+if TYPE_CHECKING:
+    from pretrain.optim.matrix_exchange import Holders
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 SUMMED = "replicated_with_grad_allreduce"
@@ -214,7 +216,7 @@ class ShardedTensorParallel(TensorParallel):
         dist.all_reduce(square, group=self.data_group)
         return square.sqrt()
 
-    def copies(self) -> Holders | None:
+    def copies(self) -> "Holders | None":
         return None
 
     def replicas(self) -> list[ReplicaGroup]:

@@ -23,18 +23,17 @@ from transformers import PreTrainedModel
 from pretrain.config import RunConfig
 from pretrain.deepspeed_build import prepare_extensions_folder
 from pretrain.errors import InputError
-from pretrain.model.build import build_meta_model
+from pretrain.model.build import InitialWeights, build_meta_model, units_of
 from pretrain.model.compile import layers_of
-from pretrain.model.initial_weights import InitialWeights, units_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.adafactor import Adafactor
 from pretrain.optim.averaging import WeightAverage
 from pretrain.optim.matrix_exchange import Holders
 from pretrain.optim.muon import MuonWithAdamW
-from pretrain.optim.optimizers import OPTIMIZERS, load_optimizer_state
+from pretrain.optim.optimizers import OPTIMIZERS, OptimizerBuilder, load_optimizer_state
 from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, processes_launched
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import OptimizerBuilder, Strategy, device_type, resolve_precision
+from pretrain.parallel.strategy import Strategy, device_type, resolve_precision
 from pretrain.parallel.tensor_group import TensorGroup, load_parts
 from pretrain.parallel.zero_partitions import Partitions, fragment_places, placed_parts, placed_pieces
 
@@ -135,7 +134,6 @@ class Zero(Strategy):
                 set_z3_leaf_module(layer, True)
         self.model, _ = self.accelerator.prepare(model, optimizer)
         self.optimizer = self.model.optimizer
-        self.spec = optimizer.spec
         self.partitions = Partitions(self.optimizer) if self.stage == 3 else None
         if isinstance(optimizer, MuonWithAdamW | Adafactor):
             places = self.partitions.places() if self.stage == 3 else fragment_places(self._groups_and_masters())
@@ -222,7 +220,7 @@ class Zero(Strategy):
     def backward(self, loss: torch.Tensor) -> None:
         self.model.backward(loss, scale_wrt_gas=False)
 
-    def update(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def clip_and_step(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Does as in `Strategy`; DeepSpeed clips at the norm it was configured with, and skips what is not finite."""
         self.model.step()
         grad_norm = torch.as_tensor(self.model.get_global_grad_norm(), dtype=torch.float32, device=self.device)
@@ -305,7 +303,7 @@ class Zero(Strategy):
             return
         if self.spec.state_is_whole:
             groups = [{"params": list(self.name_of)}]
-            load_optimizer_state(self.inner_optimizer, self.name_of, optimizer, groups)
+            load_optimizer_state(self.inner_optimizer, self.spec, self.name_of, optimizer, groups)
             return
         kept = {name: self.spec.state_shapes(name) for name in self.parameter_of}
         missing = [f"{name}.{key}" for name, keys in kept.items() for key in keys if f"{name}.{key}" not in optimizer]

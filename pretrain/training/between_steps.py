@@ -39,13 +39,14 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
     flops = flops_so_far - speed.flops_at_log
     speed.tokens_at_log = state.tokens
     speed.flops_at_log = flops_so_far
+    experts = run.built.experts
     figures = {
         "loss": report.loss,
         "perplexity": perplexity_of(report.loss),
         "grad_norm": report.grad_norm,
         "learning_rate": learning_rate,
         **speed.throughput.read(tokens, flops, run.peak_flops, run.strategy.ranks.count),
-        **run.built.experts.figures(),
+        **(experts.figures() if experts else {}),
         "peak_memory_bytes": peak_memory_bytes(run.strategy.device),
         **run.log.energy(),
     }
@@ -56,7 +57,7 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
     warnings = [
         speed.guard.judge(figures["tokens_per_second"]),
         speed.guard.judge_mfu(figures["mfu"]) if on_gpu else None,
-        run.built.experts.newly_dead(),
+        experts.newly_dead() if experts else None,
     ]
     for warning in filter(None, warnings):
         run.log.write("warning", step=state.step, message=warning)
@@ -151,7 +152,8 @@ def save(run: Run, *, wait: bool, required: bool = False) -> None:
     """
     with run.pausing("saving"):
         compare_copies(run)  # before the save: a checkpoint must not keep copies that differ
-        run.state.expert_counts = run.built.experts.counts()
+        if run.built.experts:
+            run.state.expert_counts = run.built.experts.counts()
         if run.clock.is_limited:
             run.state.seconds = run.clock.seconds
         if run.checkpoints.begun_step != run.state.step:

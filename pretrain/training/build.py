@@ -1,22 +1,22 @@
 """Builds model and optimizer, the same way for a run, for calibration and for the smoke test."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from pretrain.config import RunConfig
-from pretrain.model.build import build_meta_model
+from pretrain.model.build import InitialWeights, build_meta_model
 from pretrain.model.compile import checkpoint_activations, choose_compile, compile_model
-from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss, choose_loss
-from pretrain.model.pretrained import open_pretrained
-from pretrain.model.width_roles import initial_scales
 from pretrain.optim.optimizers import optimizer_builder, parameter_dtype
 from pretrain.parallel.strategy import Strategy
 from pretrain.terminal import say_stage
-from pretrain.training.experts import Experts
 from pretrain.training.run_plan import ModelPlan
+
+if TYPE_CHECKING:
+    from pretrain.training.experts import Experts
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Built:
     """Takes a micro-batch; returns (loss, cross entropy)."""
     causal_lm: PreTrainedModel
     """The model inside; checkpoints use its parameter names."""
-    experts: Experts
+    experts: "Experts | None"
+    """None for a dense model."""
 
 
 def build_training(
@@ -47,15 +48,25 @@ def build_training(
     model = LanguageModelLoss(
         causal_lm, z_loss=config.loss.z_loss, backend=loss_backend, from_hidden_states=plan.from_hidden_states
     )
-    weights = InitialWeights(
-        seed=config.seed,
-        pretrained=open_pretrained(config.model.config) if from_pretrained else None,
-        dtype=parameter_dtype(config.optim),
-        scales=initial_scales(plan.model_config, config.optim.base_width) if config.optim.base_width else {},
-    )
+    weights = InitialWeights(seed=config.seed, dtype=parameter_dtype(config.optim))
+    if from_pretrained:
+        from pretrain.model.pretrained import open_pretrained
+
+        weights = replace(weights, pretrained=open_pretrained(config.model.config))
+    if config.optim.base_width:
+        from pretrain.model.width_roles import initial_scales
+
+        weights = replace(weights, scales=initial_scales(plan.model_config, config.optim.base_width))
     build_optimizer = optimizer_builder(config.optim, causal_lm, learning_rate, seed=config.seed, device_type=kind)
     prepared = strategy.prepare(model, weights, build_optimizer)
-    experts = Experts(causal_lm, strategy, plan.router_losses)  # before the layers are compiled
+    experts = None
+    strategy.before_step = ()
+    strategy.after_update = ()
+    if plan.router_losses.routers:
+        from pretrain.training.experts import Experts
+
+        experts = Experts(causal_lm, strategy, plan.router_losses)  # before the layers are compiled
+        experts.attach(prepared)
     lengths = {config.data.window, *config.data.windows}
     compile_model(prepared, causal_lm, compile_mode, len(lengths))
     return Built(prepared, causal_lm, experts)

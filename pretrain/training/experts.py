@@ -4,7 +4,7 @@ The balancing loss (Fedus et al., arXiv 2101.03961) is, for each layer of E expe
 E x sum over the experts of f x P, averaged over the layers: f is the number of a token's assignments to the expert, P
 the expert's probability, both means over tokens. It is K where all experts get the same.
 
-Over a micro-batch it would force every document to use all experts; over the global batch experts may specialise (Qiu
+Over a micro-batch it would force every document to use all experts; over the global batch experts may specialize (Qiu
 et al., arXiv 2501.11873). But f of the whole batch is known only after its last micro-step, too late for the gradients
 of the first. So f is the constant of the step before, as DeepSeek-V3's bias follows the step before. What remains is a
 mean over tokens, however they are divided into micro-batches and over processes.
@@ -13,129 +13,165 @@ The bias (Wang et al., arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 
 experts are chosen. After a step b <- b + rate x sign(mean load - load), with the loads of the whole global batch:
 integers, so that it is the same to the last bit on all ranks. It is a buffer of the model, in checkpoints and exports.
 
-Shapes: L routers, E experts (of the router that has most).
+A router's loss is not part of the model's: it joins the backward pass where the router's scores leave it, as
+Megatron-LM's MoEAuxLossAutoScaler does. So no tensor has to find its way out of a block that is compiled, sharded,
+or computed a second time in the backward pass; and what a router records it overwrites, so that a second time changes
+nothing.
+
+Shapes: L routers, E experts (of the router that has most), N tokens of a micro-batch, K experts of a token.
 """
 
+import functools
+import inspect
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-import pretrain.model.expert_products  # noqa: F401  (experts compute in the precision of the run)
-from pretrain.config import Loss
-from pretrain.errors import InputError, Problems
-from pretrain.model.build import build_meta_model
 from pretrain.model.routers import (
     Router,
+    RouterLosses,
     balancing_bias,
     expert_parameters,
     experts_per_token,
-    follow,
+    is_known,
     routers_of,
 )
 from pretrain.parallel.strategy import Strategy
 
-BALANCE_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-"""Where configurations keep the balancing loss's coefficient, of the scale above: that of transformers."""
-Z_LOSS_COEFFICIENT = "router_z_loss_coef"
-"""Strategies under which routers are not followed."""
 IDLE_STEPS = 100
 """Steps in a row without a token after which an expert counts as dead."""
 
 
-@dataclass(frozen=True)
-class RouterLosses:
-    """Coefficients of the losses that train the routers, and the rate of their bias; 0 for a model without routers."""
+class WithLoss(torch.autograd.Function):
+    """Hands `scores` on, and in the backward pass begins that of `loss`, a scalar, at `scale`."""
 
-    routers: int = 0
-    balance: float = 0.0
-    """Of the balancing loss, averaged over the layers."""
-    z_loss: float = 0.0
-    """Of mean(logsumexp(router logits)^2), averaged over the layers."""
-    bias_rate: float = 0.0
-    """By which each step moves the bias of an expert."""
+    @staticmethod
+    def forward(ctx, scores: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return scores.clone()
 
-    def in_words(self) -> dict[str, str]:
-        """A row of the banner; none for a model without routers."""
-        if not self.routers:
-            return {}
-        bias = f", bias +- {self.bias_rate:g} a step" if self.bias_rate else ""
-        return {"routers": f"{self.routers}, balancing loss x {self.balance:g}, z-loss x {self.z_loss:g}{bias}"}
+    @staticmethod
+    def backward(ctx, grad_scores: Tensor) -> tuple[Tensor, Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return grad_scores, scale.clone(), None
 
 
-def router_losses(loss: Loss, model_config: PreTrainedConfig) -> RouterLosses:
-    """The coefficients of a run: the recipe's, else the model's own.
+class FollowedRouter(nn.Module):
+    """Base class of routers that are followed; `follow` makes the subclass and sets the attributes.
 
-    Raises InputError where neither says how to balance, or there is no bias to move.
+    A subclass and not a hook: it reads nothing that differs between layers but tensors, so that one compilation
+    serves all of them, and no hook breaks a compiled block's graph.
     """
-    routers = routers_of(model := build_meta_model(model_config))
-    if loss.router_bias_rate and (problem := bias_problem(model_config, routers)):
-        raise InputError(problem)
-    if not routers:
-        return RouterLosses()
-    problems = Problems()
-    balance = problems.attempt(balance_coefficient, loss, model_config, routers)
-    if (balance or loss.router_bias_rate) and (unknown := [r.name for r in routers if not is_known(r, model.config)]):
-        problems.append(
-            f"model: the router {unknown[0]} of {model_config.model_type} chooses experts in a way that is not known "
-            "here; loss.router_balance: 0 trains without the loss that balances them"
-        )
-    problems.stop_if_any()
-    own_z_loss = float(getattr(model_config, Z_LOSS_COEFFICIENT, None) or 0.0)
-    z_loss = own_z_loss if loss.router_z_loss is None else loss.router_z_loss
-    return RouterLosses(len(routers), balance, z_loss, loss.router_bias_rate)
+
+    follow_share_E: Tensor
+    """Assignments to each expert per token in the step before; the sum is K."""
+    follow_scale: Tensor
+    """Scalar: what the gradient of a micro-batch's loss is multiplied by."""
+    follow_record_3E: Tensor
+    """Record of the micro-batch: assignments, mean probabilities, mean logsumexp(logits)^2; fp32."""
+    follow_balance: float
+    follow_z_loss: float
+    """Coefficients, divided by the number of routers."""
+    follow_logits_at: int
+    follow_top_k: int
+    follow_score: str
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        if not (self.training and torch.is_grad_enabled()):
+            return output
+        outputs = output if isinstance(output, tuple) else (output,)
+        logits_NE = outputs[self.follow_logits_at].flatten(0, -2).float()
+        experts = logits_NE.shape[-1]
+        with torch.no_grad():
+            counts_E = count_assignments(chosen_of(outputs, logits_NE, self.follow_top_k), experts)
+        probability_E = self.follow_probabilities(logits_NE).mean(0)
+        z = logits_NE.logsumexp(-1).square().mean()
+        with torch.no_grad():
+            self.follow_record_3E.copy_(torch.stack([counts_E, probability_E, z.expand(experts)]))
+        if not (self.follow_balance or self.follow_z_loss):
+            return output
+        balance = experts * (self.follow_share_E * probability_E).sum()
+        loss = self.follow_balance * balance + self.follow_z_loss * z
+        place = scores_at(outputs, self.follow_logits_at)
+        scores = WithLoss.apply(outputs[place], loss, self.follow_scale)
+        outputs = (*outputs[:place], scores, *outputs[place + 1 :])
+        return outputs if isinstance(output, tuple) else outputs[0]
+
+    def follow_probabilities(self, logits_NE: Tensor) -> Tensor:
+        """Probabilities of all experts, sum 1; scores that are not a softmax are divided by their sum."""
+        if self.follow_score == "softmax":
+            return logits_NE.softmax(-1)
+        scores_NE = logits_NE.sigmoid() if self.follow_score == "sigmoid" else self.score_fn(logits_NE)
+        return scores_NE / scores_NE.sum(-1, keepdim=True).clamp(min=1e-20)
 
 
-def bias_problem(model_config: PreTrainedConfig, routers: Sequence[Router]) -> str | None:
-    """Why the recipe's loss.router_bias_rate has nothing to move; None where every router has its bias."""
-    without = [router.name for router in routers if balancing_bias(router) is None]
-    if routers and not without:
-        return None
-    reason = (
-        f"{without[0]} of {model_config.model_type} has" if without else f"{model_config.model_type} is dense and has"
-    )
-    instead = "balance its experts by loss.router_balance" if without else "leave it out"
-    return (
-        f"loss.router_bias_rate: {reason} no bias by which experts are chosen, as the routers of deepseek_v3, "
-        f"glm4_moe, dots1 and ernie4_5_moe do; {instead}"
-    )
+def chosen_of(outputs: tuple, logits_NE: Tensor, top_k: int) -> Tensor:
+    """Numbers of the chosen experts (N, K): the router's own, or, where it returns none, those of largest logits."""
+    for output in outputs:
+        is_choice = isinstance(output, Tensor) and not output.is_floating_point() and output.dim() > 1
+        if is_choice and output.shape[-1] == top_k:
+            return output.flatten(0, -2)
+    return logits_NE.topk(top_k, dim=-1).indices
 
 
-def is_known(router: Router, config: PreTrainedConfig) -> bool:
-    """Whether the router's experts and the number chosen are found, so that it can be followed."""
-    return bool(expert_parameters(router)[1]) and experts_per_token(router, config) is not None
+def count_assignments(chosen_NK: Tensor, experts: int) -> Tensor:
+    """Counts the tokens that chose each expert, (E,) fp32: exact up to 2^24, whatever the order of the sums."""
+    flat = chosen_NK.flatten()
+    counts_E = torch.zeros(experts, dtype=torch.float32, device=flat.device)
+    return counts_E.scatter_add(0, flat, torch.ones_like(flat, dtype=torch.float32))
 
 
-def balance_coefficient(loss: Loss, model_config: PreTrainedConfig, routers: Sequence[Router]) -> float:
-    """The coefficient of the balancing loss. Raises InputError where neither recipe nor model says how to balance."""
-    if loss.router_balance is not None:
-        return loss.router_balance
-    for name in BALANCE_COEFFICIENTS:
-        if (own := getattr(model_config, name, None)) is not None:
-            return float(own)
-    if loss.router_bias_rate:
-        return 0.0
-    by_bias = "loss.router_bias_rate: 0.001, which balances by the model's bias, or "
-    raise InputError(
-        f"loss.router_balance: {model_config.model_type} is a mixture of experts, and its configuration has no "
-        f"coefficient for the loss that balances them{_other_scale(model_config, routers)}; state "
-        f"{'' if bias_problem(model_config, routers) else by_bias}loss.router_balance: 0.001, or 0 to train without"
-    )
+def scores_at(outputs: tuple, logits_at: int) -> int:
+    """Place of the differentiable output that the block uses: the scores; the logits where there are no others."""
+    floating = [
+        place for place, output in enumerate(outputs) if isinstance(output, Tensor) and output.is_floating_point()
+    ]
+    return next((place for place in floating if place != logits_at), logits_at)
 
 
-def _other_scale(model_config: PreTrainedConfig, routers: Sequence[Router]) -> str:
-    """DeepSeek's aux_loss_alpha is of a sum over layers, and of a loss that is 1 where all experts get the same."""
-    alpha, chosen = getattr(model_config, "aux_loss_alpha", None), experts_per_token(routers[0], model_config)
-    if not alpha or not chosen:
-        return ""
-    return f" (its aux_loss_alpha {alpha:g} would be {alpha * len(routers) / chosen:.4g} here)"
+def follow(
+    router: Router, config: object, *, device: torch.device, scale: Tensor, balance: float, z_loss: float, experts: int
+) -> None:
+    """Makes a router record what it does, and add its losses to the backward pass.
+
+    Args:
+        scale: a scalar that all routers share, written before every step.
+        balance: coefficient of E x sum(share x mean probability).
+        z_loss: coefficient of the mean of logsumexp(logits)^2.
+    """
+    module = router.module
+    score = score_of(module)
+    module.__class__ = _followed(type(module))
+    top_k = experts_per_token(router, config)
+    module.follow_share_E = torch.full((experts,), top_k / experts, device=device)
+    module.follow_record_3E = torch.zeros(3, experts, device=device)
+    module.follow_scale = scale
+    module.follow_balance = balance
+    module.follow_z_loss = z_loss
+    module.follow_logits_at = router.logits_at
+    module.follow_top_k = top_k
+    module.follow_score = score
+
+
+def score_of(module: nn.Module) -> str:
+    """The way a router turns logits into scores, by its code: softmax, sigmoid, or own (its `score_fn`)."""
+    if callable(getattr(module, "score_fn", None)):
+        return "own"
+    return "sigmoid" if "sigmoid" in inspect.unwrap(type(module).forward).__code__.co_names else "softmax"
+
+
+@functools.cache
+def _followed(kind: type) -> type:
+    return type(kind.__name__, (FollowedRouter, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 class Experts:
-    """Follows the routers of the model in training; does nothing if there are none. All ranks call together.
+    """Follows the routers of a mixture of experts in training. All ranks call together.
+
+    `attach` registers what a step calls: `begin_step`, `count` and `end_step`.
 
     Args:
         causal_lm: the model, prepared by the strategy and not yet compiled.
@@ -143,12 +179,15 @@ class Experts:
     """
 
     def __init__(self, causal_lm: PreTrainedModel, strategy: Strategy, losses: RouterLosses):
-        self.strategy, self.has_z_loss = strategy, losses.z_loss > 0
+        self.strategy = strategy
+        self.has_z_loss = losses.z_loss > 0
         self.routers = [router for router in routers_of(causal_lm) if is_known(router, causal_lm.config)]
         self.sizes = [expert_parameters(router)[1] for router in self.routers]
         if not self.routers:
             return
-        device, layers, most = strategy.device, len(self.routers), max(self.sizes)
+        device = strategy.device
+        layers = len(self.routers)
+        most = max(self.sizes)
         self._scale = torch.ones((), device=device)
         for router, size in zip(self.routers, self.sizes, strict=True):
             follow(
@@ -160,9 +199,9 @@ class Experts:
         self._top_k_L = torch.tensor([float(router.module.follow_top_k) for router in self.routers], device=device)
         self._size_L = torch.tensor([float(size) for size in self.sizes], device=device)
         self._sums_L3E = torch.zeros(layers, 3, most, device=device)
-        """Of the step so far, in this process."""
+        """Sums of the step so far, in this process."""
         self._last_L3E = torch.zeros(layers, 3, most, device=device)
-        """Of the last whole step: assignments over all processes; of the rest the means."""
+        """Figures of the last whole step: assignments summed over all processes; means of the rest."""
         self._balance_L = torch.zeros(layers, device=device)
         self._idle_LE = torch.zeros(layers, most, dtype=torch.int32, device=device)
         """Consecutive steps, up to the last, in which an expert received nothing."""
@@ -170,19 +209,30 @@ class Experts:
         self._micro_steps = 1
         self.load(None)
 
+    def attach(self, model: nn.Module) -> None:
+        """Registers the methods of a step with the strategy and with `model`, which the loop calls."""
+        self.strategy.before_step = (self.begin_step,)
+        self.strategy.after_update = (self.end_step,)
+        if self.routers:
+            model.register_forward_hook(self._count_in_training)
+
+    def _count_in_training(self, model: nn.Module, inputs: tuple, outputs: object) -> None:
+        if model.training and torch.is_grad_enabled():
+            self.count()
+
     def begin_step(self, micro_steps: int) -> None:
-        """Before the first micro-step of a step: sets what the gradients of each micro-step are multiplied by."""
+        """Sets, before a step's first micro-step, what the gradients of each micro-step are multiplied by."""
         if self.routers:
             self._micro_steps = micro_steps
             self._scale.fill_(self.strategy.state().get("scale", 1.0) / micro_steps)
 
     def count(self) -> None:
-        """After every micro-step."""
+        """Adds what the routers recorded in a micro-step's forward pass."""
         if self.routers:
             self._sums_L3E += _stacked([router.module.follow_record_3E for router in self.routers])
 
     def end_step(self, skipped: Tensor | None = None) -> None:
-        """After the update: sums over the processes in one small collective that nothing waits for, and moves biases.
+        """Sums over the processes after the update, in one small collective that nothing waits for; moves biases.
 
         skipped: 1 where the update changed nothing, a scalar on the device; biases stay then too.
         """
@@ -216,7 +266,7 @@ class Experts:
         torch._foreach_copy_([router.module.follow_share_E for router in self.routers], shares)
 
     def counts(self) -> list[list[int]] | None:
-        """For a checkpoint: assignments in the last step, by layer and expert; None before the first step."""
+        """Assignments in the last step, by layer and expert, for a checkpoint; None before the first step."""
         if not self.routers or not self._last_L3E[:, 0].any():
             return None
         rows = self._last_L3E[:, 0].tolist()
@@ -241,7 +291,7 @@ class Experts:
         return places_E < self._size_L[:, None]
 
     def figures(self) -> dict[str, float]:
-        """Of the last step, over the whole global batch, for the log; waits for the device.
+        """Figures of the last step over the whole global batch, for the log; waits for the device.
 
         Loads are relative to an even share; the entropy of a layer's loads is relative to its maximum, log E.
         """
@@ -264,11 +314,12 @@ class Experts:
         return dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))
 
     def newly_dead(self) -> str | None:
-        """What to warn of: experts that received nothing for IDLE_STEPS steps, each once until it receives again."""
+        """A warning of experts that received nothing for IDLE_STEPS steps, once each until they receive again."""
         if not self.routers:
             return None
         dead_LE = ((self._idle_LE >= IDLE_STEPS) & self._exists()).cpu()
-        new_LE, self._reported_LE = dead_LE & ~self._reported_LE, dead_LE
+        new_LE = dead_LE & ~self._reported_LE
+        self._reported_LE = dead_LE
         if not new_LE.any():
             return None
         rows = [
@@ -285,7 +336,7 @@ class Experts:
 
 
 def _stacked(rows: list[Tensor]) -> Tensor:
-    """Of one shape; where routers have fewer experts than others, zeros stand for the rest."""
+    """Stacks rows; those of routers with fewer experts are padded with zeros."""
     most = max(row.shape[-1] for row in rows)
     if any(row.shape[-1] < most for row in rows):
         rows = [nn.functional.pad(row, (0, most - row.shape[-1])) for row in rows]

@@ -21,7 +21,7 @@ import torch
 
 from pretrain.config import RunConfig
 from pretrain.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
-from pretrain.model.positions import rope_in_words
+from pretrain.model.model_config import rope_in_words
 from pretrain.runs.history import read_end
 from pretrain.runs.run_folder import METRICS_FILE
 from pretrain.terminal import LIVE_LINE, fitting, is_terminal, printable, say, say_stage, sparkline, width_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.model.inputs import HostBatch, host_batch
+from pretrain.model.attention import HostBatch, host_batch
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.run_plan import RunPlan
 

@@ -1,4 +1,4 @@
-"""Does this architecture train correctly in this run's configuration? Tests a small copy of it before the run.
+"""Tests on a small copy, before the run, whether an architecture trains correctly in this run's configuration.
 
 Much can silently train a model wrongly: an attention that ignores the document mask, a forward pass that sees the
 future, a loss that is not the library's. The copy (see model/small_copy.py) runs in fp32 on the CPU if the run's
@@ -19,25 +19,23 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.config import WindowSpec
 from pretrain.errors import InputError
-from pretrain.model.attention import candidates_of
+from pretrain.model.attention import candidates_of, model_inputs
 from pretrain.model.build import NO_SUCH_ATTENTION, build_model
-from pretrain.model.inputs import model_inputs
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.model.reference import (
+from pretrain.model.routers import RouterLosses, routers_of
+from pretrain.model.small_copy import (
     DOCUMENT_LENGTHS,
     END_OF_DOCUMENT,
     TOLERANCE,
     KeyedConfig,
     ReferenceWindow,
+    in_a_line,
     is_projection,
     logits_of,
     one_thread,
     reference_of,
     relative_difference,
 )
-from pretrain.model.routers import routers_of
-from pretrain.model.small_copy import in_a_line
-from pretrain.training.experts import Experts, RouterLosses
 
 ON_GPU_ALONE = {
     "flex_attention": torch.float32,
@@ -48,17 +46,17 @@ ON_GPU_ALONE = {
 TESTED_LENGTH = sum(DOCUMENT_LENGTHS[0])
 """Tokens of the copy's windows, whatever the run's sequence length: one test serves every length."""
 BF16_TOLERANCE = 3e-2
-"""As TOLERANCE, for arithmetic in bf16."""
+"""TOLERANCE for arithmetic in bf16."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """How a model is to be run, and what was found on the way."""
+    """The way to run a model, and the findings about others."""
 
     attention: str
     """The attn_implementation that computes what the library's eager forward computes."""
     from_hidden_states: bool
-    """Whether its logits are head(last hidden state) and nothing else, so that the loss needs no whole logits."""
+    """True if its logits are head(last hidden state) and nothing else, so that the loss needs no whole logits."""
     passed_over: tuple[str, ...] = ()
     """Faster attention that computes something else here, and what was found."""
 
@@ -110,7 +108,7 @@ def _probe(keyed: KeyedConfig, attention: str, window: WindowSpec) -> Probe:
 
 
 def _said(found: Mapping[str, Judgement]) -> tuple[str, ...]:
-    """What was found, each finding once with all the attentions that it is true of."""
+    """Lists each finding once, with all the attentions that it is true of."""
     attentions_of: dict[str, list[str]] = {}
     for name, judgement in found.items():
         for problem in judgement.problems:
@@ -215,7 +213,9 @@ def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: st
 @functools.lru_cache(maxsize=64)
 @one_thread()
 def _balance_problem(keyed: KeyedConfig) -> str | None:
-    """Whether every router's gradient follows the coefficient of the balancing loss."""
+    """Tells whether every router's gradient follows the balancing loss's coefficient: the problem, or None."""
+    from pretrain.training.experts import Experts
+
     gradients = []
     for balance in (0.0, 1.0):
         model = build_model(reference_of(keyed).config, seed=0, attention="eager").train()

@@ -135,7 +135,8 @@ def load_checkpoint(run: Run) -> None:
     """Loads the checkpoint, if there is one, into the model, the optimizer, the average and the counts of experts."""
     strategy = run.strategy
     state = run.state
-    run.built.experts.load(state.expert_counts)
+    if run.built.experts:
+        run.built.experts.load(state.expert_counts)
     if not run.saved:
         return
     names = PublishedNames.of(strategy.causal_lm.config)

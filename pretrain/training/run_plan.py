@@ -29,13 +29,19 @@ from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError, Problems
 from pretrain.hardware import DTYPES
 from pretrain.model.attention import choose_attention
-from pretrain.model.build import check_vocabulary, count_parameters, set_end_of_document, shape_changes
+from pretrain.model.build import (
+    active_parameters,
+    build_meta_model,
+    check_vocabulary,
+    count_parameters,
+    flops_per_token,
+    set_end_of_document,
+    shape_changes,
+)
 from pretrain.model.compile import checkpointing_problems
-from pretrain.model.flops import active_parameters, flops_per_token
 from pretrain.model.loss import loss_problems
 from pretrain.model.model_config import load_model_config
-from pretrain.model.positions import configs_of_stages
-from pretrain.model.pretrained import find_weights
+from pretrain.model.routers import RouterLosses, router_losses
 from pretrain.optim.averaging import averaging_problems
 from pretrain.optim.batch_ramp import BatchRamp, batch_ramp
 from pretrain.optim.learning_rate import (
@@ -52,7 +58,6 @@ from pretrain.runs.addresses import trunk_checkpoint
 from pretrain.runs.hub import login_problems, offer_problems
 from pretrain.runs.run_folder import checkpoint_folders, output_problem
 from pretrain.terminal import say_stage
-from pretrain.training.experts import RouterLosses, router_losses
 from pretrain.training.probe import probe
 from pretrain.training.task_names import task_problems
 from pretrain.training.trackers import tracker_problems
@@ -255,6 +260,8 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     data = config.data
     model_config = problems.attempt(planned_model_config, config)
     if config.init == "pretrained":
+        from pretrain.model.pretrained import find_weights
+
         problems.attempt(find_weights, config.model.config)
         if config.model.changes and model_config is not None:
             problems += problems.attempt(unfitting_weights, config.model, model_config) or []
@@ -278,8 +285,12 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     stage_configs = None
     if model_config is not None:
         problems += too_long(model_config, data.sequence_length)
-        stage_configs = problems.attempt(configs_of_stages, model_config, data)
-        losses_of_routers = problems.attempt(router_losses, config.loss, model_config)
+        stage_configs = [model_config]
+        if data.stages:
+            from pretrain.model.positions import configs_of_stages
+
+            stage_configs = problems.attempt(configs_of_stages, model_config, data)
+        losses_of_routers = problems.attempt(lambda: router_losses(config.loss, build_meta_model(model_config)))
         problems += problems.attempt(optimizer_problems, config.optim, model_config, device or "cpu") or []
         problems += problems.attempt(loss_problems, config.loss, model_config) or []
         problems += checkpointing_problems(config.activation_checkpointing, model_config)
@@ -377,7 +388,7 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
 def plan_without_data(config: RunConfig) -> tuple[ModelPlan, str]:
     """Returns (model, precision) of a recipe that `derive` refuses for its data alone."""
     model_config = planned_model_config(config)
-    model = plan_model(config, model_config, router_losses(config.loss, model_config))
+    model = plan_model(config, model_config, router_losses(config.loss, build_meta_model(model_config)))
     return model, resolve_precision(config.precision)
 
 

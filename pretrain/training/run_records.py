@@ -18,9 +18,8 @@ from pretrain.data.shards import ShardReader
 from pretrain.data.vocabulary import vocabulary_text
 from pretrain.energy import EnergyMeter
 from pretrain.hardware import DTYPES, describe_machine, device_in_words, missing_bf16
-from pretrain.model.flops import FORMULA
-from pretrain.model.kernels import kernels_not_used, kernels_used
-from pretrain.model.positions import rope_in_words
+from pretrain.model.build import FORMULA
+from pretrain.model.model_config import rope_in_words
 from pretrain.optim.averaging import averages_after
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.recipe import as_yaml
@@ -227,6 +226,8 @@ def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabular
     attention = model.attention + (", within documents" if config.data.document_mask else "")
     kernels = {}
     if device.type == "cuda":
+        from pretrain.model.kernels import kernels_not_used, kernels_used
+
         here = {"dtype": DTYPES[precision], "window": config.data.window}
         not_used = kernels_not_used(config.attention, model.attention, config.compile, **here)
         kernels = {"kernels": kernels_used(model.attention, config.compile, **here)}

@@ -10,7 +10,6 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from pretrain import config
 from pretrain.errors import InputError
 from pretrain.model.build import build_meta_model
-from pretrain.model.pretrained import TensorsInMemory
 from pretrain.parallel.strategy import Strategy
 
 
@@ -100,6 +99,8 @@ def sample_texts(
     device = strategy.device if strategy.holds_whole_model else torch.device("cpu")
 
     def continue_prompts() -> list[tuple[str, str]]:
+        from pretrain.model.pretrained import TensorsInMemory
+
         model = build_meta_model(model_config)
         TensorsInMemory(tensors).fill(model, "")
         model.tie_weights()

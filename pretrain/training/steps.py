@@ -4,7 +4,6 @@ import gc
 
 from pretrain.data.shards import ShardReader
 from pretrain.hardware import peak_flops, threads_beside
-from pretrain.model.positions import use_positions
 from pretrain.optim.averaging import average_after_step
 from pretrain.training.background_jobs import Evaluations, MirrorCopies
 from pretrain.training.guard import SpeedGuard
@@ -26,7 +25,8 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
     batches = run.whole_plan.batches
     run.tokenizer = batches.readers[batches.folders[0]].manifest.tokenizer_folder
     run.stage = run.plan.stage(max(run.state.step - 1, 0))
-    use_positions(run.built.model, run.stage.model_config, run.built.causal_lm)
+    if config.data.stages:
+        _take_positions(run)
     run.mirror = MirrorCopies(config, run.log)
     run.evaluations = Evaluations(config.output, run.log, threads_beside(run.strategy.device))
     run.speed = Speed(
@@ -54,11 +54,18 @@ def begin_step(run: Run) -> int:
     return run.state.step
 
 
+def _take_positions(run: Run) -> None:
+    """Gives the model the positions of the stage."""
+    from pretrain.model.positions import use_positions
+
+    use_positions(run.built.model, run.stage.model_config, run.built.causal_lm)
+
+
 def _enter_stage(run: Run) -> None:
     """Gives the model the stage's windows and positions."""
     stage = run.stage
     model_config = stage.model_config
-    use_positions(run.built.model, model_config, run.built.causal_lm)
+    _take_positions(run)
     run.watch.allow_compiling()
     run.speed.guard = SpeedGuard(run.config.guard.speed_drop)
     tokens = run.plan.ramp.sequences_at(run.state.step) * run.plan.batches.window.sequence_length

@@ -14,7 +14,7 @@ from pretrain.config import Data, WindowSpec
 from pretrain.data.batches import open_training, read_windows, windows_of
 from pretrain.data.shards import ShardReader, open_shards, read_manifest
 from pretrain.errors import Problems
-from pretrain.model.inputs import model_inputs
+from pretrain.model.attention import model_inputs
 from pretrain.model.loss import recording_losses
 from pretrain.parallel.strategy import Strategy
 
@@ -108,7 +108,7 @@ def measure(
                     attention=attention,
                     rows=len(mine),
                 )
-                with recording_losses() as losses:
+                with recording_losses(model) as losses:
                     _, cross_entropy = model(**batch)
                 tokens = len(mine) * window.sequence_length // strategy.sequence_parts
                 total[:2] += torch.tensor([cross_entropy.item() * tokens, tokens], dtype=torch.float64)

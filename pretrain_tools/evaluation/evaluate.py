@@ -18,8 +18,8 @@ from pretrain.checkpoint.average_folder import average_folder, require_average
 from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.errors import InputError, Problems
 from pretrain.hardware import emulation_of_bf16
-from pretrain.model.build import load_pretrained
 from pretrain.model.model_config import load_model_config
+from pretrain.model.pretrained import load_pretrained
 from pretrain.parallel.registry import evaluation_strategy
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.runs.history import read_end

@@ -150,7 +150,7 @@ def unusable(history: History) -> str:
 
 def points_of_run(history: History, count: str, intermediate: bool) -> list[LadderRun]:
     """The final loss; of a run of constant rate, where asked for, those on the way too."""
-    from pretrain.model.flops import active_parameters, matrix_parameters
+    from pretrain.model.build import active_parameters, matrix_parameters
     from pretrain.model.model_config import load_model_config
 
     folder = history.folder

@@ -15,7 +15,7 @@ from pathlib import Path
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
-from pretrain.model.flops import active_parameters, matrix_parameters
+from pretrain.model.build import active_parameters, matrix_parameters
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.optim.scaling_laws import batch_by_law, warmup_by_law, weight_decay_by_law
 from pretrain.parallel.registry import STRATEGIES

@@ -16,13 +16,13 @@ from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.hardware import DTYPES, peak_flops
-from pretrain.model.attention import choose_attention
-from pretrain.model.inputs import model_inputs
+from pretrain.model.attention import choose_attention, model_inputs
+from pretrain.model.build import build_meta_model
+from pretrain.model.routers import router_losses
 from pretrain.parallel.registry import make_strategy
 from pretrain.parallel.strategy import Strategy
 from pretrain.terminal import say_stage
 from pretrain.training.build import build_training
-from pretrain.training.experts import router_losses
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.run_plan import ModelPlan, RunPlan, derive, plan_model
 from pretrain.units import duration_text
@@ -69,7 +69,7 @@ class Steps:
         self.plan, self.data = self._plan()
         self.read_ahead = ReadAhead(strategy)
         built = build_training(config, self.plan, strategy, learning_rate=LEARNING_RATE)
-        self.model, self.experts = built.model, built.experts
+        self.model = built.model
         self.model.train()
 
     def _plan(self) -> tuple[ModelPlan, str]:
@@ -85,7 +85,8 @@ class Steps:
                 dtype=DTYPES[strategy.precision],
                 window=config.data.window,
             )
-            return plan_model(config, model_config, router_losses(config.loss, model_config)), "random tokens"
+            losses_of_routers = router_losses(config.loss, build_meta_model(model_config))
+            return plan_model(config, model_config, losses_of_routers), "random tokens"
 
     def _read(self, step: int, micro_step: int) -> dict[str, Any]:
         """The model's arguments."""
@@ -107,8 +108,7 @@ class Steps:
 
     def step(self, number: int, micro_steps: int) -> tuple[list[float], float]:
         """One optimizer step; returns (seconds of each micro-step, seconds of the update)."""
-        self.strategy.set_learning_rate(LEARNING_RATE)
-        self.experts.begin_step(micro_steps)
+        self.strategy.begin_step(LEARNING_RATE, micro_steps)
         seconds = []
         for micro_step in range(micro_steps):
             start = time.perf_counter()
@@ -116,13 +116,11 @@ class Steps:
             with self.strategy.accumulate(is_last=micro_step == micro_steps - 1):
                 loss, _ = self.model(**batch)
                 self.strategy.backward(loss / micro_steps)
-            self.experts.count()
             del loss, batch, _
             self._wait()
             seconds.append(time.perf_counter() - start)
         start = time.perf_counter()
-        _, skipped = self.strategy.update(self.config.optim.max_grad_norm)
-        self.experts.end_step(skipped)
+        self.strategy.update(self.config.optim.max_grad_norm)
         self._wait()
         return seconds, time.perf_counter() - start
 

@@ -16,7 +16,7 @@ from pretrain.data.batches import Batches
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.errors import InputError
 from pretrain.gpus import CPU, Gpu
-from pretrain.model.flops import active_parameters, flops_per_token, matrix_parameters
+from pretrain.model.build import active_parameters, flops_per_token, matrix_parameters
 from pretrain.model.positions import configs_of_stages
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.parallel.registry import STRATEGIES

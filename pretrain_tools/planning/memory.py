@@ -15,8 +15,8 @@ from pretrain.config import RunConfig
 from pretrain.model.build import build_meta_model, library_attention
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import CHUNK_BYTES, CPU_PIECE_BYTES, MIN_CHUNK_TOKENS, choose_loss
-from pretrain.model.reference import KeyedConfig, projects_hidden_states
 from pretrain.model.routers import experts_per_token, routers_of
+from pretrain.model.small_copy import KeyedConfig, projects_hidden_states
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
 from pretrain_tools.planning.activations import FLASH, Activations, ForwardPass, trace_activations
 

@@ -17,7 +17,7 @@ from pretrain.config import RunConfig
 from pretrain.data.vocabulary import assumed_vocabulary, planned_model_config
 from pretrain.errors import Problems
 from pretrain.gpus import GIB
-from pretrain.model.flops import FORMULA, flops_per_token
+from pretrain.model.build import FORMULA, flops_per_token
 from pretrain.parallel.auto_settings import settled
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.terminal import width_of, wrapped

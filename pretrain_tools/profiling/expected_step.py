@@ -7,7 +7,7 @@ import torch
 from pretrain.config import RunConfig
 from pretrain.gpus import gpu_called
 from pretrain.hardware import cpu_as_gpu
-from pretrain.model.flops import attention_width, matrix_parameters
+from pretrain.model.build import attention_width, matrix_parameters
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.run_plan import RunPlan
 from pretrain_tools.planning.candidates import work_of_run

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from pretrain.checkpoint.average_folder import average_folder
 from pretrain.errors import InputError
 from pretrain.files import SEAL_FILE, commit, damage
-from pretrain.model.build import load_pretrained
+from pretrain.model.pretrained import load_pretrained
 from pretrain_tools.runs.merge import merge_models
 from support.project import run_script
 from support.run_folders import write_model, write_run, write_tokenizer

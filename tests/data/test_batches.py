@@ -12,7 +12,7 @@ import torch
 from pretrain.config import Data, WindowSpec
 from pretrain.data.batches import PATTERN_LENGTH, Batches, Permutation, interleave
 from pretrain.errors import InputError
-from pretrain.model.inputs import model_inputs
+from pretrain.model.attention import model_inputs
 from pretrain.optim.batch_ramp import batch_ramp
 from support.numbered_shards import write_shards
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import yaml
 
-from pretrain.model.flops import matrix_parameters
+from pretrain.model.build import matrix_parameters
 from pretrain.model.model_config import load_model_config
 from pretrain_tools.experiments.ladder import read_ladder_runs, rungs_of
 from support.project import ROOT, run_script

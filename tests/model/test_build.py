@@ -17,12 +17,12 @@ from pretrain.model.build import (
     count_parameters,
     embedding_parameter_names,
     initialize_module,
-    load_pretrained,
     save_model_metadata,
     set_end_of_document,
+    units_of,
 )
-from pretrain.model.initial_weights import units_of
 from pretrain.model.model_config import load_model_config
+from pretrain.model.pretrained import load_pretrained
 from support.tiny_models import LLAMA, TINY
 
 

@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoConfig
 
-from pretrain.model.flops import active_parameters, flops_per_token
+from pretrain.model.build import active_parameters, flops_per_token
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 SIZES |= {"vocab_size": 1000, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}

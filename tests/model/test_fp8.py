@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from pretrain.model.build import build_meta_model, build_model
+from pretrain.model.build import InitialWeights, build_meta_model, build_model
 from pretrain.model.fp8 import fp8_problem, use_fp8
-from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
 from support.tiny_models import TINY_LLAMA
 

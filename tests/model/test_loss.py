@@ -82,13 +82,10 @@ def test_every_backend_gives_the_same_loss(backend):
 
 @pytest.mark.parametrize("backend", LOSS_BACKENDS)
 def test_every_backend_records_the_loss_of_each_token(backend):
-    """Where it is asked for and nothing is differentiated; in training nothing is kept."""
     hidden, weight, bias, targets = inputs()
-    with recording_losses() as recorded:
-        next_token_loss(hidden, weight, targets, backend=backend)
-        assert recorded == []
-        with torch.no_grad():
-            _, cross_entropy = next_token_loss(hidden, weight, targets, head_bias=bias, backend=backend)
+    recorded = []
+    with torch.no_grad():
+        _, cross_entropy = next_token_loss(hidden, weight, targets, head_bias=bias, backend=backend, record=recorded)
     (losses,) = recorded
     logits = F.linear(hidden, weight, bias).flatten(0, -2)
     counts = targets.flatten() != -100
@@ -215,7 +212,7 @@ def test_z_loss_of_the_torch_backend_is_refused():
 
 PEAK_MEMORY_SCRIPT = """
 import torch
-from pretrain.model.loss import next_token_loss, recording_losses
+from pretrain.model.loss import next_token_loss
 def kilobytes(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
 for backend in ("chunked", "logits"):
@@ -275,6 +272,20 @@ def test_model_loss_is_the_models_own(model_type):
     loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, wanted_gradients[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_losses_of_tokens_are_recorded_without_gradients_and_inside_alone():
+    module = LanguageModelLoss(tiny_model("llama"))
+    batch = torch.randint(0, V, (2, 12)), torch.randint(0, V, (2, 12))
+    with recording_losses(torch.nn.Sequential(module)) as recorded:
+        module(*batch)
+        assert recorded == []
+        with torch.no_grad():
+            _, cross_entropy = module(*batch)
+    with torch.no_grad():
+        module(*batch)
+    (losses,) = recorded
+    torch.testing.assert_close(losses.mean(), cross_entropy)
 
 
 @pytest.mark.parametrize("tied", [False, True])

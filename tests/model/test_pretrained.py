@@ -6,9 +6,14 @@ from transformers import AutoConfig, PreTrainedModel
 
 import pretrain.model.architectures  # noqa: F401  (registers the local models)
 from pretrain.errors import InputError
-from pretrain.model.build import build_meta_model, build_model, load_pretrained
-from pretrain.model.initial_weights import InitialWeights, units_of
-from pretrain.model.pretrained import PretrainedTensors, TensorsInMemory, find_weights, open_pretrained
+from pretrain.model.build import InitialWeights, build_meta_model, build_model, units_of
+from pretrain.model.pretrained import (
+    PretrainedTensors,
+    TensorsInMemory,
+    find_weights,
+    load_pretrained,
+    open_pretrained,
+)
 from pretrain.model.published_names import PublishedNames
 from support.tiny_experts import tiny_config
 from support.tiny_models import TINY

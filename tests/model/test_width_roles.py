@@ -5,8 +5,7 @@ import torch
 from transformers import GemmaConfig
 
 from pretrain.errors import InputError
-from pretrain.model.build import build_model
-from pretrain.model.initial_weights import InitialWeights
+from pretrain.model.build import InitialWeights, build_model
 from pretrain.model.model_config import load_model_config
 from pretrain.model.width_roles import WidthRole, at_width, hidden_width, initial_scales, width_roles
 from support.project import ROOT

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pretrain.optim.gradient_norm import MOST_ADDED_UP, total_norm
+from pretrain.optim.optimizers import MOST_ADDED_UP, total_norm
 
 
 @pytest.mark.parametrize("rows", [64, MOST_ADDED_UP // 16, 4 * MOST_ADDED_UP])

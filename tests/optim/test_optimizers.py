@@ -53,6 +53,10 @@ def build(model, name="adamw", **settings):
     return builder(model, name, **settings)(list(model.named_parameters()))
 
 
+def load_state(optimizer, model, saved, name="adamw"):
+    load_optimizer_state(optimizer, builder(model, name).spec, names_of(model), saved)
+
+
 def parameters_in_module(shapes):
     """A module with parameters of these shapes, all ones, under names with dots."""
     root = nn.Module()
@@ -153,7 +157,7 @@ def test_state_continues_to_the_last_bit(name, dtype):
     second = tiny_model(dtype)
     second.load_state_dict(first.state_dict())
     optimizer = build(second, name)
-    load_optimizer_state(optimizer, names_of(second), saved)
+    load_state(optimizer, second, saved, name)
     loaded = optimizer_state_by_name(optimizer, names_of(second))
     assert all(torch.equal(loaded[key], value) and loaded[key].dtype == value.dtype for key, value in saved.items())
     train(second, optimizer, 3, 6)
@@ -314,7 +318,7 @@ def test_state_that_does_not_fit_is_refused_in_full_and_changes_nothing():
     saved["other.weight.exp_avg"] = saved.pop("up.weight.exp_avg")
     saved["up.bias.exp_avg_sq"] = torch.zeros(3)
     with pytest.raises(InputError) as error:
-        load_optimizer_state(optimizer, names_of(model), saved)
+        load_state(optimizer, model, saved)
     assert "not that of AdamW on this model" in str(error.value)
     for part in (
         "1 missing (up.weight.exp_avg)",
@@ -329,14 +333,14 @@ def test_state_that_does_not_fit_is_refused_in_full_and_changes_nothing():
 def test_state_of_another_optimizer_is_refused(saved_by, loaded_by):
     model = tiny_model()
     with pytest.raises(InputError, match="resume with the optimizer and the model that saved it"):
-        load_optimizer_state(build(model, loaded_by), names_of(model), saved_state(saved_by))
+        load_state(build(model, loaded_by), model, saved_state(saved_by), loaded_by)
 
 
 def test_state_from_before_the_first_step_is_empty_and_loads():
     model = tiny_model()
     optimizer = build(model)
     assert optimizer_state_by_name(optimizer, names_of(model)) == {}
-    load_optimizer_state(optimizer, names_of(model), {})
+    load_state(optimizer, model, {})
     train(model, optimizer, 0, 1)
 
 
@@ -418,7 +422,7 @@ def test_8bit_adamw_continues_to_the_last_bit():
     assert saved["up.weight.state1"].dtype == torch.uint8
     rest.load_state_dict(part.state_dict())
     optimizer = build_8bit(rest)
-    load_optimizer_state(optimizer, names_of(rest), saved)
+    load_state(optimizer, rest, saved, "adamw_8bit")
     steps(rest, optimizer, 3, 6)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), rest.parameters(), strict=True))
 
@@ -520,7 +524,7 @@ def test_an_optimizer_is_added_by_one_class_and_one_line(monkeypatch):
     saved = optimizer_state_by_name(optimizer, names_of(first))
     second.load_state_dict(first.state_dict())
     optimizer = build(second, "sign_sgd")
-    load_optimizer_state(optimizer, names_of(second), saved)
+    load_state(optimizer, second, saved, "sign_sgd")
     train(second, optimizer, 1, 2)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
 

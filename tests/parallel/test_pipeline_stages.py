@@ -9,8 +9,7 @@ from transformers import AutoConfig
 
 import pretrain.model.architectures  # noqa: F401  (registers the local models)
 from pretrain.model.attention import attention_arguments, document_layout
-from pretrain.model.build import build_meta_model, build_model
-from pretrain.model.initial_weights import InitialWeights
+from pretrain.model.build import InitialWeights, build_meta_model, build_model
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.parallel.pipeline_stages import (
     Stage,

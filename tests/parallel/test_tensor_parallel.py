@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import pretrain.model.architectures  # noqa: F401  (registers the local models)
+from pretrain.model.attention import IGNORED
 from pretrain.model.build import build_meta_model
-from pretrain.model.inputs import IGNORED
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.parallel import tensor_parallel
 from pretrain.parallel.tensor_parallel import (

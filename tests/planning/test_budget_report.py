@@ -11,10 +11,9 @@ import yaml
 from pretrain.config import Loss
 from pretrain.errors import InputError
 from pretrain.gpus import find_gpu
-from pretrain.model.build import count_parameters
-from pretrain.model.flops import active_parameters
+from pretrain.model.build import active_parameters, build_meta_model, count_parameters
 from pretrain.model.model_config import load_model_config
-from pretrain.training.experts import router_losses
+from pretrain.model.routers import router_losses
 from pretrain_tools.experiments.ladder import Rung, make_ladder
 from pretrain_tools.experiments.ladder_report import ladder_values, read_ladder
 from pretrain_tools.planning.budget_report import recipe_of_budget
@@ -65,7 +64,7 @@ def test_a_mixture_of_experts_is_sized_by_what_a_token_meets(made):
     assert found["parameters"] == count_parameters(config) > 4 * found["active_parameters"]
     assert found["active_parameters"] == active_parameters(config)
     assert 10 < found["tokens"] / found["active_parameters"] < 32, "about 20, as far as the rungs allow"
-    assert router_losses(Loss(**values["loss"]), config).balance == 0.01
+    assert router_losses(Loss(**values["loss"]), build_meta_model(config)).balance == 0.01
     rows = {row["alternative"]: row for row in found["alternatives"]}
     assert rows["llama"]["parameters"] < found["parameters"] / 2, "as much work, so fewer parameters"
     assert "ep" in {found["strategy"], *rows} and not {"tp", "pp"} & {found["strategy"], *rows}

@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from pretrain.model.build import count_parameters
-from pretrain.model.flops import active_parameters, flops_per_token
+from pretrain.model.build import active_parameters, count_parameters, flops_per_token
 from pretrain.model.model_config import load_model_config
 from pretrain_tools.planning.families import FAMILIES, Shape
 

@@ -119,7 +119,7 @@ def test_the_vocabulary_grows_with_the_text_and_not_beyond_the_model():
 def test_flops_are_those_that_a_run_counts():
     from transformers import LlamaConfig
 
-    from pretrain.model.flops import flops_per_token
+    from pretrain.model.build import flops_per_token
 
     shape = OF_THE_DEMO
     config = LlamaConfig(

@@ -22,12 +22,11 @@ from accelerate.state import AcceleratorState
 from transformers import AutoConfig
 
 from pretrain.config import WindowSpec
-from pretrain.model.build import build_meta_model, build_model
+from pretrain.model.attention import IGNORED, model_inputs
+from pretrain.model.build import InitialWeights, build_meta_model, build_model
 from pretrain.model.compile import checkpoint_activations
-from pretrain.model.initial_weights import InitialWeights
-from pretrain.model.inputs import IGNORED, model_inputs
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.optim.optimizers import OPTIMIZERS
+from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, OptimizerBuilder
 from pretrain.parallel.context_parallel import SIZE_VARIABLE, ContextParallel
 
 LENGTH, END = 64, 1
@@ -89,7 +88,7 @@ def compare(name: str) -> dict[str, float]:
     settings = SimpleNamespace(learning_rate=0.0)
     scales = {name: VISIBLE for name, parameter in causal_lm.named_parameters() if parameter.dim() > 1}
     weights = InitialWeights(seed=0, scales=scales)
-    model = strategy.prepare(LanguageModelLoss(causal_lm), weights, lambda pairs: adamw(pairs, settings))
+    model = strategy.prepare(LanguageModelLoss(causal_lm), weights, adamw(settings, causal_lm))
     whole = LanguageModelLoss(build_model(config, seed=0, attention=attention))
     torch._foreach_mul_([p.data for name, p in whole.causal_lm.named_parameters() if name in scales], VISIBLE)
     ids, differences = ids_of_documents(), {}
@@ -139,10 +138,15 @@ def of_documents(strategy, model, whole, ids: torch.Tensor, attention: str):
         yield abs(total - alone).item() / max(1, length)
 
 
-def adamw(pairs, settings):
-    optimizer = torch.optim.AdamW([parameter for _, parameter in pairs], lr=settings.learning_rate)
-    optimizer.spec = OPTIMIZERS["adamw"]
-    return optimizer
+class PlainAdamW(OPTIMIZERS["adamw"]):
+    """AdamW without groups."""
+
+    def make(self, parameters, settings, learning_rate, seed, device_type):
+        return torch.optim.AdamW([parameter for _, parameter in parameters], lr=learning_rate)
+
+
+def adamw(settings, causal_lm):
+    return OptimizerBuilder(PlainAdamW(ModelShapes.of(causal_lm)), settings, settings.learning_rate, 0, "cpu")
 
 
 if __name__ == "__main__":

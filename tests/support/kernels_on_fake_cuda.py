@@ -31,9 +31,9 @@ from transformers import AutoConfig
 from triton.backends.compiler import GPUTarget
 
 import pretrain.model.loss
+from pretrain.model.attention import HostBatch
 from pretrain.model.build import build_meta_model
 from pretrain.model.compile import compile_model
-from pretrain.model.inputs import HostBatch
 from pretrain.model.loss import LanguageModelLoss
 from support.fake_cuda import fake_cuda
 from support.steps_on_fake_cuda import FakeWeights, host_arrays, replacements

@@ -21,11 +21,11 @@ from pretrain.config import RunConfig, WindowSpec
 from pretrain.errors import InputError
 from pretrain.hardware import DTYPES
 from pretrain.model import loss
-from pretrain.model.attention import FLASH_PACKAGES, choose_attention, document_layout
-from pretrain.model.inputs import HostBatch
+from pretrain.model.attention import FLASH_PACKAGES, HostBatch, choose_attention, document_layout
+from pretrain.model.build import build_meta_model
+from pretrain.model.routers import router_losses
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.build import build_training
-from pretrain.training.experts import router_losses
 from support.fake_cuda import fake_cuda, refuse_waits
 from support.flash_packages import flash_packages
 from support.tiny_models import TINY, TINY_LLAMA
@@ -194,7 +194,7 @@ def train_a_step(choice: Mapping[str, object], model: Mapping[str, object] = TIN
     attention = chosen_attention(config.attention, config.precision, config.data.document_mask)
     plan = SimpleNamespace(model_config=AutoConfig.for_model(**model), attention=attention, from_hidden_states=True)
     plan.active_parameters, plan.parameters = 10**6, 10**6
-    plan.router_losses = router_losses(config.loss, plan.model_config)
+    plan.router_losses = router_losses(config.loss, build_meta_model(plan.model_config))
     ids, layout = host_arrays(config.data.document_mask)
     with replacements(), fake_cuda(may_wait=True) as fake:
         strategy = Strategy(config.precision, config)
@@ -205,18 +205,15 @@ def train_a_step(choice: Mapping[str, object], model: Mapping[str, object] = TIN
         watch = NoWholeScores(len(ids), plan.model_config.num_attention_heads, WINDOW)
         is_watched = choice["attention"] not in ("eager", *FLASH_PACKAGES)
         with refuse_waits(), watch if is_watched else contextlib.nullcontext():
-            strategy.set_learning_rate(1e-3)
-            built.experts.begin_step(2)
+            strategy.begin_step(1e-3, 2)
             step_loss = torch.zeros((), device=strategy.device)
             for micro_step in range(2):
                 batch = host_batch.on_device(strategy.device, attention)
                 with strategy.accumulate(is_last=micro_step == 1):
                     micro_loss, cross_entropy = built.model(**batch)
                     strategy.backward(micro_loss / 2)
-                built.experts.count()
                 step_loss += cross_entropy / 2
             grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
-            built.experts.end_step()
         for figure in (step_loss, grad_norm, skipped):
             assert (figure.device.type, figure.dtype, figure.shape) == ("cuda", torch.float32, ())
         assert {parameter.device.type for parameter in built.causal_lm.parameters()} == {"cuda"}

@@ -13,16 +13,15 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-import pretrain.model.expert_products
 from pretrain.config import Loss
 from pretrain.errors import InputError
-from pretrain.model.build import build_meta_model, count_parameters
+from pretrain.model import routers as routers_module
+from pretrain.model.build import active_parameters, build_meta_model, count_parameters, flops_per_token
 from pretrain.model.compile import checkpoint_activations, compile_model
-from pretrain.model.flops import active_parameters, flops_per_token
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.model.routers import balancing_bias, inactive_parameters, routers_of
+from pretrain.model.routers import RouterLosses, balancing_bias, inactive_parameters, router_losses, routers_of
 from pretrain.training import experts as experts_module
-from pretrain.training.experts import Experts, RouterLosses, router_losses
+from pretrain.training.experts import Experts
 from support.project import run_script
 from support.tiny_experts import COMMON, MODELS, tiny_config
 
@@ -52,6 +51,10 @@ def followed(model, balance: float = BALANCE, z_loss: float = Z_LOSS, bias_rate:
         "state": dict,
     }
     return Experts(model, SimpleNamespace(**{**alone, **strategy}), RouterLosses(9, balance, z_loss, bias_rate))
+
+
+def losses_of(loss: Loss, config) -> RouterLosses:
+    return router_losses(loss, build_meta_model(config))
 
 
 def batch(rows: int = 4):
@@ -328,8 +331,8 @@ def test_experts_multiply_in_the_precision_of_the_run(monkeypatch):
         seen.append((experts.gate_up_proj.dtype, experts.down_proj.dtype, hidden_states.dtype))
         return original(experts, hidden_states, *arguments)
 
-    original = pretrain.model.expert_products.grouped_mm_experts_forward
-    monkeypatch.setattr(pretrain.model.expert_products, "grouped_mm_experts_forward", spied)
+    original = routers_module.grouped_mm_experts_forward
+    monkeypatch.setattr(routers_module, "grouped_mm_experts_forward", spied)
     model = tiny_model("mixtral")
     exact = model(*batch()[:1]).logits
     with torch.autocast("cpu", torch.bfloat16):
@@ -341,28 +344,26 @@ def test_experts_multiply_in_the_precision_of_the_run(monkeypatch):
 
 
 def test_a_recipe_s_coefficient_goes_before_the_models():
-    assert router_losses(Loss(), tiny_config("olmoe", router_aux_loss_coef=0.03)) == RouterLosses(3, 0.03, 0.0)
-    assert router_losses(Loss(router_balance=0.0, router_z_loss=0.1), tiny_config("olmoe")) == RouterLosses(3, 0, 0.1)
-    assert router_losses(Loss(), tiny_config("mixtral", router_z_loss_coef=0.002)).z_loss == 0.002
-    assert router_losses(Loss(), AutoConfig.for_model("llama", **COMMON)) == RouterLosses()
+    assert losses_of(Loss(), tiny_config("olmoe", router_aux_loss_coef=0.03)) == RouterLosses(3, 0.03, 0.0)
+    assert losses_of(Loss(router_balance=0.0, router_z_loss=0.1), tiny_config("olmoe")) == RouterLosses(3, 0, 0.1)
+    assert losses_of(Loss(), tiny_config("mixtral", router_z_loss_coef=0.002)).z_loss == 0.002
+    assert losses_of(Loss(), AutoConfig.for_model("llama", **COMMON)) == RouterLosses()
     by_bias = Loss(router_bias_rate=0.001)
-    assert router_losses(by_bias, tiny_config("deepseek_v3")) == RouterLosses(2, 0.0, 0.0, 0.001)
-    assert (
-        router_losses(by_bias, tiny_config("ernie4_5_moe")).balance == tiny_config("ernie4_5_moe").router_aux_loss_coef
-    )
+    assert losses_of(by_bias, tiny_config("deepseek_v3")) == RouterLosses(2, 0.0, 0.0, 0.001)
+    assert losses_of(by_bias, tiny_config("ernie4_5_moe")).balance == tiny_config("ernie4_5_moe").router_aux_loss_coef
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama"])
 def test_a_model_without_a_bias_is_refused_its_rate(name):
     config = tiny_config(name) if name in MODELS else AutoConfig.for_model(name, **COMMON)
     with pytest.raises(InputError, match=rf"loss.router_bias_rate: .*{name} .*has no bias"):
-        router_losses(Loss(router_bias_rate=0.001), config)
+        losses_of(Loss(router_bias_rate=0.001), config)
 
 
 def test_deepseeks_own_coefficient_is_translated_in_the_refusal():
     """Theirs is summed over layers (2 here) and 1 where all experts get the same, ours averaged, and K (2) there."""
     with pytest.raises(InputError, match=r"aux_loss_alpha 0\.004 would be 0\.004 here"):
-        router_losses(Loss(), tiny_config("deepseek_v2", aux_loss_alpha=0.004))
+        losses_of(Loss(), tiny_config("deepseek_v2", aux_loss_alpha=0.004))
 
 
 def test_a_model_without_a_coefficient_is_refused_until_one_is_stated(recipe, tmp_path):

@@ -11,7 +11,7 @@ import torch
 
 from pretrain.config import WindowSpec
 from pretrain.errors import InputError
-from pretrain.model.inputs import IGNORED, host_batch, model_inputs
+from pretrain.model.attention import IGNORED, host_batch, model_inputs
 from pretrain.training import prefetch
 from pretrain.training.prefetch import ReadAhead
 

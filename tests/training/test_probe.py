@@ -1,5 +1,6 @@
 """The probe: what it finds of every causal model of transformers, and that it finds each kind of fault."""
 
+import functools
 import json
 import re
 
@@ -12,10 +13,11 @@ from transformers.models.llama import modeling_llama
 from pretrain.config import WindowSpec
 from pretrain.errors import InputError
 from pretrain.model import attention as attention_module
-from pretrain.model.reference import KeyedConfig, projects_hidden_states, reference_of
-from pretrain.model.small_copy import kinds_of_layers
+from pretrain.model.routers import RouterLosses
+from pretrain.model.small_copy import KeyedConfig, kinds_of_layers, projects_hidden_states, reference_of
+from pretrain.training import experts as experts_module
 from pretrain.training import probe as probe_module
-from pretrain.training.experts import Experts, RouterLosses
+from pretrain.training.experts import Experts
 from pretrain.training.probe import probe
 from support import causal_models
 from support.project import run_script
@@ -150,7 +152,8 @@ def test_gradients_must_be_there_and_finite(monkeypatch):
 def test_the_balancing_loss_must_reach_every_router(monkeypatch):
     config = AutoConfig.for_model("qwen3_moe")
     assert probe(config, attention="auto", window=MASKED, balances=True).attention == "groundwork_sdpa"
-    monkeypatch.setattr(probe_module, "Experts", lambda model, strategy, losses: Experts(model, strategy, NO_LOSSES))
+    without = functools.partial(Experts, losses=NO_LOSSES)
+    monkeypatch.setattr(experts_module, "Experts", lambda model, strategy, losses: without(model, strategy))
     probe_module._balance_problem.cache_clear()
     with pytest.raises(InputError, match=r"does not reach 2 of its 2 routers, the first is model.layers.0.mlp.gate"):
         probe(config, attention="auto", window=MASKED, balances=True)

@@ -88,7 +88,8 @@ class DeepOneConfig(PreTrainedConfig):
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
-            heads, key_heads = self.num_attention_heads, self.num_key_value_heads
+            heads = self.num_attention_heads
+            key_heads = self.num_key_value_heads
             raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}")
         if self.feed_forward not in FEED_FORWARDS:
             raise ValueError(f"feed_forward {self.feed_forward!r} must be {' or '.join(FEED_FORWARDS)}")
@@ -172,7 +173,8 @@ class DeepOneAttention(nn.Module):
         key_BKTE = self.k_norm(self.k_proj(x_BTD).view(heads_shape)).transpose(1, 2)
         value_BKTE = self.v_proj(x_BTD).view(heads_shape).transpose(1, 2)
         query_BHTE = rotate(query_BHTE, *position_embeddings)
-        key_BKSE, value_BKSE = rotate(key_BKTE, *position_embeddings), value_BKTE
+        key_BKSE = rotate(key_BKTE, *position_embeddings)
+        value_BKSE = value_BKTE
         if past_key_values is not None:
             key_BKSE, value_BKSE = past_key_values.update(key_BKSE, value_BKSE, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
@@ -217,7 +219,7 @@ class DeepOneDecoderLayer(GradientCheckpointingLayer):
 
 
 class DeepOnePreTrainedModel(PreTrainedModel):
-    """What the base model and the language model share: the initialisation and the library's switches."""
+    """Base class of the base model and the language model: initialization and the library's switches."""
 
     config_class = DeepOneConfig
     base_model_prefix = "model"
