@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.config import Optim
 from pretrain.errors import InputError
-from pretrain.hardware import missing_bf16
 from pretrain.model.build import build_meta_model, embedding_parameter_names, transposed_names
 from pretrain.model.routers import expert_matrices, expert_parameters, routers_of
 from pretrain.optim.scaling_laws import LEAST_BATCH_FACTOR, rate_by_law
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from pretrain.optim.matrix_exchange import HiddenMatrix
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
-FP32_BYTES = 4
 MOST_ADDED_UP = 2**16
 """Squares that a CPU adds up one after the other: with so many the result is off by 2e-7, with a million by 1e-5."""
 
@@ -62,14 +60,6 @@ class ModelShapes:
 
         ratio = hidden_width(causal_lm.config) / settings.base_width
         return replace(known, roles=width_roles(causal_lm.config), width_ratio=ratio)
-
-    def in_parts(self, shares: int) -> "ModelShapes":
-        """The shapes in a process that has one of `shares` equal shares of every layer's experts; 0: none of them."""
-        shapes = {
-            name: ((shape[0] // shares if shares else 0), *shape[1:]) if name in self.experts else shape
-            for name, shape in self.shapes.items()
-        }
-        return replace(self, shapes=shapes)
 
     def rate_scale(self, name: str, *, orthogonalized: bool = False) -> float:
         """The factor of the learning rate for this parameter."""
@@ -136,19 +126,6 @@ class OptimizerSpec(ABC):
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """{name: shape} of what it keeps for a parameter once it has stepped; () for what is one number."""
 
-    def state_elements(self) -> float:
-        """Size of the state in fp32 elements."""
-        shapes = (shape for name in self.model.shapes for shape in self.state_shapes(name).values())
-        return sum(math.prod(shape) for shape in shapes if shape)
-
-    def update_bytes(self, device_type: str, weights_in_bf16: bool, form: str, processes: int) -> float:
-        """Bytes that an update allocates and frees again, if `processes` hold the parameters together in this form."""
-        return 0.0
-
-    def exchanged_bytes(self, form: str, processes: int) -> float:
-        """Bytes that each of these processes sends for an update, on GPUs."""
-        return 0.0
-
     def placed(self, key: str, value: torch.Tensor, parameter: torch.Tensor, group: dict) -> torch.Tensor | int:
         """Saved state as it is kept: moments with their parameter, `step` on the host unless a kernel reads it."""
         if key == "step" and not group.get("fused"):
@@ -209,16 +186,6 @@ class AdafactorSpec(OptimizerSpec):
         from pretrain.optim.adafactor import factored_shapes
 
         return factored_shapes(self.model.shapes[name])
-
-    def update_bytes(self, device_type, weights_in_bf16, form, processes) -> float:
-        # Squares, beside whole rows of flat parts; for weights in bf16 also fp32 copies and random bits.
-        largest = max(math.prod(shape) for shape in self.model.shapes.values())
-        return largest * (24 if weights_in_bf16 else FP32_BYTES * (2 if form == "pieces" else 1))
-
-    def exchanged_bytes(self, form, processes) -> float:
-        if form in ("whole", "stage"):
-            return 0.0
-        return 2 * FP32_BYTES * self.state_elements() * (processes - 1) / processes
 
 
 class MuonSpec(AdamWSpec):
@@ -301,33 +268,6 @@ class MuonSpec(AdamWSpec):
             return {"momentum_buffer": self.model.shapes[name]}
         return super().state_shapes(name)
 
-    def update_bytes(self, device_type, weights_in_bf16, form, processes) -> float:
-        from pretrain.optim.matrix_exchange import BUCKET_ELEMENTS
-        from pretrain.optim.muon import BATCH_ELEMENTS
-
-        # A batch of matrices, and four products of it, in the dtype in which they are multiplied.
-        hidden = self._hidden_elements()
-        largest = max(hidden, default=0)
-        multiplied = FP32_BYTES / 2
-        if device_type == "cpu" and missing_bf16("cpu"):
-            multiplied = FP32_BYTES
-        products = 5 * max(largest, min(BATCH_ELEMENTS, sum(hidden)))
-        if processes == 1 or form == "stage":
-            return multiplied * products
-        # Of a bucket every process has all the results, or its parts, those that have arrived, and whole matrices.
-        bucket = max(largest, min(BUCKET_ELEMENTS, sum(hidden) / processes))
-        return multiplied * (products + bucket * (processes + 1 if form == "whole" else 3))
-
-    def exchanged_bytes(self, form, processes) -> float:
-        if form == "stage":
-            return 0.0
-        part = sum(self._hidden_elements()) / processes
-        return FP32_BYTES / 2 * part * (processes - 1) / (1 if form == "whole" else processes / 2)
-
-    def _hidden_elements(self) -> list[int]:
-        hidden = [shape for name, shape in self.model.shapes.items() if self.model.is_hidden_matrix(name)]
-        return [math.prod(shape[-2:]) for shape in hidden for _ in range(math.prod(shape[:-2]))]
-
 
 def block_sizes(blocks: int | list[int], total: int) -> list[int]:
     """Sizes as given, or those of so many equal ones."""
@@ -373,10 +313,6 @@ class AdamW8bitSpec(OptimizerSpec):
             blocks = -(-math.prod(shape) // 256)
             state |= {"qmap1": (256,), "qmap2": (256,), "absmax1": (blocks,), "absmax2": (blocks,)}
         return state
-
-    def state_elements(self) -> float:
-        # Two bytes, and two fp32 scales for every 256 elements; all parameters share the maps.
-        return sum(map(math.prod, self.model.shapes.values())) * (2 / FP32_BYTES + 2 / 256)
 
     def placed(self, key: str, value: torch.Tensor, parameter: torch.Tensor, group: dict) -> torch.Tensor | int:
         return int(value) if key == "step" else value.to(parameter.device, copy=True)

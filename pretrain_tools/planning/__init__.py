@@ -6,6 +6,7 @@ Predictions come from footprints and step_time; calibration compares them with a
     candidates, report: which strategies fit, ranked; the report
     layouts: how processes divide a run under each strategy
     memory, activations, footprints: sizes and states; a traced forward pass; what a process holds under each strategy
+    optimizer_bytes: what an optimizer keeps, allocates and sends
     memory_advice: what to change when memory runs out
     traffic, step_time: bytes and waiting under each strategy; time and cost
     calibration: a few real steps

@@ -19,6 +19,7 @@ from pretrain.model.routers import experts_per_token, routers_of
 from pretrain.model.small_copy import KeyedConfig, projects_hidden_states
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
 from pretrain_tools.planning.activations import FLASH, Activations, ForwardPass, trace_activations
+from pretrain_tools.planning.optimizer_bytes import state_elements, update_bytes, with_experts_in_parts
 
 FP32 = 4
 """Bytes of an element."""
@@ -60,7 +61,7 @@ class Sizes:
     def in_parts(self, shares: int) -> "Sizes":
         """Returns the sizes of a process that has one of so many equal shares of every layer's experts."""
         elsewhere = self.experts - self.experts // shares
-        shapes = self.shapes.in_parts(shares)
+        shapes = with_experts_in_parts(self.shapes, shares)
         return replace(
             self,
             total=self.total - elsewhere,
@@ -135,10 +136,10 @@ class Work:
         return 0.0 if self.loss == "logits" else FP32 * self.sizes.vocabulary * self.sizes.width
 
     def update_bytes(self, form: str, processes: int = 1) -> float:
-        """Returns the bytes that an update allocates and frees again; arguments as of `OptimizerSpec.update_bytes`."""
+        """Returns the bytes that an update allocates and frees again; see `optimizer_bytes.update_bytes`."""
         optim = self.run.config.optim
         spec = OPTIMIZERS[optim.name](self.sizes.shapes)
-        return spec.update_bytes(self.run.device_type, optim.stochastic_rounding, form, processes)
+        return update_bytes(spec, self.run.device_type, optim.stochastic_rounding, form, processes)
 
     def optimizer_bytes(self, share: float = 1.0) -> float:
         """Returns the optimizer's state, and the average of the weights, for this share of the parameters."""
@@ -296,7 +297,7 @@ class PlannedRun:
 
 def optimizer_elements(name: str, sizes: Sizes) -> float:
     """Returns an optimizer's state, in fp32 elements."""
-    return OPTIMIZERS[name](sizes.shapes).state_elements()
+    return state_elements(OPTIMIZERS[name](sizes.shapes))
 
 
 def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> float:

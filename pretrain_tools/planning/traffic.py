@@ -11,6 +11,7 @@ from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.registry import STRATEGIES
 from pretrain_tools.planning.layouts import Layout
 from pretrain_tools.planning.memory import FP32, Sizes
+from pretrain_tools.planning.optimizer_bytes import exchanged_bytes, with_experts_in_parts
 
 CPU_ADAM_BYTES_PER_SECOND = 100e9
 """Bytes that an update on the host moves per second, on one machine."""
@@ -94,11 +95,11 @@ def exchange_seconds(layout: Layout, step: StepTraffic, optimizer: OptimizerSpec
     if layout.name == "fsdp_tp":
         return _hidden_states(replace(layout, ranks=layout.per_group, groups=1), step)
     if layout.name == "ep":  # each process updates its own experts alone
-        beside_experts = type(optimizer)(optimizer.model.in_parts(0))
-        return beside_experts.exchanged_bytes("whole", layout.ranks) / step.across
+        beside_experts = type(optimizer)(with_experts_in_parts(optimizer.model, 0))
+        return exchanged_bytes(beside_experts, "whole", layout.ranks) / step.across
     if layout.zero.get("stage") in (1, 2):  # only matrices that the flat partitions cut
         return 0.0
-    sent = optimizer.exchanged_bytes(STRATEGIES[layout.name].parameter_form, layout.per_group)
+    sent = exchanged_bytes(optimizer, STRATEGIES[layout.name].parameter_form, layout.per_group)
     seconds = sent / (step.inside if layout.groups > 1 else step.across)
     if layout.name == "cp":  # heads, twice in each layer and direction
         tokens = step.micro_steps * step.tokens / layout.parts

@@ -8,6 +8,7 @@ import pretrain.model.architectures  # noqa: F401  (registers the local models)
 from pretrain.errors import InputError
 from pretrain.model.build import InitialWeights, build_meta_model, build_model, units_of
 from pretrain.model.pretrained import (
+    LoadedModel,
     PretrainedTensors,
     TensorsInMemory,
     find_weights,
@@ -120,7 +121,7 @@ def test_files_that_need_several_tensors_for_one_make_a_whole_model(tmp_path, mo
     build_model(config, seed=7).save_pretrained(tmp_path)
     monkeypatch.setattr(PublishedNames, "_taken_apart", lambda names, tensors: {"all": next(iter(tensors.values()))})
     pretrained = open_pretrained(str(tmp_path))
-    assert isinstance(pretrained, PreTrainedModel)
+    assert isinstance(pretrained, LoadedModel)
     model = build_meta_model(config)
     InitialWeights(seed=0, pretrained=pretrained).fill(model, "")
     assert_same(model, load_pretrained(str(tmp_path)))

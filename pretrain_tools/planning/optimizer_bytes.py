@@ -1,0 +1,71 @@
+"""Predicts what an optimizer keeps, allocates for an update and sends for it, from the shapes of a model.
+
+An optimizer without an entry here keeps its `state_shapes` and is taken to need nothing else.
+"""
+
+import math
+from dataclasses import replace
+
+from pretrain.hardware import missing_bf16
+from pretrain.optim.matrix_exchange import BUCKET_ELEMENTS
+from pretrain.optim.muon import BATCH_ELEMENTS
+from pretrain.optim.optimizers import AdafactorSpec, AdamW8bitSpec, ModelShapes, MuonSpec, OptimizerSpec
+
+FP32 = 4
+BF16 = 2
+
+
+def with_experts_in_parts(model: ModelShapes, shares: int) -> ModelShapes:
+    """The shapes in a process that has one of `shares` equal shares of every layer's experts; 0: none of them."""
+    shapes = {
+        name: ((shape[0] // shares if shares else 0), *shape[1:]) if name in model.experts else shape
+        for name, shape in model.shapes.items()
+    }
+    return replace(model, shapes=shapes)
+
+
+def state_elements(spec: OptimizerSpec) -> float:
+    """The size of the state, in fp32 elements."""
+    if isinstance(spec, AdamW8bitSpec):  # two bytes, and two fp32 scales for every 256 elements; all share the maps
+        return sum(map(math.prod, spec.model.shapes.values())) * (2 / FP32 + 2 / 256)
+    shapes = (shape for name in spec.model.shapes for shape in spec.state_shapes(name).values())
+    return sum(math.prod(shape) for shape in shapes if shape)
+
+
+def update_bytes(spec: OptimizerSpec, device_type: str, weights_in_bf16: bool, form: str, processes: int) -> float:
+    """Bytes that an update allocates and frees again, if `processes` hold the parameters together in this form.
+
+    form: see `OptimizerSpec.takes`.
+    """
+    if isinstance(spec, AdafactorSpec):
+        # Squares, beside whole rows of flat parts; for weights in bf16 also fp32 copies and random bits.
+        largest = max(math.prod(shape) for shape in spec.model.shapes.values())
+        return largest * (24 if weights_in_bf16 else FP32 * (2 if form == "pieces" else 1))
+    if not isinstance(spec, MuonSpec):
+        return 0.0
+    # A batch of matrices, and four products of it, in the dtype in which they are multiplied.
+    hidden = _hidden_elements(spec)
+    largest = max(hidden, default=0)
+    multiplied = FP32 if device_type == "cpu" and missing_bf16("cpu") else BF16
+    products = 5 * max(largest, min(BATCH_ELEMENTS, sum(hidden)))
+    if processes == 1 or form == "stage":
+        return multiplied * products
+    # Of a bucket every process has all the results, or its parts, those that have arrived, and whole matrices.
+    bucket = max(largest, min(BUCKET_ELEMENTS, sum(hidden) / processes))
+    return multiplied * (products + bucket * (processes + 1 if form == "whole" else 3))
+
+
+def exchanged_bytes(spec: OptimizerSpec, form: str, processes: int) -> float:
+    """Bytes that each of `processes` sends for an update, on GPUs."""
+    if isinstance(spec, AdafactorSpec) and form not in ("whole", "stage"):
+        return 2 * FP32 * state_elements(spec) * (processes - 1) / processes
+    if isinstance(spec, MuonSpec) and form != "stage":
+        part = sum(_hidden_elements(spec)) / processes
+        return BF16 * part * (processes - 1) / (1 if form == "whole" else processes / 2)
+    return 0.0
+
+
+def _hidden_elements(spec: MuonSpec) -> list[int]:
+    """Elements of each hidden matrix."""
+    hidden = [shape for name, shape in spec.model.shapes.items() if spec.model.is_hidden_matrix(name)]
+    return [math.prod(shape[-2:]) for shape in hidden for _ in range(math.prod(shape[:-2]))]
