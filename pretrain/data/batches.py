@@ -47,6 +47,7 @@ class Permutation:
         self.size = size
         self._half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
         self._mask = np.uint64((1 << int(self._half)) - 1)
+        # Any other digest or mix would reorder the data of every run that continues.
         digest = hashlib.blake2b(key.to_bytes(16, "little"), digest_size=8 * self.ROUNDS).digest()
         self._keys = np.frombuffer(digest, dtype="<u8")
 
@@ -54,6 +55,7 @@ class Permutation:
         """positions: int64 array of values in range(size); returns their images, same shape."""
         image = self._encrypt(positions.astype(np.uint64))
         while (outside := image >= self.size).any():
+            # Cycle walking: what falls outside is encrypted again, so that the map stays a bijection of range(size).
             image[outside] = self._encrypt(image[outside])
         return image.astype(np.int64)
 
@@ -178,6 +180,7 @@ class Batches:
         self.skipped = tuple(skipped)
         self.passed = tuple(passed)
         self.readers = open_training(data)
+        # Sources are numbered in the order in which the stages first name them.
         self.folders = list(self.readers)
         self._numbers, self._read_before = self._continued(origin.sources if origin else ())
         self._spans = [window.sequence_length // self.window.sequence_length for window in data.windows]
@@ -247,10 +250,12 @@ class Batches:
     def read(self, step: int, micro_step: int, rank: int, *, ranks: int, sequences: int) -> np.ndarray:
         """Token ids (sequences, sequence_length + 1) of one micro-batch, in the shards' own integer type."""
         stage = self.stage_at(step)
+        # Counted over all ranks, so that the order of the data does not depend on their number.
         first = self.ramp.sequences_before(step) + (micro_step * ranks + rank) * sequences * self._spans[stage]
         out = np.empty((sequences, self.data.windows[stage].sequence_length + 1), self.dtype)
         for row, (source, start) in enumerate(self._located(first, sequences)):
             self.readers[self.folders[source]].read(start, out[row])
+        # On the host, before the copy: a device would fail far from the cause.
         if out.max() >= self.vocabulary_size:
             self._refuse(first, out)
         return out
@@ -370,6 +375,7 @@ class Batches:
         return bisect.bisect_right(self._starts, sample) - 1
 
     def _leave_out(self, samples: np.ndarray) -> np.ndarray:
+        # Ascending: each range moves what the earlier ones have moved already.
         for first, count in self.skipped:
             samples = np.where(samples >= first, samples + count, samples)
         return samples
@@ -392,6 +398,7 @@ class Batches:
             start = round(stage.until * self.ramp.total_sequences)
             if number <= len(self.passed):
                 start = self.passed[number - 1]
+            # Within a step the model cannot change its windows or positions.
             if self._spans[number] != self._spans[number - 1] or following.rope_parameters:
                 step = self._first_step_from(start)
                 if step == self.ramp.total_steps:
@@ -426,6 +433,7 @@ class Batches:
 
     def _permutation(self, source: int, epoch: int, span: int) -> Permutation:
         if (source, epoch, span) not in self._permutations:
+            # The epoch before stays: one batch may have windows of both.
             self._permutations = {key: value for key, value in self._permutations.items() if key[1] >= epoch - 1}
             windows = int(self._windows_per_epoch[span][source])
             key = key_of(self.seed, self._numbers[source], epoch, *self._of_span(span), "epoch")
@@ -513,7 +521,9 @@ def interleave(weights: np.ndarray) -> np.ndarray:
     """(PATTERN_LENGTH,) source numbers in proportion to the weights, each source spread evenly."""
     exact = weights / weights.sum() * PATTERN_LENGTH
     counts = np.floor(exact).astype(np.int64)
+    # A source of tiny weight is read too.
     counts[(weights > 0) & (counts == 0)] = 1
+    # Stable, so that ties break alike on every machine.
     remainders = np.argsort(-(exact - counts), kind="stable")
     for index in range(abs(missing := PATTERN_LENGTH - int(counts.sum()))):
         if missing > 0:
@@ -538,6 +548,7 @@ def open_training(data: Data) -> dict[str, ShardReader]:
         if reader is None:
             continue
         readers[folder] = reader
+        # A source may be in several stages: it must be long enough for the longest of their windows.
         longest = max(
             window.sequence_length
             for stage, window in zip(data.mixtures, data.windows, strict=True)

@@ -94,11 +94,13 @@ class Dispatcher:
     def _exchange(
         self, number: int, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[int], np.ndarray]
     ) -> np.ndarray:
+        # The outcome travels with the ids: a failed read needs no collective of its own.
         mine = np.zeros(HEADER_BYTES + math.prod(shape) * dtype.itemsize, np.uint8)
         parts = None
         problem = None
         if self.rank == 0:
             try:
+                # Ranks that share the work of one model take the same part, which is read once.
                 packed = {part: _packed(number, read(part), mine.size) for part in sorted(set(self.data_ranks))}
             except Exception as error:  # sent before it is raised: the others wait in the same collective
                 problem = error

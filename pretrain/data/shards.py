@@ -64,6 +64,7 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
             raise InputError(*found.problems)
         return found.manifest
     folder = Path(folder)
+    # Most runs have a manifest and never load the formats of others.
     if not (folder / MANIFEST_FILE).is_file():
         from pretrain.data.foreign_shards import foreign_files, foreign_manifest
 
@@ -101,6 +102,7 @@ def _manifest_from(folder: Path, path: Path, fields: object, sha256: str) -> Man
 
     def take(mapping: object, key: str, kind: type, where: str = "") -> object:
         value = mapping.get(key) if isinstance(mapping, dict) else None
+        # To Python true is an int, but it is no count.
         if not isinstance(value, kind) or isinstance(value, bool):
             shown = "is missing" if value is None else f"is {value!r}"
             problems.append(f"{path}: {where}{key} {shown}, must be {kind.__name__}; restore it or prepare it again")
@@ -148,6 +150,7 @@ class ShardReader:
         self.tokens = self._ends[-1] if self._shards else 0
 
     def _ids(self, number: int) -> "np.ndarray | h5py.Dataset":
+        # Opened when first read: one of thousands of shards serves many steps.
         ids = self._maps[number]
         if ids is None:
             path = self.manifest.folder / self._shards[number].file

@@ -51,6 +51,7 @@ class LoadedTokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         config = json.loads(self.files.get("tokenizer_config.json", b"{}"))
         files = dict(self.files)
+        # Else AutoTokenizer loads the folder without an end-of-document token.
         if not _content(config.get("eos_token")):
             config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
             config["eos_token"] = self.end_of_document

@@ -50,6 +50,7 @@ def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[s
     """
     batch, length = input_ids_BT.shape
     starts_BT = input_ids_BT == end_of_document_id
+    # A window begins in the middle of a document; its first token opens a segment all the same.
     starts_BT[:, 0] = True
     starts_S = np.flatnonzero(starts_BT)
     tokens = batch * length
@@ -96,6 +97,7 @@ class HostBatch:
 
     def on_device(self, device: torch.device, attention: str, rows: int | None = None) -> dict[str, Any]:
         """The model's arguments; see `model_inputs`."""
+        # Widened on the device: the copy moves 2 or 4 bytes per id.
         ids = self.ids.to(device, non_blocking=True).to(torch.int64)
         targets = ids[:, 1:].clone(memory_format=torch.contiguous_format)  # one row would be contiguous as it is
         if rows is not None:
@@ -110,6 +112,7 @@ def host_batch(ids: np.ndarray, window: WindowSpec, *, end_of_document_id: int, 
     batch = HostBatch(torch.from_numpy(ids), layout)
     if device.type != "cuda":
         return batch
+    # A copy from pageable memory would wait for the device.
     pinned = {name: tensor.pin_memory() for name, tensor in layout.items()} if layout is not None else None
     return HostBatch(batch.ids.pin_memory(), pinned)
 
@@ -234,10 +237,12 @@ def sdpa(
     For training, and for generation without padding: attention_mask arrives only if it is already (B, 1, T, T). The
     signature and the (B, T, H, E) result are those of transformers' attention interface.
     """
+    # Ignoring one of them would train another model silently.
     _refuse("sdpa", UNSUPPORTED_ARGUMENTS, kwargs)
     query_BHTE, key_BGTE, value_BGTE = in_one_dtype(query_BHTE, key_BGTE, value_BGTE)
     length = query_BHTE.shape[2]
     keys = key_BGTE.shape[2]
+    # A window as long as the sequence hides nothing, and would rule out kernels without windows.
     window = None if sliding_window is None or sliding_window >= keys else sliding_window
     device_type = query_BHTE.device.type
     in_half_on_gpu = device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES
@@ -388,6 +393,7 @@ def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> T
     tokens = [x.transpose(1, 2).flatten(0, 1) for x in (query_BHTE, key_BGTE, value_BGTE)]
     segments = (cu_seq_lens, cu_seq_lens, length, length)
     grouped = {"enable_gqa": True} if heads != key_BGTE.shape[1] else {}
+    # The kernel counts the tokens before the query, without the query itself.
     seen = (-1 if window is None else window - 1, 0)
     return varlen_attn(*tokens, *segments, scale=scaling, window_size=seen, **grouped).unflatten(0, (batch, length))
 
@@ -411,6 +417,7 @@ def _flash(
     tensors = [x.transpose(1, 2) for x in in_one_dtype(query_BHTE, key_BGTE, value_BGTF)]
     batch, length, _, width = tensors[0].shape
     value_width = tensors[2].shape[-1]
+    # The kernels want values as wide as keys; the padding is cut off below.
     tensors[2] = F.pad(tensors[2], (0, width - value_width))
     settings = {"softmax_scale": scaling, "causal": True, "softcap": softcap or 0.0}
     settings["window_size"] = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)

@@ -59,6 +59,7 @@ def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) 
 def library_attention(config: PreTrainedConfig) -> str:
     """sdpa where the architecture's own code has it, else eager."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    # Private: transformers has no public flag for the attention that a class supports.
     return "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
 
 
@@ -164,6 +165,7 @@ def initialize_module(model: PreTrainedModel, name: str, *, seed: int) -> None:
         with torch.no_grad(), init.guard_torch_init_functions():
             for module_name, module in modules:
                 _materialize(module, module_name, tied_names)
+                # A seed per module: what it draws does not depend on which others are made here.
                 torch.default_generator.manual_seed(_module_seed(seed, module_name))
                 _run_initializer(_initializing_model(model, module_name), module, module_name, tied_names)
     finally:
@@ -224,6 +226,7 @@ def units_of(causal_lm: PreTrainedModel) -> list[str]:
                 f"model: {type(causal_lm).__name__} has {own[0][0]} beside its layers{name and f', in {name}'}, so no "
                 "strategy that makes it layer by layer runs it; use ddp"
             )
+        # What contains layers cannot be made alone; all else beside them can.
         paths = [f"{name}.{child}" if name else child for child, _ in container.named_children()]
         others += [path for path in paths if path not in ancestors and path not in layer_names]
     return [*layer_names, *others]
@@ -278,6 +281,7 @@ def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> No
     """
     config = copy.deepcopy(model.config)
     Path(folder).mkdir(parents=True, exist_ok=True)
+    # save_pretrained of a bare configuration does not write the class, which AutoModel and vLLM look for.
     config.architectures = [type(model).__name__]
     if type(model)._auto_class is not None:
         custom_object_save(model, folder, config=config)

@@ -10,6 +10,7 @@ from transformers.activations import GELUTanh, NewGELUActivation
 
 def layers_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
     """The model's blocks, in order: the modules that transformers says must not be split."""
+    # Private, but the only list of block classes that transformers has; Accelerate wraps by it too.
     names = set(causal_lm._no_split_modules or ())
     # Of the classes it inherits from too: FSDP gives a module that it shards a class with another name.
     return [module for module in causal_lm.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
@@ -49,6 +50,7 @@ def compile_model(model: torch.nn.Module, causal_lm: PreTrainedModel, mode: str,
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * lengths)
     if mode != "none" and next(causal_lm.parameters()).device.type == "cpu":
         for module in causal_lm.modules():
+            # The two classes that compute the form with tanh; the exact GELU stays.
             if isinstance(module, (GELUTanh, NewGELUActivation)):
                 module.forward = gelu_by_sigmoid
     if mode == "regional":

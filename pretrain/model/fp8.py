@@ -39,6 +39,7 @@ def use_fp8(causal_lm: PreTrainedModel, *, emulate: bool = False) -> int:
     from torchao.float8.float8_linear import Float8Linear
 
     config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), emulate=emulate)
+    # Layer by layer: outside of the blocks are the embedding and the head.
     for layer in layers_of(causal_lm):
         convert_to_float8_training(layer, config=config, module_filter_fn=lambda module, name: fits(module))
     return sum(isinstance(module, Float8Linear) for module in causal_lm.modules())

@@ -198,6 +198,7 @@ def _chunked_loss(
     sums = torch.zeros(2, dtype=torch.float32, device=hidden_ND.device)
     eager = functools.partial(_softmax_less_target_, needs_gradient=any(needs))
     softmax_less_target_ = _compiled_softmax_less_target_() if compiled else eager
+    # Autocast off: the casts below say which products are in which dtype.
     with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):
         head_VD = weight_VD.to(dtype)
         bias = None if bias_V is None else bias_V.to(dtype)
@@ -206,6 +207,7 @@ def _chunked_loss(
             hidden_CD = hidden_ND[rows].to(dtype)
             weights_C1 = is_target_N[rows, None].float()
             block_CV = F.linear(hidden_CD, head_VD, bias)
+            # IGNORED is no index; rows that have it get weight 0.
             target_C1 = targets_N[rows].where(is_target_N[rows], 0)[:, None]
             cross_entropy_C1, lse_C1 = softmax_less_target_(block_CV, target_C1, z_loss)
             sums += torch.cat([cross_entropy_C1 * weights_C1, lse_C1.square() * weights_C1], dim=1).sum(dim=0)
@@ -233,7 +235,9 @@ def _(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, dtype, comp
 
 def _save_for_backward(ctx, inputs, output):
     *_, ctx.needs = inputs
+    # The gradients are there already: the backward pass only scales them.
     ctx.save_for_backward(*output[2:5])
+    # Only the sums have a gradient; zeros for the other outputs would be as large as the head.
     ctx.set_materialize_grads(False)
 
 

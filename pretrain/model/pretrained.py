@@ -159,6 +159,7 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
 
     Raises InputError for a file that is damaged.
     """
+    # Private: cached_file has no public way to return None for a file that does not exist.
     missing_is_none = {"_raise_exceptions_for_missing_entries": False}
     try:
         single = cached_file(name_or_path, SAFE_WEIGHTS_NAME, **missing_is_none)

@@ -73,6 +73,7 @@ class PublishedNames:
                 return read(piece)
             if converter is None:
                 converter = copy.deepcopy(next(each for each in converters if pattern in each.source_patterns))
+            # It collects the pieces; `convert` joins them when all are there.
             converter.add_tensor(name, piece, pattern, read(piece))
         return converter.convert(name, model=self.meta_model, config=self.meta_model.config)[name]
 

@@ -64,6 +64,7 @@ def routers_of(model: nn.Module) -> list[Router]:
 def _declared(model: nn.Module) -> Iterator[tuple[type, int, str | None]]:
     """(class, place of the logits in its output, part of the module's name) of every declaration."""
     for module in model.modules():
+        # Private: nothing public says which output of a router has its logits.
         declared = getattr(module, "_can_record_outputs", None) if isinstance(module, PreTrainedModel) else None
         specs = (declared or {}).get(RECORDED) or []
         for spec in specs if isinstance(specs, list) else [specs]:
@@ -92,6 +93,7 @@ def expert_parameters(router: Router) -> tuple[dict[str, nn.Parameter], int]:
     numbers = {int(found[1]) for name in others if (found := re.match(r"experts\.(\d+)\.", name))}
     if numbers:
         return {n: p for n, p in others.items() if re.match(r"experts\.\d+\.", n)}, len(numbers)
+    # Under ZeRO-3 parameters are empty, and DeepSpeed keeps their shapes beside them.
     shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in others.items()}
     experts = getattr(router.module, "num_experts", None) or getattr(router.block, "num_experts", None)
     experts = experts or next((shape[0] for shape in shapes.values() if len(shape) == 3), None)
@@ -297,6 +299,7 @@ def grouped_mm_in_autocast(
     return grouped_mm_experts_forward(cast, hidden_states.to(dtype), top_k_index, top_k_weights)
 
 
+# Replaces the library's entry, so that every mixture of experts uses it.
 ALL_EXPERTS_FUNCTIONS.register("grouped_mm", grouped_mm_in_autocast)
 # Of transformers' own checks of torch's version, which compiled code runs once.
 warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`", category=UserWarning)

@@ -99,6 +99,7 @@ def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreT
     """
     layers = kinds_of_layers(config)
     seen = set()
+    # The most telling copy first: few layers and short windows, at the model's own widths if those are small.
     for narrow, shorter, windows, limit in (
         (False, True, True, SMALL_PARAMETERS),
         (False, True, False, SMALL_PARAMETERS),
@@ -117,6 +118,7 @@ def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreT
             _narrow(values)
         if shorter and layers is not None:
             _cut_layers(values, config, *layers)
+        # Several of the switches may give one configuration.
         if (key := repr((values, limit > NARROW_PARAMETERS))) in seen:
             continue
         seen.add(key)
@@ -167,6 +169,7 @@ def _shrink_vocabulary(values: dict[str, Any]) -> None:
     sizes = {name for name in values if name.startswith("vocab_size")}
     values |= {name: VOCABULARY for name in sizes if _is_above(values[name], VOCABULARY)}
     for name, value in values.items():
+        # An id beyond the small vocabulary would index outside of the embedding.
         if name.endswith("_token_id") and (isinstance(value, list) or _is_above(value, VOCABULARY - 1)):
             values[name] = 0
 
@@ -181,6 +184,7 @@ def _narrow(values: dict[str, Any]) -> None:
         elif isinstance(value, list):  # one for each layer
             values[name] = [width if _is_above(size, width) else size for size in value]
     for name in KEY_HEADS:
+        # Grouped heads stay grouped: fewer key heads than query heads.
         if _is_above(values.get(name), 1) and heads:
             values[name] = HEADS if values[name] == heads else HEADS // 2
     for expand, heads, width in STATE_SPACE_HEADS:
@@ -288,6 +292,7 @@ def _unbuildable(config: PreTrainedConfig, failures: Sequence[str]) -> str:
 
 def _make_context_visible(model: PreTrainedModel) -> None:
     """Multiplies the matrices such that the first token of a document changes what the model says of later ones."""
+    # A_log of state-space layers is an exponent: a factor would overflow it.
     matrices = [p for name, p in model.named_parameters() if p.dim() >= 2 and "A_log" not in name]
     window = ReferenceWindow.of(model.config)
     first = window.documents[0][1]
@@ -333,6 +338,7 @@ class ReferenceWindow:
             lengths = SHORT_DOCUMENT_LENGTHS
         generator = torch.Generator().manual_seed(0)
         shape = (len(lengths), sum(lengths[0]) + 1)
+        # No ordinary token may end a document by chance.
         ids_BT = torch.randint(END_OF_DOCUMENT + 1, config.vocab_size, shape, generator=generator)
         documents = []
         for row, row_lengths in enumerate(lengths):

@@ -100,6 +100,7 @@ def norm_before_head(model: PreTrainedModel) -> str:
         and not any(name.startswith(f"{layer}.") for layer in names)
     ]
     order = [name for name, _ in model.named_modules()]
+    # Some models declare the last norm before the layers.
     last = [pair for pair in beside if order.index(pair[0]) > order.index(names[-1])] if names else []
     (name, norm), *others = last or beside or [("", None)]
     if norm is not None and not others:

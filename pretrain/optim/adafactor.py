@@ -117,6 +117,7 @@ class Adafactor(torch.optim.Optimizer):
             gradient.div_(self.grad_scale.to(gradient.device))
         if self.found_inf is not None:
             skips = self.found_inf.to(gradient.device).bool()
+            # Moving by a share of 0 towards an infinite mean would still give NaN.
             gradient.masked_fill_(skips, 0)
         state["step"] += 1 if skips is None else (~skips).float()
         new = state["step"].double().pow(-DECAY_EXPONENT).float()
@@ -131,6 +132,7 @@ class Adafactor(torch.optim.Optimizer):
         else:
             part_of_vector(places["variance"], first, block).copy_(squared.view(-1))
         del squared
+        # All updates that wait here are summed over the processes in one collective; see `run_together`.
         sums = dict(zip(places, (yield list(places.values())), strict=True))
         if "row" in state:
             state["row"].lerp_(sums["row"] / part.shape[-1] + LEAST_SQUARE, new)
@@ -148,6 +150,7 @@ class Adafactor(torch.optim.Optimizer):
         else:
             squares = update.square().sum()
         if part.offset is not None:
+            # Flat parts lie in blocks that are larger: the update moves to the gradient's memory, and the block goes.
             gradient.copy_(update)
             update = gradient
             del block

@@ -92,6 +92,7 @@ class WeightAverage:
     def exchange(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Puts the mean in the weights' place and the weights in its own, to the last bit: twice is as before."""
         for mean, weight in zip(held_here(self.means.values()), held_here(weights.values()), strict=True):
+            # One tensor at a time: a third copy of the model is never whole.
             kept = weight.clone()
             weight.copy_(mean)
             mean.copy_(kept)

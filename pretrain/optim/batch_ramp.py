@@ -29,6 +29,7 @@ class BatchRamp:
         if not self.first_sequences:
             steps = [end - begin for begin, end in itertools.pairwise(self.first_steps)]
             per_level = [count * level for count, level in zip(steps, self.sequences_per_level, strict=False)]
+            # The class is frozen; this follows from the other fields, once.
             object.__setattr__(self, "first_sequences", tuple(itertools.accumulate(per_level, initial=0)))
 
     @property
@@ -101,6 +102,7 @@ def batch_ramp(
             f"{sequences_per_step:,} sequences per step is not a multiple of {parts} ramp levels; nearest: {nearest}"
         )
     levels = [sequences_per_step * part // parts for part in range(1, parts + 1)]
+    # Exact: a rounding error could move the end of a level by a step.
     over = Fraction(ramp_over).limit_denominator(10**6)
     if total_sequences is None:
         # Sequences x steps per sequence = total_steps: a level below the full batch takes more steps per sequence.

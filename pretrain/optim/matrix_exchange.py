@@ -215,6 +215,7 @@ def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
     # Split matrices and copies apart: they travel in other ways. The largest first, and those of one shape together.
     for piece in sorted(pieces, key=lambda piece: (bool(piece.ranges), -piece.elements, piece.matrix.shape)):
         owner = work.index(min(work))
+        # In proportion to the operations of a product X X^T.
         work[owner] += piece.elements * min(piece.matrix.shape)
         if not buckets or piece.elements > room or bool(buckets[-1][0][0].ranges) != bool(piece.ranges):
             buckets.append([])
@@ -238,6 +239,7 @@ def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dty
     matrices = [piece.as_matrix(view) for piece, view in zip(mine, own_views, strict=True)]
     copy_all(matrices, [piece.whole(tensors) for piece in mine])
     replace_all([(matrix, piece.matrix) for matrix, piece in zip(matrices, mine, strict=True)])
+    # Cloned: a collective must not read what it writes.
     dist.all_gather_single(gathered.view(-1), gathered[holders.rank].clone(), group=holders.group)
     for theirs, of_rank in zip(owned, views, strict=True):
         copy_all([piece.whole(tensors) for piece in theirs], map(MatrixPiece.as_matrix, theirs, of_rank))

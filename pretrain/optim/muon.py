@@ -173,6 +173,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         of_muon = [group for group in self.param_groups if "ns_steps" in group]
         others = [group for group in self.param_groups if "ns_steps" not in group]
         for part, groups in ((self.muon, of_muon), (self.adamw, others)):
+            # Strategies and checkpoints replace the groups and the state of this optimizer: the two take them anew.
             part.param_groups = groups
             part.state = self.state
             part.grad_scale = self.grad_scale
@@ -197,6 +198,7 @@ def orthogonalize_all(matrices: list[tuple[torch.Tensor, HiddenMatrix]], coeffic
             blocks.append(block)
             relative.append(0.2 * math.sqrt(max(block.shape)) / update_scale(matrix))
     for batch in batches_of_one_shape(blocks):
+        # The iteration multiplies X X^T, which is smallest with the shorter side as rows.
         wide = [block.mT if block.size(0) > block.size(1) else block for block in (blocks[index] for index in batch)]
         if len(batch) == 1:
             results = [orthogonalized(wide[0].to(product_dtype(wide[0].device)), coefficients)]

@@ -145,6 +145,7 @@ class OptimizerSpec(ABC):
         groups: dict[float, dict] = {}
         for name, parameter in parameters:
             scale = self.model.rate_scale(name, orthogonalized=orthogonalized)
+            # A step decays by rate x decay, and the rate has the scale in it.
             own = {"params": [], "weight_decay": weight_decay / scale}
             groups.setdefault(scale, own | ({"learning_rate_scale": scale} if scale != 1 else {}))
             groups[scale]["params"].append(parameter)
@@ -291,6 +292,7 @@ class AdamW8bitSpec(OptimizerSpec):
                 "adamw, muon and adafactor run without it"
             ]
         kernel = "optimizer_update_8bit_blockwise"
+        # Private: torch has no public way to ask for an operator's kernel on a device.
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         exists = hasattr(torch.ops.bitsandbytes, kernel)  # older versions lack it
         if exists and has_kernel(f"bitsandbytes::{kernel}", device_type.upper()):
@@ -418,6 +420,7 @@ def load_optimizer_state(
                     name = f"{name_of[parameter]}.{key}"
                     shapes[name] = shape
                     places[name] = (parameter, group, key)
+    # Before anything is changed: an optimizer with half of its state would train on.
     _check_state(type(optimizer).__name__, shapes, tensors)
     for name, (parameter, group, key) in places.items():
         optimizer.state[parameter][key] = spec.placed(key, tensors[name], parameter, group)

@@ -80,6 +80,7 @@ class FollowedRouter(nn.Module):
 
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
+        # Validation and samples are not counted.
         if not (self.training and torch.is_grad_enabled()):
             return output
         outputs = output if isinstance(output, tuple) else (output,)
@@ -90,6 +91,7 @@ class FollowedRouter(nn.Module):
         probability_E = self.follow_probabilities(logits_NE).mean(0)
         z = logits_NE.logsumexp(-1).square().mean()
         with torch.no_grad():
+            # Overwritten and not added to: activation checkpointing comes here twice.
             self.follow_record_3E.copy_(torch.stack([counts_E, probability_E, z.expand(experts)]))
         if not (self.follow_balance or self.follow_z_loss):
             return output
@@ -214,6 +216,7 @@ class Experts:
         self.strategy.before_step = (self.begin_step,)
         self.strategy.after_update = (self.end_step,)
         if self.routers:
+            # On the whole model, outside of its compiled blocks: no graph breaks.
             model.register_forward_hook(self._count_in_training)
 
     def _count_in_training(self, model: nn.Module, inputs: tuple, outputs: object) -> None:
@@ -238,6 +241,7 @@ class Experts:
         """
         if not self.routers:
             return
+        # Cloned: with one process `sum` returns its argument, which is cleared next.
         self._last_L3E = self.strategy.sum(self._sums_L3E).clone()
         self._sums_L3E.zero_()
         counts_LE = self._last_L3E[:, 0]

@@ -150,6 +150,7 @@ def _judge(reference: PreTrainedModel, attention: str, window: WindowSpec) -> Ju
     tolerance = TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
     try:
         model = build_model(reference.config, seed=0, attention=attention).eval()
+        # The weights of the reference, under which tokens see each other.
         model.load_state_dict(reference.state_dict())
         model.to(device, dtype)
         ids_BT = ReferenceWindow.of(model.config).inputs_BT
@@ -199,6 +200,7 @@ def _compare_documents(
 
 def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: str, window: WindowSpec) -> None:
     whole = LanguageModelLoss(model.train(), from_hidden_states=False)
+    # Dropout draws from the global generator, whose state is the run's.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         whole(**_inputs(model, attention, window))[0].backward()
