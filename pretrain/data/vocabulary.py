@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedConfig
 
-from pretrain.config import Data, RunConfig
+from pretrain.config import Data, ModelSource
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.model.model_config import load_recipe_model_config, padded_vocabulary
@@ -17,19 +17,19 @@ def vocabulary_of(data: Data) -> int | None:
         return None
 
 
-def planned_model_config(config: RunConfig) -> PreTrainedConfig:
+def planned_model_config(model: ModelSource, data: Data) -> PreTrainedConfig:
     """The configuration of a recipe's model, with the vocabulary of the recipe's shards where it is left open.
 
     Raises InputError as `load_recipe_model_config` does.
     """
-    return load_recipe_model_config(config.model, vocabulary_of(config.data))
+    return load_recipe_model_config(model, vocabulary_of(data))
 
 
-def assumed_vocabulary(config: RunConfig, model_config: PreTrainedConfig) -> list[str]:
+def assumed_vocabulary(model: ModelSource, data: Data, model_config: PreTrainedConfig) -> list[str]:
     """Notes on the vocabulary for a plan whose shards do not exist yet; [] if the model states its size."""
-    if vocabulary_of(config.data) is not None:
+    if vocabulary_of(data) is not None:
         return []
-    if len({load_recipe_model_config(config.model, size).vocab_size for size in (64, 128)}) == 1:
+    if len({load_recipe_model_config(model, size).vocab_size for size in (64, 128)}) == 1:
         return []
     return [
         f"vocabulary: follows the data, which is not prepared yet; planned with {model_config.vocab_size:,} "

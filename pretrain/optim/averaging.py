@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from pretrain.config import Averaging, RunConfig
+from pretrain.config import Averaging
 
 AverageState = dict[str, Any]
 """Contents of an average: its `kind`, the `first_step` whose weights are in it, and their `count`."""
@@ -53,15 +53,16 @@ def average_after_step(
     return {**before, "count": count}, weight
 
 
-def averaging_problems(config: RunConfig, total_steps: int) -> list[str]:
+def averaging_problems(
+    settings: Averaging, *, total_steps: int, exports_average: bool, rounds_stochastically: bool
+) -> list[str]:
     """Lists why the averaging cannot work in a run of `total_steps`; [] if it can."""
-    settings = config.averaging
     if settings.kind == "none":
-        if config.export.weights == "average":
+        if exports_average:
             return ["export.weights: average, but averaging.kind is none: set it to ema or tail, or export raw"]
         return []
     problems = []
-    if config.optim.stochastic_rounding:
+    if rounds_stochastically:
         problems.append(
             f"averaging.kind: {settings.kind} averages weights in fp32, and optim.stochastic_rounding keeps them in "
             "bf16; leave out one of them"

@@ -27,7 +27,7 @@ def settled(config: RunConfig, processes: int | None = None) -> RunConfig:
     if not has_auto(config):
         return config
     try:
-        model_config = planned_model_config(config)
+        model_config = planned_model_config(config.model, config.data)
         parameters = count_parameters(model_config)
         active = active_parameters(model_config)
     except InputError:  # `derive` says what is wrong with the model, and all else that is

@@ -74,7 +74,7 @@ class ContextParallel(FullySharded):
                 f"nearest: {f'{below:,} or ' if below else ''}{below + parts:,}"
             )
         try:
-            problem = model_problem(planned_model_config(config), parts)
+            problem = model_problem(planned_model_config(config.model, config.data), parts)
         except InputError:
             problem = None  # `derive` says what is wrong with the model
         return [*problems, *([problem] if problem else [])]

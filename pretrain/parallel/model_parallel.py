@@ -67,7 +67,7 @@ class ModelParallel(Strategy, ABC):
         problems = super().problems(config, name)
         of_size = cls.size_problems()
         try:
-            model_config = planned_model_config(config)
+            model_config = planned_model_config(config.model, config.data)
             if cls.experts_problem and routers_of(build_meta_model(model_config)):
                 problem = (
                     f"launcher: {name} does not train mixtures of experts, as {model_config.model_type} is: "

@@ -304,7 +304,12 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     ramp = problems.attempt(ramp_of, config, sequences_per_step, model.active_parameters)
     if ramp is not None:
         schedule = problems.attempt(schedule_of, config.optim, config.batch.tokens_per_step, ramp.total_steps)
-        problems += averaging_problems(config, ramp.total_steps)
+        problems += averaging_problems(
+            config.averaging,
+            total_steps=ramp.total_steps,
+            exports_average=config.export.weights == "average",
+            rounds_stochastically=config.optim.stochastic_rounding,
+        )
     problems += of_data
     problems.stop_if_any()
     batches = problems.attempt(Batches, data, seed=config.seed, ramp=ramp)
@@ -387,7 +392,7 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
 
 def plan_without_data(config: RunConfig) -> tuple[ModelPlan, str]:
     """Returns (model, precision) of a recipe that `derive` refuses for its data alone."""
-    model_config = planned_model_config(config)
+    model_config = planned_model_config(config.model, config.data)
     model = plan_model(config, model_config, router_losses(config.loss, build_meta_model(model_config)))
     return model, resolve_precision(config.precision)
 

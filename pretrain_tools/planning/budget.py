@@ -404,9 +404,8 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
             "compile": "none" if is_cpu else "regional",
         }
     )
-    return PlannedRun(
-        config, planned_model_config(config), planned_precision(config, hardware.gpu), hardware.device_type
-    )
+    model_config = planned_model_config(config.model, config.data)
+    return PlannedRun(config, model_config, planned_precision(config, hardware.gpu), hardware.device_type)
 
 
 def batch_of(budget: RunBudget, shape: Shape, tokens: float) -> int:

@@ -78,7 +78,7 @@ class Steps:
         try:
             return derive(config, strategy.data_ranks * strategy.micro_batches_per_call), "shards"
         except InputError:
-            model_config = planned_model_config(config)
+            model_config = planned_model_config(config.model, config.data)
             choose_attention(
                 config.attention,
                 device_type=strategy.device.type,

@@ -32,7 +32,7 @@ def largest_footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory
 
 def planned_memory(strategy: Strategy, config: RunConfig) -> Memory:
     """Returns what a plan says of this recipe as it runs here."""
-    run = PlannedRun(config, planned_model_config(config), strategy.precision, strategy.device.type)
+    run = PlannedRun(config, planned_model_config(config.model, config.data), strategy.precision, strategy.device.type)
     return footprint(run, running_layout(strategy), config.batch.sequences_per_micro_batch)
 
 

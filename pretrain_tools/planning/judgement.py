@@ -69,7 +69,8 @@ def judgement(
 def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]:
     """The lines of a check of a recipe that lacks its data alone: everything else has been found right."""
     model, precision = plan_without_data(config)
-    vocabulary = "; ".join(assumed_vocabulary(config, model.model_config)).removeprefix("vocabulary: ")
+    assumed = assumed_vocabulary(config.model, config.data, model.model_config)
+    vocabulary = "; ".join(assumed).removeprefix("vocabulary: ")
     rows = rows_of_model(config, model, precision, vocabulary or f"{model.model_config.vocab_size:,} ids, as stated")
     memory = memory_shortage(config, model, precision, torch.device(device_type()))
     return [

@@ -99,7 +99,7 @@ def build_plan(
 ) -> Plan:
     """Raises InputError with what cannot be planned."""
     config = settled(config, processes=1)
-    model_config = planned_model_config(config)
+    model_config = planned_model_config(config.model, config.data)
     precision = planned_precision(config, hardware.gpu)
     work = work_of_run(config, model_config)
     first = config if config.data.windows[0] == config.data.window else config.as_stage(0)
@@ -115,7 +115,7 @@ def build_plan(
     candidates = [consider(name, run, work, hardware, speed) for name in STRATEGIES]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
-    problems = Problems(assumed_vocabulary(config, model_config))
+    problems = Problems(assumed_vocabulary(config.model, config.data, model_config))
     sources = problems.attempt(sources_of, config, work) or []
     return Plan(
         config, hardware, precision, work, speed, candidates, recommended, command, storage_of(config, work), sources,

@@ -22,21 +22,29 @@ def config_of(recipe, tmp_path):
     return config_of
 
 
+def planned(config):
+    return planned_model_config(config.model, config.data)
+
+
+def assumed(config, model_config):
+    return assumed_vocabulary(config.model, config.data, model_config)
+
+
 def test_the_shards_size_the_model_where_it_lets_them(config_of):
     auto = ("model.vocab_size", "auto")
     assert vocabulary_of(config_of(300).data) == 300
-    assert planned_model_config(config_of(300)).vocab_size == 512
-    assert planned_model_config(config_of(300, auto)).vocab_size == 320
-    assert planned_model_config(config_of(700, auto)).vocab_size == 704
+    assert planned(config_of(300)).vocab_size == 512
+    assert planned(config_of(300, auto)).vocab_size == 320
+    assert planned(config_of(700, auto)).vocab_size == 704
 
 
 def test_a_plan_without_shards_says_what_it_assumes(config_of):
     missing, auto = config_of(None), config_of(None, ("model.vocab_size", "auto"))
     assert vocabulary_of(missing.data) is None
-    assert assumed_vocabulary(missing, planned_model_config(missing)) == [], "stated"
-    (remark,) = assumed_vocabulary(auto, planned_model_config(auto))
+    assert assumed(missing, planned(missing)) == [], "stated"
+    (remark,) = assumed(auto, planned(auto))
     assert "not prepared yet; planned with 512 rows" in remark
-    assert assumed_vocabulary(config_of(300, ("model.vocab_size", "auto")), planned_model_config(missing)) == []
+    assert assumed(config_of(300, ("model.vocab_size", "auto")), planned(missing)) == []
 
 
 def test_the_vocabulary_in_words():
@@ -50,4 +58,4 @@ def test_a_json_that_leaves_it_out_takes_the_datas(config_of, recipe, tmp_path):
     keys = json.loads(path.read_text())
     del keys["vocab_size"]
     path.write_text(json.dumps(keys))
-    assert planned_model_config(config_of(300)).vocab_size == 320
+    assert planned(config_of(300)).vocab_size == 320

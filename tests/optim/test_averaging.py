@@ -101,7 +101,13 @@ def test_the_mean_and_the_weights_change_places_and_back_to_the_last_bit():
     ],
 )
 def test_what_cannot_be_averaged_is_refused(recipe, settings, problem):
-    found = averaging_problems(read_run_config(recipe, list(settings.items())), total_steps=12)
+    config = read_run_config(recipe, list(settings.items()))
+    found = averaging_problems(
+        config.averaging,
+        total_steps=12,
+        exports_average=config.export.weights == "average",
+        rounds_stochastically=config.optim.stochastic_rounding,
+    )
     assert found[0].startswith(problem)
 
 

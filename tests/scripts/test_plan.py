@@ -123,7 +123,7 @@ def test_gradients_are_reduced_once_where_that_is_faster_and_fits(recipe):
     assert (fsdp2.step_seconds, fsdp2.memory) == (asked.step_seconds, asked.memory) and not asked.reduces_once
     command = command_of(fsdp2, str(recipe), settings, plan.hardware, plan.config)
     assert command.endswith("--batch.sequences_per_micro_batch 1 --batch.reduce_once true")
-    run = PlannedRun(plan.config, planned_model_config(plan.config), "bf16")
+    run = PlannedRun(plan.config, planned_model_config(plan.config.model, plan.config.data), "bf16")
     divided = layout("fsdp2", 8)
     plain = replace(fsdp2, reduces_once=False, step_seconds=2 * fsdp2.step_seconds)
     assert reduced_once(plain, divided, run, plan.work, plan.hardware, plan.speed).reduces_once
@@ -398,7 +398,8 @@ def test_muon_sends_matrices_to_their_owners_and_back(recipe):
         name: candidate(muon, name).step_seconds - candidate(adamw, name).step_seconds
         for name in ("ddp", "fsdp2", "zero1", "zero3")
     }
-    sizes = sizes_of(planned_model_config(read_run_config(recipe, [])))
+    config = read_run_config(recipe, [])
+    sizes = sizes_of(planned_model_config(config.model, config.data))
     hidden = 2 * sum(math.prod(s) for n, s in sizes.shapes.shapes.items() if sizes.shapes.is_hidden_matrix(n))
     rate = muon.hardware.bytes_per_second
     assert longer["ddp"] == pytest.approx(hidden * 7 / 8 / rate)
@@ -423,7 +424,7 @@ def test_as_few_processes_share_a_sequence_as_it_takes_to_fit(recipe, share, par
         ("batch.sequences_per_micro_batch", "1"), ("activation_checkpointing", "full"),
     )  # fmt: skip
     config = read_run_config(recipe, list(settings))
-    run = PlannedRun(config, planned_model_config(config), "bf16")
+    run = PlannedRun(config, planned_model_config(config.model, config.data), "bf16")
     of_two = largest_footprint(run, layouts("cp", 8)[0], 1).total
     memory = (share * of_two + CONTEXT_BYTES + COMMUNICATION_BYTES) / (1 - FRAGMENTATION)
     plan = plan_of(recipe, *settings, gpu=find_gpu("h100", memory_bytes=memory))
