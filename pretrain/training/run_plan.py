@@ -258,7 +258,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     config = settled(config)
     problems = place_problems(config)
     data = config.data
-    model_config = problems.attempt(planned_model_config, config)
+    model_config = problems.attempt(planned_model_config, config.model, config.data)
     if config.init == "pretrained":
         from pretrain.model.pretrained import find_weights
 
