@@ -11,10 +11,12 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from pretrain.config import RunConfig
+from pretrain.errors import InputError
 from pretrain.parallel import launcher_files
 from pretrain.parallel.launcher import launched_strategy, launcher_problems
 from pretrain.parallel.launcher_files import command_problems, deepspeed_problems, launcher_file_problems
-from pretrain.parallel.registry import STRATEGIES, strategy_class
+from pretrain.parallel.registry import STRATEGIES, micro_batches_launched, strategy_class
+from pretrain_tools.planning.layouts import launched_layout
 from support.launcher_environment import launcher_environment
 from support.project import ROOT, free_port, run_script
 
@@ -73,6 +75,47 @@ def test_the_environment_for_torchrun_asks_for_what_the_launcher_file_asks_for(n
     for key, text in {**variables, "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(key, text)
     assert launched_strategy() == name and strategy_class(config) is STRATEGIES[name]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes", "name"),
+    [
+        (["FSDP", "DEEPSPEED"], {}, "DEEPSPEED and FSDP"),
+        (["DEEPSPEED"], {"TP": "2"}, "DEEPSPEED with tp_size"),
+        (["FSDP"], {"CP": "0", "TP": "2"}, "cp"),  # which refuses the other
+        ([], {"TP": "1"}, "tp"),  # which refuses one process
+        ([], {"CP": "2"}, "MULTI_GPU with cp_size"),
+    ],
+)
+def test_what_no_launcher_file_asks_for_is_named_and_does_not_run(config, monkeypatch, flags, sizes, name):
+    for flag in flags:
+        monkeypatch.setenv(f"ACCELERATE_USE_{flag}", "true")
+    for dimension, size in sizes.items():
+        monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{dimension}_SIZE", size)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert launched_strategy() == name
+    with pytest.raises(InputError, match=r"not combined|cannot share|not among the strategies|deepspeed"):
+        strategy_class(config)
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "micro_batches"),
+    [
+        ("tp", {"parallelism_config_tp_size": 2}, 2),
+        ("fsdp_tp", {"parallelism_config_tp_size": 4}, 1),
+        ("cp", {}, 1),
+        ("cp", {"parallelism_config_cp_size": 2}, 2),
+        ("hsdp", {}, 4),
+        ("pp", {}, 4),
+    ],
+)
+def test_processes_of_a_launch_divide_a_micro_step_as_its_sizes_say(
+    environment, tmp_path, file, settings, micro_batches
+):
+    environment(changed(ROOT / f"accelerate_configs/{file}.yaml", tmp_path, "parallelism_config", **settings), 4)
+    assert micro_batches_launched() == micro_batches == launched_layout(file).micro_batches
 
 
 @pytest.mark.parametrize("path", LAUNCHER_FILES, ids=NAMES)

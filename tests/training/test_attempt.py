@@ -129,6 +129,11 @@ def test_advice_when_memory_runs_out_names_numbers_and_the_next_strategy(tmp_pat
     assert "--activation_checkpointing full" in rungs[0] and "--batch.sequences_per_micro_batch 2: needs" in rungs[1]
     assert any("accelerate_configs/zero1.yaml: needs" in rung for rung in rungs)
     assert all("of 1.0 MB" in rung for rung in rungs)
+    monkeypatch.setattr("pretrain.training.attempt.python_path", lambda: "")
+    monkeypatch.chdir(tmp_path)  # where the tools are not
+    without = advice_on_memory(read_run_config(path), strategy)
+    assert without.startswith("Out of memory; no figures for this run (") and "No module named" in without
+    assert 'docs/failures.md, section "Out of memory"; python plan.py' in without
 
 
 @pytest.mark.parametrize(("written", "stays"), [("", False), ("a line", True)])
