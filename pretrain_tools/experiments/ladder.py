@@ -168,7 +168,7 @@ def points_of_run(history: History, count: str, intermediate: bool) -> list[Ladd
     settings |= {"the tokenizer": sorted(map(str, tokenizers)), "the validation sources": sorted(losses[last])}
     tokens = {event["step"]: event["tokens"] for event in history.of("train")}
     steps = [last]
-    # A decayed run ends lower than a shorter one passes: on the way only a constant rate counts.
+    # Before its decay a run is above the end of a shorter one: on the way only a constant rate counts.
     if intermediate and config.get("optim.schedule") == "constant":
         begin = max(AFTER_WARMUP * last, 2 * (config.get("optim.warmup_steps") or 0))
         steps = [step for step in losses if begin <= step]

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from pretrain.runs.history import Event, History, Score, is_number, repeats_after, scores_of
 from pretrain_tools.runs.status import FIGURES, facts_text
 
-POSITIONS = ("step", "tokens", "hours", "flops")
-"""The x-axes. hours: of running; flops: of forward and backward, as MFU counts."""
 LOGGED = ("step", "tokens", "hours", "learning_rate")
 """Columns of a step that are kept as they are; of the others a point has the mean of its steps."""
 MEASURES = ("loss", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes")
@@ -36,7 +34,10 @@ Columns = dict[str, list[float | None]]
 
 @dataclass(frozen=True)
 class RunCurves:
-    """The drawn curves of a run; each group of columns but by_position has step, tokens, hours and flops."""
+    """The drawn curves of a run; each group of columns but by_position has step, tokens, hours and flops.
+
+    hours: of running; flops: of forward and backward, as MFU counts.
+    """
 
     train: Columns
     validation: dict[str, Columns]

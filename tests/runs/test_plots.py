@@ -8,11 +8,13 @@ import pytest
 from matplotlib.figure import Figure
 
 from pretrain.runs.history import read_history
-from pretrain_tools.runs.curves import POSITIONS, Curves, Places
+from pretrain_tools.runs.curves import Curves, Places
 from pretrain_tools.runs.page import PAGE, page_of_plot
 from pretrain_tools.runs.plots import PlottedRun, axis_text, picture_panels, smoothed, write_png
 from pretrain_tools.runs.status import read_status
 from support.run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
+
+POSITIONS = ("step", "tokens", "hours", "flops")
 
 
 def plotted(run, name="run"):
