@@ -35,7 +35,7 @@ from pretrain.errors import EXIT_NO_VALID_CHECKPOINT
 from pretrain.files import REMOVED, commit, delete, remove, seal, write_durably
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.tensor_group import TensorGroup
-from pretrain.runs.history import read_metrics
+from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import (
     METRICS_FILE,
     checkpoint_damage,

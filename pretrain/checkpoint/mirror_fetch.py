@@ -38,7 +38,7 @@ from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.errors import EXIT_NO_VALID_CHECKPOINT, InputError, one_line
 from pretrain.files import SEAL_FILE, write_durably
 from pretrain.parallel.ranks import Ranks
-from pretrain.runs.history import parse_lines
+from pretrain.runs.event_log import parse_lines
 from pretrain.runs.run_folder import (
     METRICS_FILE,
     MIRROR_FOLDER,

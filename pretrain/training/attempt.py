@@ -21,7 +21,7 @@ from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.strategy import Strategy
 from pretrain.processes import folder_lock
 from pretrain.recipe import leaves
-from pretrain.runs.history import read_metrics
+from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE
 from pretrain.training.metrics import Metrics
 
