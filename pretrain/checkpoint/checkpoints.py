@@ -28,9 +28,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from pretrain import config
-from pretrain.checkpoint.host_memory import HostMemory
 from pretrain.checkpoint.run_state import RunStoppedError
-from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, plan_files, shares, tensor_index
+from pretrain.checkpoint.tensor_files import HostMemory, SavedTensors, bytes_of, plan_files, shares, tensor_index
 from pretrain.errors import EXIT_NO_VALID_CHECKPOINT
 from pretrain.files import REMOVED, commit, delete, remove, seal, write_durably
 from pretrain.parallel.ranks import Ranks
