@@ -25,9 +25,9 @@ from typing import Any
 
 from pretrain.errors import Problems, run_script
 from pretrain.runs.control import COMMANDS
-from pretrain.runs.history import read_history, require_run
 from pretrain_tools.runs.commands import steer
 from pretrain_tools.runs.comparison import export_runs, print_comparison, summary_text
+from pretrain_tools.runs.history import read_history, require_run
 from pretrain_tools.runs.status import print_list, print_status, read_status
 
 ROOT_OF_RUNS = {"nargs": "?", "default": Path("runs")}

@@ -28,14 +28,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from pretrain import config
-from pretrain.checkpoint.host_memory import HostMemory
 from pretrain.checkpoint.run_state import RunStoppedError
-from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, plan_files, shares, tensor_index
+from pretrain.checkpoint.tensor_files import HostMemory, SavedTensors, bytes_of, plan_files, shares, tensor_index
 from pretrain.errors import EXIT_NO_VALID_CHECKPOINT
 from pretrain.files import REMOVED, commit, delete, remove, seal, write_durably
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.tensor_group import TensorGroup
-from pretrain.runs.history import read_metrics
+from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import (
     METRICS_FILE,
     checkpoint_damage,

@@ -38,7 +38,7 @@ from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.errors import EXIT_NO_VALID_CHECKPOINT, InputError, one_line
 from pretrain.files import SEAL_FILE, write_durably
 from pretrain.parallel.ranks import Ranks
-from pretrain.runs.history import parse_lines
+from pretrain.runs.event_log import parse_lines
 from pretrain.runs.run_folder import (
     METRICS_FILE,
     MIRROR_FOLDER,
@@ -67,8 +67,6 @@ def fetch_from_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> N
     Raises, on all ranks, InputError if another run is there or its library is missing, MirrorError if an empty folder
     needs a mirror that cannot be reached, LostMirrorError if none of its checkpoints is intact.
     """
-    if settings.mirror is None:
-        return
 
     def work() -> Exception | None:
         try:
@@ -126,7 +124,7 @@ def fetch_wanted(
             return fetch(run, store, wanted, {}, required=False) is not None
         return False
 
-    return settings.mirror is not None and ranks.gather(ranks.by_main(work, beat))[0]
+    return ranks.gather(ranks.by_main(work, beat))[0]
 
 
 def look(run: Path, settings: config.Checkpoint) -> None:

@@ -26,7 +26,7 @@ from pretrain import config
 from pretrain.checkpoint.run_state import ROLLBACKS, RunStoppedError, parse_rollbacks, recorded_rollbacks
 from pretrain.errors import InputError, one_line
 from pretrain.files import SEAL_FILE, commit, damage_of_content, seal, sealed_files
-from pretrain.runs.history import first_start, first_start_of, parse_lines
+from pretrain.runs.event_log import first_start, first_start_of, parse_lines
 from pretrain.runs.run_folder import METRICS_FILE, checkpoint_name, step_named
 from pretrain.urls import file_system, is_url, shown
 

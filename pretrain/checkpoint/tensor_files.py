@@ -1,8 +1,13 @@
-"""Named tensors as safetensors files: which tensor is in which file, which rank writes it, and how it is read."""
+"""Named tensors as safetensors files: which tensor is in which file, which rank writes it, and how it is read.
+
+HostMemory holds them between the step and the file: a thread writes it while the next steps change the tensors.
+"""
 
 import itertools
 import json
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -14,6 +19,8 @@ from pretrain.model.published_names import PublishedNames
 from pretrain.parallel.tensor_group import TensorGroup
 
 MAX_FILE_BYTES = 4 * 1024**3
+ALIGNMENT = 64
+"""Bytes; of tensors in HostMemory."""
 
 
 class SavedTensors(Mapping[str, torch.Tensor]):
@@ -143,3 +150,45 @@ def bytes_of(group: TensorGroup, dtypes: Mapping[str, torch.dtype] | None = None
     """Returns the bytes of a group's tensors on disk."""
     dtypes = {**group.dtypes, **(dtypes or {})}
     return sum(tensor_bytes(shape, dtypes[name]) for name, shape in group.shapes.items())
+
+
+class HostMemory:
+    """Host memory for named tensors, one after the other, page-locked from the first that comes from a GPU.
+
+    A GPU copies to page-locked memory several times as fast. It is locked here, in one piece, because torch rounds
+    what it locks itself (pin_memory) up to a power of two: of a tensor of 155 MB it makes 268 MB.
+    """
+
+    def __init__(self, layout: dict[str, tuple[tuple[int, ...], torch.dtype]]):
+        self.layout = layout
+        """{name: (shape, dtype)}."""
+        sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in layout.items()}
+        starts = itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values()), initial=0)
+        starts = dict(zip([*layout, None], starts, strict=True))
+        self._bytes = torch.empty(starts[None], dtype=torch.uint8)
+        self._tensors = {
+            name: self._bytes[starts[name] : starts[name] + sizes[name]].view(dtype).view(shape)
+            for name, (shape, dtype) in layout.items()
+        }
+        self._tried_to_lock = False
+
+    def hold(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor as it is now, here; from a GPU as soon as its stream has been waited for."""
+        if tensor.is_cuda and not self._tried_to_lock:
+            self._tried_to_lock = True
+            if lock(self._bytes, tensor.device):
+                weakref.finalize(self, unlock, self._bytes.data_ptr()).atexit = False
+        return self._tensors[name].copy_(tensor, non_blocking=True)
+
+
+def lock(memory: torch.Tensor, device: torch.device) -> bool:
+    """Page-locks host memory; returns False if the system does not allow so much, and copies are slower."""
+    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
+        return True
+    with suppress(RuntimeError):  # CUDA keeps the error until the next kernel, which must not be one of a step's
+        torch.ones(1, device=device)
+    return False
+
+
+def unlock(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

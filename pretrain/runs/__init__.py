@@ -3,8 +3,7 @@
 Copes with what a crash left behind, and imports nothing heavy.
 
     run_folder: paths in a run folder; its small files
-    history: its metrics
-    addresses: the checkpoint that a branch starts from
+    event_log: its metrics.jsonl
     control: commands to a live run, the trainer's side
     hub: settings of the Hub; publish.py beside a run
 """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.errors import shortened
+from pretrain.errors import InputError, shortened
 from pretrain.files import damage
 
 if TYPE_CHECKING:
@@ -67,6 +67,16 @@ def checkpoint_folders(run: Path) -> dict[int, Path]:
     """Returns {step: folder} of a run's checkpoints, oldest first, whatever their state."""
     found = {step_named(path.name): path for path in (run / "checkpoints").glob("step-*")}
     return {step: found[step] for step in sorted(found.keys() - {None})}
+
+
+def trunk_checkpoint(text: str) -> Path:
+    """Returns the folder of a run's checkpoint, RUN@STEP; raises InputError if there is none. Does not look inside."""
+    run, at, step = text.rpartition("@")
+    folders = checkpoint_folders(Path(run)) if at else {}
+    if not step.isdecimal() or int(step) not in folders:
+        available = ", ".join(map(str, folders)) or "none"
+        raise InputError(f"branch_from: {text}: give RUN@STEP, a checkpoint of another run; steps there: {available}")
+    return folders[int(step)]
 
 
 def latest_step(run: Path) -> int | None:

@@ -8,7 +8,7 @@ The loop stays in train.py; nothing here calls back into it. All ranks take ever
     probe: tests the architecture before it trains
     build: model and optimizer
     experts: mixtures of experts: balance and load
-    cautions, task_names: warnings with figures; whether benchmarks exist
+    cautions: warnings with figures
     resuming: opens a run at its checkpoint, loads it, rolls back
     continued_plan: what a run does from a checkpoint on, whatever has changed in its recipe
     steps: begins the run and each of its steps

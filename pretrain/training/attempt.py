@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from pretrain.checkpoint.mirror_fetch import fetch_from_mirror
 from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.config import RunConfig
 from pretrain.errors import CRASHED, EXIT_BAD_INPUT, EXIT_CRASH_LOOP, EXIT_INTERRUPTED, InputError, end_now
@@ -22,7 +21,7 @@ from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.strategy import Strategy
 from pretrain.processes import folder_lock
 from pretrain.recipe import leaves
-from pretrain.runs.history import read_metrics
+from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE
 from pretrain.training.metrics import Metrics
 
@@ -50,7 +49,10 @@ def attempt(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], in
         if (code := strategy.ranks.gather(end_to_repeat(config.output))[0]) is not None:
             return code
         try:  # before the log is opened, which may come from there
-            fetch_from_mirror(config.output, config.checkpoint, strategy.ranks)
+            if config.checkpoint.mirror is not None:
+                from pretrain.checkpoint.mirror_fetch import fetch_from_mirror
+
+                fetch_from_mirror(config.output, config.checkpoint, strategy.ranks)
         except RunStoppedError as stop:
             Metrics(config.output, is_main=strategy.ranks.is_main).end(stop.exit_code, str(stop))
             return stop.exit_code

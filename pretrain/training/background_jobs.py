@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pretrain import config
 from pretrain.files import ROOT
-from pretrain.parallel.launcher import environment_alone
+from pretrain.parallel.launcher import environment_alone, python_path
 from pretrain.parallel.ranks import Ranks
 from pretrain.processes import hold_while_open, is_held
 from pretrain.runs.hub import EVALUATIONS, cut_short, evaluation_log, publish_in_background
@@ -30,13 +30,35 @@ from pretrain.units import bytes_text, counted, duration_text
 if TYPE_CHECKING:
     from pretrain.checkpoint.mirror_copy import CopyThread
 
-THEN_REMOVE = '"$@"; status=$?; rm -rf -- "$0"; exit $status'
-"""For a shell: runs a command, then removes the folder given before it, and exits as the command did."""
+THEN_REMOVE = 'renice -n 10 -p $$ >/dev/null 2>&1; "$@"; status=$?; rm -rf -- "$0"; exit $status'
+"""Script of a shell: runs a command at low priority, removes the folder given before it, exits as the command."""
 
+TASK_CHECK_SECONDS = 300.0
 STALLED_SECONDS = 1800.0
 """A mirror without an answer for so long is warned of."""
 LAST_COPY_SECONDS = 30.0
 """The longest wait for the copy of the log's last lines."""
+
+
+def evaluation_problems(settings: config.Evaluation) -> list[str]:
+    """Returns what is wrong with the tasks and their folders, as evaluate.py's code says in a process of its own."""
+    command = [sys.executable, "-m", "pretrain_tools.evaluation.task_names", *task_arguments(settings)]
+    environment = environment_alone() | {"PYTHONPATH": python_path()}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TASK_CHECK_SECONDS)
+    except (OSError, subprocess.SubprocessError) as error:
+        return [f"evaluation.tasks: could not be checked ({error})"]
+    if done.returncode:
+        return [f"evaluation.tasks: could not be checked ({(done.stderr.splitlines() or ['killed'])[-1]})"]
+    return done.stdout.splitlines()
+
+
+def task_arguments(settings: config.Evaluation) -> list[str]:
+    """Returns the benchmarks as the command line of evaluate.py has them."""
+    arguments = ["--tasks", *settings.tasks]
+    for flag, path in (("--include_path", settings.include_path), ("--eval_bundle", settings.eval_bundle)):
+        arguments += [flag, str(path.absolute())] if path is not None else []
+    return arguments
 
 
 class Evaluations:
@@ -74,6 +96,7 @@ class Evaluations:
                     os.link(path, folder / path.name)
             with open(log, "a+b") as output:
                 hold_while_open(output)
+                # renice in the shell: a function to run between fork and exec could deadlock, with threads about.
                 self._running[folder] = subprocess.Popen(
                     ["/bin/sh", "-c", THEN_REMOVE, str(folder.absolute()), *evaluation_command(folder, settings)],
                     env=environment,
@@ -81,7 +104,6 @@ class Evaluations:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # a Ctrl-C for the run is not one for it
-                    preexec_fn=lambda: os.nice(10),
                 )
         except OSError as error:
             self.metrics.write("warning", message=f"the evaluation of {folder.name} could not be started: {error}")
@@ -116,11 +138,8 @@ def evaluation_command(folder: Path, settings: config.Evaluation) -> list[str]:
     """Returns the command of evaluate.py on the model in a folder, with its results beside the folder."""
     results = folder.with_suffix(".json").absolute()
     command = [sys.executable, str(ROOT / "evaluate.py"), "--model", str(folder.absolute()), "--output", str(results)]
-    command += ["--tasks", *settings.tasks]
     command += ["--limit", f"{settings.limit:g}"] if settings.limit is not None else []
-    for flag, path in (("--include_path", settings.include_path), ("--eval_bundle", settings.eval_bundle)):
-        command += [flag, str(path.absolute())] if path is not None else []
-    return command
+    return command + task_arguments(settings)
 
 
 def evaluate_beside(

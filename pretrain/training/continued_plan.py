@@ -23,8 +23,7 @@ from pretrain.model.model_config import config_differences, load_model_config
 from pretrain.optim.batch_ramp import BatchRamp, batch_ramp
 from pretrain.optim.learning_rate import Schedule
 from pretrain.recipe import CommandLine
-from pretrain.runs.addresses import trunk_checkpoint
-from pretrain.runs.run_folder import checkpoint_folders, read_config, read_state, setting, step_of
+from pretrain.runs.run_folder import checkpoint_folders, read_config, read_state, setting, step_of, trunk_checkpoint
 from pretrain.training.run_plan import RunPlan, schedule_of, target_sequences
 from pretrain.units import counted, duration_text
 

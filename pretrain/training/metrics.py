@@ -22,7 +22,7 @@ import torch
 from pretrain.config import RunConfig
 from pretrain.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from pretrain.model.model_config import rope_in_words
-from pretrain.runs.history import read_end
+from pretrain.runs.event_log import last_position
 from pretrain.runs.run_folder import METRICS_FILE
 from pretrain.terminal import LIVE_LINE, fitting, is_terminal, printable, say, say_stage, sparkline, width_of
 from pretrain.units import bytes_text, count_text, duration_text
@@ -323,8 +323,7 @@ class Metrics:
     def _where(self) -> dict[str, int]:
         """Returns steps and tokens so far; before they are known, those of the previous attempt."""
         if self._stand is None:
-            known = [event for event in read_end(self._run) if {"step", "tokens"} <= event.keys()]
-            self._stand = {name: known[-1][name] if known else 0 for name in ("step", "tokens")}
+            self._stand = last_position(self._run)
         return self._stand
 
     def end(self, code: int, reason: str, **values: Any) -> None:

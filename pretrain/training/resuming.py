@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from pretrain.checkpoint.checkpoints import Checkpoints, SaveError, load_saved
-from pretrain.checkpoint.mirror_fetch import fetch_earlier
 from pretrain.checkpoint.run_state import NumericStopError, RunState, record_rollbacks, recorded_rollbacks
 from pretrain.config import RunConfig
 from pretrain.errors import InputError, Problems
@@ -13,8 +12,7 @@ from pretrain.model.published_names import JoinedTensors, PublishedNames
 from pretrain.optim.averaging import averages_after, can_continue
 from pretrain.parallel.strategy import Strategy
 from pretrain.recipe import CommandLine
-from pretrain.runs.addresses import trunk_checkpoint
-from pretrain.runs.run_folder import step_of
+from pretrain.runs.run_folder import step_of, trunk_checkpoint
 from pretrain.training.attempt import refuse_crash_loop
 from pretrain.training.background_jobs import publish_cut_short
 from pretrain.training.continued_plan import (
@@ -127,6 +125,10 @@ def _recorded_rollbacks(run: Run) -> list[dict[str, Any]]:
 
 def _fetch_earlier(run: Run, at_most: int, beat: Callable[[], None] = lambda: None) -> None:
     """Fetches an earlier checkpoint from the mirror, if the run that came from there has only its newest."""
+    if run.config.checkpoint.mirror is None:
+        return
+    from pretrain.checkpoint.mirror_fetch import fetch_earlier
+
     run.checkpoints.wait(beat)
     fetch_earlier(run.config.output, run.config.checkpoint, run.strategy.ranks, at_most, beat)
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pretrain.checkpoint.mirror_store import mirror_problems
 from pretrain.config import (
     Batch,
     Budget,
@@ -54,13 +53,10 @@ from pretrain.optim.optimizers import optimizer_problems
 from pretrain.parallel.auto_settings import settled
 from pretrain.parallel.registry import parts_of_micro_batch
 from pretrain.parallel.strategy import device_type, resolve_precision
-from pretrain.runs.addresses import trunk_checkpoint
-from pretrain.runs.hub import login_problems, offer_problems
-from pretrain.runs.run_folder import checkpoint_folders, output_problem
+from pretrain.runs.run_folder import checkpoint_folders, output_problem, trunk_checkpoint
 from pretrain.terminal import say_stage
+from pretrain.training.background_jobs import evaluation_problems
 from pretrain.training.probe import probe
-from pretrain.training.task_names import task_problems
-from pretrain.training.trackers import tracker_problems
 
 
 @dataclass(frozen=True)
@@ -404,13 +400,21 @@ def place_problems(config: RunConfig) -> Problems:
     hub = config.hub
     output = output_problem(config.output)
     problems += [output] if output else []
-    problems += mirror_problems(config.output, config.checkpoint)
+    if config.checkpoint.mirror is not None:
+        from pretrain.checkpoint.mirror_store import mirror_problems
+
+        problems += mirror_problems(config.output, config.checkpoint)
     if config.branch_from is not None and (output or not checkpoint_folders(config.output)):
         problems.attempt(trunk_checkpoint, config.branch_from)
     if evaluation.every_steps or evaluation.every_tokens:
-        problems += task_problems(evaluation.tasks, evaluation.include_path, evaluation.eval_bundle)
-    problems += tracker_problems(config.trackers)
+        problems += evaluation_problems(evaluation)
+    if config.trackers:
+        from pretrain.training.trackers import tracker_problems
+
+        problems += tracker_problems(config.trackers)
     if hub.repository is not None:
+        from pretrain.runs.hub import login_problems, offer_problems
+
         problems += offer_problems(hub.repository, config.publish.license, config.publish.language)
         problems += login_problems()
         if hub.every == "milestones" and config.checkpoint.milestones_every is None:

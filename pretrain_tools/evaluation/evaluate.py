@@ -22,7 +22,6 @@ from pretrain.model.model_config import load_model_config
 from pretrain.model.pretrained import load_pretrained
 from pretrain.parallel.registry import evaluation_strategy
 from pretrain.parallel.strategy import Strategy, device_type
-from pretrain.runs.history import read_end
 from pretrain.training.samples import Sampling, encode_prompt, generate_text
 from pretrain.training.trackers import Trackers
 from pretrain_tools.evaluation.interactive import interact
@@ -45,6 +44,7 @@ from pretrain_tools.evaluation.shard_loss import (
     tokenizer_problems,
 )
 from pretrain_tools.runs.addresses import ModelAddress, find_models
+from pretrain_tools.runs.history import read_end
 from pretrain_tools.runs.status import is_training
 
 

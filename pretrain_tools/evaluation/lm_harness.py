@@ -17,7 +17,6 @@ from typing import Any
 from pretrain.errors import InputError, Problems
 from pretrain.files import ROOT
 from pretrain.parallel.strategy import Strategy
-from pretrain.runs.history import is_number
 from pretrain_tools.evaluation.core import score_core
 from pretrain_tools.evaluation.task_names import (
     SMALL_TASKS,
@@ -29,6 +28,7 @@ from pretrain_tools.evaluation.task_names import (
     task_problems,
 )
 from pretrain_tools.evaluation.task_scores import TaskScore, mean_and_error, mean_of_means
+from pretrain_tools.runs.history import is_number
 
 TASK_FLAGS = ("--tasks", "--include_path", "--eval_bundle")
 BITS_PER_BYTE = "bits_per_byte"

@@ -11,12 +11,12 @@ from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.files import write_durably
-from pretrain.runs.history import Score, append_events, scores_of
 from pretrain.training.metrics import finite
 from pretrain.training.run_records import RECORDED_PACKAGES, commit_of, package_versions
 from pretrain.units import count_text
 from pretrain_tools.evaluation.task_scores import TaskScore
 from pretrain_tools.runs.addresses import ModelAddress
+from pretrain_tools.runs.history import Score, append_events, scores_of
 from pretrain_tools.runs.plots import draw_with_band
 
 PLOT_ENDINGS = (".png", ".svg", ".pdf")

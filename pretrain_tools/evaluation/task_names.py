@@ -1,6 +1,6 @@
 """Checks that the benchmarks that a recipe names exist, from the harness's files and without importing it.
 
-    python -m pretrain_tools.evaluation.task_names TASK ... [--include_path FOLDER] [--eval_bundle FOLDER]
+    python -m pretrain_tools.evaluation.task_names --tasks TASK ... [--include_path FOLDER] [--eval_bundle FOLDER]
 
 prints what is wrong with a recipe's `evaluation`, one line each; train.py calls it before it starts.
 
@@ -222,7 +222,7 @@ def names_in(folder: Path) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tasks", nargs="+", metavar="TASK")
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", required=True)
     parser.add_argument("--include_path", type=Path)
     parser.add_argument("--eval_bundle", type=Path)
     arguments = parser.parse_args()

@@ -12,11 +12,11 @@ from typing import Any
 from pretrain.data.data_record import DATA_FILE
 from pretrain.errors import InputError, Problems
 from pretrain.recipe import read_run_config
-from pretrain.runs.history import History, find_runs, is_number, read_history
 from pretrain.runs.run_folder import METRICS_FILE, read_config, read_json, setting
 from pretrain.units import count_text, parse_count
 from pretrain_tools.experiments.scaling_law import ScalingLaw, fit_scaling_law
 from pretrain_tools.runs.comparison import flatten_settings
+from pretrain_tools.runs.history import History, find_runs, is_number, read_history
 
 LEAST_SIZES = 4
 """Sizes from which a prediction is made, and runs."""

@@ -18,11 +18,12 @@ from pretrain.config import RunConfig, Source
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.recipe import as_yaml, parse_yaml, read_run_config
-from pretrain.runs.history import current_events, is_number, read_metrics
+from pretrain.runs.event_log import read_metrics
 from pretrain.units import table
 from pretrain_tools.experiments.sweep import run_sweep
 from pretrain_tools.experiments.sweep_plan import Axis, SweepRequest
 from pretrain_tools.experiments.sweep_report import PointResult
+from pretrain_tools.runs.history import current_events, is_number
 
 LEAST_WEIGHT = 0.01
 """Least weight of a source in a candidate: its log is needed."""

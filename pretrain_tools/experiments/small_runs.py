@@ -26,10 +26,11 @@ from pretrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NUMERIC, EXIT
 from pretrain.files import ROOT, SEAL_FILE, write_durably
 from pretrain.parallel.launcher import environment_alone
 from pretrain.processes import hold_while_open, is_held
-from pretrain.runs.history import count_hours, current_events, is_number, read_metrics
+from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, checkpoint_folders, read_json
 from pretrain.terminal import LIVE_LINE, is_terminal
 from pretrain.units import duration_text
+from pretrain_tools.runs.history import count_hours, current_events, is_number
 from pretrain_tools.runs.parity import refusals
 from pretrain_tools.runs.status import read_status
 

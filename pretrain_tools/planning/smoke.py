@@ -15,7 +15,7 @@ from pretrain.config import RunConfig
 from pretrain.model.build import build_meta_model
 from pretrain.model.routers import expert_parameters, experts_per_token, routers_of
 from pretrain.parallel.strategy import Strategy, device_type
-from pretrain.runs.history import read_metrics
+from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import checkpoint_damage, checkpoint_name
 from pretrain.training.run_plan import derive
 from pretrain_tools.planning.calibration import measure_peak

@@ -14,9 +14,9 @@ import yaml
 
 from pretrain.data.data_record import is_hub_id, public_name
 from pretrain.files import CARD_FILE, PICTURE_FILE
-from pretrain.runs.history import Score
 from pretrain.units import JOULES_PER_KWH, bytes_text, count_text, duration_text, energy_text
 from pretrain_tools.publishing.facts import SHAPES, Facts, read_facts
+from pretrain_tools.runs.history import Score
 
 TAGS = ("pretraining", "base-model", "groundwork")
 METRIC_TYPES = {"acc": "accuracy", "acc_norm": "accuracy", "exact_match": "exact_match", "perplexity": "perplexity"}

@@ -11,10 +11,11 @@ from typing import Any
 from pretrain.data.data_record import DATA_FILE, contamination_of, hub_datasets_of, preparation_of, public_name
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.files import sha256_of
-from pretrain.runs.history import Event, History, Score, current_events, joules_of, read_metrics, scores_of
+from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_name, read_config, read_json, read_state, setting
 from pretrain.units import count_text
 from pretrain_tools.runs.curves import Places, flops_per_token_of
+from pretrain_tools.runs.history import History, Score, current_events, joules_of, scores_of
 
 SHAPES = {
     "layers": ("num_hidden_layers", "n_layer"),

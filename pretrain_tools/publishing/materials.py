@@ -12,11 +12,11 @@ from typing import Any
 
 from pretrain.data.data_record import is_hub_id, public_name
 from pretrain.files import CARD_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, sha256_of
-from pretrain.runs.history import Score, is_number
 from pretrain.units import JOULES_PER_KWH
 from pretrain_tools.publishing.card import CARD_MEASURES, score_name, statements
 from pretrain_tools.publishing.facts import DataSource, Facts
 from pretrain_tools.publishing.training_content import TRAINING_CONTENT_FILE
+from pretrain_tools.runs.history import Score, is_number
 
 MATERIALS_FILE = "bom.cdx.json"
 MATERIALS_FORMAT = {

@@ -12,7 +12,6 @@ from pathlib import Path
 from pretrain.errors import EXIT_INTERRUPTED, InputError, Problems
 from pretrain.files import SIGNATURE_FILE
 from pretrain.processes import folder_lock, is_held, wait_until_free
-from pretrain.runs.history import append_events
 from pretrain.runs.hub import STAGING, evaluation_log, login_problems, offer_problems, waiting_mark
 from pretrain.runs.run_folder import checkpoint_name, read_config, setting
 from pretrain_tools.publishing.facts import Publication
@@ -20,6 +19,7 @@ from pretrain_tools.publishing.hub_upload import PublishError, open_repository, 
 from pretrain_tools.publishing.provenance import provenance_problems, provenance_text, published_folder
 from pretrain_tools.publishing.signature import load_signer, load_verifier, signature_problems
 from pretrain_tools.publishing.staging import Model, find_publishable, stage
+from pretrain_tools.runs.history import append_events
 
 EXIT_NOT_PUBLISHED = 1
 """Exit status of a failed upload, and of a verification that finds a difference."""

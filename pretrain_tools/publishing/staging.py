@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from pretrain.errors import InputError, Problems
 from pretrain.files import CARD_FILE, PICTURE_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, commit, remove
-from pretrain.runs.history import last_good_end
 from pretrain.runs.hub import revision_of
 from pretrain.runs.run_folder import (
     best_step,
@@ -28,6 +27,7 @@ from pretrain_tools.publishing.materials import MATERIALS_FILE, write_materials
 from pretrain_tools.publishing.provenance import write_provenance
 from pretrain_tools.publishing.signature import sign
 from pretrain_tools.publishing.training_content import TRAINING_CONTENT_FILE, write_training_content
+from pretrain_tools.runs.history import last_good_end
 
 if TYPE_CHECKING:
     from pretrain.model.published_names import PublishedNames

@@ -9,10 +9,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from pretrain.runs.history import is_number
 from pretrain.units import count_text
 from pretrain_tools.publishing.card import render
 from pretrain_tools.publishing.facts import DataSource, Facts
+from pretrain_tools.runs.history import is_number
 
 TRAINING_CONTENT_FILE = "training_content.md"
 GENERAL_PURPOSE_FLOPS = 1e23

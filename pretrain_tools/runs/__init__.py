@@ -2,6 +2,7 @@
 
 Copes with what a crash left behind, imports nothing heavy, and changes a run only through control.
 
+    history: metrics.jsonl, every curve single-valued
     addresses: from RUN@STEP, folder or Hub id to a model folder
     status: state, progress, time left
     comparison: runs as text, side by side, as a table

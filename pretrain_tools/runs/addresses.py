@@ -16,8 +16,8 @@ from pathlib import Path
 
 from pretrain.errors import InputError, did_you_mean, is_first_on_machine
 from pretrain.files import SEAL_FILE
-from pretrain.runs.history import last_good_end
 from pretrain.runs.run_folder import best_step, checkpoint_damage, checkpoint_folders, read_state
+from pretrain_tools.runs.history import last_good_end
 
 HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w./-]+)?")
 # Only what evaluation reads: pickled weights stay on the Hub.

@@ -13,8 +13,8 @@ from typing import Any
 from pretrain.errors import EXIT_INTERRUPTED, InputError
 from pretrain.files import write_durably
 from pretrain.runs.control import ANSWER_FILE, REQUEST_FILE
-from pretrain.runs.history import last_start, require_run
 from pretrain.runs.run_folder import PROFILE_FOLDER, PROFILE_REPORT, read_json
+from pretrain_tools.runs.history import last_start, require_run
 from pretrain_tools.runs.status import is_training, read_status, state_text
 
 DONE = {

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import InputError
-from pretrain.runs.history import History, is_number, read_history, require_runs
 from pretrain.runs.run_folder import read_config, read_json
 from pretrain.units import bytes_text, count_text, counted, duration_text, energy_text, table
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
+from pretrain_tools.runs.history import History, is_number, read_history, require_runs
 from pretrain_tools.runs.status import RunStatus, number_text, read_status, state_text
 
 SMOOTHED_LINES = 10

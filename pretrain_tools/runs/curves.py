@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrain.runs.history import Event, History, Score, is_number, repeats_after, scores_of
+from pretrain.runs.event_log import Event
+from pretrain_tools.runs.history import History, Score, is_number, repeats_after, scores_of
 from pretrain_tools.runs.status import FIGURES, facts_text
 
 LOGGED = ("step", "tokens", "hours", "learning_rate")

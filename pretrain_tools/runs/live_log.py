@@ -10,8 +10,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from pretrain.runs.history import Event, current_events, find_runs, last_start, parse_lines
+from pretrain.runs.event_log import Event, parse_lines
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, heartbeat_path
+from pretrain_tools.runs.history import current_events, find_runs, last_start
 from pretrain_tools.runs.status import FIGURES, RunStatus, status_from
 
 KEPT_EVENTS = 200

@@ -21,7 +21,6 @@ from urllib.parse import parse_qs, urlsplit
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.runs.control import COMMANDS
-from pretrain.runs.history import count_hours, read_history, require_runs
 from pretrain.runs.run_folder import METRICS_FILE
 from pretrain_tools.runs.commands import send, wait_for_answer
 from pretrain_tools.runs.comparison import (
@@ -32,6 +31,7 @@ from pretrain_tools.runs.comparison import (
     setting_differences,
 )
 from pretrain_tools.runs.curves import INTERVALS, Curves, RunCurves, rounded
+from pretrain_tools.runs.history import count_hours, read_history, require_runs
 from pretrain_tools.runs.live_log import LiveRun, LiveRuns, LogFollower
 from pretrain_tools.runs.plots import MARKS, PlottedRun, write_png
 from pretrain_tools.runs.status import RunStatus, last_event_text, read_status, state_text

@@ -13,7 +13,7 @@ from typing import Any
 from pretrain.errors import EXIT_BAD_INPUT, InputError, did_you_mean
 from pretrain.files import ROOT
 from pretrain.recipe import read_run_config
-from pretrain.runs.history import read_metrics
+from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import read_json
 from pretrain.units import table
 

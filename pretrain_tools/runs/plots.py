@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.runs.history import History, is_number
 from pretrain_tools.runs.curves import Columns, RunCurves, curves_of
+from pretrain_tools.runs.history import History, is_number
 from pretrain_tools.runs.status import RunStatus
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")

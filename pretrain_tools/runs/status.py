@@ -10,18 +10,11 @@ from pathlib import Path
 
 from pretrain.errors import InputError
 from pretrain.processes import is_alive
-from pretrain.runs.history import (
-    Event,
-    find_runs,
-    first_start_of,
-    is_number,
-    last_start,
-    read_end,
-    require_run,
-)
+from pretrain.runs.event_log import Event, first_start_of
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, MIRROR_STATUS, heartbeat_path, latest_step, read_json
 from pretrain.terminal import sparkline
 from pretrain.units import count_text, counted, duration_text, table
+from pretrain_tools.runs.history import find_runs, is_number, last_start, read_end, require_run
 
 STALE_HEARTBEAT_SECONDS = 60.0
 """A heartbeat older than this means a dead or hanging process; it is written every few seconds."""

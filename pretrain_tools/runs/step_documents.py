@@ -11,10 +11,10 @@ from pretrain.data.manifest import Manifest, Shard, id_dtype
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
 from pretrain.optim.batch_ramp import BatchRamp
-from pretrain.runs.history import read_history
 from pretrain.runs.run_folder import checkpoint_folders, read_config, read_state
 from pretrain_tools.preparation.documents.document_index import read_index
 from pretrain_tools.preparation.documents.sources import place_text
+from pretrain_tools.runs.history import read_history
 
 
 @dataclass(frozen=True)

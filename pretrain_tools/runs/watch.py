@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import InputError
-from pretrain.runs.history import is_number
 from pretrain.terminal import is_terminal, printable, sparkline
 from pretrain.units import count_text, counted, duration_text
 from pretrain_tools.runs.comparison import require_writable
+from pretrain_tools.runs.history import is_number
 from pretrain_tools.runs.live_log import LiveRun, LiveRuns
 from pretrain_tools.runs.status import (
     RunStatus,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pretrain.checkpoint import host_memory
-from pretrain.checkpoint.host_memory import HostMemory
+from pretrain.checkpoint.tensor_files import HostMemory
 
 LAYOUT = {
     "head.weight": ((50304, 768), torch.float32),

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from pretrain.errors import InputError
-from pretrain.runs.history import (
+from pretrain.runs.event_log import parse_lines
+from pretrain.runs.run_folder import METRICS_FILE
+from pretrain_tools.runs.history import (
     append_events,
     count_hours,
     current_events,
     find_runs,
     last_start,
-    parse_lines,
     read_end,
     read_history,
     require_run,
     require_runs,
     scores_of,
 )
-from pretrain.runs.run_folder import METRICS_FILE
 from support.run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
 
 

@@ -13,7 +13,7 @@ import pytest
 from pretrain.errors import InputError
 from pretrain.processes import folder_lock
 from pretrain.runs.control import COMMANDS, Control
-from pretrain.runs.history import read_history
+from pretrain_tools.runs.history import read_history
 from pretrain_tools.runs.live_log import LiveRuns
 from pretrain_tools.runs.page import LiveData, PageServer, page_of_plot, write_live_page
 from pretrain_tools.runs.plots import PlottedRun

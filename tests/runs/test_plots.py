@@ -7,8 +7,8 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
-from pretrain.runs.history import read_history
 from pretrain_tools.runs.curves import Curves, Places
+from pretrain_tools.runs.history import read_history
 from pretrain_tools.runs.page import PAGE, page_of_plot
 from pretrain_tools.runs.plots import PlottedRun, axis_text, picture_panels, smoothed, write_png
 from pretrain_tools.runs.status import read_status

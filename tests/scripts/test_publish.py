@@ -25,13 +25,13 @@ from pretrain.errors import InputError
 from pretrain.files import commit, damage
 from pretrain.processes import hold_while_open
 from pretrain.recipe import read_run_config
-from pretrain.runs.history import append_events
 from pretrain.runs.hub import login_problems, offer_problems, publish_in_background
 from pretrain.training.background_jobs import publish_cut_short
 from pretrain.training.run_plan import derive
 from pretrain_tools.publishing.facts import Publication
 from pretrain_tools.publishing.hub_upload import set_tag
 from pretrain_tools.publishing.staging import Model, checkpoint_model, find_publishable, stage
+from pretrain_tools.runs.history import append_events
 from support.hub_server import TOKEN, running_hub
 from support.project import ROOT, events, run_script
 from support.run_folders import write_run

@@ -16,7 +16,6 @@ from pretrain.data.shards import open_shards, verify_shards
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
 from pretrain.processes import folder_lock
-from pretrain.runs.history import read_history
 from pretrain_tools.runs.comparison import (
     comparison_text,
     flatten_settings,
@@ -24,6 +23,7 @@ from pretrain_tools.runs.comparison import (
     results_of,
     setting_differences,
 )
+from pretrain_tools.runs.history import read_history
 from pretrain_tools.runs.status import (
     _seconds_left,
     is_training,

@@ -7,11 +7,11 @@ import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from pretrain.runs.history import append_events
 from pretrain.runs.hub import LICENSES
 from pretrain_tools.publishing.facts import Publication
 from pretrain_tools.publishing.materials import SPDX
 from pretrain_tools.publishing.staging import find_publishable, stage
+from pretrain_tools.runs.history import append_events
 from support.run_folders import write_run
 
 

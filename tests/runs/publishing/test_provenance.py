@@ -7,10 +7,10 @@ import pytest
 
 import publish
 from pretrain.errors import InputError
-from pretrain.runs.history import append_events
 from pretrain_tools.publishing.facts import Publication
 from pretrain_tools.publishing.provenance import provenance_problems
 from pretrain_tools.publishing.staging import find_publishable, stage
+from pretrain_tools.runs.history import append_events
 from support.run_folders import write_run
 
 

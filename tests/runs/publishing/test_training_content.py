@@ -8,9 +8,9 @@ import pytest
 
 from pretrain.data.data_record import preparation_of
 from pretrain.files import sha256_of
-from pretrain.runs.history import History
 from pretrain_tools.publishing.facts import Publication, read_facts
 from pretrain_tools.publishing.training_content import FILL, training_content
+from pretrain_tools.runs.history import History
 from support.run_folders import write_run
 
 HEADINGS = """\

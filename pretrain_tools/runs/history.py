@@ -1,4 +1,4 @@
-"""Reading metrics.jsonl: all of it, with every curve single-valued, or only its end.
+"""Reads the history in metrics.jsonl: all of it, with every curve single-valued, or only its end.
 
 A run that resumes from a checkpoint or rolls back repeats steps, and the earlier lines stay in the file. Only the last
 ones describe the model, so only they belong to a curve. `start` says from which step a process resumed, `rollback` to
@@ -11,13 +11,11 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pretrain.errors import InputError, Problems, did_you_mean
+from pretrain.runs.event_log import CURVES, Event, parse_lines, read_metrics
 from pretrain.runs.run_folder import METRICS_FILE
 
-CURVES = frozenset({"train", "validation", "evaluation", "sample", "skip"})
-"""Events that describe the model at a step; the others record what happened, also before a rollback."""
 BESIDE = frozenset({"evaluation", "publish"})
 """Events that other processes write, also long after the run's own has ended."""
 MEASURED = frozenset({"validation", "evaluation"})
@@ -28,8 +26,6 @@ NO_MEASURES = {
 }  # fmt: skip
 """Keys of an `evaluation` event that say what was measured, and how."""
 MOST_SOURCES = 20
-
-Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -188,30 +184,6 @@ def joules_of(events: Iterable[Event]) -> float | None:
     return sum(found) if found else None
 
 
-def read_metrics(run: Path) -> list[Event]:
-    """Returns the events of a run in the order of the log, repeated steps included; [] without a log."""
-    try:
-        with open(run / METRICS_FILE, "rb") as file:
-            return parse_lines(file)
-    except FileNotFoundError:
-        return []
-
-
-def parse_lines(lines: Iterable[bytes]) -> list[Event]:
-    """Returns the events in the lines, without truncated lines and other text."""
-    events = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-            continue
-        if event["event"] not in CURVES or isinstance(event.get("step"), int | None):
-            events.append(event)
-    return events
-
-
 def append_events(run: Path, events: Iterable[Event]) -> None:
     """Adds lines to the run's metrics.jsonl, to which the run itself may be writing too. Raises OSError."""
     text = "".join(json.dumps(event, allow_nan=False) + "\n" for event in events)
@@ -290,17 +262,6 @@ def read_end(run: Path, *, lines: int = 2000, look_back_bytes: int = 1 << 22) ->
         all_lines = file.read().split(b"\n")[1 if begin else 0 :]
     validations = [line for line in all_lines[:-lines] if line.startswith(b'{"event": "validation"')]
     return current_events(parse_lines([*validations[-MOST_SOURCES:], *all_lines[-lines:]]))
-
-
-def first_start(lines: Iterable[bytes]) -> Event:
-    """Returns the first `start` event in the lines of a log, which warnings may precede; empty if there is none."""
-    return next((event for line in lines for event in parse_lines([line]) if event["event"] == "start"), {})
-
-
-def first_start_of(run: Path) -> Event:
-    """Returns the run's first `start`; empty if there is none."""
-    with open(run / METRICS_FILE, "rb") as file:
-        return first_start(file)
 
 
 def last_start(run: Path) -> Event:

@@ -1,0 +1,58 @@
+"""Reads metrics.jsonl as the trainer needs it: the events as they were logged."""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pretrain.runs.run_folder import METRICS_FILE
+
+CURVES = frozenset({"train", "validation", "evaluation", "sample", "skip"})
+"""Events that describe the model at a step; the others record what happened, also before a rollback."""
+END_BYTES = 1 << 20
+
+Event = dict[str, Any]
+
+
+def read_metrics(run: Path) -> list[Event]:
+    """Returns the events of a run in the order of the log, repeated steps included; [] without a log."""
+    try:
+        with open(run / METRICS_FILE, "rb") as file:
+            return parse_lines(file)
+    except FileNotFoundError:
+        return []
+
+
+def parse_lines(lines: Iterable[bytes]) -> list[Event]:
+    """Returns the events in the lines, without truncated lines and other text."""
+    events = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+            continue
+        if event["event"] not in CURVES or isinstance(event.get("step"), int | None):
+            events.append(event)
+    return events
+
+
+def first_start(lines: Iterable[bytes]) -> Event:
+    """Returns the first `start` event in the lines of a log, which warnings may precede; empty if there is none."""
+    return next((event for line in lines for event in parse_lines([line]) if event["event"] == "start"), {})
+
+
+def first_start_of(run: Path) -> Event:
+    """Returns the run's first `start`; empty if there is none."""
+    with open(run / METRICS_FILE, "rb") as file:
+        return first_start(file)
+
+
+def last_position(run: Path) -> dict[str, int]:
+    """Returns {step, tokens} of the newest event that has both, near the end of the log; zeros without one."""
+    with open(run / METRICS_FILE, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
+        known = [event for event in parse_lines(file) if {"step", "tokens"} <= event.keys()]
+    return {name: known[-1][name] if known else 0 for name in ("step", "tokens")}
