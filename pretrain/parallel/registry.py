@@ -1,44 +1,44 @@
 """Every strategy by name, and the making of the one that the launcher asks for."""
 
 import os
+from pkgutil import resolve_name
 
 from pretrain.config import Data, RunConfig
 from pretrain.data.shards import rely_on_first
 from pretrain.errors import InputError
-from pretrain.parallel.context_parallel import ContextParallel
-from pretrain.parallel.expert_parallel import ExpertParallel
-from pretrain.parallel.fully_sharded import FullySharded
 from pretrain.parallel.launcher import launched_strategy, launcher_problems, parallel_size, processes_launched
-from pretrain.parallel.pipeline import PipelineParallel
 from pretrain.parallel.rendezvous import told_by_first
 from pretrain.parallel.strategy import Strategy, resolve_precision
-from pretrain.parallel.tensor_parallel import ShardedTensorParallel, TensorParallel
-from pretrain.parallel.zero import Zero
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    "single": Strategy,
-    "ddp": Strategy,
-    "fsdp2": FullySharded,
-    "zero1": Zero,
-    "zero2": Zero,
-    "zero3": Zero,
-    "hsdp": FullySharded,
-    "tp": TensorParallel,
-    "fsdp_tp": ShardedTensorParallel,
-    "pp": PipelineParallel,
-    "cp": ContextParallel,
-    "ep": ExpertParallel,
-    "zero3_offload": Zero,
-    "zero3_offload_nvme": Zero,
+STRATEGIES: dict[str, str] = {
+    "single": "pretrain.parallel.strategy:Strategy",
+    "ddp": "pretrain.parallel.strategy:Strategy",
+    "fsdp2": "pretrain.parallel.fully_sharded:FullySharded",
+    "zero1": "pretrain.parallel.zero:Zero",
+    "zero2": "pretrain.parallel.zero:Zero",
+    "zero3": "pretrain.parallel.zero:Zero",
+    "hsdp": "pretrain.parallel.fully_sharded:FullySharded",
+    "tp": "pretrain.parallel.tensor_parallel:TensorParallel",
+    "fsdp_tp": "pretrain.parallel.tensor_parallel:ShardedTensorParallel",
+    "pp": "pretrain.parallel.pipeline:PipelineParallel",
+    "cp": "pretrain.parallel.context_parallel:ContextParallel",
+    "ep": "pretrain.parallel.expert_parallel:ExpertParallel",
+    "zero3_offload": "pretrain.parallel.zero:Zero",
+    "zero3_offload_nvme": "pretrain.parallel.zero:Zero",
 }
-"""{file in accelerate_configs/: class}, simplest first, which is the order in which a plan lists them."""
+"""{file in accelerate_configs/: module and class}, simplest first, which is the order in which a plan lists them."""
+
+
+def strategy_named(name: str) -> type[Strategy]:
+    """Imports a strategy of STRATEGIES: a run loads no other."""
+    return resolve_name(STRATEGIES[name])
 
 
 def micro_batches_launched() -> int:
     """Returns how many micro-batches the processes that were launched take together in a micro-step."""
     name = launched_strategy()
     try:
-        sharing = parallel_size(STRATEGIES[name].size_variable) if name in ("tp", "fsdp_tp", "cp") else 1
+        sharing = parallel_size(strategy_named(name).size_variable) if name in ("tp", "fsdp_tp", "cp") else 1
     except ValueError:  # which the strategy's own check refuses
         sharing = 1
     return max(1, processes_launched() // sharing)
@@ -46,7 +46,9 @@ def micro_batches_launched() -> int:
 
 def parts_of_micro_batch(config: RunConfig) -> int:
     """Returns what batch.sequences_per_micro_batch has to be a multiple of under the strategy that was launched."""
-    return STRATEGIES.get(launched_strategy(), Strategy).parts_of_micro_batch(config)
+    name = launched_strategy()
+    strategy = strategy_named(name) if name in STRATEGIES else Strategy
+    return strategy.parts_of_micro_batch(config)
 
 
 def make_strategy(config: RunConfig) -> Strategy:
@@ -76,7 +78,7 @@ def strategy_class(config: RunConfig) -> type[Strategy]:
     name = launched_strategy()
     problems = launcher_problems(config, resolve_precision(config.precision), name)
     if name in STRATEGIES:
-        problems += STRATEGIES[name].problems(config, name)
+        problems += strategy_named(name).problems(config, name)
     elif not problems:
         problems.append(
             f"launcher: {name} is not among the strategies that run: {', '.join(STRATEGIES)}; take a file of "
@@ -84,7 +86,7 @@ def strategy_class(config: RunConfig) -> type[Strategy]:
         )
     if problems:
         raise InputError(*problems)
-    return STRATEGIES[name]
+    return strategy_named(name)
 
 
 def evaluation_strategy() -> Strategy:

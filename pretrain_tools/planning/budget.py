@@ -18,7 +18,7 @@ from pretrain.errors import InputError
 from pretrain.model.build import active_parameters, matrix_parameters
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.optim.scaling_laws import batch_by_law, warmup_by_law, weight_decay_by_law
-from pretrain.parallel.registry import STRATEGIES
+from pretrain.parallel.registry import strategy_named
 from pretrain.units import count_text, counted, duration_text
 from pretrain_tools.planning.activations import Activations, ForwardPass, Line
 from pretrain_tools.planning.candidates import (
@@ -448,7 +448,7 @@ def fitting_micro_batches(
     if not found.runs:
         return []
     divided = layout(name, hardware.gpus, hardware.machines)
-    parts = STRATEGIES[name].parts_of_micro_batch(run.config)
+    parts = strategy_named(name).parts_of_micro_batch(run.config)
     candidates = []
     for sequences in micro_batches(run.config, divided.micro_batches, parts):
         if sequences <= found.largest_micro_batch:

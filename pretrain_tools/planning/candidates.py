@@ -19,7 +19,7 @@ from pretrain.gpus import CPU, Gpu
 from pretrain.model.build import active_parameters, flops_per_token, matrix_parameters
 from pretrain.model.positions import configs_of_stages
 from pretrain.optim.batch_ramp import BatchRamp
-from pretrain.parallel.registry import STRATEGIES
+from pretrain.parallel.registry import STRATEGIES, strategy_named
 from pretrain.training.run_plan import ramp_of, sequences_of, too_long
 from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.layouts import Layout, layouts
@@ -138,7 +138,7 @@ def consider(name: str, run: PlannedRun, work: RunWork, hardware: Hardware, spee
 
 def consider_layout(layout: Layout, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed) -> Candidate:
     """What keeps it from running, memory, the largest micro-batch, seconds per step."""
-    name, strategy, config = layout.name, STRATEGIES[layout.name], run.config
+    name, strategy, config = layout.name, strategy_named(layout.name), run.config
     problems = strategy_problems(run, layout)
     if problems:
         return Candidate(name, problems)
@@ -211,7 +211,7 @@ def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
     """Why a strategy cannot run the recipe on this many GPUs, with the strategy's own messages."""
     if layout.problem:
         return [layout.problem]
-    strategy = STRATEGIES[layout.name]
+    strategy = strategy_named(layout.name)
     # What this machine lacks says nothing of the one planned for: precision is asked about here.
     portable = run.config.model_copy(update={"precision": "fp32"})
     with patch_environment(WORLD_SIZE=layout.ranks, **layout.environment):

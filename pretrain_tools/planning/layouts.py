@@ -15,7 +15,7 @@ from pretrain.parallel.launcher import (
     processes_launched,
     replicas_requested,
 )
-from pretrain.parallel.registry import STRATEGIES
+from pretrain.parallel.registry import strategy_named
 from pretrain.parallel.strategy import Strategy
 
 
@@ -101,7 +101,7 @@ def launched_layout(name: str) -> Layout:
     if name == "hsdp":
         return replace(shipped, groups=replicas_requested())
     if name in ("tp", "fsdp_tp", "pp", "ep"):
-        return replace(shipped, groups=max(1, shipped.ranks // parallel_size(STRATEGIES[name].size_variable)))
+        return replace(shipped, groups=max(1, shipped.ranks // parallel_size(strategy_named(name).size_variable)))
     if zero := deepspeed_file().get("zero_optimization") if shipped.zero else None:
         return replace(shipped, zero={key: value for key, value in zero.items() if value != "auto"})
     return shipped
@@ -138,7 +138,7 @@ def _in_parts(plain: Layout, parts: int, *, is_option: bool) -> Layout:
 
 def _of_models(plain: Layout, groups: int) -> Layout:
     """tp, pp and ep: so many groups of processes, each of which shares one model."""
-    variable = STRATEGIES[plain.name].size_variable
+    variable = strategy_named(plain.name).size_variable
     size = plain.ranks // groups
     options = f" --{variable.lower()} {size}" if groups > 1 else ""
     return replace(plain, groups=groups, environment={variable: str(size)}, options=options)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pretrain.config import RunConfig
 from pretrain.optim.optimizers import OptimizerSpec
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
-from pretrain.parallel.registry import STRATEGIES
+from pretrain.parallel.registry import strategy_named
 from pretrain_tools.planning.layouts import Layout
 from pretrain_tools.planning.memory import FP32, Sizes
 from pretrain_tools.planning.optimizer_bytes import exchanged_bytes, with_experts_in_parts
@@ -99,7 +99,7 @@ def exchange_seconds(layout: Layout, step: StepTraffic, optimizer: OptimizerSpec
         return exchanged_bytes(beside_experts, "whole", layout.ranks) / step.across
     if layout.zero.get("stage") in (1, 2):  # only matrices that the flat partitions cut
         return 0.0
-    sent = exchanged_bytes(optimizer, STRATEGIES[layout.name].parameter_form, layout.per_group)
+    sent = exchanged_bytes(optimizer, strategy_named(layout.name).parameter_form, layout.per_group)
     seconds = sent / (step.inside if layout.groups > 1 else step.across)
     if layout.name == "cp":  # heads, twice in each layer and direction
         tokens = step.micro_steps * step.tokens / layout.parts

@@ -8,7 +8,7 @@ import yaml
 
 from pretrain.model.model_config import load_model_config
 from pretrain.parallel.launcher import launched_strategy
-from pretrain.parallel.registry import STRATEGIES
+from pretrain.parallel.registry import strategy_named
 from pretrain.recipe import read_run_config
 from pretrain_tools.planning.footprints import footprint
 from pretrain_tools.planning.layouts import layout
@@ -17,7 +17,7 @@ from pretrain_tools.planning.traffic import StepTraffic, traffic
 from support.tiny_models import TINY_LLAMA, TINY_MOE, TINY_OLMOE
 
 SIZE = "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE"
-EP = STRATEGIES["ep"]
+EP = strategy_named("ep")
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def problems(recipe, tmp_path, monkeypatch):
         recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"model": str(tmp_path / "model.json")}))
         for name, value in {"WORLD_SIZE": str(processes), SIZE: size, **environment}.items():
             monkeypatch.setenv(name, value)
-        return "\n".join(STRATEGIES[strategy].problems(read_run_config(recipe, []), strategy))
+        return "\n".join(strategy_named(strategy).problems(read_run_config(recipe, []), strategy))
 
     return problems
 

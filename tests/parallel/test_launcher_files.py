@@ -15,7 +15,7 @@ from pretrain.errors import InputError
 from pretrain.parallel import launcher_files
 from pretrain.parallel.launcher import launched_strategy, launcher_problems
 from pretrain.parallel.launcher_files import command_problems, deepspeed_problems, launcher_file_problems
-from pretrain.parallel.registry import STRATEGIES, micro_batches_launched, strategy_class
+from pretrain.parallel.registry import STRATEGIES, micro_batches_launched, strategy_class, strategy_named
 from pretrain_tools.planning.layouts import launched_layout
 from support.launcher_environment import launcher_environment
 from support.project import ROOT, free_port, run_script
@@ -74,7 +74,7 @@ def test_the_environment_for_torchrun_asks_for_what_the_launcher_file_asks_for(n
     assert {key: shipped[key].lower() for key in variables} == {key: text.lower() for key, text in variables.items()}
     for key, text in {**variables, "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(key, text)
-    assert launched_strategy() == name and strategy_class(config) is STRATEGIES[name]
+    assert launched_strategy() == name and strategy_class(config) is strategy_named(name)
 
 
 @pytest.mark.parametrize(

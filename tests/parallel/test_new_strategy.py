@@ -13,7 +13,7 @@ from pretrain_tools.planning.report import build_plan
 from pretrain_tools.planning.step_time import Hardware
 from support.launcher_environment import launcher_environment
 from support.project import events, launch
-from support.toy_strategy import TOY_FILE, TOY_LAUNCH, Toy, toy_footprint
+from support.toy_strategy import TOY_FILE, TOY_LAUNCH, toy_footprint
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def toy_file(tmp_path):
 
 
 def test_a_plan_lists_it_with_its_own_memory(recipe, monkeypatch):
-    monkeypatch.setitem(STRATEGIES, "toy", Toy)
+    monkeypatch.setitem(STRATEGIES, "toy", "support.toy_strategy:Toy")
     monkeypatch.setitem(FOOTPRINTS, "toy", toy_footprint)
 
     def candidates(*overrides):

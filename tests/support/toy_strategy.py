@@ -48,7 +48,7 @@ def toy_footprint(run, layout, sequences):
 
 
 if __name__ == "__main__":
-    STRATEGIES["toy"] = Toy
+    STRATEGIES["toy"] = f"{__name__}:Toy"
     LAUNCHES[TOY_LAUNCH] = "toy"
     import train
     from pretrain.recipe import read_command_line
