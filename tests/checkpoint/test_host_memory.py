@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from pretrain.checkpoint import host_memory
+from pretrain.checkpoint import tensor_files
 from pretrain.checkpoint.tensor_files import HostMemory
 
 LAYOUT = {
@@ -37,7 +37,7 @@ def driver(monkeypatch):
             calls.append(("unlock", address))
 
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
-    monkeypatch.setattr(host_memory.torch, "ones", lambda *size, device: calls.append("error cleared"))
+    monkeypatch.setattr(tensor_files.torch, "ones", lambda *size, device: calls.append("error cleared"))
     return calls
 
 
